@@ -1,5 +1,7 @@
-"""Scripts that measure the speed and the correctness of gpulab, and compare it with other libraries.
+"""Scripts that measure the speed and the correctness of gpulab, and compare it with other
+libraries.
 
-Run them from the root of a clone: `python benchmarks/speed/costs.py`. They import `benchmarks.measuring`, which an
-editable installation of the clone makes importable. Without one, set `PYTHONPATH=.`.
+Run them from the root of a clone: `python benchmarks/speed/costs.py`. They import
+`benchmarks.measuring`, which an editable installation of the clone makes importable. Without one,
+set `PYTHONPATH=.`.
 """

@@ -31,7 +31,9 @@ WARM_UP = 3  # steps of each way before any is timed
 
 @dataclass
 class Way:
-    """One way of doing something: its step, the seconds of a step in every round, and on a GPU the peak of bytes."""
+    """One way of doing something: its step, the seconds of a step in every round, and on a GPU
+    the peak of bytes.
+    """
 
     step: Step
     memory: int | None = None
@@ -52,7 +54,8 @@ def race(
     label: str = "",
     failed: dict[str, str] | None = None,
 ) -> dict[str, Way]:
-    """Several ways of doing something side by side: each is made and warmed up, then they take turns.
+    """Several ways of doing something side by side: each is made and warmed up, then they take
+    turns.
 
     So a machine that warms up or slows down favours none.
 
@@ -63,11 +66,12 @@ def race(
         steps: Of a turn, which are timed together.
         warm_up: Steps before.
         label: Of the progress bar.
-        failed: Takes what kept a way from being made and warmed up, which is then left out; without it that is raised.
+        failed: Takes what kept a way from being made and warmed up, which is then left out; without
+            it that is raised.
 
     Returns:
-        The ways. `memory` is the most that was allocated on a GPU while one was made and warmed up, above what the
-        others hold.
+        The ways. `memory` is the most that was allocated on a GPU while one was made and warmed up,
+        above what the others hold.
     """
     ways: dict[str, Way] = {}
     for name, make in made.items():
@@ -79,7 +83,8 @@ def race(
             for _ in range(warm_up):
                 way.step()
             wait_for(setting)
-        except Exception as problem:  # whatever a library raises: the others are still to be measured
+        except Exception as problem:
+            # Whatever a library raises, the others are still to be measured.
             if failed is None:
                 raise
             failed[name] = in_one_line(problem)[:200]
@@ -113,7 +118,7 @@ def quartiles(values: list[float]) -> list[float]:
     return statistics.quantiles(values, n=4) if len(values) > 1 else 3 * values
 
 
-# --- records and pages -----------------------------------------------------------------------------------
+# --- records and pages ----------------------------------------------------------------------------
 
 
 def this_command() -> str:
@@ -173,7 +178,9 @@ def show(title: str, page: Path | None, **parts: str) -> None:
 
 def command_line(doc: str) -> typer.Typer:
     """An application with subcommands, which the first line of a docstring explains."""
-    return typer.Typer(help=doc.splitlines()[0], rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+    return typer.Typer(
+        help=doc.splitlines()[0], rich_markup_mode=None, add_completion=False, no_args_is_help=True
+    )
 
 
 def run(app: Callable[[], Any]) -> None:

@@ -1,4 +1,6 @@
-"""The public names and where they come from: for editors, type checkers and `__init__.py`, which imports them late."""
+"""The public names and where they come from: for editors, type checkers and `__init__.py`, which
+imports them late.
+"""
 
 from . import audits as audits
 from . import data as data

@@ -1,4 +1,6 @@
-"""`gpulab` and `python -m gpulab`: the command line, which Ctrl-C ends in one line from the first import on."""
+"""`gpulab` and `python -m gpulab`: the command line, which Ctrl-C ends in one line from the
+first import on.
+"""
 
 import sys
 
@@ -6,7 +8,9 @@ from gpulab import interruption
 
 
 def main() -> None:
-    """Run the command line. What it imports is imported here, so that Ctrl-C is answered then, too."""
+    """Run the command line. What it imports is imported here, so that Ctrl-C is answered then,
+    too.
+    """
     interruption.answer_while_importing()
     try:
         from gpulab.cli import main as run_command_line

@@ -215,7 +215,9 @@ def ctc_lengths_as_lists() -> Iterator[None]:
     @functools.wraps(original)
     def with_lists(log_probs: Tensor, targets: Tensor, *args: Nested, **kwargs: Nested) -> Tensor:
         def as_list(value: Nested) -> Nested:
-            is_on_cpu = isinstance(value, Tensor) and value.device.type == "cpu" != log_probs.device.type
+            is_on_cpu = (
+                isinstance(value, Tensor) and value.device.type == "cpu" != log_probs.device.type
+            )
             return value.tolist() if is_on_cpu else value
 
         kwargs = {name: as_list(value) for name, value in kwargs.items()}
@@ -321,8 +323,14 @@ def call_composite_kernel(
     keys = torch._C.DispatchKey
     key = keys.CompositeImplicitAutograd
     if is_explicit:
-        is_plain = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeExplicitAutograd")
-        key = keys.CompositeExplicitAutograd if is_plain else keys.CompositeExplicitAutogradNonFunctional
+        is_plain = torch._C._dispatch_has_kernel_for_dispatch_key(
+            operation.name(), "CompositeExplicitAutograd"
+        )
+        key = (
+            keys.CompositeExplicitAutograd
+            if is_plain
+            else keys.CompositeExplicitAutogradNonFunctional
+        )
     return operation._op_dk(key, *args, **kwargs)
 
 
@@ -452,13 +460,16 @@ def report_skipped_frames(report: Callable[[], None]) -> Callable[[], None]:
 
     It imports the compiler. What is returned ends it.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard does not say that compiled code ran uncompiled.
+    Tested: torch 2.6 and 2.15. If it changes: the guard does not say that compiled code ran
+    uncompiled.
     """
     from torch._dynamo import convert_frame
 
     names = ("any_torch_dispatch_mode_on_stack", "is_in_any_mode_without_ignore_compile_internals")
     originals = {
-        n: getattr(convert_frame, n) for n in (*names, "is_in_torch_dispatch_mode") if hasattr(convert_frame, n)
+        n: getattr(convert_frame, n)
+        for n in (*names, "is_in_torch_dispatch_mode")
+        if hasattr(convert_frame, n)
     }
 
     def wrap(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -507,7 +518,8 @@ def uncompiled_random_numbers(wanted: bool = True) -> AbstractContextManager[obj
 
 
 def draws_as_uncompiled() -> bool:
-    """Return whether Inductor draws the random numbers that uncompiled code draws, as the program has set it.
+    """Return whether Inductor draws the random numbers that uncompiled code draws, as the program
+    has set it.
 
     Tested: torch 2.6 and 2.15. If it changes: audits advise what the program has done.
     """
@@ -632,7 +644,8 @@ def newest_node_number() -> int:
 
 
 def current_backward_pass() -> int:
-    """Return autograd's number of the backward pass that this thread computes, or -1 outside of a backward pass.
+    """Return autograd's number of the backward pass that this thread computes, or -1 outside of a
+    backward pass.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard checks nothing on accelerators.
     """
@@ -976,7 +989,12 @@ def find_tensors(values: Nested) -> list[Tensor]:
         values = values.values()
     elif not isinstance(values, list | tuple):
         return []
-    return [tensor for value in values if not isinstance(value, _SIMPLE) for tensor in find_tensors(value)]
+    return [
+        tensor
+        for value in values
+        if not isinstance(value, _SIMPLE)
+        for tensor in find_tensors(value)
+    ]
 
 
 # --- modules and optimizers -----------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""The command line: `gpulab devices | train | experiment | verdict | runs | record | audit | guard`."""
+"""The command line: `gpulab devices | train | experiment | verdict | runs | record | audit |
+guard`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# --- what is printed ---------------------------------------------------------------------------------------
+# --- what is printed ------------------------------------------------------------------------------
 
 
 def echo(text: object, to: IO[str] | None = None) -> None:
@@ -43,31 +45,42 @@ def echo(text: object, to: IO[str] | None = None) -> None:
 
 
 def echo_runs(frame: pd.DataFrame, where: str = "") -> None:
-    """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
+    """Print a table of runs: their factors that are not all the same, and the metrics of
+    functions.
+    """
     from gpulab.store import tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
     frame = tables.drop_empty_losses(frame)
-    function_metrics = [name for name in frame.columns if name not in (*tables.RUN_COLUMNS, "options", "loss")]
+    function_metrics = [
+        name for name in frame.columns if name not in (*tables.RUN_COLUMNS, "options", "loss")
+    ]
     columns = ["experiment", "profile", "setting", "seed", *differing, "status"]
     if "final_loss" in frame:
         columns.append("final_loss")
     columns += [*(function_metrics or ["heldout_loss"]), "seconds", "machine"]
-    echo(f"{len(frame)} runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}")
+    echo(
+        f"{len(frame)}"
+        f" runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}"
+    )
 
 
 def save_plot(result: Report, file: Path | None) -> None:
-    """Draw a result into a file, where one was asked for, and say so where a table is not disturbed."""
+    """Draw a result into a file, where one was asked for, and say so where a table is not
+    disturbed.
+    """
     if file:
         result.plot().save(file)
         echo(f"picture in {file}", sys.stderr)
 
 
-# --- options that several commands have ------------------------------------------------------------------
+# --- options that several commands have -----------------------------------------------------------
 
 
 def option(words: str, default: str | bool = True, flag: str = "", **parameters: Any) -> OptionInfo:
-    """An option with its help; `default` describes the default where the parameter's own value does not."""
+    """An option with its help; `default` describes the default where the parameter's own value
+    does not.
+    """
     return typer.Option(*filter(None, [flag]), help=words, show_default=default, **parameters)
 
 
@@ -77,14 +90,18 @@ def argument(words: str, default: str | bool = False, **parameters: Any) -> Argu
 
 
 def check_writable_path(file: Path | None) -> Path | None:
-    """A file that a command is to write, tried before any work; `GpulabError` where it could not be written after."""
+    """A file that a command is to write, tried before any work; `GpulabError` where it could not
+    be written after.
+    """
     if file:
         files.check_writable(file)
     return file
 
 
 def parse_and_prepare(setting: str) -> str:
-    """A setting, whose instruction set this process shall have: torch reads that when it is loaded."""
+    """A setting, whose instruction set this process shall have: torch reads that when it is
+    loaded.
+    """
     Setting.parse(setting).prepare()
     return setting
 
@@ -92,49 +109,79 @@ def parse_and_prepare(setting: str) -> str:
 STEP_HELP = "module:name or file.py:name of a gpulab.Step or a function of one step"
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN_HELP = (
-    "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for yes and no a share, such as 0.1"
+    "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for yes and no a share,"
+    " such as 0.1"
 )
 TABLE_HELP = (
-    "a .csv, .tsv or .parquet, a store, packed runs, or a folder of logs or a pattern, such as 'logs/*/metrics.csv'"
+    "a .csv, .tsv or .parquet, a store, packed runs, or a folder of logs or a pattern, such as"
+    " 'logs/*/metrics.csv'"
 )
-LAST_HELP = "the column that counts epochs or steps: the last row of each run counts, such as --last epoch"
-LOOKS_HELP = "how often you ask this at most as seeds come in, this time included: decisions hold for all of them"
+LAST_HELP = (
+    "the column that counts epochs or steps: the last row of each run counts, such as --last epoch"
+)
+LOOKS_HELP = (
+    "how often you ask this at most as seeds come in, this time included: decisions hold for all of"
+    " them"
+)
 STORE_HELP = "folder in which runs are kept, or a file of packed runs"
 DEFAULT_STORE_HELP = "$GPULAB_STORE or ./runs"
-PROFILE_HELP = "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours has none"
-REGISTERED_HELP = "file written before the runs, with the question and how it will be answered; its digest is kept"
-NETWORK_OPTION_NAMES = ", ".join(name for name, run_option in RUN_OPTIONS.items() if run_option.help)
+PROFILE_HELP = (
+    "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours"
+    " has none"
+)
+REGISTERED_HELP = (
+    "file written before the runs, with the question and how it will be answered; its digest is"
+    " kept"
+)
+NETWORK_OPTION_NAMES = ", ".join(
+    name for name, run_option in RUN_OPTIONS.items() if run_option.help
+)
 OPTION_HELP = (
-    f"NAME=VALUE of the run, such as frames=40; several times. Networks take {NETWORK_OPTION_NAMES}; "
-    "a function what it has"
+    "NAME=VALUE of the run, such as frames=40; several times. Networks take"
+    f" {NETWORK_OPTION_NAMES}; a function what it has"
 )
 
 OneSetting = Annotated[str, option(SETTING_HELP, callback=parse_and_prepare)]
 Store = Annotated[Path | None, option(STORE_HELP, DEFAULT_STORE_HELP, readable=False)]
 Picture = Annotated[
-    Path | None, option("draw every run and difference into this PNG file", callback=check_writable_path)
+    Path | None,
+    option("draw every run and difference into this PNG file", callback=check_writable_path),
 ]
 Looks = Annotated[int, option(LOOKS_HELP, min=1)]
 WhereOption = Annotated[list[str] | None, option("only runs with column=value; several times")]
 # Those of a run.
-Training = Annotated[str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")]
+Training = Annotated[
+    str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")
+]
 Profile = Annotated[str, option(PROFILE_HELP)]
 Registered = Annotated[Path | None, option(REGISTERED_HELP)]
 Options = Annotated[list[str] | None, option(OPTION_HELP, flag="--option")]
-DataOptions = Annotated[list[str] | None, option("an option of the data, such as seed=3; several times")]
+DataOptions = Annotated[
+    list[str] | None, option("an option of the data, such as seed=3; several times")
+]
 
-# --- what texts mean -------------------------------------------------------------------------------------
+# --- what texts mean ------------------------------------------------------------------------------
 
 
-def train_arguments(model: str, options: list[str] | None, data_options: list[str] | None) -> dict[str, Any]:
+def train_arguments(
+    model: str, options: list[str] | None, data_options: list[str] | None
+) -> dict[str, Any]:
     """What is trained, in arguments of `gpulab.train`."""
     if ":" in model:
         if data_options:
-            raise UsageError(f"--data-option {data_options[0]}: a function takes what it has as --option")
+            raise UsageError(
+                f"--data-option {data_options[0]}: a function takes what it has as --option"
+            )
         return {"model_options": read_options(options)}
-    grouped: dict[str, dict[str, Any]] = {"run": {}, "data": read_options(data_options), "model": {}}
+    grouped: dict[str, dict[str, Any]] = {
+        "run": {},
+        "data": read_options(data_options),
+        "model": {},
+    }
     for name, option_value in read_options(options).items():
-        grouped[RUN_OPTIONS[name].argument_group if name in RUN_OPTIONS else "model"][name] = option_value
+        grouped[RUN_OPTIONS[name].argument_group if name in RUN_OPTIONS else "model"][name] = (
+            option_value
+        )
     return grouped["run"] | {"data_options": grouped["data"], "model_options": grouped["model"]}
 
 
@@ -175,11 +222,13 @@ def load_runs_or_table(names: list[Path]) -> pd.DataFrame:
     return read_table(names[0] if len(names) == 1 else names)
 
 
-# --- commands --------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 @app.callback(invoke_without_command=True)
-def _main(version: Annotated[bool, option("print the version and exit", flag="--version")] = False) -> None:
+def _main(
+    version: Annotated[bool, option("print the version and exit", flag="--version")] = False,
+) -> None:
     """What comes before any command."""
     if version:
         echo(f"gpulab {__version__}")
@@ -208,7 +257,9 @@ def train(
     options: Options = None,
     data_option: DataOptions = None,
 ) -> None:
-    """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
+    """Train once, from one seed under one setting. A network of gpulab's that is interrupted
+    resumes when run again.
+    """
     from gpulab.store import runs as stores
     from gpulab.training.run import train as train_one
 
@@ -222,8 +273,12 @@ def train(
 def experiment(
     model: Training,
     setting: Annotated[list[str], option(f"{SETTING_HELP}; give it several times")],
-    seeds: Annotated[str | None, option("how many (10), or which (0,1,7)", "the profile's, or 10")] = None,
-    workers: Annotated[int, option("runs at the same time; on a CUDA GPU they share it", min=1)] = 1,
+    seeds: Annotated[
+        str | None, option("how many (10), or which (0,1,7)", "the profile's, or 10")
+    ] = None,
+    workers: Annotated[
+        int, option("runs at the same time; on a CUDA GPU they share it", min=1)
+    ] = 1,
     metric: Annotated[str, option("what the verdict compares")] = "final_loss",
     looks: Looks = 1,
     picture: Picture = None,
@@ -262,27 +317,37 @@ def experiment(
 @app.command()
 def verdict(
     file: Annotated[list[Path], argument(TABLE_HELP, metavar="FILE", readable=False)],
-    metric: Annotated[str, option("the column that is compared: numbers, or true and false")] = "final_loss",
+    metric: Annotated[
+        str, option("the column that is compared: numbers, or true and false")
+    ] = "final_loss",
     factor: Annotated[str, option("the column whose levels are compared")] = "setting",
     block: Annotated[str, option("the column that says which rows are pairs")] = "seed",
-    reference: Annotated[str | None, option("what others are compared with", "cpu, or else the first")] = None,
+    reference: Annotated[
+        str | None, option("what others are compared with", "cpu, or else the first")
+    ] = None,
     margin: Annotated[str | None, option(MARGIN_HELP, "0.25sd, or 0.1")] = None,
     alpha: Annotated[float, option("the level of significance")] = 0.05,
     looks: Looks = 1,
     last: Annotated[str | None, option(LAST_HELP, False)] = None,
-    best: Annotated[str | None, option("in place of --last: the column whose best row counts", False)] = None,
-    mode: Annotated[str | None, option("min or max: which value of --best is the best", "by its name")] = None,
+    best: Annotated[
+        str | None, option("in place of --last: the column whose best row counts", False)
+    ] = None,
+    mode: Annotated[
+        str | None, option("min or max: which value of --best is the best", "by its name")
+    ] = None,
     where: WhereOption = None,
     picture: Picture = None,
     html: Annotated[
-        Path | None, option("write the whole report to this HTML file", callback=check_writable_path)
+        Path | None,
+        option("write the whole report to this HTML file", callback=check_writable_path),
     ] = None,
 ) -> None:
-    """Say whether the levels of a factor differ, such as two settings: from any table of runs, or a folder of logs.
+    """Say whether the levels of a factor differ, such as two settings: from any table of runs, or a
+    folder of logs.
 
-    A run that finished with NaN or infinity diverged, which is counted. One whose `status` is neither `finished` nor
-    `diverged`, or whose cell is empty, is left out, which is said. Of a table with a row for each epoch, --last or
-    --best says which counts.
+    A run that finished with NaN or infinity diverged, which is counted. One whose `status` is
+    neither `finished` nor `diverged`, or whose cell is empty, is left out, which is said. Of a
+    table with a row for each epoch, --last or --best says which counts.
     """
     from gpulab.stats.pairs import select_rows
     from gpulab.stats.verdicts import verdict as compare
@@ -290,7 +355,17 @@ def verdict(
     frame = select_rows(load_runs_or_table(file), split_options(where))
     given_margin = parse_value(margin) if margin else None
     answer = compare(
-        frame, metric, factor, block, given_margin, alpha, reference, looks, last=last, best=best, mode=mode
+        frame,
+        metric,
+        factor,
+        block,
+        given_margin,
+        alpha,
+        reference,
+        looks,
+        last=last,
+        best=best,
+        mode=mode,
     )
     echo(answer)
     save_plot(answer, picture)
@@ -315,8 +390,12 @@ def runs(
     with files.reading(folder):
         is_there = recorded or folder.exists()
     if not is_there:
-        raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
-    frame = select_rows(tables.recorded_runs() if recorded else tables.runs(folder), split_options(where))
+        raise GpulabError(
+            f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one"
+        )
+    frame = select_rows(
+        tables.recorded_runs() if recorded else tables.runs(folder), split_options(where)
+    )
     if csv:
         echo(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
     elif frame.empty:
@@ -328,10 +407,14 @@ def runs(
 @app.command()
 def record(
     step: Annotated[str, argument(STEP_HELP)],
-    trace_file: Annotated[Path, argument("the file to write, such as here.trace", callback=check_writable_path)],
+    trace_file: Annotated[
+        Path, argument("the file to write, such as here.trace", callback=check_writable_path)
+    ],
     setting: OneSetting = "cpu",
 ) -> None:
-    """Record what every operation of a training step computes, to be compared with another machine's."""
+    """Record what every operation of a training step computes, to be compared with another
+    machine's.
+    """
     from gpulab.audits import recording
     from gpulab.user_code import find_function
 
@@ -342,21 +425,30 @@ def record(
 @app.command()
 def audit(
     compared: Annotated[
-        list[str], argument(f"two traces from `gpulab record`; or a step, {STEP_HELP}, and two settings")
+        list[str],
+        argument(f"two traces from `gpulab record`; or a step, {STEP_HELP}, and two settings"),
     ],
     html: Annotated[
-        Path | None, option("write the whole report to this HTML file", callback=check_writable_path)
+        Path | None,
+        option("write the whole report to this HTML file", callback=check_writable_path),
     ] = None,
     as_json: Annotated[bool, option("print the answer for a program", flag="--json")] = False,
-    markdown: Annotated[bool, option("print what one pastes into an issue", flag="--markdown")] = False,
-    fail_on: Annotated[list[str] | None, option("a kind of finding that counts as a fault, too", "none")] = None,
+    markdown: Annotated[
+        bool, option("print what one pastes into an issue", flag="--markdown")
+    ] = False,
+    fail_on: Annotated[
+        list[str] | None, option("a kind of finding that counts as a fault, too", "none")
+    ] = None,
 ) -> None:
     """Compare two traces, or a step under two settings: what differs, how far, why.
 
-    Exit status 0: rounding, or what a correct device may do; 1: a fault, or a kind given with --fail-on; 2: could not.
+    Exit status 0: rounding, or what a correct device may do; 1: a fault, or a kind given with
+    --fail-on; 2: could not.
     """
     if len(compared) not in (2, 3):
-        raise UsageError(f"expected two traces, or a step and two settings; got {' '.join(compared)}")
+        raise UsageError(
+            f"expected two traces, or a step and two settings; got {' '.join(compared)}"
+        )
     first, second, *third = compared
     for setting in (second, *third) if third else ():
         parse_and_prepare(setting)
@@ -389,18 +481,26 @@ def audit(
         raise typer.Exit(1)
 
 
-@app.command(name="guard", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    name="guard",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 def guard_script(
     script: Annotated[str, argument("a Python script, which knows nothing of gpulab")],
     arguments: Annotated[list[str] | None, argument("what the script is given", "nothing")] = None,
-    is_module: Annotated[bool, option("SCRIPT is the name of a module, as for python -m", flag="-m")] = False,
-    reads: Annotated[str, option("any: every later read of shared memory; backward: what autograd saved")] = "any",
+    is_module: Annotated[
+        bool, option("SCRIPT is the name of a module, as for python -m", flag="-m")
+    ] = False,
+    reads: Annotated[
+        str, option("any: every later read of shared memory; backward: what autograd saved")
+    ] = "any",
     stop: Annotated[bool, option("end the script at the first finding", flag="--stop")] = False,
 ) -> None:
-    """Run a script or module, and tell which tensors were overwritten before they were used. Exit status 1 if one was.
+    """Run a script or module, and tell which tensors were overwritten before they were used. Exit
+    status 1 if one was.
 
-    A script that ends with an error or a status of its own ends so. With --reads any, torch.compile is switched off;
-    that, and what was not watched, is said at the end.
+    A script that ends with an error or a status of its own ends so. With --reads any, torch.compile
+    is switched off; that, and what was not watched, is said at the end.
     """
     from gpulab.guards import guards, scripts
 
@@ -430,14 +530,17 @@ def _error_line(error: GpulabError | OSError) -> str:
 
 
 def main(commands: typer.Typer = app) -> None:
-    """Run the command line; an error of gpulab's own is one line, and the exit status says which."""
+    """Run the command line; an error of gpulab's own is one line, and the exit status says
+    which.
+    """
     with contextlib.suppress(AttributeError):  # where a terminal has no ×
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.formatwarning = lambda message, *_, **__: printable(f"gpulab: {message}\n")
     try:
         commands()
     except SystemExit as exit_request:
-        if exit_request.code == interruption.INTERRUPTED:  # Ctrl-C; a training has saved a checkpoint by then
+        # Ctrl-C; a training has saved a checkpoint by then
+        if exit_request.code == interruption.INTERRUPTED:
             interruption.say_interrupted()
         raise
     except (GpulabError, OSError) as error:

@@ -1,4 +1,6 @@
-"""The errors that gpulab raises on purpose. Each message names the offending value and what to do."""
+"""The errors that gpulab raises on purpose. Each message names the offending value and what to
+do.
+"""
 
 import contextlib
 import importlib.metadata
@@ -10,10 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-# A `gpulab.guards.Overwritten`. That class is in a layer above this module, so it cannot be imported.
+# A `gpulab.guards.Overwritten`. That class is in a layer above this module, so it cannot be
+# imported.
 GuardFinding = Any
 
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def printable(text: str) -> str:
@@ -29,8 +34,8 @@ def printable(text: str) -> str:
 class GpulabError(Exception):
     r"""Something could not be done; the message says what, why, and what to do.
 
-    All errors that gpulab raises on purpose derive from this class. In the message control characters are written out
-    (an escape becomes `\x1b`), because it may quote a file.
+    All errors that gpulab raises on purpose derive from this class. In the message control
+    characters are written out (an escape becomes `\x1b`), because it may quote a file.
 
     Args:
         message: What could not be done, for the user to read.
@@ -38,10 +43,10 @@ class GpulabError(Exception):
     Examples:
         >>> import gpulab as gl
         >>> try:
-        ...     gl.load("frames:no-such-folder")
+        ...     gl.load("no-such-data")
         ... except gl.GpulabError as error:
-        ...     print(f"{type(error).__name__}: {error}")
-        DataError: no-such-folder: no such folder; 'frames:DIR' reads a folder of images, 'video:FILE' a film
+        ...     print(type(error).__name__)
+        UsageError
     """
 
     def __init__(self, message: object = "") -> None:
@@ -49,7 +54,8 @@ class GpulabError(Exception):
 
 
 class UsageError(GpulabError, ValueError):
-    """The request itself makes no sense: an unknown option, a value out of range, a size that does not divide.
+    """The request itself makes no sense: an unknown option, a value out of range, a size that does
+    not divide.
 
     It is also a `ValueError`.
 
@@ -60,7 +66,7 @@ class UsageError(GpulabError, ValueError):
         >>> import gpulab as gl
         >>> gl.Setting.parse("cpu:threads=0")
         Traceback (most recent call last):
-        gpulab.errors.UsageError: setting 'cpu:threads=0': threads='0' must be a number from 1 to 9999
+        gpulab.errors.UsageError: ... threads='0' must be a number from 1 to 9999
     """
 
 
@@ -73,7 +79,9 @@ def check_count(name: str, value: object, most: int | None = None, least: int = 
 
 
 def _is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+    return (
+        isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+    )
 
 
 def check_counts(name: str, values: object, parts: tuple[str, ...] = ()) -> tuple[int, ...]:
@@ -82,7 +90,8 @@ def check_counts(name: str, values: object, parts: tuple[str, ...] = ()) -> tupl
     Args:
         name: What the numbers are, for the error.
         values: What was given.
-        parts: What each of them is, such as ("height", "width"); without it there may be any number of them from one.
+        parts: What each of them is, such as ("height", "width"); without it there may be any number
+            of them from one.
 
     Raises:
         UsageError: For anything but a list, tuple or array of that many whole numbers from 1.
@@ -100,8 +109,16 @@ def check_counts(name: str, values: object, parts: tuple[str, ...] = ()) -> tupl
             given = list(values)
     wrong = [number for number, value in enumerate(given) if not _is_count(value)]
     if wrong or not given or (parts and len(given) != len(parts)):
-        wanted = f"({', '.join(parts)}), whole numbers from 1" if parts else "one or more whole numbers from 1"
-        named = f", got {parts[wrong[0]]}={given[wrong[0]]!r}" if wrong and len(given) == len(parts) else ""
+        wanted = (
+            f"({', '.join(parts)}), whole numbers from 1"
+            if parts
+            else "one or more whole numbers from 1"
+        )
+        named = (
+            f", got {parts[wrong[0]]}={given[wrong[0]]!r}"
+            if wrong and len(given) == len(parts)
+            else ""
+        )
         raise UsageError(f"{name}={values!r}: expected {wanted}{named}")
     return tuple(int(value) for value in given)  # type: ignore[call-overload]
 
@@ -110,7 +127,8 @@ class DataError(GpulabError):
     r"""An input file or folder is missing, damaged or of the wrong kind.
 
     Args:
-        message: Which file or folder, and what is wrong with it. Line breaks become spaces: the message is one line.
+        message: Which file or folder, and what is wrong with it. Line breaks become spaces: the
+            message is one line.
 
     Examples:
         >>> import gpulab as gl
@@ -158,15 +176,18 @@ class OverwrittenError(GpulabError):
 class OverwrittenWarning(UserWarning):
     """What `gpulab.guard(on="warn")` warns with, in place of raising `OverwrittenError`.
 
-    The warning comes once, at the end of the guard's block, and describes all that was found. The findings themselves
-    are in `findings` of the `Guard`.
+    The warning comes once, at the end of the guard's block, and describes all that was found. The
+    findings themselves are in `findings` of the `Guard`.
 
     Examples:
         >>> import warnings
         >>> import torch
         >>> import gpulab as gl
         >>> x, scale = torch.ones(3, requires_grad=True), torch.ones(3)
-        >>> with warnings.catch_warnings(record=True, action="always") as caught, gl.guard(on="warn"):
+        >>> with (
+        ...     warnings.catch_warnings(record=True, action="always") as caught,
+        ...     gl.guard(on="warn"),
+        ... ):
         ...     loss = (x * scale).sum()
         ...     scale.numpy()[:] = 2
         ...     loss.backward()
@@ -175,21 +196,27 @@ class OverwrittenWarning(UserWarning):
     """
 
 
-DISTRIBUTIONS = {"cpuinfo": "py-cpuinfo", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+DISTRIBUTIONS = {
+    "cpuinfo": "py-cpuinfo",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
 """What is installed, where its name is not that of the module that it brings."""
 
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """What is imported inside comes with an extra of gpulab: where it is not installed, the error names that.
+    """What is imported inside comes with an extra of gpulab: where it is not installed, the error
+    names that.
 
     A library that gpulab needs in any case, or that comes with another extra, is told from it.
 
     Examples:
         >>> with extra("notebooks"):
-        ...     import a_library_that_is_not_there
+        ...     import no_such_library
         Traceback (most recent call last):
-        gpulab.errors.GpulabError: a_library_that_is_not_there is not installed: pip install 'gpulab[notebooks]'
+        gpulab.errors.GpulabError: no_such_library is not installed: pip install 'gpulab[notebooks]'
     """
     try:
         yield
@@ -207,7 +234,10 @@ def _missing_library(library: str, module: str, extra_name: str) -> str:
     with contextlib.suppress(ValueError):  # a module that was made without a file
         found = importlib.util.find_spec(library)
     if found is not None:  # another version of it, or a file of that name before it
-        return f"{library} ({found.origin}) has no module {module}: pip install --upgrade {distribution}"
+        return (
+            f"{library} ({found.origin}) has no module {module}: pip install --upgrade"
+            f" {distribution}"
+        )
     extras = _extras_of(distribution)
     if "" in extras:
         return f"{library} is not installed, and gpulab needs it: pip install gpulab"
@@ -216,7 +246,8 @@ def _missing_library(library: str, module: str, extra_name: str) -> str:
 
 
 def _extras_of(distribution: str) -> list[str]:
-    """The extras of gpulab that bring a library, by the metadata of gpulab's installation; "" is gpulab itself.
+    """The extras of gpulab that bring a library, by the metadata of gpulab's installation; "" is
+    gpulab itself.
 
     Examples:
         >>> _extras_of("pandas"), _extras_of("pillow"), _extras_of("no-such-library")
@@ -241,7 +272,8 @@ def _normal_name(distribution: str) -> str:
 
 
 def in_one_line(error: BaseException, file: str | Path = "") -> str:
-    """An error of foreign code as its traceback ends, and the line of `file` that led there, or the last of all.
+    """An error of foreign code as its traceback ends, and the line of `file` that led there, or the
+    last of all.
 
     Examples:
         >>> try:
@@ -251,6 +283,8 @@ def in_one_line(error: BaseException, file: str | Path = "") -> str:
         "KeyError: 'loss'"
     """
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if file and Path(frame.filename).resolve() == Path(file).resolve()] or frames
+    inside = [
+        frame for frame in frames if file and Path(frame.filename).resolve() == Path(file).resolve()
+    ] or frames
     where = f" ({Path(inside[-1].filename).name}:{inside[-1].lineno})" if inside else ""
     return traceback.format_exception_only(error)[-1].strip() + where

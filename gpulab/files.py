@@ -2,8 +2,9 @@
 
 What files, tensors and JSON documents hold has a hash, equal for equal content wherever it lies.
 
-A *seal* is a checksum of the whole file inside it: any text of the file's own description may hold `UNSEALED`, which
-`seal` replaces by the checksum of the content as it was until then. One way for JSON, Parquet and safetensors alike.
+A *seal* is a checksum of the whole file inside it: any text of the file's own description may hold
+`UNSEALED`, which `seal` replaces by the checksum of the content as it was until then. One way for
+JSON, Parquet and safetensors alike.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from gpulab.errors import DataError, GpulabError
 if TYPE_CHECKING:
     import pyarrow.parquet
 
-# The content of a JSON document: dictionaries by text, lists, texts, numbers, booleans and None. How
-# they are nested depends on the kind of document, and whoever reads one checks what it needs.
+# The content of a JSON document: dictionaries by text, lists, texts, numbers, booleans and None.
+# How they are nested depends on the kind of document, and whoever reads one checks what it needs.
 JSON = Any
 
 PACKAGE = Path(__file__).parent
@@ -42,18 +43,22 @@ Stamps = Mapping[Path, Stamp]
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
 
 
-# --- writing -----------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def writing(what: str | Path) -> Iterator[None]:
-    """Convert an `OSError` raised inside into a `GpulabError` that names the file, the reason and the remedy."""
+    """Convert an `OSError` raised inside into a `GpulabError` that names the file, the reason
+    and the remedy.
+    """
     try:
         yield
     except OSError as error:
         space = "free some space and run the same command again"
         remedy = space if error.errno in DISK_FULL_ERRORS else "name another file or folder"
-        raise GpulabError(f"{what}: cannot be written: {error.strerror or error}; {remedy}") from None
+        raise GpulabError(
+            f"{what}: cannot be written: {error.strerror or error}; {remedy}"
+        ) from None
 
 
 def write(file: str | Path, content: bytes) -> None:
@@ -82,17 +87,20 @@ def scratch_name() -> str:
 
 
 def check_writable(file: str | Path) -> None:
-    """Raise now what writing a file later would raise for its name or its folder, by a try; nothing is left."""
+    """Raise now what writing a file later would raise for its name or its folder, by a try;
+    nothing is left.
+    """
     file = Path(file).absolute()
     with writing(file):
         if file.exists() and not file.is_file():
             raise OSError(errno.EISDIR, "not a file, but a folder, a pipe or a device")
         scratch = next(folder for folder in file.parents if folder.exists()) / scratch_name()
-        scratch.touch()  # permissions alone do not tell: root has them all, and /proc takes no files
+        # permissions alone do not tell: root has them all, and /proc takes no files
+        scratch.touch()
         scratch.unlink()
 
 
-# --- reading -----------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -101,14 +109,17 @@ def reading(file: str | Path, kind: str = "cannot be read") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, GpulabError) or type(error) is MemoryError:  # this machine's, and no fault of the file
+        # this machine's, and no fault of the file
+        if isinstance(error, GpulabError) or type(error) is MemoryError:
             raise
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error!s:.300}"
         raise DataError(f"{file}: {kind}: {why}") from None
 
 
 def status_of(file: str | Path) -> os.stat_result:
-    """What the system says of a regular file; `DataError`, naming it, where it is missing, a pipe or a device."""
+    """What the system says of a regular file; `DataError`, naming it, where it is missing, a
+    pipe or a device.
+    """
     with reading(file):
         status = os.stat(file)
     if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
@@ -117,7 +128,9 @@ def status_of(file: str | Path) -> os.stat_result:
 
 
 def read(file: str | Path, max_size: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file; `DataError`, naming it, for a pipe, a device or more than `max_size` bytes."""
+    """The content of a regular file; `DataError`, naming it, for a pipe, a device or more than
+    `max_size` bytes.
+    """
     size = status_of(file).st_size
     if size > max_size:
         raise DataError(f"{file}: cannot be read: it has {size:,} bytes, and may have {max_size:,}")
@@ -136,16 +149,25 @@ def read_json(file: str | Path, content: bytes) -> JSON:
 def check_table_size(
     file: str | Path, metadata: pyarrow.parquet.FileMetaData, max_size: int = MAX_COLUMN_VALUES
 ) -> None:
-    """Raise `DataError` for a Parquet file that would unpack into more than anything that gpulab writes."""
+    """Raise `DataError` for a Parquet file that would unpack into more than anything that gpulab
+    writes.
+    """
     for number in range(metadata.num_columns):
-        chunks = [metadata.row_group(group).column(number) for group in range(metadata.num_row_groups)]
+        chunks = [
+            metadata.row_group(group).column(number) for group in range(metadata.num_row_groups)
+        ]
         numbers = sum(chunk.num_values for chunk in chunks)
-        if numbers > max_size or sum(chunk.total_uncompressed_size for chunk in chunks) > 8 * max_size:
+        if (
+            numbers > max_size
+            or sum(chunk.total_uncompressed_size for chunk in chunks) > 8 * max_size
+        ):
             raise DataError(f"{file}: too large: more than {max_size} numbers in a column")
 
 
 def find_shipped(file: str | Path) -> Path:
-    """A file; or where there is no checkout, the copy inside the installed package of one that our examples name."""
+    """A file; or where there is no checkout, the copy inside the installed package of one that
+    our examples name.
+    """
     folder, *rest = Path(file).parts or (".",)
     copy = PACKAGE.joinpath("recorded", *rest)
     if folder == "data" and copy.is_file() and not Path(file).exists():
@@ -153,7 +175,7 @@ def find_shipped(file: str | Path) -> Path:
     return Path(file)
 
 
-# --- seals -------------------------------------------------------------------------------------------------
+# --- seals ----------------------------------------------------------------------------------------
 
 
 def seal(content: bytes) -> bytes:
@@ -161,7 +183,11 @@ def seal(content: bytes) -> bytes:
     start = content.rfind(SEAL) + len(SEAL)
     placeholder = content[start - len(SEAL) : start + SEAL_DIGITS]
     assert placeholder == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
-    return content[:start] + xxhash.xxh3_128_hexdigest(content).encode() + content[start + SEAL_DIGITS :]
+    return (
+        content[:start]
+        + xxhash.xxh3_128_hexdigest(content).encode()
+        + content[start + SEAL_DIGITS :]
+    )
 
 
 def check_seal(file: str | Path, content: bytes) -> None:
@@ -170,10 +196,13 @@ def check_seal(file: str | Path, content: bytes) -> None:
     if start < len(SEAL):
         raise DataError(f"{file}: damaged: its checksum is missing")
     if seal(content[:start] + SEAL_DIGITS * b"0" + content[start + SEAL_DIGITS :]) != content:
-        raise DataError(f"{file}: damaged: its checksum is that of another content (a flipped bit, or cut short?)")
+        raise DataError(
+            f"{file}: damaged: its checksum is that of another content (a flipped bit, or cut"
+            " short?)"
+        )
 
 
-# --- their content ----------------------------------------------------------------------------------------
+# --- their content --------------------------------------------------------------------------------
 
 
 def digest(document: JSON) -> str:
@@ -182,7 +211,9 @@ def digest(document: JSON) -> str:
 
 
 def stamp(file: Path) -> Stamp:
-    """The size, the time of writing (ns) and the inode of a file; `DataError` where it is missing, or no file."""
+    """The size, the time of writing (ns) and the inode of a file; `DataError` where it is
+    missing, or no file.
+    """
     status = status_of(file)
     return status.st_size, status.st_mtime_ns, status.st_ino
 
@@ -195,7 +226,8 @@ def check_unchanged(stamps: Stamps) -> None:
 
 
 def content_of(stamps: Stamps) -> str:
-    """The SHA-256 (hex) of what a file holds, or of the names and contents of several; a process reads them once.
+    """The SHA-256 (hex) of what a file holds, or of the names and contents of several; a process
+    reads them once.
 
     Raises:
         DataError: Where a file cannot be read, or is not what its stamp says.
@@ -213,5 +245,8 @@ def _content_of(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
     check_unchanged(dict(stamps))
     if len(digests) == 1:
         return digests[0].hexdigest()
-    named_digests = [json.dumps(file.name).encode() + d.digest() for (file, _), d in zip(stamps, digests, strict=True)]
+    named_digests = [
+        json.dumps(file.name).encode() + d.digest()
+        for (file, _), d in zip(stamps, digests, strict=True)
+    ]
     return hashlib.sha256(b"".join(named_digests)).hexdigest()

@@ -1,4 +1,6 @@
-"""Ctrl-C on the command line: one line, and an exit status that says so, also while modules are imported."""
+"""Ctrl-C on the command line: one line, and an exit status that says so, also while modules are
+imported.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ MESSAGE = "gpulab: interrupted; run the same command again to go on"
 
 
 def answer_while_importing() -> None:
-    """Have Ctrl-C end this process at once while a module is imported, and raise `KeyboardInterrupt` otherwise.
+    """Have Ctrl-C end this process at once while a module is imported, and raise
+    `KeyboardInterrupt` otherwise.
 
-    Extensions such as NumPy's and torch's do not bear a `KeyboardInterrupt` while they are loaded: they make another
-    error of it, go on without it, or abort. A program that answers Ctrl-C by a function of its own is left alone.
+    Extensions such as NumPy's and torch's do not bear a `KeyboardInterrupt` while they are loaded:
+    they make another error of it, go on without it, or abort. A program that answers Ctrl-C by a
+    function of its own is left alone.
     """
-    is_main = threading.current_thread() is threading.main_thread()  # no other thread may say who is told
+    # no other thread may say who is told
+    is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _answer)
 
@@ -37,10 +42,11 @@ def say_interrupted() -> None:
 
 
 def forget_interruption() -> None:
-    """Have Python end with the exit status that it is given, and not by sending itself the signal of Ctrl-C.
+    """Have Python end with the exit status that it is given, and not by sending itself the signal
+    of Ctrl-C.
 
-    Under `python -m` it does the latter if Ctrl-C came while a text was executed as code, as `dataclasses` does, and
-    no other text was since.
+    Under `python -m` it does the latter if Ctrl-C came while a text was executed as code, as
+    `dataclasses` does, and no other text was since.
     """
     exec("")
 
@@ -61,7 +67,8 @@ def is_importing(frame: types.FrameType | None) -> bool:
 
 def _answer(number: int, frame: types.FrameType | None) -> None:
     if is_importing(frame):
-        with contextlib.suppress(Exception):  # a pipe that nobody reads, or a text that is just being written
+        # a pipe that nobody reads, or a text that is just being written
+        with contextlib.suppress(Exception):
             sys.stdout.flush()
         say_interrupted()
         os._exit(INTERRUPTED)

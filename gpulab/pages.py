@@ -1,4 +1,6 @@
-"""What the pages of audits and verdicts have in common: tables, badges, and what stands below the title."""
+"""What the pages of audits and verdicts have in common: tables, badges, and what stands below
+the title.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rows:
-    """A table as the page shows it: what it lists, how to read it, two rows of heads, and the rows in order."""
+    """A table as the page shows it: what it lists, how to read it, two rows of heads, and the
+    rows in order.
+    """
 
     title: str
     note: str
@@ -43,7 +47,9 @@ class Rows:
 
 
 def style() -> Markup:
-    """The style of such a page, as an element of its own, which a notebook needs with each output."""
+    """The style of such a page, as an element of its own, which a notebook needs with each
+    output.
+    """
     return Markup("<style>\n{}</style>\n").format(report.render("result.css"))
 
 
@@ -53,7 +59,9 @@ def number_cell(text: str | Markup, is_large: bool = False) -> Cell:
 
 
 def badge(rank: str, text: str) -> Markup:
-    """A text on a ground whose colour says what kind of answer it is: `fault`, `note`, `ok` or `open`."""
+    """A text on a ground whose colour says what kind of answer it is: `fault`, `note`, `ok` or
+    `open`.
+    """
     return Markup('<span class="ga-badge ga-{}">{}</span>').format(rank, text)
 
 
@@ -64,7 +72,9 @@ def time_text() -> str:
 
 
 def machine_text(passport: Mapping[str, JSON], kind: str) -> str:
-    """The name of the CPU, or of the GPUs; a trace may be from a stranger, and its passport incomplete."""
+    """The name of the CPU, or of the GPUs; a trace may be from a stranger, and its passport
+    incomplete.
+    """
     try:
         return str(machine(passport, kind))
     except (KeyError, TypeError):
@@ -79,7 +89,10 @@ def versions_text(passport: Mapping[str, JSON]) -> str:
     """
     software = passport.get("software")
     known = software if isinstance(software, Mapping) else {}
-    return ", ".join(f"{name} {known[name]}" for name in ("gpulab", "torch") if known.get(name)) or "unknown versions"
+    return (
+        ", ".join(f"{name} {known[name]}" for name in ("gpulab", "torch") if known.get(name))
+        or "unknown versions"
+    )
 
 
 def breakable(name: str) -> Markup:

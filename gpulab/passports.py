@@ -17,7 +17,8 @@ from gpulab import __version__
 from gpulab.files import JSON
 
 PASSPORT_FORMAT = 1
-# The first four run the published network; the others train as well (`benchmarks/peers/frameworks.py`).
+# The first four run the published network; the others train as well
+# (`benchmarks/peers/frameworks.py`).
 OTHER_PACKAGES = [
     "chainer",
     "cupy-cuda13x",
@@ -56,7 +57,9 @@ class CPU(TypedDict):
 
 
 class GPU(TypedDict):
-    """A GPU in a passport. The keys that may be missing are those that torch does not know on every system."""
+    """A GPU in a passport. The keys that may be missing are those that torch does not know on
+    every system.
+    """
 
     kind: str
     name: str
@@ -70,7 +73,8 @@ Software = dict[str, str | None]  # versions by name; None where there is no suc
 
 
 class Passport(dict[str, JSON]):
-    """The description of a machine that `gpulab.passport` returns: a dictionary whose values JSON can carry.
+    """The description of a machine that `gpulab.passport` returns: a dictionary whose values JSON
+    can carry.
 
     `print` shows it in lines, a notebook shows it as a table.
     """
@@ -80,7 +84,9 @@ class Passport(dict[str, JSON]):
         cpu: CPU = self["cpu"]
         gpus: list[GPU] = self["gpus"]
         software: Software = self["software"]
-        families = dict.fromkeys(re.sub(r"(avx512|amx).*", r"\1", name) for name in cpu["vector_extensions"])
+        families = dict.fromkeys(
+            re.sub(r"(avx512|amx).*", r"\1", name) for name in cpu["vector_extensions"]
+        )
         rows = [
             ("CPU", cpu["model"]),
             ("cores", f"{cpu['physical_cores']} physical, {cpu['logical_cores']} logical"),
@@ -97,7 +103,11 @@ class Passport(dict[str, JSON]):
             rows.append((f"GPU {index}", ", ".join(details)))
         if not gpus:
             rows.append(("GPU", "none"))
-        rows += [(name, version) for name, version in software.items() if version and name not in ("gpulab", "commit")]
+        rows += [
+            (name, version)
+            for name, version in software.items()
+            if version and name not in ("gpulab", "commit")
+        ]
         commit = f" ({software['commit'][:10]})" if software["commit"] else ""
         return [*rows, ("gpulab", f"{software['gpulab']}{commit}")]
 
@@ -107,37 +117,44 @@ class Passport(dict[str, JSON]):
 
     def _repr_html_(self) -> str:
         row = "<tr><th style='text-align:left'>{}</th><td style='text-align:left'>{}</td></tr>"
-        return f"<table>{''.join(row.format(*map(html.escape, pair)) for pair in self.rows())}</table>"
+        return (
+            f"<table>{''.join(row.format(*map(html.escape, pair)) for pair in self.rows())}</table>"
+        )
 
     def __str__(self) -> str:
         return "\n".join(f"{what:18} {value}" for what, value in self.rows())
 
 
 def machine(passport: Mapping[str, JSON], kind: str = "") -> str:
-    """What did the work: the GPUs of a machine where it has any, each kind once, or what `kind` of device says."""
+    """What did the work: the GPUs of a machine where it has any, each kind once, or what `kind`
+    of device says.
+    """
     if kind == "cpu" or not (kind or passport["gpus"]):
         return passport["cpu"]["model"]
     return ", ".join(dict.fromkeys(gpu["name"] for gpu in passport["gpus"]))
 
 
 def passport() -> Passport:
-    """Describe this machine: its CPU, its GPUs, and the versions of torch and the other software that computes.
+    """Describe this machine: its CPU, its GPUs, and the versions of torch and the other software
+    that computes.
 
     The first call takes about a second.
 
     Returns:
-        A `Passport`, which is a dictionary that JSON can carry. It prints in lines, and `summary()` gives one line. Its
-        keys are:
+        A `Passport`, which is a dictionary that JSON can carry. It prints in lines, and `summary()`
+        gives one line. Its keys are:
 
         - `format`: The version of this layout.
-        - `cpu`: `model`, `architecture`, `physical_cores`, `logical_cores`, and `vector_extensions` (a list of names
-          such as `avx2`).
+        - `cpu`: `model`, `architecture`, `physical_cores`, `logical_cores`, and `vector_extensions`
+          (a list of names such as `avx2`).
         - `memory_bytes`: The machine's memory.
-        - `gpus`: A list with a dictionary for each GPU that torch can use: `kind` (`cuda`, `mps` or `xpu`), `name`, and
-          what torch knows of `compute_capability`, `multiprocessors`, `memory_bytes` and `driver`.
-        - `software`: The versions of `torch`, `cuda`, `rocm`, `cudnn`, `blas`, `onednn`, `python`, `os` and `gpulab`,
-          each None where there is none; the `commit` of the checkout that gpulab runs from; and the versions of NumPy,
-          and of JAX, Keras, TensorFlow and Chainer where they are installed.
+        - `gpus`: A list with a dictionary for each GPU that torch can use: `kind` (`cuda`, `mps` or
+          `xpu`), `name`, and what torch knows of `compute_capability`, `multiprocessors`,
+          `memory_bytes` and `driver`.
+        - `software`: The versions of `torch`, `cuda`, `rocm`, `cudnn`, `blas`, `onednn`, `python`,
+          `os` and `gpulab`, each None where there is none; the `commit` of the checkout that gpulab
+          runs from; and the versions of NumPy, and of JAX, Keras, TensorFlow and Chainer where they
+          are installed.
 
     Examples:
         >>> import gpulab as gl
@@ -157,7 +174,9 @@ def passport() -> Passport:
             "architecture": platform.machine(),
             "physical_cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
             "logical_cores": psutil.cpu_count(),
-            "vector_extensions": [flag for flag in cpu["flags"] if VECTOR_EXTENSIONS.fullmatch(flag)],
+            "vector_extensions": [
+                flag for flag in cpu["flags"] if VECTOR_EXTENSIONS.fullmatch(flag)
+            ],
         },
         memory_bytes=psutil.virtual_memory().total,
         gpus=_gpus(),
@@ -167,18 +186,22 @@ def passport() -> Passport:
 
 @functools.cache
 def cpu_description() -> CPUDescription:
-    """The CPU's model name and sorted feature flags: the kernel's on Linux, where a run's name depends on the model.
+    """The CPU's model name and sorted feature flags: the kernel's on Linux, where a run's name
+    depends on the model.
 
     Elsewhere py-cpuinfo finds them, which takes about a second.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        model, flags = (re.search(rf"^{name}\s*: (.+)$", text, re.MULTILINE) for name in ("model name", "flags"))
+        model, flags = (
+            re.search(rf"^{name}\s*: (.+)$", text, re.MULTILINE) for name in ("model name", "flags")
+        )
         if model and flags:
             return {"model": model[1].strip(), "flags": sorted(flags[1].split())}
     import cpuinfo
 
-    info = cpuinfo.get_cpu_info() or cpuinfo.get_cpu_info()  # asks a child process, which may be killed
+    # asks a child process, which may be killed
+    info = cpuinfo.get_cpu_info() or cpuinfo.get_cpu_info()
     model_name = info.get("brand_raw") or platform.processor() or platform.machine()
     return {"model": model_name, "flags": sorted(info.get("flags", []))}
 
@@ -200,7 +223,9 @@ def _gpus() -> list[GPU]:
             }
         )
     if torch.backends.mps.is_available():
-        gpus.append({"kind": "mps", "name": f"Apple GPU ({platform.processor() or platform.machine()})"})
+        gpus.append(
+            {"kind": "mps", "name": f"Apple GPU ({platform.processor() or platform.machine()})"}
+        )
     for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
         xpu = torch.xpu.get_device_properties(index)
         gpus.append({"kind": "xpu", "name": xpu.name, "memory_bytes": xpu.total_memory})
@@ -210,7 +235,12 @@ def _gpus() -> list[GPU]:
 def _run_command(*command: str) -> str | None:
     """What a program prints; None where there is no such program, or it fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
+        return (
+            subprocess.run(
+                command, capture_output=True, text=True, timeout=20, check=True
+            ).stdout.strip()
+            or None
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -229,7 +259,10 @@ def _software() -> Software:
         match = re.search(pattern, torch.__config__.show())
         return match and match[1]
 
-    blas = (built_with(r"BLAS_INFO=(\w+)"), built_with(r"oneAPI Math Kernel Library Version ([\w.-]+)"))
+    blas = (
+        built_with(r"BLAS_INFO=(\w+)"),
+        built_with(r"oneAPI Math Kernel Library Version ([\w.-]+)"),
+    )
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
         "cuda": torch.version.cuda,
@@ -261,4 +294,6 @@ def _commit() -> str | None:
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    return _run_command("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return _run_command(
+        "git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+    )

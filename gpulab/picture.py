@@ -27,8 +27,8 @@ STYLE = "max-width: 100%; height: auto; background: white; border-radius: 6px"
 class Picture:
     """A figure together with a text that says what it shows, for readers who cannot see it.
 
-    Every function of `gpulab.plots` returns one. As the last line of a notebook's cell it shows the figure, and its
-    text in a fold below.
+    Every function of `gpulab.plots` returns one. As the last line of a notebook's cell it shows the
+    figure, and its text in a fold below.
 
     Attributes:
         figure: The `matplotlib.figure.Figure`.
@@ -56,7 +56,9 @@ class Picture:
         from PIL import Image
 
         drawn, small = io.BytesIO(), io.BytesIO()
-        self.figure.savefig(drawn, format="png", dpi=dpi, bbox_inches="tight", pad_inches=0.15, facecolor="white")
+        self.figure.savefig(
+            drawn, format="png", dpi=dpi, bbox_inches="tight", pad_inches=0.15, facecolor="white"
+        )
         picture = Image.open(drawn, formats=["PNG"]).convert("RGB")
         picture.quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
         return small.getvalue()
@@ -80,8 +82,9 @@ class Picture:
     def show(self, **instead: Any) -> None:
         """Show the figure in a notebook, and below it a fold with its text.
 
-        An `image/png` is what every viewer shows. The text is also in the output's plain text and in its metadata,
-        where VS Code and nbconvert find the alternative text; JupyterLab shows a PNG without any.
+        An `image/png` is what every viewer shows. The text is also in the output's plain text and
+        in its metadata, where VS Code and nbconvert find the alternative text; JupyterLab shows a
+        PNG without any.
 
         Args:
             **instead: What a page may show in place of the PNG where it can, by its type.
@@ -95,7 +98,8 @@ class Picture:
         heading = f"{IN_WORDS}, before anything is moved" if instead else IN_WORDS
         fold = Markup("<details><summary>{}</summary><p>{}</p></details>").format(heading, self.alt)
         display({"text/html": fold, "text/plain": f"{heading}: {self.alt}"}, raw=True)
-        if "matplotlib.pyplot" in sys.modules:  # whose figures, such as seaborn's, a notebook shows by itself
+        # whose figures, such as seaborn's, a notebook shows by itself
+        if "matplotlib.pyplot" in sys.modules:
             sys.modules["matplotlib.pyplot"].close(self.figure)
 
     def _ipython_display_(self) -> None:
@@ -103,8 +107,12 @@ class Picture:
 
 
 def responsive(wide: Picture, narrow: Picture) -> Markup:
-    """An element that shows a figure, or on a phone the narrow one, whose words are large enough there."""
-    element = Markup('<picture><source media="(max-width: 36rem)" srcset="data:image/png;base64,{}">{}</picture>')
+    """An element that shows a figure, or on a phone the narrow one, whose words are large enough
+    there.
+    """
+    element = Markup(
+        '<picture><source media="(max-width: 36rem)" srcset="data:image/png;base64,{}">{}</picture>'
+    )
     return element.format(base64.b64encode(narrow.png()).decode(), wide.html())
 
 

@@ -1,7 +1,8 @@
 """The base class of results (text, HTML and figure), and the progress bar.
 
-A result derives from `Report` and imports nothing of `gpulab.plots`, so that matplotlib stays optional. The function
-that draws it is looked up in `gpulab.plots.drawing` when a figure is asked for.
+A result derives from `Report` and imports nothing of `gpulab.plots`, so that matplotlib stays
+optional. The function that draws it is looked up in `gpulab.plots.drawing` when a figure is asked
+for.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Report:
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A page of `gpulab/templates`. Whatever is not `Markup` is escaped, and control characters are written out."""
+    """A page of `gpulab/templates`. Whatever is not `Markup` is escaped, and control characters
+    are written out.
+    """
     import jinja2
 
     loader = jinja2.PackageLoader("gpulab")
@@ -81,7 +84,8 @@ def paragraphs(lines: Iterable[str]) -> Markup:
 def table(frame: pd.DataFrame, small: bool = False, **options: Any) -> Markup:
     """A data frame as HTML that wraps where its words and settings may; `options` are `to_html`'s.
 
-    Numbers have three digits, texts stand there in full. Tables of many columns fit into a notebook in `small` letters.
+    Numbers have three digits, texts stand there in full. Tables of many columns fit into a notebook
+    in `small` letters.
     """
     import pandas as pd
 
@@ -93,10 +97,11 @@ def table(frame: pd.DataFrame, small: bool = False, **options: Any) -> Markup:
 
 
 class Progress(tqdm):
-    """A bar of work that may be done before its total: what was done was all, and a notebook shows no failure in red.
+    """A bar of work that may be done before its total: what was done was all, and a notebook shows
+    no failure in red.
 
-    Where the output is no terminal, as in a pipe or the log of a cluster, there is none: each step of it would be a
-    line.
+    Where the output is no terminal, as in a pipe or the log of a cluster, there is none: each step
+    of it would be a line.
 
     Examples:
         >>> with Progress(total=9, disable=True) as bar:
@@ -106,7 +111,8 @@ class Progress(tqdm):
     """
 
     def __init__(self, *args: Any, disable: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, disable=disable or None, **kwargs)  # None is for tqdm: if nobody sees it
+        # None is for tqdm: if nobody sees it
+        super().__init__(*args, disable=disable or None, **kwargs)
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is None:

@@ -1,9 +1,9 @@
 """Settings: everything that may change the arithmetic but should not change the result.
 
-A setting is written as text, `cuda:1:tf32=off,deterministic=on`, applied with `gpulab.setting`, and every global
-flag is as it was afterwards. torch is imported only when a setting is applied, because the instruction set of a
-CPU is chosen through the environment before torch loads.
-An option is a field of `Setting` and, in `Setting._apply_flags`, what sets its flags; `_restore_flags_on_exit`
+A setting is written as text, `cuda:1:tf32=off,deterministic=on`, applied with `gpulab.setting`, and
+every global flag is as it was afterwards. torch is imported only when a setting is applied, because
+the instruction set of a CPU is chosen through the environment before torch loads. An option is a
+field of `Setting` and, in `Setting._apply_flags`, what sets its flags; `_restore_flags_on_exit`
 restores them.
 """
 
@@ -36,7 +36,12 @@ AUTOCAST_DTYPES = ("bfloat16", "float16")  # what autocast may compute products 
 
 TF32_CARDS = ("ampere", "hopper")  # that can be emulated
 
-ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # ATen's, oneDNN's, MKL's
+# ATen's, oneDNN's, MKL's
+ISA_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
 ISA_VALUES = {
     "sse4": ("default", "SSE41", "SSE4_2"),
     "avx2": ("avx2", "AVX2", "AVX2"),
@@ -47,9 +52,16 @@ CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it once, at start
 CUBLAS_DETERMINISTIC = ":4096:8"
 
 COMPARED_SETTINGS = ["cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64"]
-COMPARED_SETTINGS += ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on", "mps", "xpu"]
+COMPARED_SETTINGS += [
+    "cuda:tf32=off",
+    "cuda:tf32=on",
+    "cuda:cudnn=off",
+    "cuda:deterministic=on",
+    "mps",
+    "xpu",
+]
 
-# --- restoring flags -------------------------------------------------------------------------------------
+# --- restoring flags ------------------------------------------------------------------------------
 
 
 def _restore_flags_on_exit(stack: ExitStack) -> None:
@@ -60,7 +72,10 @@ def _restore_flags_on_exit(stack: ExitStack) -> None:
     from gpulab.numerics.flags import restore_tf32_on_exit
 
     def algorithms() -> tuple[bool, bool]:
-        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
 
     previous_algorithms = algorithms()
     workspace = os.environ.get(CUBLAS_VARIABLE)
@@ -72,7 +87,9 @@ def _restore_flags_on_exit(stack: ExitStack) -> None:
     @stack.callback
     def restore_determinism() -> None:
         if algorithms() != previous_algorithms:  # the call imports torch's compiler: 150 MB
-            torch.use_deterministic_algorithms(previous_algorithms[0], warn_only=previous_algorithms[1])
+            torch.use_deterministic_algorithms(
+                previous_algorithms[0], warn_only=previous_algorithms[1]
+            )
         os.environ.pop(CUBLAS_VARIABLE, None)
         if workspace is not None:
             os.environ[CUBLAS_VARIABLE] = workspace
@@ -80,11 +97,13 @@ def _restore_flags_on_exit(stack: ExitStack) -> None:
     stack.enter_context(restore_tf32_on_exit())
 
 
-# --- settings --------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 class SettingOption(NamedTuple):
-    """An option of a setting: the devices it has a meaning on, how its text is written, and how that gives a value."""
+    """An option of a setting: the devices it has a meaning on, how its text is written, and how
+    that gives a value.
+    """
 
     devices: tuple[str, ...]
     pattern: str
@@ -98,7 +117,9 @@ class SettingOption(NamedTuple):
         return self.value(text)
 
 
-def _option(devices: tuple[str, ...], pattern: str, words: str, value: Callable[[str], ValueType]) -> ValueType | None:
+def _option(
+    devices: tuple[str, ...], pattern: str, words: str, value: Callable[[str], ValueType]
+) -> ValueType | None:
     return field(default=None, metadata={"option": SettingOption(devices, pattern, words, value)})
 
 
@@ -116,31 +137,35 @@ def _arithmetic() -> str | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how to compute: everything that may change the arithmetic but should not change the result.
+    """Where and how to compute: everything that may change the arithmetic but should not change the
+    result.
 
-    A setting is mostly written as text, `device:option=value,option=value`, such as `cuda:1:tf32=off`. `Setting.parse`
-    reads it and checks every option; `str(setting)` writes it. An option that is None leaves the flag as the process
-    has it. `gpulab.setting` computes under a setting.
+    A setting is mostly written as text, `device:option=value,option=value`, such as
+    `cuda:1:tf32=off`. `Setting.parse` reads it and checks every option; `str(setting)` writes it.
+    An option that is None leaves the flag as the process has it. `gpulab.setting` computes under a
+    setting.
 
     Attributes:
-        device: `cpu`, `cuda` (NVIDIA, or AMD with ROCm), `mps` (Apple) or `xpu` (Intel); `cuda:1` is the second GPU.
+        device: `cpu`, `cuda` (NVIDIA, or AMD with ROCm), `mps` (Apple) or `xpu` (Intel); `cuda:1`
+            is the second GPU.
         threads: On a CPU, how many threads compute, 1 to 9999.
-        isa: On a CPU, the newest vector instructions that may be used: `sse4`, `avx2` or `avx512`. A process chooses
-            them when it starts, so this needs a process started with `environment()`. `gpulab.Experiment` and the
-            `gpulab` command start one.
-        tf32: On CUDA, whether float32 matrix products and convolutions may round their factors to TF32. With
-            `emulate="ampere"` or `"hopper"` it has a meaning on every device.
+        isa: On a CPU, the newest vector instructions that may be used: `sse4`, `avx2` or `avx512`.
+            A process chooses them when it starts, so this needs a process started with
+            `environment()`. `gpulab.Experiment` and the `gpulab` command start one.
+        tf32: On CUDA, whether float32 matrix products and convolutions may round their factors to
+            TF32. With `emulate="ampere"` or `"hopper"` it has a meaning on every device.
         cudnn: On CUDA, whether cuDNN computes, or PyTorch's own kernels.
         denormals: On a CPU, whether numbers below 1.2e-38, in float32, are kept or become zero.
         deterministic: Whether only algorithms are used that give the same bits each time.
         precision: The floating-point type: `float32`, `float64` or `bfloat16`.
         emulate: The number format, or the chip, whose products are imitated; see `gpulab.emulate`.
         order: The order in which products are added up; see `gpulab.emulate`.
-        compile: The backend of `torch.compile` that compiles what `compiled` is given, such as `inductor`, `aot_eager`,
-            `cudagraphs`, or one that you have registered.
-        autocast: The format in which torch's mixed precision computes products, `bfloat16` or `float16`; weights stay
-            float32. Casts of weights are not kept from one use to the next, since a step of the optimizer makes them
-            wrong. Losses are not scaled, which small gradients in float16 may need.
+        compile: The backend of `torch.compile` that compiles what `compiled` is given, such as
+            `inductor`, `aot_eager`, `cudagraphs`, or one that you have registered.
+        autocast: The format in which torch's mixed precision computes products, `bfloat16` or
+            `float16`; weights stay float32. Casts of weights are not kept from one use to the next,
+            since a step of the optimizer makes them wrong. Losses are not scaled, which small
+            gradients in float16 may need.
 
     Raises:
         UsageError: For a device that is none of these, and an option's value that is none.
@@ -165,12 +190,17 @@ class Setting:
     precision: str | None = _choice(DEVICES, PRECISIONS)
     emulate: str | None = _arithmetic()
     order: str | None = _arithmetic()
-    compile: str | None = _option(DEVICES, r"[\w-]+", "must be a backend of torch.compile, such as inductor", str)
+    compile: str | None = _option(
+        DEVICES, r"[\w-]+", "must be a backend of torch.compile, such as inductor", str
+    )
     autocast: str | None = _choice(DEVICES, AUTOCAST_DTYPES)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
-            raise UsageError(f"device {self.device!r}: Setting.parse({str(self.device)!r}) reads a text with options")
+            raise UsageError(
+                f"device {self.device!r}: Setting.parse({str(self.device)!r}) reads a text with"
+                " options"
+            )
         for name, text in self._options():
             OPTIONS[name].parse(name, text)
 
@@ -185,9 +215,9 @@ class Setting:
             The setting, with its options in a fixed order.
 
         Raises:
-            UsageError: For an unknown device or option, an option without a meaning on the device, one given twice, or
-                a value that is none. The formats and orders of `emulate` and `order` are checked later, when the
-                setting is applied.
+            UsageError: For an unknown device or option, an option without a meaning on the device,
+                one given twice, or a value that is none. The formats and orders of `emulate` and
+                `order` are checked later, when the setting is applied.
         """
         if isinstance(text, Setting):
             return text
@@ -201,11 +231,12 @@ class Setting:
         match = re.fullmatch(r"\s*(cpu|mps|xpu|cuda)(?:(?<=cuda):(\d+))?\s*(?::(.+))?", text)
         if not match:
             raise UsageError(
-                "expected a device (cpu, cuda, cuda:0, mps, xpu) and, after a colon, options such as cpu:threads=1 or "
-                "cuda:tf32=off,cudnn=off"
+                "expected a device (cpu, cuda, cuda:0, mps, xpu) and, after a colon, options such"
+                " as cpu:threads=1 or cuda:tf32=off,cudnn=off"
             )
         kind, index, options = match.groups()
-        values: dict[str, Any] = {}  # each of the type of its field, which mypy cannot tell from a name
+        # each of the type of its field, which mypy cannot tell from a name
+        values: dict[str, Any] = {}
         for option in options.split(",") if options else ():
             name, _, value = (part.strip() for part in option.partition("="))
             if name in values:
@@ -216,15 +247,26 @@ class Setting:
         for name in values:
             emulated = name == "tf32" and values.get("emulate") in TF32_CARDS
             if kind not in OPTIONS[name].devices and not emulated:
-                emulation_hint = f", and with emulate={' or '.join(TF32_CARDS)}" if name == "tf32" else ""
-                raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only{emulation_hint}")
+                emulation_hint = (
+                    f", and with emulate={' or '.join(TF32_CARDS)}" if name == "tf32" else ""
+                )
+                raise UsageError(
+                    f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)}"
+                    f" only{emulation_hint}"
+                )
         if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
-            raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision out")
+            raise UsageError(
+                "what is emulated is the arithmetic of float32 numbers: leave precision out"
+            )
         if "autocast" in values and {"precision", "emulate", "order"} & set(values):
-            raise UsageError("autocast rounds float32 numbers in its own way: leave precision, emulate and order out")
+            raise UsageError(
+                "autocast rounds float32 numbers in its own way: leave precision, emulate and"
+                " order out"
+            )
         if "compile" in values and {"isa", "emulate", "order"} & set(values):
             raise UsageError(
-                "compiled code chooses its instructions itself, and hides its operations from an emulation"
+                "compiled code chooses its instructions itself, and hides its operations from an"
+                " emulation"
             )
         return cls(f"{kind}:{int(index)}" if index else kind, **values)
 
@@ -255,13 +297,17 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type to compute in, which `precision` names; by default `torch.float32`."""
+        """The floating-point type to compute in, which `precision` names; by default
+        `torch.float32`.
+        """
         import torch
 
         return getattr(torch, self.precision or "float32")
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that a process must be started with for this setting to hold in full."""
+        """Return the environment variables that a process must be started with for this setting
+        to hold in full.
+        """
         variables = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         if self.isa:
             variables |= zip(ISA_VARIABLES, ISA_VALUES[self.isa], strict=True)
@@ -270,12 +316,15 @@ class Setting:
         return variables
 
     def prepare(self) -> None:
-        """Put `environment()` in force in this process. This does nothing once torch has been loaded."""
+        """Put `environment()` in force in this process. This does nothing once torch has been
+        loaded.
+        """
         if "torch" not in sys.modules:
             os.environ.update(self.environment())
 
     def check(self) -> None:
-        """Raise `GpulabError` where this machine or process lacks something for the setting; the message names it.
+        """Raise `GpulabError` where this machine or process lacks something for the setting; the
+        message names it.
 
         An unknown format or order to emulate is a `UsageError`.
         """
@@ -286,17 +335,23 @@ class Setting:
         count = torch.cuda.device_count() if is_cuda else 0
         uses_inductor = self.compile == "inductor"
         is_gpu = self.kind in ("cuda", "xpu")
-        compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+        compiler = shutil.which(
+            os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        )
         lacking = {
             "no CUDA or ROCm GPU that this build of torch can use": is_cuda and count == 0,
-            f"only {count} CUDA GPU(s), numbered from 0": is_cuda and int(self.device.partition(":")[2] or 0) >= count,
+            f"only {count} CUDA GPU(s), numbered from 0": is_cuda
+            and int(self.device.partition(":")[2] or 0) >= count,
             "no cuDNN": self.cudnn and not torch.backends.cudnn.is_available(),
             "no Apple GPU (mps)": is_mps and not torch.backends.mps.is_available(),
             "no float64 on its Apple GPU": is_mps and self.precision == "float64",
             "no Intel GPU (xpu)": self.kind == "xpu" and not torch.xpu.is_available(),
-            "no C++ compiler for Inductor, g++ or what $CXX names": uses_inductor and not is_gpu and not compiler,
+            "no C++ compiler for Inductor, g++ or what $CXX names": uses_inductor
+            and not is_gpu
+            and not compiler,
             "no Triton for Inductor": uses_inductor and is_gpu and find_spec("triton") is None,
-            f"no {self.isa} instructions": self.isa and ISA_CPU_FLAGS[self.isa] not in cpu_description()["flags"],
+            f"no {self.isa} instructions": self.isa
+            and ISA_CPU_FLAGS[self.isa] not in cpu_description()["flags"],
         }
         for what, is_lacking in lacking.items():
             if is_lacking:
@@ -308,8 +363,13 @@ class Setting:
         if self.compile:
             backends = torch.compiler.list_backends(exclude_tags=())
             if self.compile not in backends:
-                raise UsageError(f"setting {str(self)!r}: torch has no such backend; it has {', '.join(backends)}")
-        needed_variables = {name: value for name, value in self.environment().items() if name in ISA_VARIABLES}
+                raise UsageError(
+                    f"setting {str(self)!r}: torch has no such backend; it has"
+                    f" {', '.join(backends)}"
+                )
+        needed_variables = {
+            name: value for name, value in self.environment().items() if name in ISA_VARIABLES
+        }
         if any(os.environ.get(name) != value for name, value in needed_variables.items()):
             command = " ".join(f"{name}={value}" for name, value in needed_variables.items())
             raise GpulabError(
@@ -318,14 +378,16 @@ class Setting:
             )
 
     def compiled(self, function: Callable[..., Nested]) -> Callable[..., Nested]:
-        """Have a network or a function compiled by the backend that `compile` names, when it is first called.
+        """Have a network or a function compiled by the backend that `compile` names, when it is
+        first called.
 
         Args:
             function: A `torch.nn.Module`, or a function of tensors.
 
         Returns:
-            What `torch.compile` makes of it, for tensors of the shapes that come; `function` itself where `compile` is
-            None. Compiled code computes with as many threads as are in force when it is compiled.
+            What `torch.compile` makes of it, for tensors of the shapes that come; `function` itself
+            where `compile` is None. Compiled code computes with as many threads as are in force
+            when it is compiled.
 
         Examples:
             >>> import torch
@@ -339,7 +401,8 @@ class Setting:
 
         if self.compile is None:
             return function
-        # The number of threads is written into the code, which torch keeps on disk by all that is given here.
+        # The number of threads is written into the code, which torch keeps on disk by all that is
+        # given here.
         on_threads = (self.kind, self.compile) == ("cpu", "inductor")
         options: dict[str, str | int | bool | Callable[..., Nested]] | None = None
         if on_threads:
@@ -348,7 +411,9 @@ class Setting:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[Setting]:
-        """Compute under this setting inside a `with` block, and restore every flag afterwards. `check()` runs first."""
+        """Compute under this setting inside a `with` block, and restore every flag afterwards.
+        `check()` runs first.
+        """
         self.check()
         with ExitStack() as stack:
             _restore_flags_on_exit(stack)
@@ -390,32 +455,39 @@ class Setting:
         if self.compile is not None:
             from gpulab._torch_internals import recompilations_allowed
 
-            # More variants than usual are compiled, and what would no longer be compiled is an error.
+            # More variants than usual are compiled, and what would no longer be compiled is an
+            # error.
             stack.enter_context(recompilations_allowed(256))
         if self.kind == "cuda":
             stack.enter_context(torch.cuda.device(self.device))
 
 
-OPTIONS: dict[str, SettingOption] = {option.name: option.metadata["option"] for option in fields(Setting)[1:]}
+OPTIONS: dict[str, SettingOption] = {
+    option.name: option.metadata["option"] for option in fields(Setting)[1:]
+}
 
 
 def setting(text: str | Setting) -> AbstractContextManager[Setting]:
     """Compute under a setting inside a `with` block, and restore every global flag afterwards.
 
-    The flags are those of torch: threads, default floating-point type, TF32, cuDNN, deterministic algorithms and
-    denormal numbers. On CUDA the device becomes the current one. Nothing is moved: use `tensor.to(setting.device)`.
+    The flags are those of torch: threads, default floating-point type, TF32, cuDNN, deterministic
+    algorithms and denormal numbers. On CUDA the device becomes the current one. Nothing is moved:
+    use `tensor.to(setting.device)`.
 
     Args:
-        text: `device[:index][:option=value,…]`, such as `cuda:1:tf32=off`, or a `Setting`. `Setting` lists the options.
+        text: `device[:index][:option=value,…]`, such as `cuda:1:tf32=off`, or a `Setting`.
+            `Setting` lists the options.
 
     Returns:
-        A context manager. `with … as setting` gives the `Setting` in force, with its `device` and `dtype` for
-        `tensor.to`. New tensors have the floating-point type that the setting's `precision` names.
+        A context manager. `with … as setting` gives the `Setting` in force, with its `device` and
+        `dtype` for `tensor.to`. New tensors have the floating-point type that the setting's
+        `precision` names.
 
     Raises:
-        UsageError: For a malformed text. When the block is entered, for an unknown format or order to emulate.
-        GpulabError: When the block is entered, for what this machine lacks, or for an `isa` that this process was not
-            started with.
+        UsageError: For a malformed text. When the block is entered, for an unknown format or order
+            to emulate.
+        GpulabError: When the block is entered, for what this machine lacks, or for an `isa` that
+            this process was not started with.
 
     Examples:
         >>> import torch
@@ -433,13 +505,14 @@ def available_settings(device: str = "auto") -> list[str]:
     """List the settings that can run on this machine, out of ten that are worth comparing.
 
     Args:
-        device: `auto` for all of them, or `cpu`, `cuda`, `mps` or `xpu` for one kind of device alone.
+        device: `auto` for all of them, or `cpu`, `cuda`, `mps` or `xpu` for one kind of device
+            alone.
 
     Returns:
-        Their texts. Where the CPU is among the devices, the plain `cpu` comes first; verdicts compare the others with
-        it. `cpu:threads=1` is listed where torch has more threads than one: else it is `cpu` itself. `cpu:isa=avx2`,
-        which is listed on a CPU with AVX-512, needs a process of its own: `gpulab.Experiment` starts one,
-        `gpulab.setting` raises.
+        Their texts. Where the CPU is among the devices, the plain `cpu` comes first; verdicts
+        compare the others with it. `cpu:threads=1` is listed where torch has more threads than one:
+        else it is `cpu` itself. `cpu:isa=avx2`, which is listed on a CPU with AVX-512, needs a
+        process of its own: `gpulab.Experiment` starts one, `gpulab.setting` raises.
 
     Raises:
         UsageError: For another device.
@@ -454,7 +527,11 @@ def available_settings(device: str = "auto") -> list[str]:
     if device not in ("auto", *DEVICES):
         raise UsageError(f"device {device!r}: expected auto, cpu, cuda, mps or xpu")
     settings = [Setting.parse(text) for text in COMPARED_SETTINGS]
-    texts = [str(candidate) for candidate in settings if device in ("auto", candidate.kind) and _runs_here(candidate)]
+    texts = [
+        str(candidate)
+        for candidate in settings
+        if device in ("auto", candidate.kind) and _runs_here(candidate)
+    ]
     if not texts:
         raise GpulabError(f"device {device!r}: this machine has none")
     return texts

@@ -1,4 +1,6 @@
-"""A training step as something that can be done under any setting: a `Step`, or a function that does one."""
+"""A training step as something that can be done under any setting: a `Step`, or a function that
+does one.
+"""
 
 from __future__ import annotations
 
@@ -26,46 +28,54 @@ from gpulab.settings import Setting
 class Step:
     """A training step that can be done under any setting: one forward and one backward pass.
 
-    The model is moved to the setting's device and precision, does the step with all its hooks, and is put back as it
-    was: parameters, gradients, buffers and attributes. What hooks do elsewhere stays done.
+    The model is moved to the setting's device and precision, does the step with all its hooks, and
+    is put back as it was: parameters, gradients, buffers and attributes. What hooks do elsewhere
+    stays done.
 
     Args:
         model: The network.
-        batch: (inputs, targets), each a tensor or any nesting of tensors; without a `loss`, the inputs alone. A
-            mapping becomes keyword arguments where `forward` has parameters of these names. Of a `DataLoader` give
-            the first batch, `next(iter(loader))`.
-        loss: A function of outputs and targets; of outputs and the whole batch where that is a mapping, of which the
-            model gets what it takes. Without it, what is differentiated is what the model calls its loss: the output's
-            `loss`, a scalar output or the first of several if that is a scalar. Where there is none of these, it is
-            the mean of the square of the first tensor among the outputs.
+        batch: (inputs, targets), each a tensor or any nesting of tensors; without a `loss`, the
+            inputs alone. A mapping becomes keyword arguments where `forward` has parameters of
+            these names. Of a `DataLoader` give the first batch, `next(iter(loader))`.
+        loss: A function of outputs and targets; of outputs and the whole batch where that is a
+            mapping, of which the model gets what it takes. Without it, what is differentiated is
+            what the model calls its loss: the output's `loss`, a scalar output or the first of
+            several if that is a scalar. Where there is none of these, it is the mean of the square
+            of the first tensor among the outputs.
 
     Raises:
-        UsageError: For a `DataLoader`; and when the step is done, where batch, model and loss do not fit.
+        UsageError: For a `DataLoader`; and when the step is done, where batch, model and loss do
+            not fit.
 
     Notes:
-        `gpulab.audit` and `gpulab.record` also take a *function step*: any function that does a step by itself. Use one
-        where a `Step` is too narrow, because the step updates weights, clips gradients, accumulates them over several
-        batches, or has no model. It is called as follows:
+        `gpulab.audit` and `gpulab.record` also take a *function step*: any function that does a
+        step by itself. Use one where a `Step` is too narrow, because the step updates weights,
+        clips gradients, accumulates them over several batches, or has no model. It is called as
+        follows:
 
-        - A function with a parameter `setting`, or with a parameter that has no default, is called with the `Setting`
-          as its first argument. Other parameters need defaults; `functools.partial` sets them. The function puts its
-          model and data on `setting.device` and converts floating-point numbers to `setting.dtype`.
-        - A function without such a parameter is called without arguments. Tensors that it creates are on the
-          setting's device and in its precision, as torch's defaults.
+        - A function with a parameter `setting`, or with a parameter that has no default, is called
+          with the `Setting` as its first argument. Other parameters need defaults;
+          `functools.partial` sets them. The function puts its model and data on `setting.device`
+          and converts floating-point numbers to `setting.dtype`.
+        - A function without such a parameter is called without arguments. Tensors that it creates
+          are on the setting's device and in its precision, as torch's defaults.
 
-        It may do several updates. What it returns is compared, be it one tensor, several, or nothing; so are the
-        gradients, the parameters and buffers that it changes, and the states of its optimizers. Random numbers of
-        torch, NumPy and Python start from the same seed in every execution. Draw data and initial weights on the CPU in
-        float32 and convert them afterwards, because generators of devices and formats differ. An audit calls the
-        function twice for each setting. Modules and optimizers that it used are put back as they were after each call.
-        Whatever else lasts from one call to the next, such as a loader that goes on or a learning rate schedule, has to
-        be made in the function. Settings with `compile` need a `Step`.
+        It may do several updates. What it returns is compared, be it one tensor, several, or
+        nothing; so are the gradients, the parameters and buffers that it changes, and the states of
+        its optimizers. Random numbers of torch, NumPy and Python start from the same seed in every
+        execution. Draw data and initial weights on the CPU in float32 and convert them afterwards,
+        because generators of devices and formats differ. An audit calls the function twice for each
+        setting. Modules and optimizers that it used are put back as they were after each call.
+        Whatever else lasts from one call to the next, such as a loader that goes on or a learning
+        rate schedule, has to be made in the function. Settings with `compile` need a `Step`.
 
     Examples:
         >>> import torch
         >>> from torch import nn
         >>> import gpulab as gl
-        >>> step = gl.Step(nn.Linear(4, 2), (torch.ones(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss)
+        >>> step = gl.Step(
+        ...     nn.Linear(4, 2), (torch.ones(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss
+        ... )
         >>> step(gl.Setting.parse("cpu")).shape
         torch.Size([])
 
@@ -73,7 +83,10 @@ class Step:
 
         >>> def two_updates(setting, learning_rate=0.1):
         ...     model, inputs = nn.Linear(4, 1), torch.randn(8, 4)
-        ...     model, inputs = model.to(setting.device, setting.dtype), inputs.to(setting.device, setting.dtype)
+        ...     model, inputs = (
+        ...         model.to(setting.device, setting.dtype),
+        ...         inputs.to(setting.device, setting.dtype),
+        ...     )
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
         ...     for _ in range(2):
         ...         optimizer.zero_grad()
@@ -84,7 +97,9 @@ class Step:
         >>> gl.audit(two_updates, "cpu", "cpu:threads=1", progress=False).faulty
         False
         >>> from functools import partial
-        >>> gl.audit(two_updates, partial(two_updates, learning_rate=0.2), setting="cpu", progress=False).kind
+        >>> gl.audit(
+        ...     two_updates, partial(two_updates, learning_rate=0.2), setting="cpu", progress=False
+        ... ).kind
         'mismatch'
     """
 
@@ -107,10 +122,12 @@ class Step:
 
 
 class PreparedStep:
-    """A step under a setting. Inside of a `with` block its model is there, and stays as the step left it.
+    """A step under a setting. Inside of a `with` block its model is there, and stays as the step
+    left it.
 
     Attributes:
-        model: The model, where it is; the gradients of its parameters afterwards are those of the step alone.
+        model: The model, where it is; the gradients of its parameters afterwards are those of the
+            step alone.
         loss_taken: Afterwards, in words, what was differentiated where the step names no loss.
     """
 
@@ -125,7 +142,8 @@ class PreparedStep:
             if not isinstance(value, Tensor):
                 return value
             converted = self._convert(value)
-            return value.clone() if converted is value else converted  # the user's tensor is never changed
+            # the user's tensor is never changed
+            return value.clone() if converted is value else converted
 
         self.batch = tree_map(move, step.batch)
 
@@ -133,7 +151,8 @@ class PreparedStep:
         dtype = self.setting.dtype if tensor.is_floating_point() else tensor.dtype
         if tensor.is_complex():  # the smallest complex type that torch computes with is complex64
             dtype = torch.complex128 if self.setting.dtype == torch.float64 else torch.complex64
-        return tensor.to(self.setting.device).to(dtype)  # float64 is made where it is needed, and not sent there
+        # float64 is made where it is needed, and not sent there
+        return tensor.to(self.setting.device).to(dtype)
 
     def __enter__(self) -> PreparedStep:
         snapshot = Snapshot(self.model)
@@ -144,7 +163,11 @@ class PreparedStep:
             convert_tensors(self.model, self._convert)
             self.model.to(self.setting.device)  # some models' own `to` notes where they are
             for tensor, data, _, _ in snapshot.tensors:
-                if (tensor.device, tensor.dtype) == (data.device, data.dtype):  # which is still the user's memory
+                # which is still the user's memory
+                if (tensor.device, tensor.dtype) == (
+                    data.device,
+                    data.dtype,
+                ):
                     tensor.data = data.clone()
             self.restored = stack.pop_all()
         return self
@@ -155,37 +178,59 @@ class PreparedStep:
     def __call__(self) -> Tensor:
         """Do it and return the loss."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
-        with torch.autocast(loss.device.type, enabled=False):  # as torch advises: what was cast is followed back
+        # as torch advises: what was cast is followed back
+        with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
         return loss.detach()
 
 
 class Snapshot:
-    """What a module holds: the attributes of all inside it, what is in them, and the memory of their tensors.
+    """What a module holds: the attributes of all inside it, what is in them, and the memory of
+    their tensors.
 
-    Or the memory of a tensor, or what an optimizer has counted. With contents, what lies in the memory is copied, too.
+    Or the memory of a tensor, or what an optimizer has counted. With contents, what lies in the
+    memory is copied, too.
     """
 
-    def __init__(self, owner: nn.Module | Tensor | torch.optim.Optimizer, with_contents: bool = False) -> None:
-        attributes = [vars(module) for module in owner.modules()] if isinstance(owner, nn.Module) else []
+    def __init__(
+        self, owner: nn.Module | Tensor | torch.optim.Optimizer, with_contents: bool = False
+    ) -> None:
+        attributes = (
+            [vars(module) for module in owner.modules()] if isinstance(owner, nn.Module) else []
+        )
         values = [value for module_attributes in attributes for value in module_attributes.values()]
-        containers = [*attributes, *(value for value in values if type(value) in (dict, OrderedDict, list, set))]
+        containers = [
+            *attributes,
+            *(value for value in values if type(value) in (dict, OrderedDict, list, set)),
+        ]
         self.containers = [(container, copy.copy(container)) for container in containers]
-        tensors = (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else (owner,)
+        tensors = (
+            (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else (owner,)
+        )
         if any(isinstance(tensor, Tensor) and is_lazy(tensor) for tensor in tensors):
-            raise UsageError(f"{type(owner).__name__} has lazy parameters: call it once, so that they get their shapes")
+            raise UsageError(
+                f"{type(owner).__name__} has lazy parameters: call it once, so that they get their"
+                " shapes"
+            )
         self.tensors = [
-            (tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors if isinstance(tensor, Tensor)
+            (tensor, tensor.data, tensor.grad, tensor.requires_grad)
+            for tensor in tensors
+            if isinstance(tensor, Tensor)
         ]
         memories = [
-            memory for _, data, gradient, _ in self.tensors for memory in (data, gradient) if memory is not None
+            memory
+            for _, data, gradient, _ in self.tensors
+            for memory in (data, gradient)
+            if memory is not None
         ]
         self.contents = [(memory, memory.clone()) for memory in memories if with_contents]
         self.optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         self.progress = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else {}
 
     def restore(self) -> None:
-        """Put it back. Parameters and containers stay the same objects, for others may hold them."""
+        """Put it back. Parameters and containers stay the same objects, for others may hold
+        them.
+        """
         for container, content in self.containers:
             container.clear()
             if isinstance(container, list):
@@ -203,29 +248,47 @@ class Snapshot:
             self.optimizer.load_state_dict(self.progress)
 
 
-def loss_of(model: nn.Module, batch: Nested, loss: Callable[[Nested, Nested], Tensor] | None) -> tuple[Tensor, str]:
-    """The tensor that a step differentiates, and what that is in words; no words where a loss is given."""
+def loss_of(
+    model: nn.Module, batch: Nested, loss: Callable[[Nested, Nested], Tensor] | None
+) -> tuple[Tensor, str]:
+    """The tensor that a step differentiates, and what that is in words; no words where a loss is
+    given.
+    """
     if loss is None:
         return _infer_loss(model, batch)
-    if isinstance(batch, Mapping):  # the model gets the keys that it takes, the loss the whole batch
+    # the model gets the keys that it takes, the loss the whole batch
+    if isinstance(batch, Mapping):
         return loss(_call_model(model, batch, drop_unknown=True), batch), ""
     if isinstance(batch, list | tuple) and len(batch) == 2:
         inputs, targets = batch
         return loss(_call_model(model, inputs), targets), ""
-    raise UsageError(f"batch is {_describe(batch)}; with a loss it is (inputs, targets), or a mapping")
+    raise UsageError(
+        f"batch is {_describe(batch)}; with a loss it is (inputs, targets), or a mapping"
+    )
 
 
 def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
-    """The loss that a model names or returns, by the rules of `Step`; else the mean square of its first tensor."""
+    """The loss that a model names or returns, by the rules of `Step`; else the mean square of
+    its first tensor.
+    """
     output = _call_model(model, batch)
-    named_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    tensors = [leaf for leaf in tree_leaves(output if named_loss is None else named_loss) if isinstance(leaf, Tensor)]
+    named_loss = (
+        output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    )
+    tensors = [
+        leaf
+        for leaf in tree_leaves(output if named_loss is None else named_loss)
+        if isinstance(leaf, Tensor)
+    ]
     first_is_scalar = bool(tensors) and tensors[0].ndim == 0
     if named_loss is not None and first_is_scalar:
         return tensors[0], "the output's loss"
-    only_scalars = isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)  # none called "loss"
+    # none called "loss"
+    only_scalars = isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)
     if named_loss is not None or only_scalars or not tensors:
-        raise UsageError(f"which loss is meant? {type(model).__name__} gave {_describe(output)}; give loss=")
+        raise UsageError(
+            f"which loss is meant? {type(model).__name__} gave {_describe(output)}; give loss="
+        )
     if first_is_scalar:
         return tensors[0], "the output" if output is tensors[0] else "the first of the output"
     return tensors[0].square().mean(), "the mean square of the output"
@@ -236,23 +299,31 @@ def _call_model(model: nn.Module, inputs: Nested, drop_unknown: bool = False) ->
     name = type(model).__name__
     if isinstance(inputs, Mapping):
         parameters = inspect.signature(model.forward).parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        takes_any = any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
         accepted = {key: value for key, value in inputs.items() if takes_any or key in parameters}
         if accepted and len(accepted) < len(inputs) and not drop_unknown:
             unknown = ", ".join(inputs.keys() - accepted.keys())
-            raise UsageError(f"the batch has {unknown}, which {name} does not take ({', '.join(parameters)})")
+            raise UsageError(
+                f"the batch has {unknown}, which {name} does not take ({', '.join(parameters)})"
+            )
         return model(**accepted) if accepted else model(inputs)
     try:
         return model(inputs)
     except TypeError as error:
         if not isinstance(inputs, list | tuple) or len(inputs) != 2:
             raise
-        message = f"{name} got a pair as its one input ({error}); with loss= a batch is (inputs, targets)"
+        message = (
+            f"{name} got a pair as its one input ({error}); with loss= a batch is (inputs, targets)"
+        )
         raise UsageError(message) from error
 
 
 def _describe(value: object) -> str:
-    """What somebody gave, for an error: its class, with the names of what is in it, or how many there are."""
+    """What somebody gave, for an error: its class, with the names of what is in it, or how many
+    there are.
+    """
     description = f"a {type(value).__name__}"
     if isinstance(value, list | tuple):
         return f"{description} of {len(value)}"
@@ -264,13 +335,22 @@ def check_step(step: object) -> None:
     """Raise `UsageError` for what is no step, with what to give instead."""
     if isinstance(step, nn.Module) and not hasattr(step, "prepared"):
         name = type(step).__name__
-        raise UsageError(f"step is a {name}, which is a network; expected gpulab.Step(model, batch, loss) with it")
+        raise UsageError(
+            f"step is a {name}, which is a network; expected gpulab.Step(model, batch, loss)"
+            " with it"
+        )
     if not callable(step):
-        raise UsageError(f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one step")
+        raise UsageError(
+            f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one"
+            " step"
+        )
 
 
-def explain_step_error(error: Exception, setting: Setting, modules: Iterable[nn.Module]) -> Exception:
-    """The error to raise for an error in a step; if the setting caused it, one that names tensors `.to()` did not move.
+def explain_step_error(
+    error: Exception, setting: Setting, modules: Iterable[nn.Module]
+) -> Exception:
+    """The error to raise for an error in a step; if the setting caused it, one that names tensors
+    `.to()` did not move.
 
     These are tensors of another format or device that are plain attributes of a module.
     """
@@ -287,7 +367,9 @@ def explain_step_error(error: Exception, setting: Setting, modules: Iterable[nn.
         return error
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     if unmoved:
-        reason += f"; .to() does not reach {', '.join(unmoved)}: keep it as a buffer, by register_buffer"
+        reason += (
+            f"; .to() does not reach {', '.join(unmoved)}: keep it as a buffer, by register_buffer"
+        )
     message = f"the step cannot be done under {setting}: {reason}"
     line = line_of_error(error)
     if line:
@@ -304,8 +386,9 @@ def prepare_step(
     Args:
         step: A `Step`, or a function step.
         setting: The setting.
-        default_dtype: Torch's default type before the setting was applied. A function that takes the setting is called
-            with it, so that such a function draws its weights in the same type under every setting.
+        default_dtype: Torch's default type before the setting was applied. A function that takes
+            the setting is called with it, so that such a function draws its weights in the same
+            type under every setting.
 
     >>> for step in (lambda: "alone", lambda *rest: len(rest), lambda where: str(where)):
     ...     with prepare_step(step, Setting.parse("cpu")) as once:
@@ -336,7 +419,8 @@ def prepare_step(
 
 @contextlib.contextmanager
 def seed_generators(setting: Setting, seed: int) -> Iterator[None]:
-    """Random numbers of torch, NumPy and Python are drawn from the seed; afterwards the caller's go on.
+    """Random numbers of torch, NumPy and Python are drawn from the seed; afterwards the caller's go
+    on.
 
     >>> for seed in (5, 2**32 + 5):  # of which NumPy takes 32 bits
     ...     with seed_generators(Setting.parse("cpu"), seed):
@@ -345,7 +429,9 @@ def seed_generators(setting: Setting, seed: int) -> Iterator[None]:
     0.222
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([torch.device(setting.device)] if setting.kind == "cuda" else []))
+        stack.enter_context(
+            torch.random.fork_rng([torch.device(setting.device)] if setting.kind == "cuda" else [])
+        )
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(random.setstate, random.getstate())
         torch.manual_seed(seed)
@@ -355,7 +441,8 @@ def seed_generators(setting: Setting, seed: int) -> Iterator[None]:
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model that require gradients, in the order of `model.parameters()`.
+    """Return the parameters of a model that require gradients, in the order of
+    `model.parameters()`.
 
     >>> layer = nn.Linear(2, 1)
     >>> _ = layer.bias.requires_grad_(False)

@@ -1,4 +1,6 @@
-"""Functions of the user's: found by the name of a module or file, and told apart by the text they are written in."""
+"""Functions of the user's: found by the name of a module or file, and told apart by the text
+they are written in.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,15 @@ from gpulab.files import JSON, PACKAGE
 Definition = Callable[..., object] | type  # a function or a class
 
 LIBRARY_FOLDERS = [PACKAGE, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
-MOVED_FILES = {"benchmarks/networks.py": "gpulab.models.example_steps"}  # older commands name the file
-GENERATED_MEMBERS = ("__dict__", "__weakref__", "__module__", "__annotations__")  # members of a class that nobody wrote
+# older commands name the file
+MOVED_FILES = {"benchmarks/networks.py": "gpulab.models.example_steps"}
+# members of a class that nobody wrote
+GENERATED_MEMBERS = (
+    "__dict__",
+    "__weakref__",
+    "__module__",
+    "__annotations__",
+)
 
 
 def find_function(name: str, role: str) -> Callable[..., Any]:
@@ -50,7 +59,9 @@ def find_function(name: str, role: str) -> Callable[..., Any]:
     """
     source, _, attribute = name.rpartition(":")
     if not source or not attribute.isidentifier():
-        raise UsageError(f"{role} {name!r}: expected module:name or file.py:name, such as my_training:{role}")
+        raise UsageError(
+            f"{role} {name!r}: expected module:name or file.py:name, such as my_training:{role}"
+        )
     moved_module = MOVED_FILES.get(Path(source).as_posix())
     if moved_module is not None and not Path(source).exists():
         source = moved_module
@@ -61,7 +72,9 @@ def find_function(name: str, role: str) -> Callable[..., Any]:
             _add_to_path(os.getcwd())
             module = importlib.import_module(source)
     except (Exception, SystemExit) as error:
-        words = str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, source)
+        words = (
+            str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, source)
+        )
         raise UsageError(f"{role} {name!r}: {source} cannot be imported: {words}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -76,7 +89,9 @@ def _add_to_path(folder: str) -> None:
 
 
 def _load_module(file: Path) -> types.ModuleType:
-    """A file as a module, from its text: Python's cache takes two texts of one second and one length for the same."""
+    """A file as a module, from its text: Python's cache takes two texts of one second and one
+    length for the same.
+    """
     _add_to_path(str(file.parent))
     loaded = sys.modules.get(file.stem)
     is_another = loaded is not None and getattr(loaded, "__file__", None) != str(file)
@@ -92,7 +107,7 @@ def _load_module(file: Path) -> types.ModuleType:
     return module
 
 
-# --- source text -------------------------------------------------------------------------------------------
+# --- source text ----------------------------------------------------------------------------------
 
 
 class UnknownSourceError(Exception):
@@ -100,11 +115,13 @@ class UnknownSourceError(Exception):
 
 
 def source_of(value: object, file: Path | None = None, enclosing: tuple[object, ...] = ()) -> JSON:
-    """What a function is written in, as JSON: the text of its file, and of the files beside it that this imports.
+    """What a function is written in, as JSON: the text of its file, and of the files beside it that
+    this imports.
 
-    Of one that was typed into a notebook it is its own text, with what that names: functions and classes by their
-    text, what belongs to a library by its name, numbers and texts as they are. What a function takes from one around
-    it counts, too. Not noticed are files that are only read, and modules that are imported under a computed name.
+    Of one that was typed into a notebook it is its own text, with what that names: functions and
+    classes by their text, what belongs to a library by its name, numbers and texts as they are.
+    What a function takes from one around it counts, too. Not noticed are files that are only read,
+    and modules that are imported under a computed name.
 
     Args:
         value: The function; or what it names.
@@ -112,16 +129,23 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
         inside: What names it, which may be itself.
 
     Raises:
-        UnknownSourceError: For a function without a text, and for an object, whose content has none.
+        UnknownSourceError: For a function without a text, and for an object, whose content has
+            none.
     """
     if isinstance(value, functools.partial):  # its keywords are options
         return [source_of(value.func, file), [source_of(item) for item in value.args]]
-    if not isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type):
+    if not isinstance(
+        value, types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type
+    ):
         try:
             return json.loads(json.dumps(value))
         except (TypeError, ValueError):
             raise UnknownSourceError(f"a {type(value).__qualname__} in it has no text") from None
-    if value in enclosing or isinstance(value, types.ModuleType) or (enclosing and _is_library_code(value)):
+    if (
+        value in enclosing
+        or isinstance(value, types.ModuleType)
+        or (enclosing and _is_library_code(value))
+    ):
         return [getattr(value, "__module__", ""), value.__name__]
     if isinstance(value, types.BuiltinFunctionType):
         raise UnknownSourceError(f"no text of {value.__qualname__}")
@@ -135,30 +159,48 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
             text = inspect.getsource(value)
     except (OSError, TypeError):
         raise UnknownSourceError(f"no text of {value.__qualname__}") from None
-    return [text, {name: source_of(item, None, (*enclosing, value)) for name, item in referenced.items()}]
+    return [
+        text,
+        {name: source_of(item, None, (*enclosing, value)) for name, item in referenced.items()},
+    ]
 
 
 def _referenced_objects(definition: types.FunctionType | type, typed: bool) -> dict[str, object]:
-    """What a function takes from those around it; and if it was typed, what it names of what was typed beside it.
+    """What a function takes from those around it; and if it was typed, what it names of what was
+    typed beside it.
 
     Of a class that was typed, of which `inspect` has no text, its bases and members.
     """
     if isinstance(definition, type):
-        members = {name: member for name, member in vars(definition).items() if name not in GENERATED_MEMBERS}
-        plain_members = {
-            name: getattr(member, "__func__", getattr(member, "fget", member)) for name, member in members.items()
+        members = {
+            name: member
+            for name, member in vars(definition).items()
+            if name not in GENERATED_MEMBERS
         }
-        return plain_members | {base.__name__: base for base in definition.__bases__} if typed else {}
+        plain_members = {
+            name: getattr(member, "__func__", getattr(member, "fget", member))
+            for name, member in members.items()
+        }
+        return (
+            plain_members | {base.__name__: base for base in definition.__bases__} if typed else {}
+        )
     cells = zip(definition.__code__.co_freevars, definition.__closure__ or (), strict=True)
     referenced = {name: cell.cell_contents for name, cell in cells}
-    global_names = {name for code in _nested_codes(definition.__code__) for name in code.co_names} if typed else set()
+    global_names = (
+        {name for code in _nested_codes(definition.__code__) for name in code.co_names}
+        if typed
+        else set()
+    )
     return referenced | {
-        name: definition.__globals__[name] for name in sorted(global_names & definition.__globals__.keys())
+        name: definition.__globals__[name]
+        for name in sorted(global_names & definition.__globals__.keys())
     }
 
 
 def file_of(definition: Definition) -> Path | None:
-    """The file in which a function or class is written; None where it was typed into a notebook or a console."""
+    """The file in which a function or class is written; None where it was typed into a notebook
+    or a console.
+    """
     if definition.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         return None
     try:
@@ -170,21 +212,27 @@ def file_of(definition: Definition) -> Path | None:
 
 def _is_library_code(definition: Definition) -> bool:
     file = file_of(definition)
-    in_library = file is None or any(file.is_relative_to(folder.resolve()) for folder in LIBRARY_FOLDERS)
+    in_library = file is None or any(
+        file.is_relative_to(folder.resolve()) for folder in LIBRARY_FOLDERS
+    )
     return in_library and definition.__module__ != "__main__"
 
 
 def read_sources(file: Path) -> dict[str, str]:
-    """The text of a file and of each that it imports from beside it, and those import, by their names from there."""
+    """The text of a file and of each that it imports from beside it, and those import, by their
+    names from there.
+    """
     root = file.parent
     while (root / "__init__.py").is_file():
         root = root.parent
-    finder = ModuleFinder([str(root)])  # what is not below the folder, such as torch, it does not find
+    # What is not below the folder, such as torch, it does not find.
+    finder = ModuleFinder([str(root)])
     if root == file.parent:
         finder.run_script(str(file))  # which it reads, and does not run
     else:
         finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
-    files = {Path(module.__file__) for module in finder.modules.values() if getattr(module, "__file__", None)}  # type: ignore[attr-defined]
+    names = [getattr(module, "__file__", None) for module in finder.modules.values()]
+    files = {Path(name) for name in names if name}
     texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in files}
     return {file.relative_to(root).as_posix(): text for file, text in texts.items()}
 

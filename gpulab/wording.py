@@ -9,9 +9,11 @@ from typing import Any
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
-# A level of a factor is a cell of a user's table: a text, a number, a date or anything else that pandas can group by.
+# A level of a factor is a cell of a user's table: a text, a number, a date or anything else that
+# pandas can group by.
 Level = Hashable
-# A text for each level. Its keys are not `Level`, because a `dict[str, str]` is no `Mapping[Level, str]` to mypy.
+# A text for each level. Its keys are not `Level`, because a `dict[str, str]` is no `Mapping[Level,
+# str]` to mypy.
 TextByLevel = Mapping[Any, str]
 
 OWN_MEMORY, SHARED_MEMORY = "own memory", "shared memory"
@@ -29,15 +31,27 @@ SWITCHES = {
 OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
 RERUN_SUFFIX = " again"  # at the end of a setting that was run a second time
 METRICS = {"index_fraction": "share of directions that lead down", "heldout_loss": "held-out loss"}
-UNITS = {"prednet": "frame", "autoencoder": "image", "whitener": "image"}  # what a network's loss is the error of
+# what a network's loss is the error of
+UNITS = {
+    "prednet": "frame",
+    "autoencoder": "image",
+    "whitener": "image",
+}
 
 
 def setting_words(setting: str | Setting) -> str:
     """A setting in words.
 
-    >>> setting_words("cpu:threads=1"), setting_words("cuda:tf32=on"), setting_words("cuda:tf32=off again")
+    >>> (
+    ...     setting_words("cpu:threads=1"),
+    ...     setting_words("cuda:tf32=on"),
+    ...     setting_words("cuda:tf32=off again"),
+    ... )
     ('CPU, one thread', 'GPU, TF32', 'GPU, no TF32, again')
-    >>> setting_words("cpu:threads=3,denormals=off"), setting_words("cpu:isa=avx512,precision=float64")
+    >>> (
+    ...     setting_words("cpu:threads=3,denormals=off"),
+    ...     setting_words("cpu:isa=avx512,precision=float64"),
+    ... )
     ('CPU, 3 threads, tiniest numbers as zero', 'CPU, AVX-512, float64')
     >>> setting_words("cuda:1:tf32=off,cudnn=off,deterministic=on"), setting_words("mine")
     ('GPU 1, no TF32, no cuDNN, deterministic', 'mine')
@@ -71,8 +85,8 @@ def setting_words(setting: str | Setting) -> str:
 
 
 def condition_words(loader: str, setting: str) -> str:
-    """Whether frames are copied or overwritten, by the loader and where it trains: `reused`, the published line,
-    copies on a GPU.
+    """Whether frames are copied or overwritten, by the loader and where it trains: `reused`, the
+    published line, copies on a GPU.
 
     >>> condition_words("reused", "cpu"), condition_words("reused", "cuda:tf32=off")
     ('overwritten frames', 'copied frames')
@@ -92,18 +106,24 @@ def optimizer_words(optimizer: str) -> str:
 
 
 def names(levels: Iterable[Level], factor: str = "setting") -> dict[Level, str]:
-    """What each level of a factor is called; levels that would be called alike keep their exact names.
+    """What each level of a factor is called; levels that would be called alike keep their exact
+    names.
 
     >>> names(["copied", "reused"], "loader")
     {'copied': 'copied frames', 'reused': 'overwritten frames'}
-    >>> names(["copied", "window"], "loader"), names(["cpu:threads=1", "cpu: threads=1"])
-    ({'copied': 'copied', 'window': 'window'}, {'cpu:threads=1': 'cpu:threads=1', 'cpu: threads=1': 'cpu: threads=1'})
+    >>> names(["copied", "window"], "loader")
+    {'copied': 'copied', 'window': 'window'}
+    >>> names(["cpu:threads=1", "cpu: threads=1"])
+    {'cpu:threads=1': 'cpu:threads=1', 'cpu: threads=1': 'cpu: threads=1'}
     >>> names(["cpu", 3], "width")
     {'cpu': 'cpu', 3: '3'}
     """
     level_names = {level: _level_words(level, factor) for level in levels}
     counts = Counter(level_names.values())
-    return {level: words if counts[words] == 1 else level_text(level, factor) for level, words in level_names.items()}
+    return {
+        level: words if counts[words] == 1 else level_text(level, factor)
+        for level, words in level_names.items()
+    }
 
 
 def _level_words(level: Level, factor: str) -> str:
@@ -130,9 +150,16 @@ def level_text(level: Level, factor: str) -> str:
 def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:
     """A metric in words for an axis; the loss of networks of gpulab's with its unit.
 
-    >>> metric_label("final_loss", ["prednet"]), metric_label("heldout_loss", ["autoencoder", "autoencoder"])
+    >>> (
+    ...     metric_label("final_loss", ["prednet"]),
+    ...     metric_label("heldout_loss", ["autoencoder", "autoencoder"]),
+    ... )
     ('final loss (mean squared error per frame)', 'held-out loss (mean squared error per image)')
-    >>> metric_label("final_loss"), metric_label("final_loss", ["prednet", "mine"]), metric_label("index_fraction")
+    >>> (
+    ...     metric_label("final_loss"),
+    ...     metric_label("final_loss", ["prednet", "mine"]),
+    ...     metric_label("index_fraction"),
+    ... )
     ('final loss', 'final loss', 'share of directions that lead down')
     """
     words = METRICS.get(metric, metric.replace("_", " "))

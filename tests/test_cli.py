@@ -30,9 +30,12 @@ class Answer(NamedTuple):
 
 @pytest.fixture
 def answer(tmp_path, monkeypatch):
-    """Run a command in an empty folder, in this process: loading torch takes longer than most commands take."""
+    """Run a command in an empty folder, in this process: loading torch takes longer than most
+    commands take.
+    """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which a command replaces
+    # which a command replaces
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments):
@@ -75,7 +78,10 @@ def test_train_keeps_a_run_that_runs_lists_and_does_not_train_again(output, tmp_
     assert output(*train) == first, "down to the seconds: it is the run that was there"
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert f"kept in runs{os.sep}{run.id}" in first
-    command = "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --option frames=40"
+    command = (
+        "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --option"
+        " frames=40"
+    )
     assert stores.read_run(Path(run.path)).record["command"] == command
     assert f"kept in other{os.sep}{run.id}" in output(*train, "--store", "other")
     assert output("runs", ".") == "no runs in .\n"
@@ -87,15 +93,26 @@ def test_train_keeps_a_run_that_runs_lists_and_does_not_train_again(output, tmp_
 
 def test_verdict_of_a_table_from_elsewhere_with_its_picture(answer, tmp_path):
     losses = [("cpu", 0.1), ("cuda", 0.6)]
-    rows = [f"{seed},{device},{base + 0.01 * seed},FINISHED,a" for seed in range(8) for device, base in losses]
+    rows = [
+        f"{seed},{device},{base + 0.01 * seed},FINISHED,a"
+        for seed in range(8)
+        for device, base in losses
+    ]
     header = "seed,device,loss,status,model"
-    (tmp_path / "runs.csv").write_text("\n".join([header, *rows, "8,cpu,,KILLED,a", "0,cpu,0.3,FINISHED,b"]))
+    (tmp_path / "runs.csv").write_text(
+        "\n".join([header, *rows, "8,cpu,,KILLED,a", "0,cpu,0.3,FINISHED,b"])
+    )
     options = ["verdict", "runs.csv", "--metric", "loss", "--factor", "device"]
     first = answer(*options, "--margin", "0.05", "--where", "model=a", "--picture", "seeds.png")
-    assert "cuda against cpu, 8 seeds: different. With cuda the loss is 4.7 times as high as with cpu," in first.out
+    assert (
+        "cuda against cpu, 8 seeds: different. With cuda the loss is 4.7 times as high as with cpu,"
+        in first.out
+    )
     assert "did not finish: 1 (cpu 1 killed)" in first.out
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
-    other = answer(*options, "--margin", "1%", "--where", "model=a", "--reference", "cuda", "--alpha", "0.005")
+    other = answer(
+        *options, "--margin", "1%", "--where", "model=a", "--reference", "cuda", "--alpha", "0.005"
+    )
     assert "cpu against cuda, 8 seeds: inconclusive" in other.out
     missing = answer("verdict", "no.csv")
     assert (missing.status, "no.csv" in missing.errors) == (1, True)
@@ -107,26 +124,42 @@ def test_verdict_of_a_folder_of_logs_says_what_the_api_says(answer, tmp_path):
         run.mkdir(parents=True)
         seed, amp = divmod(number, 2)
         (run / "hparams.yaml").write_text(f"seed: {seed}\namp: {bool(amp)}\n")
-        rows = [f"{epoch},,{1 / (epoch + 1) + 0.01 * seed + 0.1 * amp}\n{epoch},0.5," for epoch in range(4)]
+        rows = [
+            f"{epoch},,{1 / (epoch + 1) + 0.01 * seed + 0.1 * amp}\n{epoch},0.5,"
+            for epoch in range(4)
+        ]
         (run / "metrics.csv").write_text("\n".join(["epoch,train_loss,val_loss", *rows]))
     command = ["verdict", "logs", "--metric", "val_loss", "--factor", "amp"]
     refused = answer(*command)
     assert (refused.status, refused.errors.count("\n")) == (2, 1)
-    assert "and are not averaged: take the last by last='epoch' (--last epoch), or the best by" in refused.errors
+    assert (
+        "and are not averaged: take the last by last='epoch' (--last epoch), or the best by"
+        in refused.errors
+    )
     found = answer(*command, "--last", "epoch", "--html", "pages/verdict.html")
     frame = gl.stats.read_table("logs")
-    assert found.out == f"{gl.verdict(frame, 'val_loss', 'amp', last='epoch')}\nreport in pages/verdict.html\n"
+    assert (
+        found.out
+        == f"{gl.verdict(frame, 'val_loss', 'amp', last='epoch')}\nreport in pages/verdict.html\n"
+    )
     page = (tmp_path / "pages" / "verdict.html").read_text(encoding="utf-8")
     assert "<title>Verdict on val loss: amp=True against amp=False</title>" in page
-    assert str(gl.verdict(frame, "val_loss", "amp", best="val_loss")) in answer(*command, "--best", "val_loss").out
+    assert (
+        str(gl.verdict(frame, "val_loss", "amp", best="val_loss"))
+        in answer(*command, "--best", "val_loss").out
+    )
     paths = [str(path) for path in sorted((tmp_path / "logs").glob("*/metrics.csv"))]
-    assert answer("verdict", *paths, *command[2:], "--last", "epoch").out.startswith(found.out.partition("\n")[0])
+    assert answer("verdict", *paths, *command[2:], "--last", "epoch").out.startswith(
+        found.out.partition("\n")[0]
+    )
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "empty: neither runs of gpulab nor tables in it" in answer("verdict", "empty").errors
 
 
-@pytest.mark.parametrize("command", [["runs", "locked"], ["verdict", "locked"], ["verdict", "locked/runs.csv"]])
+@pytest.mark.parametrize(
+    "command", [["runs", "locked"], ["verdict", "locked"], ["verdict", "locked/runs.csv"]]
+)
 def test_a_folder_that_may_not_be_read_is_one_line(answer, tmp_path, monkeypatch, command):
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked" / "runs.csv").touch()
@@ -153,9 +186,13 @@ def test_runs_lists_recorded_ones_as_csv(output):
 
 
 def test_experiment_is_run_compared_listed_and_packed(output, tmp_path):
-    text = output("experiment", *SMOKE[1:], "--seeds", "2", "--setting", "cpu", "--setting", "cpu:threads=1")
+    text = output(
+        "experiment", *SMOKE[1:], "--seeds", "2", "--setting", "cpu", "--setting", "cpu:threads=1"
+    )
     frame = gl.runs(tmp_path / "runs")
-    assert [*zip(frame.setting, frame.seed, strict=True)] == [*itertools.product(["cpu", "cpu:threads=1"], [0, 1])]
+    assert [*zip(frame.setting, frame.seed, strict=True)] == [
+        *itertools.product(["cpu", "cpu:threads=1"], [0, 1])
+    ]
     assert "4 runs" in text
     assert str(gl.verdict(frame)) in text
     gl.store.pack(tmp_path / "runs", tmp_path / "packed.parquet")
@@ -169,7 +206,16 @@ def test_experiment_is_run_compared_listed_and_packed(output, tmp_path):
 
 
 def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
-    experiment = ["experiment", "whitener", "--profile", "smoke", "--seeds", "1", "--setting", "cpu:threads=1"]
+    experiment = [
+        "experiment",
+        "whitener",
+        "--profile",
+        "smoke",
+        "--seeds",
+        "1",
+        "--setting",
+        "cpu:threads=1",
+    ]
     assert answer(*experiment, "--option", "covariance=centred", "--option", "code=20").status == 0
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     record = stores.read_run(Path(run.path)).record
@@ -179,7 +225,10 @@ def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
 
 
 @pytest.mark.slow("starts a process that loads torch")
-@pytest.mark.skipif("avx512f" not in cpu_description()["flags"], reason="running as AVX2 shows on an AVX-512 CPU only")
+@pytest.mark.skipif(
+    "avx512f" not in cpu_description()["flags"],
+    reason="running as AVX2 shows on an AVX-512 CPU only",
+)
 def test_train_with_an_older_instruction_set(tmp_path):
     command = [sys.executable, "-m", "gpulab", *SMOKE, "--setting", "cpu:isa=avx2"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
@@ -187,7 +236,7 @@ def test_train_with_an_older_instruction_set(tmp_path):
     assert record["arithmetic"]["cpu_capability"] == "AVX2"
 
 
-# --- a step ------------------------------------------------------------------------------------------------
+# --- a step ---------------------------------------------------------------------------------------
 
 STEPS = """
 import torch
@@ -236,7 +285,11 @@ def test_record_and_audit_of_traces(my_steps, answer, output):
     assert "data:image/png;base64," in page
     for wrong, status, words in (
         ("audit step-cpu.trace no.trace", 2, "no.trace: not a trace"),
-        ("audit my_steps.py:short cpu cpu:threads=1 cuda", 2, "two traces, or a step and two settings; got my_steps"),
+        (
+            "audit my_steps.py:short cpu cpu:threads=1 cuda",
+            2,
+            "two traces, or a step and two settings; got my_steps",
+        ),
         ("record my_steps.py:step x.trace --setting cuda:77", 1, "cuda:77"),
     ):
         got = answer(*wrong.split())
@@ -251,7 +304,15 @@ def test_audit_of_a_step_for_people_programs_and_an_issue(answer):
     assert "3 × reduced precision" in text
     assert f"my_steps.py:{line}" in text
     said = json.loads(answer(*compared, "--json").out)
-    assert set(said) == {"format", "headline", "kind", "faulty", "settings", "passports", "findings"}
+    assert set(said) == {
+        "format",
+        "headline",
+        "kind",
+        "faulty",
+        "settings",
+        "passports",
+        "findings",
+    }
     assert (said["kind"], said["faulty"]) == ("reduced precision", False)
     failed = answer(*compared, "--fail-on", "reduced precision", "--markdown")
     assert failed.status == 1
@@ -261,7 +322,7 @@ def test_audit_of_a_step_for_people_programs_and_an_issue(answer):
     assert (refused.status, "'low precision'" in refused.errors) == (2, True)
 
 
-# --- errors ------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 USAGE = """
 fly
@@ -295,12 +356,13 @@ def test_command_that_cannot_be_done_ends_with_status_1_and_one_line(command, an
     (tmp_path / "a-file").write_text("not a folder")
     got = answer(*command.split())
     assert (got.status, got.out) == (1, "")
-    lines = [line for line in got.errors.splitlines() if "frame/s" not in line]  # a progress bar is no message
+    # a progress bar is no message
+    lines = [line for line in got.errors.splitlines() if "frame/s" not in line]
     assert lines[-1].startswith("gpulab: ")
     assert FAILURES[command] in lines[-1]
 
 
-# --- a training of one's own -------------------------------------------------------------------------------
+# --- a training of one's own ----------------------------------------------------------------------
 
 OWN = """
 import torch
@@ -317,7 +379,16 @@ def train(seed, setting, width=4, learning_rate=0.1):
 @pytest.fixture
 def own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    return ["experiment", "own.py:train", "--option", "width=8", "--setting", "cpu:threads=1", "--workers", "1"]
+    return [
+        "experiment",
+        "own.py:train",
+        "--option",
+        "width=8",
+        "--setting",
+        "cpu:threads=1",
+        "--workers",
+        "1",
+    ]
 
 
 @pytest.mark.slow("runs six experiments, each in processes of its own")
@@ -331,20 +402,28 @@ def test_training_of_ones_own_is_run_compared_and_listed(own, answer, output, tm
     command = "gpulab train own.py:train --setting cpu --seed 1 --option learning_rate=0.5"
     assert record["command"] == command
     output(*own, "--seeds", "0,1", "--picture", "runs.png")
-    assert len((tmp_path / "calls").read_text().splitlines()) == 5, "what is there is not done again"
+    assert len((tmp_path / "calls").read_text().splitlines()) == 5, (
+        "what is there is not done again"
+    )
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     got = answer(*own, "--seeds", "1", "--option", "colour=3")
-    assert (got.status, "no option 'colour'; it has width, learning_rate" in got.errors) == (2, True)
+    assert (got.status, "no option 'colour'; it has width, learning_rate" in got.errors) == (
+        2,
+        True,
+    )
 
 
-# --- names -------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_file_that_cannot_be_written_is_named_before_the_work(answer, tmp_path):
     (tmp_path / "a-file").write_text("")
     long, experiment = "x" * 300, ["experiment", *SMOKE[1:], "--setting", "cpu", "--picture"]
     for words, arguments in {
-        "a-file/a.png: cannot be written: Not a directory; name another": [*experiment, "a-file/a.png"],
+        "a-file/a.png: cannot be written: Not a directory; name another": [
+            *experiment,
+            "a-file/a.png",
+        ],
         f"{long}: cannot be written: File name too long; name another": [*experiment, long],
         f"{long}: cannot be read: File name too long": ["runs", long],
     }.items():
@@ -366,17 +445,26 @@ def test_interrupted_command_ends_with_status_130_and_says_how_to_go_on(answer, 
 
 
 INTERRUPTED_IMPORTS = {
-    "a library of the command line": ("typer.py", "import signal\nsignal.raise_signal(signal.SIGINT)\n", "--help"),
+    "a library of the command line": (
+        "typer.py",
+        "import signal\nsignal.raise_signal(signal.SIGINT)\n",
+        "--help",
+    ),
     "an extension that swallows it": (
         "own.py",
-        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
-        "def train(seed):\n    return 1.0\n",
+        (
+            "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept"
+            " KeyboardInterrupt:\n    pass\ndef train(seed):\n    return 1.0\n"
+        ),
         "train own:train",
     ),
     "an extension that makes another error of it": (
         "own.py",
-        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n"
-        "    raise ImportError('cannot load module more than once per process') from None\n",
+        (
+            "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept"
+            " KeyboardInterrupt:\n    raise ImportError('cannot load module more than once per"
+            " process') from None\n"
+        ),
         "train own:train",
     ),
     "a text that is executed as code": ("typer.py", "exec('raise KeyboardInterrupt')\n", "--help"),
@@ -389,6 +477,8 @@ def test_interrupted_import_ends_in_one_line_with_status_130(kind, tmp_path):
     (tmp_path / file).write_text(code)
     words = [sys.executable, "-m", "gpulab", *command.split()]
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "gpulab: interrupted; run the same command again to go on\n"

@@ -1,7 +1,9 @@
-"""Every advice that gpulab gives removes what it was given for: each is followed here to the letter.
+"""Every advice that gpulab gives removes what it was given for: each is followed here to the
+letter.
 
-A case is a program with an argument, `cured`: without it the finding is there with its advice, and with it the program
-does what the advice says. Cures that need a GPU (`tf32=off`, waiting for a copy) are not here.
+A case is a program with an argument, `cured`: without it the finding is there with its advice, and
+with it the program does what the advice says. Cures that need a GPU (`tf32=off`, waiting for a
+copy) are not here.
 """
 
 import copy
@@ -67,7 +69,7 @@ def two_layers(call, loss=F.cross_entropy):
     return step_of(weighted(lambda: TwoLayers(call)), loss)
 
 
-# --- the audit ------------------------------------------------------------------------------------------------
+# --- the audit ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ class Cure:
 
     def findings(self, cured):
         report = self.audit(cured)
-        found = [f for f in report.findings if f.kind == self.kind and re.search(self.advice, f.advice)]
+        found = [
+            f for f in report.findings if f.kind == self.kind and re.search(self.advice, f.advice)
+        ]
         return report, [f for f in found if self.module in (None, f.module)]
 
 
@@ -107,7 +111,11 @@ def audited(*sides, **options):
     return gl.audit(*sides, **options, progress=False)
 
 
-@cure("reduced precision", r"torch.autocast\('cpu', enabled=False\) around this line, with .float\(\)", "last")
+@cure(
+    "reduced precision",
+    r"torch.autocast\('cpu', enabled=False\) around this line, with .float\(\)",
+    "last",
+)
 def a_layer_under_autocast(cured):
     def in_float32(layer, h):
         with torch.autocast("cpu", enabled=False):
@@ -123,7 +131,9 @@ def a_layer_under_autocast_in_a_function(cured):
             return layer(h.float())
 
     def step():
-        loss = F.cross_entropy(weighted(lambda: TwoLayers(in_float32 if cured else plainly))(X), LABELS)
+        loss = F.cross_entropy(
+            weighted(lambda: TwoLayers(in_float32 if cured else plainly))(X), LABELS
+        )
         with torch.autocast("cpu", enabled=False) if cured else nullcontext():
             loss.backward()
         return loss.detach()
@@ -131,7 +141,11 @@ def a_layer_under_autocast_in_a_function(cured):
     return audited(step, PLAIN, AUTOCAST)
 
 
-@cure("reduced precision", rf"bfloat16 {ASKED}; if it matters, .float\(\) on all that this line is given", "last")
+@cure(
+    "reduced precision",
+    rf"bfloat16 {ASKED}; if it matters, .float\(\) on all that this line is given",
+    "last",
+)
 def a_layer_in_bfloat16(cured):
     def in_float32(layer, h):
         return F.linear(h.float(), layer.weight.float(), layer.bias.float())
@@ -139,7 +153,10 @@ def a_layer_in_bfloat16(cured):
     return audited(two_layers(in_float32 if cured else plainly), PLAIN, BFLOAT16)
 
 
-@cure("reduced precision", rf"bfloat16 {ASKED}; if it matters, .float\(\) on all that the loss is given")
+@cure(
+    "reduced precision",
+    rf"bfloat16 {ASKED}; if it matters, .float\(\) on all that the loss is given",
+)
 def a_loss_in_bfloat16(cured):
     def loss(output, labels):
         return F.cross_entropy(output.float(), labels)
@@ -147,7 +164,10 @@ def a_loss_in_bfloat16(cured):
     return audited(two_layers(plainly, loss if cured else F.cross_entropy), PLAIN, BFLOAT16)
 
 
-@cure("reduced precision", "bfloat16 asks for it; autocast=bfloat16 keeps parameters, buffers and the batch in float32")
+@cure(
+    "reduced precision",
+    "bfloat16 asks for it; autocast=bfloat16 keeps parameters, buffers and the batch in float32",
+)
 def parameters_in_bfloat16(cured):
     return audited(two_layers(plainly), PLAIN, AUTOCAST if cured else BFLOAT16)
 
@@ -161,7 +181,10 @@ def an_emulated_product(cured):
     return audited(two_layers(in_float32 if cured else plainly), PLAIN, TF32)
 
 
-@cure("reduced precision", r"gpulab.float32_products\(\) around `backward`, in a step that is a function")
+@cure(
+    "reduced precision",
+    r"gpulab.float32_products\(\) around `backward`, in a step that is a function",
+)
 def emulated_products_of_the_backward_pass(cured):
     def step():
         loss = F.cross_entropy(weighted(lambda: TwoLayers(plainly))(X), LABELS)
@@ -180,7 +203,10 @@ def a_cast_of_the_program(cured):
     return audited(two_layers(call), PLAIN, ONE_THREAD)
 
 
-@cure("reduced precision", "look for what rounds to bfloat16 before this line: an emulation, or a cast there and back")
+@cure(
+    "reduced precision",
+    "look for what rounds to bfloat16 before this line: an emulation, or a cast there and back",
+)
 def factors_that_were_rounded_before(cured):
     return a_cast_of_the_program(cured)
 
@@ -236,7 +262,10 @@ def next_to_one(rate, updates=1):
     return step
 
 
-@cure("reduced precision", "keep the weights in float32 and cast them for the forward pass, as autocast does")
+@cure(
+    "reduced precision",
+    "keep the weights in float32 and cast them for the forward pass, as autocast does",
+)
 def updates_that_bfloat16_loses(cured):
     return audited(next_to_one(1e-3), PLAIN, AUTOCAST if cured else BFLOAT16)
 
@@ -252,7 +281,10 @@ def updates_that_float32_loses_one_by_one(cured):
     return audited(next_to_one(2e-8, 60 if cured else 1), PLAIN, ONE_THREAD)
 
 
-@cure("reduced precision", "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256")
+@cure(
+    "reduced precision",
+    "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256",
+)
 def places_that_bfloat16_cannot_count(cured):
     def call(layer, h):
         places = torch.arange(300, 300 + len(h), dtype=torch.float32 if cured else h.dtype)
@@ -278,7 +310,9 @@ EPSILONS = {
 }
 for use in EPSILONS:
     under_both = "take the number from torch.float32 under both settings"
-    cure("reduced precision", under_both, name=f"epsilon of a format, {use}")(with_epsilon(EPSILONS[use]))
+    cure("reduced precision", under_both, name=f"epsilon of a format, {use}")(
+        with_epsilon(EPSILONS[use])
+    )
 
 
 class Recomputed(nn.Module):
@@ -295,16 +329,23 @@ class Recomputed(nn.Module):
     def forward(self, x):
         if self.preserve is None:
             return self.last(self.part(x))
-        return self.last(checkpoint(self.part, x, use_reentrant=False, preserve_rng_state=self.preserve))
+        return self.last(
+            checkpoint(self.part, x, use_reentrant=False, preserve_rng_state=self.preserve)
+        )
 
 
 @cure("different random numbers", "preserve_rng_state=True")
 def dropout_in_a_recomputed_part(cured):
-    steps = [step_of(weighted(lambda preserve=preserve: Recomputed(preserve))) for preserve in (None, cured)]
+    steps = [
+        step_of(weighted(lambda preserve=preserve: Recomputed(preserve)))
+        for preserve in (None, cured)
+    ]
     return audited(*steps, setting="cpu")
 
 
-IN_ORDER = "draw from a torch.Generator that the step seeds, in the same order and with the same shapes"
+IN_ORDER = (
+    "draw from a torch.Generator that the step seeds, in the same order and with the same shapes"
+)
 CONTINUES = torch.Generator().manual_seed(0)
 
 
@@ -332,7 +373,9 @@ def product_of_draws(first):
 
 @cure("different random numbers", IN_ORDER)
 def draws_in_another_order(cured):
-    return audited(product_of_draws("data"), product_of_draws("data" if cured else "weights"), setting="cpu")
+    return audited(
+        product_of_draws("data"), product_of_draws("data" if cured else "weights"), setting="cpu"
+    )
 
 
 SEED_IT = "seed it inside the step, or draw once and reuse the result"
@@ -403,7 +446,11 @@ def an_operation_of_ones_own_that_draws(cured):
 
         library.define("noisy(Tensor x) -> Tensor")
         library.impl("noisy", noisy, "CompositeExplicitAutograd")
-        return audited(lambda setting: torch.ops.gpulab_cures.noisy(X.to(setting.dtype)).sum(), PLAIN, ONE_THREAD)
+        return audited(
+            lambda setting: torch.ops.gpulab_cures.noisy(X.to(setting.dtype)).sum(),
+            PLAIN,
+            ONE_THREAD,
+        )
 
 
 SAME_DATA = "use the same batch, weights and seeds on both sides"
@@ -419,7 +466,9 @@ def another_batch(cured):
 @cure("other data", SAME_DATA)
 def other_labels(cured):
     model = weighted(lambda: nn.Linear(8, 3))
-    return audited(step_of(model), step_of(model, labels=LABELS if cured else (LABELS + 1) % 3), setting="cpu")
+    return audited(
+        step_of(model), step_of(model, labels=LABELS if cured else (LABELS + 1) % 3), setting="cpu"
+    )
 
 
 @cure("other data", SAME_DATA)
@@ -428,7 +477,10 @@ def other_weights(cured):
     return audited(*map(step_of, models), setting="cpu")
 
 
-@cure("mismatch", "check why .* calls it with different arguments .* it computes a different function there")
+@cure(
+    "mismatch",
+    "check why .* calls it with different arguments .* it computes a different function there",
+)
 def another_argument(cured):
     def of(eps):
         return two_layers(lambda layer, h: F.layer_norm(layer(h), (3,), eps=eps))
@@ -444,7 +496,10 @@ def another_activation(cured):
     return audited(of(F.gelu), of(F.gelu if cured else F.silu), setting="cpu")
 
 
-@cure("mismatch", "check why cpu:threads=1 does not compute it: it computes a different function there")
+@cure(
+    "mismatch",
+    "check why cpu:threads=1 does not compute it: it computes a different function there",
+)
 def a_gradient_of_one_side_alone(cured):
     def step(setting):
         model = weighted(lambda: TwoLayers(plainly))
@@ -475,7 +530,9 @@ def a_frame_that_numpy_overwrites(cured):
     def step():
         frame[:] = 1
         model = weighted(lambda: nn.Linear(8, 3))
-        loss = F.cross_entropy(model(torch.tensor(frame) if cured else torch.from_numpy(frame)), LABELS)
+        loss = F.cross_entropy(
+            model(torch.tensor(frame) if cured else torch.from_numpy(frame)), LABELS
+        )
         frame[:] = 2
         loss.backward()
         return loss.detach()
@@ -503,7 +560,11 @@ def a_kernel_that_differs_and_has_no_float64(cured):
 
         library.define("waves(Tensor x) -> Tensor")
         library.impl("waves", waves, "CompositeExplicitAutograd")
-        return audited(lambda setting: torch.ops.gpulab_cures.waves(X.to(setting.dtype)).sum(), PLAIN, ONE_THREAD)
+        return audited(
+            lambda setting: torch.ops.gpulab_cures.waves(X.to(setting.dtype)).sum(),
+            PLAIN,
+            ONE_THREAD,
+        )
 
 
 @cure("cannot be told", "let it compute in float64 where its inputs are float64")
@@ -519,7 +580,9 @@ def steps_of_an_operation_without_float64(cured):
         library.impl("waves", waves, "CompositeExplicitAutograd")
 
         def step(setting):
-            product = drawn(64, 64, dtype=setting.dtype) @ drawn(64, 64, seed=1, dtype=setting.dtype)
+            product = drawn(64, 64, dtype=setting.dtype) @ drawn(
+                64, 64, seed=1, dtype=setting.dtype
+            )
             return (1e5 * torch.ops.gpulab_cures.waves(product)).round().remainder(7).sum(0)
 
         return audited(step, "cpu:order=sequential", "cpu:order=pairwise")
@@ -540,14 +603,36 @@ def masked(h, cured):
 
 
 finite("a masked row", "look for a row that is masked out entirely", masked)
-finite("a logarithm of zero", "look for a logarithm or square", lambda h, cured: (F.relu(h) + 1e-3 * cured).log())
-finite("a square root below zero", "look for a logarithm or square root", lambda h, cured: (h + 9 * cured).sqrt())
-finite("a division by zero", "look for a division by zero", lambda h, cured: h / (0 * h.detach() + cured))
-finite("a square root at zero", "a derivative that is infinite", lambda h, cured: (h - h + 1e-6 * cured).sqrt())
 finite(
-    "an exponential", "beyond the range of float32: scale them down", lambda h, cured: (h * 500 ** (1 - cured)).exp()
+    "a logarithm of zero",
+    "look for a logarithm or square",
+    lambda h, cured: (F.relu(h) + 1e-3 * cured).log(),
 )
-finite("its largest", "subtract the largest", lambda h, cured: (500 * (h - cured * h.detach().amax(1, True))).exp())
+finite(
+    "a square root below zero",
+    "look for a logarithm or square root",
+    lambda h, cured: (h + 9 * cured).sqrt(),
+)
+finite(
+    "a division by zero",
+    "look for a division by zero",
+    lambda h, cured: h / (0 * h.detach() + cured),
+)
+finite(
+    "a square root at zero",
+    "a derivative that is infinite",
+    lambda h, cured: (h - h + 1e-6 * cured).sqrt(),
+)
+finite(
+    "an exponential",
+    "beyond the range of float32: scale them down",
+    lambda h, cured: (h * 500 ** (1 - cured)).exp(),
+)
+finite(
+    "its largest",
+    "subtract the largest",
+    lambda h, cured: (500 * (h - cured * h.detach().amax(1, True))).exp(),
+)
 
 
 @cure("not finite", "clear the data and the weights of it before the step")
@@ -575,10 +660,13 @@ def test_advice_of_an_audit_removes_the_finding(name):
     cured_report, left = cure.findings(True)
     assert not left, f"still there:\n{cured_report}"
     assert not cured_report.faulty, str(cured_report)
-    assert {f.kind for f in cured_report.findings} <= {f.kind for f in report.findings}, str(cured_report)
+    assert {f.kind for f in cured_report.findings} <= {f.kind for f in report.findings}, str(
+        cured_report
+    )
 
 
-# A finding that names another kind of cause beside the one that is there misleads as much as a wrong advice.
+# A finding that names another kind of cause beside the one that is there misleads as much as a
+# wrong advice.
 ONE_KIND = [
     "dropout_in_a_recomputed_part",
     "draws_in_another_order",
@@ -603,7 +691,11 @@ def test_a_loss_that_does_not_depend_on_which_answer_is_given_is_equal_to_roundi
         def of(setting):
             x = basis.to(setting.dtype)
             vectors = torch.linalg.eigh(x @ x.T)[1]
-            return (vectors @ vectors.T)[0].square().sum() if independent else vectors[:, 0].tanh().sum()
+            return (
+                (vectors @ vectors.T)[0].square().sum()
+                if independent
+                else vectors[:, 0].tanh().sum()
+            )
 
         return of
 
@@ -622,11 +714,17 @@ def test_deterministic_algorithms_repeat_what_threads_add_up_in_any_order():
         sums = torch.zeros(3, dtype=setting.dtype)
         return sums.index_put((places,), numbers.to(setting.dtype), accumulate=True)
 
-    found = [f for f in audited(step, PLAIN, "cpu:threads=2,denormals=on").findings if f.kind == "nondeterminism"]
+    found = [
+        f
+        for f in audited(step, PLAIN, "cpu:threads=2,denormals=on").findings
+        if f.kind == "nondeterminism"
+    ]
     if not found:
         pytest.skip("the threads of this machine came in the same order twice")
     assert found[0].advice.startswith("if runs must repeat, use deterministic=on")
-    cured = audited(step, PLAIN + ",deterministic=on", "cpu:threads=2,denormals=on,deterministic=on")
+    cured = audited(
+        step, PLAIN + ",deterministic=on", "cpu:threads=2,denormals=on,deterministic=on"
+    )
     assert cured.kind == "rounding"
 
 
@@ -636,7 +734,9 @@ def test_an_operation_of_ones_own_is_not_told_that_deterministic_makes_it_repeat
         library.define("waves(Tensor x) -> Tensor")
         library.impl("waves", lambda x: x * OF_PYTHON.random(), "CompositeExplicitAutograd")
         report = audited(
-            lambda: torch.ops.gpulab_cures.waves(X).sum(), setting, f"{setting},threads=1".replace("u,", "u:")
+            lambda: torch.ops.gpulab_cures.waves(X).sum(),
+            setting,
+            f"{setting},threads=1".replace("u,", "u:"),
         )
     (found,) = (f for f in report.findings if f.kind == "nondeterminism")
     assert found.advice.startswith("if runs must repeat, let its kernel seed what it draws")
@@ -649,7 +749,11 @@ def test_a_compiled_audit_that_says_nan_names_the_audit_that_finds_it():
     (found,) = audited(step(False), "cpu", "cpu:compile=aot_eager").findings
     assert found.kind == "not finite"
     assert "an audit of cpu against another device or number of threads says why" in found.detail
-    assert audited(step(False), "cpu", ONE_THREAD).findings[0].advice.endswith("a row that is masked out entirely")
+    assert (
+        audited(step(False), "cpu", ONE_THREAD)
+        .findings[0]
+        .advice.endswith("a row that is masked out entirely")
+    )
     assert audited(step(True), "cpu", "cpu:compile=aot_eager").kind == "rounding"
 
 
@@ -660,7 +764,10 @@ def test_random_numbers_of_compiled_code_are_those_of_uncompiled_code_with_fallb
     model = weighted(lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3)))
     (found,) = audited(step_of(model), "cpu", "cpu:compile=inductor").findings
     assert found.kind == "different random numbers"
-    assert "torch._inductor.config.fallback_random = True draws them as uncompiled code does" in found.advice
+    assert (
+        "torch._inductor.config.fallback_random = True draws them as uncompiled code does"
+        in found.advice
+    )
     with config.patch(fallback_random=True):
         assert audited(step_of(model), "cpu", "cpu:compile=inductor").kind == "rounding"
 
@@ -704,7 +811,9 @@ def compiler_of_wrong_sines():
     registry._COMPILER_FNS.pop("wrong_sines", None)
 
 
-def test_a_module_that_a_compiler_makes_wrong_is_right_where_it_is_kept_uncompiled(compiler_of_wrong_sines):
+def test_a_module_that_a_compiler_makes_wrong_is_right_where_it_is_kept_uncompiled(
+    compiler_of_wrong_sines,
+):
     pair = "cpu", f"cpu:compile={compiler_of_wrong_sines}"
     first = audited(step_of(weighted(lambda: Between(Waves()))), *pair).findings[0]
     assert (first.kind, first.module) == ("mismatch", "module")
@@ -712,7 +821,7 @@ def test_a_module_that_a_compiler_makes_wrong_is_right_where_it_is_kept_uncompil
     assert not audited(step_of(weighted(lambda: Between(WavesUncompiled()))), *pair).faulty
 
 
-# --- the guard ------------------------------------------------------------------------------------------------
+# --- the guard ------------------------------------------------------------------------------------
 
 GUARDED = {}
 
@@ -851,12 +960,14 @@ def test_reads_any_finds_the_line_that_wrote_where_the_guard_says_so():
     assert [line.text for line in found.writers] == ["buffer[:] = 2"]
 
 
-# --- verdicts -------------------------------------------------------------------------------------------------
+# --- verdicts -------------------------------------------------------------------------------------
 
 
 def runs(epochs=1, seeds=8, effect=0.5, levels=("cpu", "cuda"), **columns):
     """A table of runs, whose metric is higher under each level than under the one before."""
-    rows = pd.MultiIndex.from_product([levels, range(seeds), range(epochs)], names=["setting", "seed", "epoch"])
+    rows = pd.MultiIndex.from_product(
+        [levels, range(seeds), range(epochs)], names=["setting", "seed", "epoch"]
+    )
     table = rows.to_frame(index=False)
     noise = np.random.default_rng(0).standard_normal(len(table))
     table["final_loss"] = 2 + effect * table.setting.map(levels.index) + 0.1 * noise
@@ -881,7 +992,9 @@ NAMED = pd.concat(
 FRAMES = RUNS.assign(frames=np.where(RUNS.seed < 4, 100, 200))
 WITH_TEXT = RUNS.assign(final_loss=RUNS.final_loss.astype(object).mask(RUNS.index == 0, "n/a"))
 INFINITE = RUNS.assign(final_loss=RUNS.final_loss.mask(RUNS.index == 0, 1e80), status="finished")
-TEXT_SEEDS = RUNS.assign(seed=RUNS.seed.astype(object).where(RUNS.setting == "cpu", "s" + RUNS.seed.astype(str)))
+TEXT_SEEDS = RUNS.assign(
+    seed=RUNS.seed.astype(object).where(RUNS.setting == "cpu", "s" + RUNS.seed.astype(str))
+)
 YES_NO = RUNS.assign(final_loss=RUNS.final_loss > 2)
 UNNAMED = RUNS.rename(columns={"setting": "optimizer"})
 WIDE = RUNS.pivot_table("final_loss", "seed", "setting").reset_index()
@@ -916,9 +1029,15 @@ VERDICTS = {  # the advice, what is refused, and what is not
         verdict_of(EPOCHS, best="final_loss", mode="low"),
         verdict_of(EPOCHS, best="final_loss", mode="min"),
     ),
-    "no such column; there are .*epoch": (verdict_of(EPOCHS, last="epochs"), verdict_of(EPOCHS, last="epoch")),
+    "no such column; there are .*epoch": (
+        verdict_of(EPOCHS, last="epochs"),
+        verdict_of(EPOCHS, last="epoch"),
+    ),
     "choose 'step'": (verdict_of(HOLES, last="epoch"), verdict_of(HOLES, last="step")),
-    "or fill them": (verdict_of(HOLES, last="epoch"), verdict_of(HOLES.fillna({"epoch": 1}), last="epoch")),
+    "or fill them": (
+        verdict_of(HOLES, last="epoch"),
+        verdict_of(HOLES.fillna({"epoch": 1}), last="epoch"),
+    ),
     "has no val_loss: leave it out": (
         verdict_of(WITHOUT_BEST, best="val_loss"),
         verdict_of(WITHOUT_BEST[WITHOUT_BEST.seed != 3], best="val_loss"),
@@ -935,7 +1054,10 @@ VERDICTS = {  # the advice, what is refused, and what is not
         verdict_of(AT_ANOTHER_EPOCH, best="val_loss"),
         verdict_of(AT_ANOTHER_EPOCH, best="acc"),
     ),
-    "with another lr; keep the rows of one": (verdict_of(TWICE), verdict_of(TWICE[TWICE.lr == "1e-3"])),
+    "with another lr; keep the rows of one": (
+        verdict_of(TWICE),
+        verdict_of(TWICE[TWICE.lr == "1e-3"]),
+    ),
     "2 runs, which differ in lr .*; keep the rows of one": (
         verdict_of(NAMED, last="epoch"),
         verdict_of(NAMED[NAMED.lr == "1e-3"], last="epoch"),
@@ -944,7 +1066,10 @@ VERDICTS = {  # the advice, what is refused, and what is not
         verdict_of(pd.concat([RUNS, RUNS[["final_loss"]]], axis=1)),
         verdict_of(RUNS),
     ),
-    "say which by metric=, factor= and block=": (verdict_of(UNNAMED), verdict_of(UNNAMED, factor="optimizer")),
+    "say which by metric=, factor= and block=": (
+        verdict_of(UNNAMED),
+        verdict_of(UNNAMED, factor="optimizer"),
+    ),
     "pandas.melt makes rows of a column for each level": (
         verdict_of(WIDE),
         verdict_of(pd.melt(WIDE, "seed", var_name="setting", value_name="final_loss")),
@@ -971,23 +1096,37 @@ VERDICTS = {  # the advice, what is refused, and what is not
         verdict_of(INFINITE.assign(accuracy=RUNS.final_loss), metric="accuracy"),
     ),
     "fill or drop them": (verdict_of(EMPTY), verdict_of(EMPTY.dropna())),
-    "compare runs of one protocol at a time": (verdict_of(FRAMES), verdict_of(FRAMES[FRAMES.frames == 100])),
+    "compare runs of one protocol at a time": (
+        verdict_of(FRAMES),
+        verdict_of(FRAMES[FRAMES.frames == 100]),
+    ),
     "or drop columns that do not tell protocols apart": (
         verdict_of(FRAMES),
         verdict_of(FRAMES.drop(columns="frames")),
     ),
     "write them in one way": (
         verdict_of(TEXT_SEEDS),
-        verdict_of(TEXT_SEEDS.assign(seed=[str(seed).removeprefix("s") for seed in TEXT_SEEDS.seed])),
+        verdict_of(
+            TEXT_SEEDS.assign(seed=[str(seed).removeprefix("s") for seed in TEXT_SEEDS.seed])
+        ),
     ),
-    "there are .'cpu', 'cuda'": (verdict_of(RUNS, reference="mps"), verdict_of(RUNS, reference="cuda")),
-    "write 'finished' into `status`": (verdict_of(KILLED), verdict_of(KILLED.assign(status="finished"))),
+    "there are .'cpu', 'cuda'": (
+        verdict_of(RUNS, reference="mps"),
+        verdict_of(RUNS, reference="cuda"),
+    ),
+    "write 'finished' into `status`": (
+        verdict_of(KILLED),
+        verdict_of(KILLED.assign(status="finished")),
+    ),
     "such as '0.25sd' or '1%'": (verdict_of(RUNS, margin="little"), verdict_of(RUNS, margin="1%")),
     "a share of the seeds below 1, such as 0.1": (
         verdict_of(YES_NO, margin="0.25sd"),
         verdict_of(YES_NO, margin=0.1),
     ),
-    "expected a number between 0 and 0.5, such as 0.05": (verdict_of(RUNS, alpha=5), verdict_of(RUNS, alpha=0.05)),
+    "expected a number between 0 and 0.5, such as 0.05": (
+        verdict_of(RUNS, alpha=5),
+        verdict_of(RUNS, alpha=0.05),
+    ),
 }
 
 
@@ -1015,13 +1154,17 @@ def of_seeds(count, levels=("cpu", "cuda"), sd=0.03, effect=0.0, draw=1):
 @pytest.mark.parametrize("levels", [("cpu", "cuda"), ("cpu", "cuda", "mps", "xpu")])
 def test_as_many_seeds_as_a_verdict_asks_for_show_a_difference(levels):
     (sentence, *_) = gl.verdict(of_seeds(3, levels, effect=2.0)).sentences()
-    enough = int(re.search(r"3 seeds are too few to show a difference, (\d+) are enough", sentence)[1])
+    enough = int(
+        re.search(r"3 seeds are too few to show a difference, (\d+) are enough", sentence)[1]
+    )
     assert gl.verdict(of_seeds(enough, levels, effect=2.0)).decision == "different"
 
 
 @pytest.mark.parametrize("sd", [0.2, 0.4])
 def test_as_many_seeds_as_a_verdict_asks_for_settle_it(sd):
-    """Four times in five, and less often where few seeds have told how far others differ; here of 20 times."""
+    """Four times in five, and less often where few seeds have told how far others differ; here
+    of 20 times.
+    """
     settled = 0
     for draw in range(20):
         (row,) = gl.verdict(of_seeds(12, sd=sd, draw=draw)).rows
@@ -1034,7 +1177,9 @@ def test_as_many_seeds_as_a_verdict_asks_for_settle_it(sd):
 def test_levels_without_common_seeds_are_compared_once_these_are_run(shared):
     table = of_seeds(8, effect=2.0)
     without = table[(table.setting == "cpu") | (table.seed < shared)]
-    without = pd.concat([without, table[table.setting == "cuda"].assign(seed=lambda t: t.seed + 100)])
+    without = pd.concat(
+        [without, table[table.setting == "cuda"].assign(seed=lambda t: t.seed + 100)]
+    )
     (sentence,) = gl.verdict(without).sentences()
     enough = int(re.search(r"run the same seeds under both, (\d+) or more", sentence)[1])
     assert gl.verdict(table[table.seed < enough]).decision == "different"
@@ -1059,7 +1204,7 @@ def test_rows_that_were_averaged_are_chosen_by_the_column_that_the_note_names():
         assert "averaged" not in str(gl.verdict(table, **choice))
 
 
-# --- Hessians ---------------------------------------------------------------------------------------------------
+# --- Hessians -------------------------------------------------------------------------------------
 
 TOKENS, ROWS = torch.tensor([[1, 2, 2], [0, 6, 1]]), drawn(5, 3, dtype=DOUBLE)
 TARGETS, NOISE = drawn(5, 2, seed=1, dtype=DOUBLE), torch.Generator().manual_seed(0)
@@ -1100,7 +1245,9 @@ def with_evaluation(part):
 
 def with_embedding(cure, **options):
     def of(cured):
-        model = weighted(lambda: nn.Sequential(nn.Embedding(7, 4, **options), nn.Linear(4, 2))).double()
+        model = weighted(
+            lambda: nn.Sequential(nn.Embedding(7, 4, **options), nn.Linear(4, 2))
+        ).double()
         if cured:
             cure(model[0])
         return gl.hessian(model, lambda: model(TOKENS).square().mean())
@@ -1127,7 +1274,9 @@ def of_attention(cured):
 def of_parameters_of_the_loss(cured):
     model = layer()
     held = list(model.parameters())
-    return gl.hessian(model, lambda: sum(p.pow(4).sum() for p in (model.parameters() if cured else held)))
+    return gl.hessian(
+        model, lambda: sum(p.pow(4).sum() for p in (model.parameters() if cured else held))
+    )
 
 
 def of_a_root(cured):
@@ -1178,20 +1327,28 @@ def on(batch):
 
 
 HESSIANS = {
-    r"\(Dropout\) is in training mode: call model.eval\(\)": with_evaluation(lambda _: nn.Dropout(0.5)),
+    r"\(Dropout\) is in training mode: call model.eval\(\)": with_evaluation(
+        lambda _: nn.Dropout(0.5)
+    ),
     r"\(BatchNorm1d\) is in training mode: call model.eval\(\)": with_evaluation(nn.BatchNorm1d),
-    "shorten them once, weight.data.renorm_.* and set max_norm = None": with_embedding(shortened, max_norm=0.1),
-    "give its embeddings sparse=False": with_embedding(lambda part: setattr(part, "sparse", False), sparse=True),
+    "shorten them once, weight.data.renorm_.* and set max_norm = None": with_embedding(
+        shortened, max_norm=0.1
+    ),
+    "give its embeddings sparse=False": with_embedding(
+        lambda part: setattr(part, "sparse", False), sparse=True
+    ),
     "look for .* scale_grad_by_freq": with_embedding(
         lambda part: setattr(part, "scale_grad_by_freq", False), scale_grad_by_freq=True
     ),
     "look for .* square roots of 0": of_a_root,
     "ask the model for it each time": of_parameters_of_the_loss,
     "or draw them beforehand": with_random_numbers,
-    "if torch can differentiate all that its backward does, remove the mark": lambda cured: hessian_of_layer(
-        lambda h: (Cubed if cured else CubedOnce).apply(h).mean()
+    "if torch can differentiate all that its backward does, remove the mark": lambda cured: (
+        hessian_of_layer(lambda h: (Cubed if cured else CubedOnce).apply(h).mean())
     ),
-    "use the math kernel: torch.nn.attention.sdpa_kernel.torch.nn.attention.SDPBackend.MATH": of_attention,
+    "use the math kernel: torch.nn.attention.sdpa_kernel.torch.nn.attention.SDPBackend.MATH": (
+        of_attention
+    ),
     "use the operation that is not in place": in_place,
     "write it with operations that torch can differentiate twice": of_a_sequence,
     r"call requires_grad_\(\) on those meant": of_frozen_parameters,
@@ -1208,7 +1365,7 @@ def test_advice_of_a_hessian_that_is_refused_makes_one(advice):
     assert HESSIANS[advice](True).gradient.isfinite().all()
 
 
-# --- steps and settings --------------------------------------------------------------------------------------
+# --- steps and settings ---------------------------------------------------------------------------
 
 
 class Scaled(nn.Module):
@@ -1245,17 +1402,27 @@ def of_batches(cured):
 STEPS = {
     r"give its first batch, next\(iter\(loader\)\)": of_batches,
     "has lazy parameters: call it once": of_a_lazy_layer,
-    "keep it as a buffer, by register_buffer": lambda cured: audited(step_of(Scaled(cured)), PLAIN, BFLOAT16),
-    "with loss= a batch is": lambda cured: audited_layer((X, LABELS), F.cross_entropy if cured else None),
-    r"with a loss it is \(inputs, targets\)": lambda cured: audited_layer((X, LABELS) if cured else (X, LABELS, X)),
+    "keep it as a buffer, by register_buffer": lambda cured: audited(
+        step_of(Scaled(cured)), PLAIN, BFLOAT16
+    ),
+    "with loss= a batch is": lambda cured: audited_layer(
+        (X, LABELS), F.cross_entropy if cured else None
+    ),
+    r"with a loss it is \(inputs, targets\)": lambda cured: audited_layer(
+        (X, LABELS) if cured else (X, LABELS, X)
+    ),
     r"expected gpulab.Step\(model, batch, loss\) with it": lambda cured: audited(
         step_of(nn.Linear(8, 3)) if cured else nn.Linear(8, 3), PLAIN, ONE_THREAD
     ),
     "expected two settings, as audit": lambda cured: audited(
         step_of(nn.Linear(8, 3)), "cpu", *([ONE_THREAD] if cured else [])
     ),
-    "what else differs is told by an audit of cpu:threads=2 against cpu:threads=1": lambda cured: audited(
-        step_of(nn.Linear(8, 3)), PLAIN, ONE_THREAD if cured else "cpu:threads=1,compile=aot_eager"
+    "what else differs is told by an audit of cpu:threads=2 against cpu:threads=1": lambda cured: (
+        audited(
+            step_of(nn.Linear(8, 3)),
+            PLAIN,
+            ONE_THREAD if cured else "cpu:threads=1,compile=aot_eager",
+        )
     ),
     r"a compiled step has to be a gpulab.Step\(model, batch, loss\)": lambda cured: audited(
         step_of(nn.Linear(8, 3)) if cured else lambda: X.sum(), "cpu", "cpu:compile=aot_eager"
@@ -1266,7 +1433,9 @@ STEPS = {
         else gl.record(step_of(nn.Linear(8, 3)), "cpu:compile=aot_eager", progress=False)
     ),
     "leave precision, emulate and order out": lambda cured: audited(
-        step_of(nn.Linear(8, 3)), "cpu", "cpu:autocast=bfloat16" + ("" if cured else ",precision=bfloat16")
+        step_of(nn.Linear(8, 3)),
+        "cpu",
+        "cpu:autocast=bfloat16" + ("" if cured else ",precision=bfloat16"),
     ),
     "numbers: leave precision out": lambda cured: audited(
         step_of(nn.Linear(8, 3)), "cpu", TF32 + ("" if cured else ",precision=bfloat16")
@@ -1292,7 +1461,10 @@ class AsksForFloat32(nn.Module):
 
 
 def test_a_compiled_step_that_takes_its_format_from_the_inputs_has_a_float64_reference():
-    steps = [step_of(weighted(lambda: AsksForFloat32(False))), step_of(weighted(lambda: AsksForFloat32(True)))]
+    steps = [
+        step_of(weighted(lambda: AsksForFloat32(False))),
+        step_of(weighted(lambda: AsksForFloat32(True))),
+    ]
     refused, cured = (audited(step, "cpu", "cpu:compile=aot_eager").headline for step in steps)
     assert "Take the format from the inputs (x.dtype) or the weights" in refused
     assert "There was no float64 reference" not in cured

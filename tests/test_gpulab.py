@@ -21,9 +21,23 @@ def test_importing_gpulab_is_light(python):
     print(gpulab.Setting.parse("cpu:threads=1"), "torch" in sys.modules)
     """
     loaded, setting = python(code).stdout.splitlines()
-    heavy = {"torch", "numpy", "pandas", "av", "PIL", "matplotlib", "seaborn", "sklearn", "pyarrow", "typer", "tqdm"}
+    heavy = {
+        "torch",
+        "numpy",
+        "pandas",
+        "av",
+        "PIL",
+        "matplotlib",
+        "seaborn",
+        "sklearn",
+        "pyarrow",
+        "typer",
+        "tqdm",
+    }
     assert heavy & set(loaded.split()) == set()
-    assert setting == "cpu:threads=1 False", "the environment of a setting can still be put in force"
+    assert setting == "cpu:threads=1 False", (
+        "the environment of a setting can still be put in force"
+    )
 
 
 def test_instruments_and_verdicts_load_what_draws_only_when_they_are_to_draw(python):
@@ -73,7 +87,9 @@ MISSING = [("gpulab.plots", "losses", "seaborn"), ("companion", "bit_explorer", 
 
 
 @pytest.mark.parametrize(("package", "name", "library"), MISSING)
-def test_names_that_need_a_missing_library_say_which_extra_installs_it(python, package, name, library):
+def test_names_that_need_a_missing_library_say_which_extra_installs_it(
+    python, package, name, library
+):
     code = f"""
     import sys
     import gpulab
@@ -97,7 +113,8 @@ WANTED = {  # by what is missing, inside `extra("notebooks")`
     "xgboost": "xgboost is not installed: pip install 'gpulab[trees]'",
     "pandas.core": "pandas is not installed, and gpulab needs it: pip install gpulab",
     "cpuinfo": "cpuinfo is not installed, and gpulab needs it: pip install gpulab",
-    "kiwisolver": "kiwisolver is not installed: pip install 'gpulab[notebooks]'",  # which an extra's library needs
+    # which an extra's library needs
+    "kiwisolver": "kiwisolver is not installed: pip install 'gpulab[notebooks]'",
 }
 
 
@@ -113,7 +130,8 @@ def test_missing_library_is_told_from_where_it_comes(module, monkeypatch):
 def test_missing_module_of_an_installed_library_asks_for_a_newer_one():
     with (
         pytest.raises(
-            gl.GpulabError, match=r"^numpy \(.*numpy.__init__.py\) has no module numpy\.new: pip install --up"
+            gl.GpulabError,
+            match=r"^numpy \(.*numpy.__init__.py\) has no module numpy\.new: pip install --up",
         ),
         errors.extra("notebooks"),
     ):

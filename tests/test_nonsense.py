@@ -1,4 +1,6 @@
-"""Every public function refuses nonsense: an error of `errors.py` that names the value, and never another one."""
+"""Every public function refuses nonsense: an error of `errors.py` that names the value, and
+never another one.
+"""
 
 import inspect
 import math
@@ -38,9 +40,22 @@ CALLS = {
     gl.available_settings: {"device": "cpu"},
     gl.recorded_runs: {"study": "dose"},
     gl.roofline: {"setting": "cpu"},
-    gl.verdict: {"frame": TABLE, "metric": "final_loss", "factor": "setting", "block": "seed", "alpha": 0.05},
+    gl.verdict: {
+        "frame": TABLE,
+        "metric": "final_loss",
+        "factor": "setting",
+        "block": "seed",
+        "alpha": 0.05,
+    },
     gl.hessian: {"model": NET, "loss": lambda: NET(BATCH).sum(), "parameters": "weight"},
-    gl.train: {"net": "autoencoder", "data": "digits", "setting": "cpu", "profile": "smoke", "frames": 20, "seed": 0}
+    gl.train: {
+        "net": "autoencoder",
+        "data": "digits",
+        "setting": "cpu",
+        "profile": "smoke",
+        "frames": 20,
+        "seed": 0,
+    }
     | {"rerun": 0, "learning_rate": 1e-3},
     gl.Experiment: {"model": own, "settings": ["cpu"], "seeds": 2, "workers": 1, "reruns": 1},
     gl.seed_runs: {"train": own, "setting": "cpu", "seeds": 1},

@@ -13,7 +13,10 @@ import gpulab as gl
 from gpulab import files, report
 from gpulab.steps import Step
 
-HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
+HOSTILE = (
+    "</p><script>alert(1)</script>\"'><img src=x"
+    " onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
+)
 
 
 class Page(html.parser.HTMLParser):
@@ -32,7 +35,9 @@ class Page(html.parser.HTMLParser):
 
 
 def assert_harmless(text, styles=0):
-    """Nothing that a stranger wrote is an element or an attribute of its own, and it stands there as text."""
+    """Nothing that a stranger wrote is an element or an attribute of its own, and it stands
+    there as text.
+    """
     page = Page(text)
     tags = [tag for tag, _ in page.elements]
     assert "script" not in tags
@@ -40,7 +45,9 @@ def assert_harmless(text, styles=0):
     for tag, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
         assert tag != "img" or attributes["src"].startswith("data:image/png;base64,")
-    assert "{{7*7}}" in page.text + "".join(attributes.get("alt", "") for _, attributes in page.elements)
+    assert "{{7*7}}" in page.text + "".join(
+        attributes.get("alt", "") for _, attributes in page.elements
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +59,9 @@ def pages(tmp_path_factory):
     for setting in ("cpu", "cpu:threads=1"):
         trace = gl.record(step, setting, progress=False)
         for op in trace.operations:
-            more = {name: getattr(op, name) + HOSTILE for name in ("name", "module", "line", "dtype")}
+            more = {
+                name: getattr(op, name) + HOSTILE for name in ("name", "module", "line", "dtype")
+            }
             vars(op).update(more, arguments={HOSTILE: HOSTILE}, error=op.error and 1e9)
         told = [dict.fromkeys(("operation", "line", "why", "remedy"), HOSTILE)]
         traces.append(dataclasses.replace(trace, label=setting + HOSTILE, overwritten=told))
@@ -60,7 +69,11 @@ def pages(tmp_path_factory):
     assert audit.faulty
     audit.save(folder / "audit.html")
     metric, factor = "loss" + HOSTILE, "f" + HOSTILE
-    rows = [{HOSTILE: seed, metric: seed * 0.1 + n, factor: f"{n}{HOSTILE}"} for seed in range(8) for n in (0, 1)]
+    rows = [
+        {HOSTILE: seed, metric: seed * 0.1 + n, factor: f"{n}{HOSTILE}"}
+        for seed in range(8)
+        for n in (0, 1)
+    ]
     columns = {"metric": metric, "factor": factor, "block": HOSTILE}
     gl.verdict(pd.DataFrame(rows), **columns).save(folder / "verdict.html", HOSTILE)
     return folder
@@ -74,7 +87,9 @@ def test_no_page_runs_what_a_stranger_wrote(pages, name):
 
 
 def test_pieces_of_html_stay_escaped_when_they_are_added():
-    piece = report.paragraphs([HOSTILE]) + report.table(pd.DataFrame({HOSTILE: [HOSTILE]})) + HOSTILE
+    piece = (
+        report.paragraphs([HOSTILE]) + report.table(pd.DataFrame({HOSTILE: [HOSTILE]})) + HOSTILE
+    )
     assert_harmless(piece)
     assert Page(piece).text.count(HOSTILE) == 4
 
@@ -83,8 +98,13 @@ def test_pieces_of_html_stay_escaped_when_they_are_added():
 def test_what_is_saved_has_the_permissions_that_the_umask_leaves(pages, tmp_path):
     (tmp_path / "as usual").touch()
     files.write(pages / "tensors.bin", safetensors.torch.save({"a": torch.ones(2)}))
-    assert {file.stat().st_mode for file in pages.rglob("*.*")} == {(tmp_path / "as usual").stat().st_mode}
+    assert {file.stat().st_mode for file in pages.rglob("*.*")} == {
+        (tmp_path / "as usual").stat().st_mode
+    }
 
 
 def test_a_message_writes_control_characters_out():
-    assert str(gl.UsageError("\x1b[31mred\x07\ud800\u202e.csv: no")) == "\\x1b[31mred\\x07\\ud800\\u202e.csv: no"
+    assert (
+        str(gl.UsageError("\x1b[31mred\x07\ud800\u202e.csv: no"))
+        == "\\x1b[31mred\\x07\\ud800\\u202e.csv: no"
+    )

@@ -13,14 +13,27 @@ import gpulab as gl
 from gpulab.numerics.flags import arithmetic
 from gpulab.settings import ISA_VALUES, ISA_VARIABLES, OPTIONS, PRECISIONS, Setting
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no CUDA GPU"
+)
 VALUES = dict.fromkeys(("tf32", "cudnn", "denormals", "deterministic"), ("on", "off"))
-VALUES |= {"threads": ["1", "12"], "isa": [*ISA_VALUES], "precision": [*PRECISIONS], "compile": ["inductor"]}
-VALUES |= {"emulate": ["tf32", "hopper"], "order": ["pairwise", "tensor-core+split-4"], "autocast": ["bfloat16"]}
+VALUES |= {
+    "threads": ["1", "12"],
+    "isa": [*ISA_VALUES],
+    "precision": [*PRECISIONS],
+    "compile": ["inductor"],
+}
+VALUES |= {
+    "emulate": ["tf32", "hopper"],
+    "order": ["pairwise", "tensor-core+split-4"],
+    "autocast": ["bfloat16"],
+}
 
 
 def denormal_products():
-    """The share of a long tensor in which numbers below 1.2e-38 are kept; each thread computes a part of it."""
+    """The share of a long tensor in which numbers below 1.2e-38 are kept; each thread computes a
+    part of it.
+    """
     return float((torch.full((1 << 22,), 1e-30, dtype=torch.float32) * 1e-10).ne(0).double().mean())
 
 
@@ -36,7 +49,16 @@ def flags():
     b = torch.backends
     every = ()
     if hasattr(b, "fp32_precision"):
-        every = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn, b.mkldnn, b.mkldnn.matmul, b.mkldnn.conv)
+        every = (
+            b,
+            b.cuda.matmul,
+            b.cudnn,
+            b.cudnn.conv,
+            b.cudnn.rnn,
+            b.mkldnn,
+            b.mkldnn.matmul,
+            b.mkldnn.conv,
+        )
     return {
         "old": [read(lambda: b.cuda.matmul.allow_tf32), read(lambda: b.cudnn.allow_tf32)],
         "old precision": read(torch.get_float32_matmul_precision),
@@ -46,14 +68,22 @@ def flags():
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "cudnn": (b.cudnn.enabled, b.cudnn.benchmark, b.cudnn.deterministic),
-        "fused": (b.mha.get_fastpath_enabled(), b.cuda.flash_sdp_enabled(), b.cuda.mem_efficient_sdp_enabled()),
+        "fused": (
+            b.mha.get_fastpath_enabled(),
+            b.cuda.flash_sdp_enabled(),
+            b.cuda.mem_efficient_sdp_enabled(),
+        ),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
         "recompile_limit": torch._dynamo.config.recompile_limit,
-        "environment": {name: text for name, text in os.environ.items() if name.startswith(("CUBLAS", "OMP", "ATEN"))},
+        "environment": {
+            name: text
+            for name, text in os.environ.items()
+            if name.startswith(("CUBLAS", "OMP", "ATEN"))
+        },
     }
 
 
-# --- text ------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 @given(st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:13", "mps", "xpu"]), st.data())
@@ -62,9 +92,16 @@ def test_setting_and_its_text_are_inverse(device, data):
     for name in OPTIONS:
         if kind in OPTIONS[name].devices and data.draw(st.booleans()):
             options[name] = data.draw(st.sampled_from(VALUES[name]))
-    emulated, others = {"emulate", "order"} & options.keys(), {"precision", "autocast", "compile"} & options.keys()
+    emulated, others = (
+        {"emulate", "order"} & options.keys(),
+        {"precision", "autocast", "compile"} & options.keys(),
+    )
     if len(others) + bool(emulated) > 1 or {"compile", "isa"} <= options.keys():
-        options = {name: value for name, value in options.items() if name in ("threads", "tf32", "deterministic")}
+        options = {
+            name: value
+            for name, value in options.items()
+            if name in ("threads", "tf32", "deterministic")
+        }
     text = f"{device}:{','.join('='.join(option) for option in options.items())}".rstrip(":")
     parsed = Setting.parse(text)
     assert (str(parsed), repr(parsed)) == (text, f"Setting({text!r})")
@@ -80,7 +117,10 @@ def test_setting_and_its_text_are_inverse(device, data):
         ("cuda:-1", ["'cuda:-1'", "tf32"]),
         ("cpu:threads=0", ["'0'", "1 to 9999"]),
         ("cpu:threads=1,threads=2", ["'threads'", "twice"]),
-        ("cpu:colour=red", ["'colour'", "threads, isa, tf32, cudnn, denormals, deterministic, precision"]),
+        (
+            "cpu:colour=red",
+            ["'colour'", "threads, isa, tf32, cudnn, denormals, deterministic, precision"],
+        ),
         ("cpu:tf32=off,emulate=tf32", ["'tf32'", "cuda only", "emulate=ampere or hopper"]),
         ("cpu:precision=bfloat16,order=pairwise", ["float32", "leave precision out"]),
         ("cpu:compile=", ["''", "inductor"]),
@@ -106,15 +146,19 @@ def test_setting_environment_is_what_a_process_reads_when_it_starts():
     isa = dict(zip(ISA_VARIABLES, ("avx2", "AVX2", "AVX2"), strict=True))
     assert Setting.parse("cuda:tf32=on").environment() == {}
     assert Setting.parse("cpu:isa=avx2,threads=3").environment() == {"OMP_NUM_THREADS": "3"} | isa
-    assert Setting.parse("cuda:deterministic=on").environment() == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert Setting.parse("cuda:deterministic=on").environment() == {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8"
+    }
 
 
-# --- applying and restoring --------------------------------------------------------------------------
+# --- applying and restoring -----------------------------------------------------------------------
 
 
 @pytest.fixture(params=["as a process begins", "unusual"])
 def users_flags(request, monkeypatch):
-    """Those of this process; or flags that are nobody's default, so that a restored default would be seen."""
+    """Those of this process; or flags that are nobody's default, so that a restored default
+    would be seen.
+    """
     before, cudnn, matmul = flags(), torch.backends.cudnn, torch.backends.cuda.matmul
     if request.param == "unusual":
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
@@ -129,18 +173,34 @@ def users_flags(request, monkeypatch):
     torch.set_num_threads(before["threads"])
     matmul.allow_tf32, cudnn.allow_tf32 = before["old"]
     if new := before["new"]:
-        matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = new[1], new[3], new[4]
+        matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = (
+            new[1],
+            new[3],
+            new[4],
+        )
     cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before["cudnn"]
 
 
-CPU_SETTINGS = ["cpu", "cpu:deterministic=off", "cpu:threads=2,denormals=off", "cpu:autocast=bfloat16"]
+CPU_SETTINGS = [
+    "cpu",
+    "cpu:deterministic=off",
+    "cpu:threads=2,denormals=off",
+    "cpu:autocast=bfloat16",
+]
 CPU_SETTINGS += ["cpu:compile=aot_eager", "cpu:threads=2,deterministic=on,precision=bfloat16"]
 CPU_SETTINGS += ["cpu:emulate=hopper,order=tensor-core+split-2"]
-CUDA_SETTINGS = ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:tf32=off,deterministic=on"]
+CUDA_SETTINGS = [
+    "cuda:tf32=off",
+    "cuda:tf32=on",
+    "cuda:cudnn=off",
+    "cuda:tf32=off,deterministic=on",
+]
 
 
 @pytest.mark.usefixtures("users_flags")
-@pytest.mark.parametrize("text", [*CPU_SETTINGS, *(pytest.param(text, marks=needs_cuda) for text in CUDA_SETTINGS)])
+@pytest.mark.parametrize(
+    "text", [*CPU_SETTINGS, *(pytest.param(text, marks=needs_cuda) for text in CUDA_SETTINGS)]
+)
 def test_setting_restores_every_flag_also_after_an_exception(text):
     before = flags() | {"denormals": denormal_products()}
     with contextlib.suppress(ZeroDivisionError), gl.setting(text) as inside:
@@ -163,8 +223,14 @@ def test_setting_is_in_force_inside_and_a_nested_one_is_undone():
         assert torch.zeros(1).dtype == outside.dtype == torch.float64
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         with gl.setting("cpu:threads=2,precision=bfloat16") as inner:
-            assert (torch.get_num_threads(), torch.zeros(1).dtype) == (2, inner.dtype) == (2, torch.bfloat16)
-            assert torch.are_deterministic_algorithms_enabled(), "an option that is not named leaves a flag as it is"
+            assert (
+                (torch.get_num_threads(), torch.zeros(1).dtype)
+                == (2, inner.dtype)
+                == (2, torch.bfloat16)
+            )
+            assert torch.are_deterministic_algorithms_enabled(), (
+                "an option that is not named leaves a flag as it is"
+            )
         with pytest.raises(gl.GpulabError), gl.setting("cuda:77"):
             pass
         assert flags() == outer
@@ -185,7 +251,9 @@ def test_setting_denormals_names_threads_that_it_cannot_switch(monkeypatch):
     monkeypatch.setattr("threadpoolctl.threadpool_info", list)
     with gl.setting("cpu:threads=3"):
         denormal_products()  # now the threads are there
-        with pytest.raises(gl.GpulabError, match=r"cannot switch denormal numbers off in all of its \d+ threads"):
+        with pytest.raises(
+            gl.GpulabError, match=r"cannot switch denormal numbers off in all of its \d+ threads"
+        ):
             gl.setting("cpu:denormals=off").__enter__()
         assert denormal_products() == 1
 
@@ -202,11 +270,15 @@ def test_setting_autocast_sees_weights_that_an_optimizer_has_changed():
 
 
 def test_setting_compiled_uses_its_backend_or_leaves_the_function():
-    torch._dynamo.register_backend(lambda graph, _: lambda *args: [2 * out for out in graph(*args)], "twice")
+    torch._dynamo.register_backend(
+        lambda graph, _: lambda *args: [2 * out for out in graph(*args)], "twice"
+    )
     function = torch.nn.Linear(2, 2)
     assert Setting.parse("cpu").compiled(function) is function
     with gl.setting("cpu:compile=twice") as setting, torch.no_grad():
-        assert torch.equal(setting.compiled(function)(torch.ones(1, 2)), 2 * function(torch.ones(1, 2)))
+        assert torch.equal(
+            setting.compiled(function)(torch.ones(1, 2)), 2 * function(torch.ones(1, 2))
+        )
     with gl.setting("cpu:compile=eager") as setting, torch._dynamo.config.patch(recompile_limit=2):
         compiled = setting.compiled(lambda x: x + 1)
         with pytest.raises(Exception, match="recompile_limit"):
@@ -215,12 +287,15 @@ def test_setting_compiled_uses_its_backend_or_leaves_the_function():
 
 def test_setting_compile_refuses_unknown_backends_and_a_missing_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for text, words in (("inducter", r"'cpu:compile=inducter'.*it has .*inductor"), ("inductor", r"no C\+\+ compiler")):
+    for text, words in (
+        ("inducter", r"'cpu:compile=inducter'.*it has .*inductor"),
+        ("inductor", r"no C\+\+ compiler"),
+    ):
         with pytest.raises(gl.GpulabError, match=words), gl.setting(f"cpu:compile={text}"):
             pass
 
 
-# --- TF32 by both interfaces, in processes of their own: the new one makes the old one unreadable for good -----
+# --- TF32 by both interfaces, in processes of their own: the new one makes the old one unreadable f
 
 USED_BEFORE = [
     "pass",
@@ -246,7 +321,8 @@ for used in json.loads(os.environ["USED_BEFORE"]):
     exec(used)
     before = flags()
     with gl.setting("cpu:deterministic=on"):
-        if "refused" not in (*before["old"], before["old precision"]):  # as a setting of a GPU would
+        # As a setting of a GPU would:
+        if "refused" not in (*before["old"], before["old precision"]):
             torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
             torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
     print(json.dumps([used, before == flags()]), flush=True)
@@ -260,24 +336,34 @@ for context in (contextlib.nullcontext(), gl.setting("cpu")):
     with context:
         pass
     torch.backends.fp32_precision = "ieee"
-    print(torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision, flush=True)
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    print(cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, flush=True)
     os._exit(0)
 """
 
 
-@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this torch has only the old interface")
+@pytest.mark.skipif(
+    not hasattr(torch.backends, "fp32_precision"), reason="this torch has only the old interface"
+)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this operating system cannot fork")
 def test_setting_restores_tf32_whichever_interface_was_used_before(python):
-    *answers, without, after = python(FLAGS_IN_FORKS, USED_BEFORE=json.dumps(USED_BEFORE)).stdout.splitlines()
+    *answers, without, after = python(
+        FLAGS_IN_FORKS, USED_BEFORE=json.dumps(USED_BEFORE)
+    ).stdout.splitlines()
     assert [json.loads(answer) for answer in answers] == [[used, True] for used in USED_BEFORE]
-    assert after == without, "backends follow the precision of all backends as they would without a setting"
+    assert after == without, (
+        "backends follow the precision of all backends as they would without a setting"
+    )
 
 
 @needs_cuda
 def test_setting_switches_tf32_and_cudnn_on_a_gpu():
     a = torch.full((64, 64), 1 + 2**-12, device="cuda")  # TF32 keeps 10 bits: 1 + 2**-12 becomes 1
     image, kernel = a.repeat(16, 1).reshape(1, 64, 16, 64), a.reshape(64, 64, 1, 1)
-    for text, exact in (("tf32=off", True), ("tf32=on", torch.cuda.get_device_capability() < (8, 0))):
+    for text, exact in (
+        ("tf32=off", True),
+        ("tf32=on", torch.cuda.get_device_capability() < (8, 0)),
+    ):
         with gl.setting(f"cuda:{text}"):
             assert bool((a @ a > 64).all()) is exact
             assert bool((torch.nn.functional.conv2d(image, kernel) > 64).all()) is exact
@@ -285,13 +371,16 @@ def test_setting_switches_tf32_and_cudnn_on_a_gpu():
         assert not torch.backends.cudnn.enabled
 
 
-# --- threads and instructions ------------------------------------------------------------------------
+# --- threads and instructions ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("setting", "granted"), [("cpu", 1), ("cpu:threads=2", 2)])
 def test_setting_takes_no_more_threads_than_a_quota_grants(python, setting, granted):
-    code = f"import gpulab as gl, torch\nwith gl.setting('{setting}'): print(torch.get_num_threads())"
-    told = python(code, LOKY_MAX_CPU_COUNT="1", OMP_NUM_THREADS="3").stdout  # joblib's stand-in for a quota
+    code = (
+        f"import gpulab as gl, torch\nwith gl.setting('{setting}'): print(torch.get_num_threads())"
+    )
+    # joblib's stand-in for a quota
+    told = python(code, LOKY_MAX_CPU_COUNT="1", OMP_NUM_THREADS="3").stdout
     assert int(told) == granted
 
 

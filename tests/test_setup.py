@@ -1,4 +1,6 @@
-"""The set-up around gpulab agrees with pyproject.toml, the one list of dependencies, and so do the README and docs/."""
+"""The set-up around gpulab agrees with pyproject.toml, the one list of dependencies, and so do
+the README and docs/.
+"""
 
 import ast
 import importlib
@@ -32,12 +34,20 @@ PROJECT = PYPROJECT["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
 NOTEBOOKS = [Requirement(text) for text in PROJECT["optional-dependencies"]["notebooks"]]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCS = {file.name: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md"))}
+DOCS = {
+    file.name: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md"))
+}
 PAGES = {"README.md": README, **DOCS}
-SEMINAR = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "seminar").glob("*.md"))]
+SEMINAR = [
+    file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "seminar").glob("*.md"))
+]
 ALL_PAGES = "\n".join([*PAGES.values(), *SEMINAR])
 # conda-forge's names, where they differ. The -base packages come without a window toolkit.
-CONDA_NAMES = {"matplotlib": "matplotlib-base", "seaborn": "seaborn-base", "xxhash": "python-xxhash"}
+CONDA_NAMES = {
+    "matplotlib": "matplotlib-base",
+    "seaborn": "seaborn-base",
+    "xxhash": "python-xxhash",
+}
 
 
 def script(name):
@@ -48,14 +58,19 @@ def script(name):
     return module
 
 
-@pytest.mark.parametrize(("file", "torch"), [("environment.yml", "pytorch"), ("binder/environment.yml", "pytorch-cpu")])
+@pytest.mark.parametrize(
+    ("file", "torch"), [("environment.yml", "pytorch"), ("binder/environment.yml", "pytorch-cpu")]
+)
 def test_conda_environments_ask_for_what_pyproject_asks_for(file, torch):
     text = (ROOT / file).read_text(encoding="utf-8")
     assert re.search(r"^channels:\n  - conda-forge\ndependencies:$", text, re.M)
     listed = re.findall(r"^  - (.+)$", text.partition("\ndependencies:\n")[2], re.M)
     mapped = CONDA_NAMES | {"torch": torch}
     asked = RUNTIME + NOTEBOOKS
-    wanted = [f"{mapped.get(requirement.name, requirement.name)}{requirement.specifier}" for requirement in asked]
+    wanted = [
+        f"{mapped.get(requirement.name, requirement.name)}{requirement.specifier}"
+        for requirement in asked
+    ]
     assert sorted(listed) == sorted([*wanted, "python=3.12", "pip"])
     assert "3.12" in Requirement(f"python{PROJECT['requires-python']}").specifier
 
@@ -81,7 +96,8 @@ def test_the_tables_of_commands_are_those_of_the_commands():
     assert written == [commands.tables()], "write them anew: python docs/_tools/commands.py"
 
 
-WORKED_EXAMPLE = ROOT / "docs" / "audit.md"  # whose blocks follow each other, and whose output is compared
+# whose blocks follow each other, and whose output is compared
+WORKED_EXAMPLE = ROOT / "docs" / "audit.md"
 EXAMPLES = [
     pytest.param(code, id=f"{name}-{number}")
     for name, text in PAGES.items()
@@ -96,11 +112,15 @@ def test_examples_run(example, tmp_path, python, monkeypatch):
     assert python(example).stdout
 
 
-SESSIONS = [*sorted((ROOT / "docs" / "seminar").glob("session*.md")), ROOT / "docs" / "seminar" / "single.md"]
+SESSIONS = [
+    *sorted((ROOT / "docs" / "seminar").glob("session*.md")),
+    ROOT / "docs" / "seminar" / "single.md",
+]
 HERE = "text here"  # an output that depends on the machine is shown, and not compared
 BLOCK = re.compile(rf"^```python\n(.+?)^```\n+(?:^```(text|{HERE})\n(.+?)^```)", re.M | re.S)
 
-# All blocks of a page in one process, as in a lecture; what each printed. With the name of a file they are its parts.
+# All blocks of a page in one process, as in a lecture; what each printed. With the name of a file
+# they are its parts.
 RUN = """
 import contextlib, io, json, sys
 from pathlib import Path
@@ -138,8 +158,12 @@ def printed_by(blocks, python, folder, *file):
 def test_demonstrations_print_what_the_page_shows(page, python, tmp_path, monkeypatch):
     text = page.read_text(encoding="utf-8")
     blocks = BLOCK.findall(text)
-    assert len(blocks) == text.count("```python") >= 2, "each demonstration is followed by what it prints"
-    assert {kind for _, kind, _ in blocks} >= {"text"}, "one at least prints the same on every machine"
+    assert len(blocks) == text.count("```python") >= 2, (
+        "each demonstration is followed by what it prints"
+    )
+    assert {kind for _, kind, _ in blocks} >= {"text"}, (
+        "one at least prints the same on every machine"
+    )
     monkeypatch.chdir(tmp_path)
     for (code, kind, shown), got in zip(blocks, printed_by(blocks, python, tmp_path), strict=True):
         assert got.strip(), code
@@ -156,7 +180,10 @@ def test_the_page_on_the_audit_shows_what_its_example_prints(python, tmp_path, m
     printed = printed_by(blocks, python, tmp_path, "example.py")
     if os.environ.get("GPULAB_RECORD"):
         outputs = iter(printed)
-        text = BLOCK.sub(lambda block: f"```python\n{block[1]}```\n```{block[2]}\n{next(outputs).strip()}\n```", text)
+        text = BLOCK.sub(
+            lambda block: f"```python\n{block[1]}```\n```{block[2]}\n{next(outputs).strip()}\n```",
+            text,
+        )
         WORKED_EXAMPLE.write_text(text, encoding="utf-8")
         return
     for (code, kind, shown), got in zip(blocks, printed, strict=True):
@@ -171,20 +198,34 @@ def test_the_page_on_the_audit_lists_the_thresholds_of_the_code():
     for name, shown in rows:
         value = getattr(rounding if name == "SAFETY_FACTOR" else tolerances, name)
         values = value if isinstance(value, tuple) else (value,)
-        assert [float(number) for number in shown.split(" and ")] == pytest.approx(values, rel=0.05), name
+        assert [float(number) for number in shown.split(" and ")] == pytest.approx(
+            values, rel=0.05
+        ), name
 
 
 def anchors(page):
-    """What a link into a page may name: its headings, as GitHub writes them, or Jupyter those of a notebook."""
+    """What a link into a page may name: its headings, as GitHub writes them, or Jupyter those of
+    a notebook.
+    """
     text = page.read_text(encoding="utf-8")
     if page.suffix == ".ipynb":
-        cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
-        return {heading.replace(" ", "-") for cell in cells for heading in re.findall(r"^#+ (.+)$", cell, re.M)}
+        cells = [
+            "".join(cell["source"])
+            for cell in json.loads(text)["cells"]
+            if cell["cell_type"] == "markdown"
+        ]
+        return {
+            heading.replace(" ", "-")
+            for cell in cells
+            for heading in re.findall(r"^#+ (.+)$", cell, re.M)
+        }
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("folder", [".", "docs", "docs/seminar", "data", "benchmarks", "benchmarks/results"])
+@pytest.mark.parametrize(
+    "folder", [".", "docs", "docs/seminar", "data", "benchmarks", "benchmarks/results"]
+)
 def test_every_link_of_a_page_leads_somewhere(folder):
     pages = sorted((ROOT / folder).glob("*.md"))
     assert pages
@@ -200,15 +241,25 @@ def test_every_link_of_a_page_leads_somewhere(folder):
 def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
     answer = script("answer")
     drawn = answer.picture()
-    assert re.findall(r"!\[(.+)\]\((docs/_static/answer.svg)\)", README) == [(drawn.alt, "docs/_static/answer.svg")]
+    assert re.findall(r"!\[(.+)\]\((docs/_static/answer.svg)\)", README) == [
+        (drawn.alt, "docs/_static/answer.svg")
+    ]
     answer.write(drawn, tmp_path / "answer.svg")
-    kept, anew = answer.FILE.read_text(encoding="utf-8"), (tmp_path / "answer.svg").read_text(encoding="utf-8")
+    kept, anew = (
+        answer.FILE.read_text(encoding="utf-8"),
+        (tmp_path / "answer.svg").read_text(encoding="utf-8"),
+    )
     assert len(kept) <= 200_000
     assert f"<dc:title>{drawn.alt}</dc:title>" in kept
     point = r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #ffffff'
-    places = [[float(number) for place in re.findall(point, text) for number in place] for text in (kept, anew)]
+    places = [
+        [float(number) for place in re.findall(point, text) for number in place]
+        for text in (kept, anew)
+    ]
     assert len(places[0]) == 2 * len(answer.pairs())
-    assert places[0] == pytest.approx(places[1], abs=1), "draw it anew: python docs/_tools/answer.py"
+    assert places[0] == pytest.approx(places[1], abs=1), (
+        "draw it anew: python docs/_tools/answer.py"
+    )
 
 
 def test_public_names_and_their_parameters_are_those_that_are_promised():
@@ -222,9 +273,13 @@ def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "_tools"))
     paper = script("paper")
     for file in paper.PAPERS:
-        assert file.read_text(encoding="utf-8") == paper.paper(file), "write it anew: python docs/_tools/paper.py"
+        assert file.read_text(encoding="utf-8") == paper.paper(file), (
+            "write it anew: python docs/_tools/paper.py"
+        )
     cited = {name for file in paper.PAPERS for name in re.findall(r"@(\w+)", paper.paper(file))}
-    assert cited == set(re.findall(r"^@\w+\{(\w+),", paper.PAPER.with_name("paper.bib").read_text(), re.M))
+    assert cited == set(
+        re.findall(r"^@\w+\{(\w+),", paper.PAPER.with_name("paper.bib").read_text(), re.M)
+    )
 
 
 def test_address_is_written_into_every_file_that_names_it(tmp_path):
@@ -234,24 +289,38 @@ def test_address_is_written_into_every_file_that_names_it(tmp_path):
     address = script("address")
     address.settle("github.com/first/name", tmp_path)
     address.settle("https://github.com/second/other.git", tmp_path)
-    texts = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.rglob("*.*") if file.is_file()}
+    texts = {
+        file.name: file.read_text(encoding="utf-8")
+        for file in tmp_path.rglob("*.*")
+        if file.is_file()
+    }
     assert [name for name, text in texts.items() if "first/name" in text] == []
     public = "https://github.com/second/other"
     assert yaml.safe_load(texts["CITATION.cff"])["repository-code"] == public
     urls = tomllib.loads(texts["pyproject.toml"])["project"]["urls"]
-    added = {"Repository": public, "Issues": f"{public}/issues", "Changelog": f"{public}/blob/HEAD/CHANGELOG.md"}
+    added = {
+        "Repository": public,
+        "Issues": f"{public}/issues",
+        "Changelog": f"{public}/blob/HEAD/CHANGELOG.md",
+    }
     assert urls == PROJECT["urls"] | added
     badges = re.findall(r"\]\((docs/[\w/]+\.svg)\)\]\(https:", texts["README.md"])
     assert len(badges) == 2
     assert [badge for badge in badges if not (ROOT / badge).is_file()] == []
     cells = json.loads(texts["00_start_here.ipynb"])["cells"]
-    assert ["colab" in cell["metadata"].get("tags", []) for cell in cells[:3]] == [False, True, False]
+    assert ["colab" in cell["metadata"].get("tags", []) for cell in cells[:3]] == [
+        False,
+        True,
+        False,
+    ]
     assert f"git clone -q {public} " in "".join(cells[1]["source"])
     with pytest.raises(SystemExit, match="OWNER/NAME"):
         address.settle("example.org/name", tmp_path)
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda file: file.name
+)
 def test_workflows_name_what_exists(file):
     workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
@@ -266,7 +335,9 @@ def test_workflows_name_what_exists(file):
 
 
 def test_dependabot_looks_at_every_kind_of_dependency_once_a_week():
-    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text(encoding="utf-8"))["updates"]
+    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text(encoding="utf-8"))[
+        "updates"
+    ]
     assert {update["package-ecosystem"] for update in updates} == {"pip", "github-actions"}
     assert {update["schedule"]["interval"] for update in updates} == {"weekly"}
     assert all(update["groups"] for update in updates)
@@ -281,10 +352,14 @@ def test_every_option_of_a_setting_is_listed():
 
 def test_recorded_data_goes_into_the_wheel():
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert included == {source: f"gpulab/recorded/{source.partition('/')[2]}" for source in included}
+    assert included == {
+        source: f"gpulab/recorded/{source.partition('/')[2]}" for source in included
+    }
     for source in included:
         there = ROOT / source
-        assert there.is_file() or any(there.iterdir()), f"{source} is empty: git has no such folder, the build fails"
+        assert there.is_file() or any(there.iterdir()), (
+            f"{source} is empty: git has no such folder, the build fails"
+        )
     sources = [file for folder in ("gpulab", "notebooks") for file in (ROOT / folder).rglob("*.py")]
     code = "".join(file.read_text(encoding="utf-8") for file in sources)
     examples = re.findall(r"^\$ .*\bdata/(\w+)/", ALL_PAGES, re.M)
@@ -317,7 +392,9 @@ def test_steps_of_gpulab_that_the_examples_record_are_found(monkeypatch, tmp_pat
 
 
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
-COMMANDS = [file for file in BENCHMARKS if 'if __name__ == "__main__":' in file.read_text(encoding="utf-8")]
+COMMANDS = [
+    file for file in BENCHMARKS if 'if __name__ == "__main__":' in file.read_text(encoding="utf-8")
+]
 # A path that follows "COMMIT:", or that "(commit …)" follows, is one in the history.
 BENCHMARK_PATH = re.compile(r"(?<![:\w])benchmarks/[\w./-]+\.(?:py|md|png)\b(?![^`\n]*` \(commit)")
 FORMER_PATHS = {"benchmarks/networks.py"}  # for which gpulab knows the present one
@@ -325,15 +402,22 @@ FORMER_PATHS = {"benchmarks/networks.py"}  # for which gpulab knows the present 
 
 @pytest.mark.parametrize("folder", ["gpulab", "notebooks", "docs", "benchmarks"])
 def test_every_benchmark_that_is_named_is_there(folder):
-    files = [file for kind in ("py", "pyi", "md", "in", "ipynb") for file in (ROOT / folder).rglob(f"*.{kind}")]
-    files = [file for file in files if file.parent != ROOT / "benchmarks" / "results"]  # which name older scripts, too
+    files = [
+        file
+        for kind in ("py", "pyi", "md", "in", "ipynb")
+        for file in (ROOT / folder).rglob(f"*.{kind}")
+    ]
+    # which name older scripts, too
+    files = [file for file in files if file.parent != ROOT / "benchmarks" / "results"]
     for file in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]:
         named = set(BENCHMARK_PATH.findall(file.read_text(encoding="utf-8"))) - FORMER_PATHS
         missing = sorted(path for path in named if not (ROOT / path).exists())
         assert not missing, f"{file.relative_to(ROOT)}: {', '.join(missing)}"
 
 
-@pytest.mark.parametrize("script", BENCHMARKS, ids=lambda script: script.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "script", BENCHMARKS, ids=lambda script: script.relative_to(ROOT).as_posix()
+)
 def test_benchmarks_import_what_is_there(script):
     """Names of this repository's packages, and scripts that lie beside one."""
     beside = {file.stem for file in script.parent.glob("*.py")}
@@ -346,7 +430,9 @@ def test_benchmarks_import_what_is_there(script):
             if (node.module or "").partition(".")[0] in ("gpulab", "companion", "benchmarks"):
                 module = importlib.import_module(node.module)
                 for name in (name.name for name in node.names):
-                    assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), name
+                    assert hasattr(module, name) or importlib.util.find_spec(
+                        f"{node.module}.{name}"
+                    ), name
 
 
 @pytest.mark.slow("starts a process for each script")
@@ -361,7 +447,10 @@ def test_benchmarks_start(script):
 def gpulab_imports(code):
     """The names that code imports from gpulab and companion, each with its module."""
     for node in ast.walk(ast.parse(re.sub(r"^\s*[%!].*$", "", code, flags=re.M))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("gpulab", "companion"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in (
+            "gpulab",
+            "companion",
+        ):
             yield from ((node.module, alias.name) for alias in node.names)
 
 
@@ -376,7 +465,9 @@ def is_importable(module, name):
     return True
 
 
-@pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").rglob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook", sorted((ROOT / "notebooks").rglob("*.ipynb")), ids=lambda path: path.stem
+)
 def test_notebooks_import_what_is_there(notebook):
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -39,7 +39,11 @@ def pages(site):
 def test_every_link_leads_to_a_page_and_an_anchor_and_nothing_comes_from_a_network(site, pages):
     dead, loaded = [], set()
     for file, page in pages.items():
-        named = ((tag, attributes.get(name)) for tag, attributes in page.elements for name in ("href", "src", "srcset"))
+        named = (
+            (tag, attributes.get(name))
+            for tag, attributes in page.elements
+            for name in ("href", "src", "srcset")
+        )
         for tag, target in named:
             link = urlsplit(target or "data:")
             if link.scheme == "data":
@@ -48,7 +52,9 @@ def test_every_link_leads_to_a_page_and_an_anchor_and_nothing_comes_from_a_netwo
                 loaded |= {target} if tag != "a" else set()
                 continue
             there = (file.parent / unquote(link.path)).resolve() if link.path else file
-            if not there.is_file() or (link.fragment and unquote(link.fragment) not in pages[there].anchors):
+            if not there.is_file() or (
+                link.fragment and unquote(link.fragment) not in pages[there].anchors
+            ):
                 dead.append(f"{file.name}: {target}")
     assert dead == []
     assert loaded == set()
@@ -60,7 +66,9 @@ def test_every_public_name_has_an_entry(site, pages):
     for package in [gl, companion, *(getattr(gl, name) for name in gl.PACKAGES)]:
         anchors = pages[site / "reference" / f"{package.__name__}.html"].anchors
         for name in {*package.__all__} - {*gl.PACKAGES}:
-            assert {f"{package.__name__}.{name}", f"module-{package.__name__}.{name}"} & anchors, name
+            assert {f"{package.__name__}.{name}", f"module-{package.__name__}.{name}"} & anchors, (
+                name
+            )
 
 
 def test_inherited_properties_have_an_entry(site, pages):
@@ -70,7 +78,11 @@ def test_inherited_properties_have_an_entry(site, pages):
 
 def test_every_figure_has_words(pages):
     for file, page in pages.items():
-        assert all((attributes.get("alt") or "").strip() for tag, attributes in page.elements if tag == "img"), file
+        assert all(
+            (attributes.get("alt") or "").strip()
+            for tag, attributes in page.elements
+            if tag == "img"
+        ), file
 
 
 def test_every_notebook_has_slides(slides):

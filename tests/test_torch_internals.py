@@ -1,6 +1,8 @@
-"""`gpulab/_torch_internals.py`: it alone touches torch's private API, and torch still has what each entry needs.
+"""`gpulab/_torch_internals.py`: it alone touches torch's private API, and torch still has what each
+entry needs.
 
-The tests use no fixture of this folder, so that they run with any torch: `pytest --noconftest` is enough.
+The tests use no fixture of this folder, so that they run with any torch: `pytest --noconftest` is
+enough.
 """
 
 import ast
@@ -26,11 +28,13 @@ aten = torch.ops.aten
 PACKAGE = Path(gpulab.__file__).parent
 FILE = Path(internals.__file__)
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file != FILE)
-needs_cuda_build = pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
+needs_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None, reason="torch was built without CUDA"
+)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
-# --- no other file touches the private API ----------------------------------------------------------------
+# --- no other file touches the private API --------------------------------------------------------
 
 # Modules and names of torch without an underscore that its documentation does not describe.
 UNDOCUMENTED = (
@@ -66,12 +70,18 @@ def names_private_module(dotted):
 
 
 def own_names(tree):
-    """The private names that a file defines: functions, classes, and attributes of its own objects."""
+    """The private names that a file defines: functions, classes, and attributes of its own
+    objects.
+    """
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) == "self"
+        ):
             names.add(node.attr)
     return names
 
@@ -91,9 +101,16 @@ def uses_of_private_api(source):
             text = ast.unparse(node)
             allowed = node.attr in ALLOWED or text in ALLOWED or node.attr in own
             owner = ast.unparse(node.value)
-            foreign = is_private(node.attr) and owner not in ("self", "cls", "super()") and not allowed
+            foreign = (
+                is_private(node.attr) and owner not in ("self", "cls", "super()") and not allowed
+            )
             found = [text] if foreign or names_private_module(text) else []
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+            "delattr",
+        ):
             name = ast.unparse(node.args[1]).lstrip("f").strip("'\"")
             found = [ast.unparse(node)] if is_private(name) else []
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -151,7 +168,7 @@ def test_scan_leaves_other_code_alone(line):
     assert list(uses_of_private_api(line)) == []
 
 
-# --- every entry is documented and tested -----------------------------------------------------------------
+# --- every entry is documented and tested ---------------------------------------------------------
 
 
 def entries():
@@ -175,7 +192,9 @@ ENTRIES = dict(entries())
 
 @pytest.mark.parametrize("name", sorted(ENTRIES.keys() - {"Nested", "Span"}))
 def test_entry_says_which_torch_it_was_tested_with_and_what_would_break(name):
-    tested = r"^Tested: torch ((2\.6 and )?2\.15|2\.11, on CUDA)\. If (it changes|names change): .+\.$"
+    tested = (
+        r"^Tested: torch ((2\.6 and )?2\.15|2\.11, on CUDA)\. If (it changes|names change): .+\.$"
+    )
     assert re.search(rf"{tested}|^Uses public API only\.", ENTRIES[name], re.MULTILINE)
 
 
@@ -186,11 +205,14 @@ def test_entry_has_a_test(name):
 
 
 def test_importing_the_module_imports_no_compiler():
-    code = "import sys, gpulab._torch_internals; assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
+    code = (
+        "import sys, gpulab._torch_internals; assert not {'torch._dynamo', 'torch._inductor'} &"
+        " set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- operators and their schemas --------------------------------------------------------------------------
+# --- operators and their schemas ------------------------------------------------------------------
 
 
 class Recording(internals.UncompiledDispatchMode):
@@ -231,7 +253,9 @@ def test_a_conversion_calls_to_copy():
 
 
 def test_a_product_with_a_batch_calls_unsafe_view():
-    assert internals.UNSAFE_VIEW in operations_of(torch.matmul, torch.ones(2, 3, 4), torch.ones(4, 5))
+    assert internals.UNSAFE_VIEW in operations_of(
+        torch.matmul, torch.ones(2, 3, 4), torch.ones(4, 5)
+    )
 
 
 def test_lstm_cell_has_kernels_with_the_arguments_in_use():
@@ -239,7 +263,14 @@ def test_lstm_cell_has_kernels_with_the_arguments_in_use():
     names = ["input_gates", "hidden_gates", "cx", "input_bias", "hidden_bias"]
     assert internals.argument_names(forward) == names
     backward = internals.fused_lstm_cell_backward.default
-    assert internals.argument_names(backward) == ["grad_hy", "grad_cy", "cx", "cy", "workspace", "has_bias"]
+    assert internals.argument_names(backward) == [
+        "grad_hy",
+        "grad_cy",
+        "cx",
+        "cy",
+        "workspace",
+        "has_bias",
+    ]
 
 
 @needs_cuda
@@ -247,7 +278,9 @@ def test_lstm_cell_computes_on_a_gpu():
     gates, cell = torch.zeros(1, 8, device="cuda"), torch.ones(1, 2, device="cuda")
     hidden, after, activated = internals.fused_lstm_cell(gates, gates, cell, None, None)
     assert torch.allclose(after, torch.full_like(cell, 0.5))
-    of_gates, of_cell, _ = internals.fused_lstm_cell_backward(hidden, cell, cell, after, activated, False)
+    of_gates, of_cell, _ = internals.fused_lstm_cell_backward(
+        hidden, cell, cell, after, activated, False
+    )
     assert (of_gates.shape, of_cell.shape) == (gates.shape, cell.shape)
 
 
@@ -269,10 +302,16 @@ def test_names_of_operations():
 
 
 def test_schemas_tell_what_is_written():
-    assert [internals.is_mutable(operation) for operation in (aten.add.Tensor, aten.add_.Tensor)] == [False, True]
+    assert [
+        internals.is_mutable(operation) for operation in (aten.add.Tensor, aten.add_.Tensor)
+    ] == [False, True]
     assert internals.argument_names(aten.add.Tensor) == ["self", "other", "alpha"]
     assert internals.result_names(aten.linalg_cholesky_ex.default) == ["L", "info"]
-    assert internals.named_arguments(aten.add.Tensor, (1,), {"other": 2}) == {"self": 1, "other": 2, "alpha": 1}
+    assert internals.named_arguments(aten.add.Tensor, (1,), {"other": 2}) == {
+        "self": 1,
+        "other": 2,
+        "alpha": 1,
+    }
 
 
 def test_results_are_what_is_returned_or_else_written():
@@ -285,12 +324,20 @@ def test_results_are_what_is_returned_or_else_written():
 
 def test_a_failed_factorisation_says_so():
     operation = aten.linalg_cholesky_ex.default
-    found = [internals.has_failed(operation, operation(matrix)) for matrix in (torch.eye(2), -torch.eye(2))]
+    found = [
+        internals.has_failed(operation, operation(matrix))
+        for matrix in (torch.eye(2), -torch.eye(2))
+    ]
     assert found == [False, True]
 
 
 @pytest.mark.parametrize(
-    "make", [torch.empty, lambda size: torch.ones(1).new_empty(size), lambda size: torch.empty_like(torch.ones(size))]
+    "make",
+    [
+        torch.empty,
+        lambda size: torch.ones(1).new_empty(size),
+        lambda size: torch.empty_like(torch.ones(size)),
+    ],
 )
 def test_new_memory_comes_from_operations_that_only_allocate(make):
     names = [internals.operation_name(operation) for operation in operations_of(make, 3)]
@@ -298,9 +345,13 @@ def test_new_memory_comes_from_operations_that_only_allocate(make):
     assert not internals.only_allocates("zeros")
 
 
-@pytest.mark.parametrize("overwrite", [lambda x: x.copy_(torch.ones(2)), lambda x: x.fill_(1.0), lambda x: x.zero_()])
+@pytest.mark.parametrize(
+    "overwrite", [lambda x: x.copy_(torch.ones(2)), lambda x: x.fill_(1.0), lambda x: x.zero_()]
+)
 def test_overwriting_operations_are_known_by_name(overwrite):
-    names = [internals.operation_name(operation) for operation in operations_of(overwrite, torch.ones(2))]
+    names = [
+        internals.operation_name(operation) for operation in operations_of(overwrite, torch.ones(2))
+    ]
     assert internals.overwrites_first_argument(names[-1])
     assert not internals.overwrites_first_argument("add")
 
@@ -313,9 +364,12 @@ def test_operations_in_place_have_a_functional_variant():
 
 
 def test_composite_operations_are_those_without_a_kernel_of_a_device():
-    composite = [internals.is_composite(operation) for operation in (aten.linear.default, aten.mm.default)]
+    composite = [
+        internals.is_composite(operation) for operation in (aten.linear.default, aten.mm.default)
+    ]
     assert composite == [
-        aten.linear.default not in operations_of(torch.nn.functional.linear, torch.ones(1, 2), torch.ones(1, 2)),
+        aten.linear.default
+        not in operations_of(torch.nn.functional.linear, torch.ones(1, 2), torch.ones(1, 2)),
         False,
     ]
     assert internals.is_composite(aten.matmul.default)
@@ -344,7 +398,7 @@ def test_formulas_count_floating_point_operations():
     assert formula(torch.ones(2, 3), torch.ones(3, 4), out_val=product) == 2 * 2 * 3 * 4
 
 
-# --- dispatch modes ---------------------------------------------------------------------------------------
+# --- dispatch modes -------------------------------------------------------------------------------
 
 
 def test_modes_see_operations_and_are_left_out_by_the_compiler():
@@ -400,7 +454,9 @@ def test_wrapper_subclasses_are_known_by_their_type():
 CAN_TELL_OBSERVERS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
-@pytest.mark.parametrize("observer", [Recording(), TorchFunctionMode(), saved_tensors_hooks(lambda x: x, lambda x: x)])
+@pytest.mark.parametrize(
+    "observer", [Recording(), TorchFunctionMode(), saved_tensors_hooks(lambda x: x, lambda x: x)]
+)
 def test_observers_of_computations_are_noticed(observer):
     assert internals.has_computation_observers() is not CAN_TELL_OBSERVERS
     with observer:
@@ -422,7 +478,7 @@ def test_recurrent_layers_are_taken_apart_without_the_fused_kernels():
     assert (torch.backends.mkldnn.is_available(), torch.backends.cudnn.enabled) == before
 
 
-# --- the compiler -----------------------------------------------------------------------------------------
+# --- the compiler ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -432,7 +488,9 @@ def compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.skipif(not hasattr(eval_frame, "_FrameAction"), reason="this torch cannot leave out a function")
+@pytest.mark.skipif(
+    not hasattr(eval_frame, "_FrameAction"), reason="this torch cannot leave out a function"
+)
 @pytest.mark.usefixtures("compiler")
 def test_uncompiled_functions_are_not_compiled():
     compiled_graphs = []
@@ -449,7 +507,12 @@ def test_uncompiled_functions_are_not_compiled():
         return left_out(x.exp()).cos()
 
     torch.compile(function, backend=backend)(torch.ones(2))
-    called = [node.target for graph in compiled_graphs for node in graph.graph.nodes if node.op == "call_method"]
+    called = [
+        node.target
+        for graph in compiled_graphs
+        for node in graph.graph.nodes
+        if node.op == "call_method"
+    ]
     assert called == ["exp", "cos"]
 
 
@@ -510,7 +573,11 @@ def test_compiled_modules_are_seen_through():
     in_place.compile(backend="eager")
     assert internals.original_module(wrapped) is plain
     assert internals.original_module(plain) is plain
-    assert [internals.is_compiled(module) for module in (plain, wrapped, in_place)] == [False, True, True]
+    assert [internals.is_compiled(module) for module in (plain, wrapped, in_place)] == [
+        False,
+        True,
+        True,
+    ]
     names = [internals.name_as_written(name) for name, _ in wrapped.named_modules()]
     assert names == ["", *(name for name, _ in plain.named_modules())]
 
@@ -529,14 +596,16 @@ def test_the_call_of_a_module_can_be_replaced():
     assert hooked == [True]
 
 
-# --- autograd ---------------------------------------------------------------------------------------------
+# --- autograd -------------------------------------------------------------------------------------
 
 
 def test_graph_of_a_result_has_its_nodes_once():
     weight = torch.ones(2, requires_grad=True)
     shared = weight.exp()
     names = [node.name() for node in internals.graph_nodes((shared * shared).sum())]
-    assert sorted(names) == sorted(["SumBackward0", "MulBackward0", "ExpBackward0", "torch::autograd::AccumulateGrad"])
+    assert sorted(names) == sorted(
+        ["SumBackward0", "MulBackward0", "ExpBackward0", "torch::autograd::AccumulateGrad"]
+    )
 
 
 def test_nodes_are_numbered_and_known_while_they_compute():
@@ -550,7 +619,11 @@ def test_nodes_are_numbered_and_known_while_they_compute():
         @staticmethod
         def backward(_, gradient):
             node = internals.current_node()
-            seen.update(name=node.name(), number=internals.node_number(node), task=internals.current_backward_pass())
+            seen.update(
+                name=node.name(),
+                number=internals.node_number(node),
+                task=internals.current_backward_pass(),
+            )
             internals.call_after_backward(lambda: seen.update(ended=True))
             seen["ended"] = False
             return gradient
@@ -567,7 +640,9 @@ def test_nodes_are_numbered_and_known_while_they_compute():
 
 def test_saved_tensors_pass_the_hooks_that_were_pushed():
     packed, unpacked = [], []
-    internals.push_saved_tensor_hooks(lambda x: packed.append(x) or x, lambda x: unpacked.append(x) or x)
+    internals.push_saved_tensor_hooks(
+        lambda x: packed.append(x) or x, lambda x: unpacked.append(x) or x
+    )
     try:
         result = torch.ones(2, requires_grad=True).exp()
     finally:
@@ -591,7 +666,9 @@ def test_saved_values_have_names():
 
 def test_batch_norm_and_randomised_relu_save_what_the_guard_looks_for():
     normed = nn.BatchNorm1d(3)(torch.rand(4, 3, requires_grad=True))
-    saved = dict(internals.saved_values(normed.grad_fn, ["training", "running_mean", "running_var"]))
+    saved = dict(
+        internals.saved_values(normed.grad_fn, ["training", "running_mean", "running_var"])
+    )
     assert saved["training"] is True
     assert all(isinstance(saved[name], torch.Tensor) for name in ("running_mean", "running_var"))
     randomised = nn.functional.rrelu(torch.rand(3, requires_grad=True), training=True)
@@ -677,8 +754,12 @@ def test_hooks_of_modules_are_noticed(kind):
 def test_steps_of_every_optimizer_are_reported():
     weight, seen = torch.ones(2, requires_grad=True), []
     handles = [
-        internals.register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(("before", optimizer))),
-        internals.register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(("after", optimizer))),
+        internals.register_optimizer_step_pre_hook(
+            lambda optimizer, *_: seen.append(("before", optimizer))
+        ),
+        internals.register_optimizer_step_post_hook(
+            lambda optimizer, *_: seen.append(("after", optimizer))
+        ),
     ]
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.step()
@@ -688,7 +769,7 @@ def test_steps_of_every_optimizer_are_reported():
     assert seen == [("before", optimizer), ("after", optimizer)]
 
 
-# --- tensors, storages and memory -------------------------------------------------------------------------
+# --- tensors, storages and memory -----------------------------------------------------------------
 
 
 def test_weak_references_tell_whether_a_storage_lives():
@@ -747,7 +828,13 @@ def wrapped_by_a_transform():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_plain_tensors_and_their_memory():
     x = torch.arange(6.0).reshape(2, 3)
-    others = [x.to_sparse(), x.to("meta"), wrapped_by_a_transform(), torch.nested.nested_tensor([x]), 1.0]
+    others = [
+        x.to_sparse(),
+        x.to("meta"),
+        wrapped_by_a_transform(),
+        torch.nested.nested_tensor([x]),
+        1.0,
+    ]
     assert internals.is_plain(x)
     assert internals.is_plain(nn.Parameter(x))
     assert not any(map(internals.is_plain, others))
@@ -775,7 +862,11 @@ def test_plain_tensors_and_their_memory():
 )
 def test_tensors_consist_of_ordinary_ones(make, parts):
     found = internals.component_tensors(make(torch.eye(2)))
-    plain = [part for part in found if type(part) is torch.Tensor and not part.is_conj() and not part.is_neg()]
+    plain = [
+        part
+        for part in found
+        if type(part) is torch.Tensor and not part.is_conj() and not part.is_neg()
+    ]
     assert len(found) >= parts
     assert len(plain) == len(found)
     assert bool(found) == bool(parts)
@@ -805,7 +896,7 @@ def test_zeros_of_forward_mode_are_known():
     assert not internals.is_zero_tensor(torch.zeros(2))
 
 
-# --- nested values ----------------------------------------------------------------------------------------
+# --- nested values --------------------------------------------------------------------------------
 
 
 def test_nested_values_are_taken_apart_and_put_together():
@@ -822,14 +913,25 @@ def test_arguments_of_operations_are_mapped():
     x, y = torch.ones(1), torch.ones(1)
     nested = [x, (1, "text", None), {"y": y}]
     assert internals.find_tensors(nested) == [x, y]
-    assert internals.map_nested(type, nested) == [torch.Tensor, (1, "text", None), {"y": torch.Tensor}]
+    assert internals.map_nested(type, nested) == [
+        torch.Tensor,
+        (1, "text", None),
+        {"y": torch.Tensor},
+    ]
 
 
-# --- modules and optimizers -------------------------------------------------------------------------------
+# --- modules and optimizers -----------------------------------------------------------------------
 
 
 def test_layers_derive_from_the_classes_in_use():
-    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    dropouts = (
+        nn.Dropout,
+        nn.Dropout1d,
+        nn.Dropout2d,
+        nn.Dropout3d,
+        nn.AlphaDropout,
+        nn.FeatureAlphaDropout,
+    )
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     assert all(issubclass(layer, internals.DropoutModule) for layer in dropouts)
     assert all(issubclass(layer, internals.BatchNormModule) for layer in norms)
@@ -869,8 +971,17 @@ def test_adam_is_torchs():
     parameter.grad = torch.tensor([0.5, 0.1])
     torch.optim.Adam([parameter], lr=0.1, fused=True).step()
     moments = [[torch.zeros(2)], [torch.zeros(2)]]
-    options = {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
-    internals.adam([weight], [parameter.grad], *moments, [], [torch.tensor(0.0)], lr=0.1, fused=True, **options)
+    options = {
+        "amsgrad": False,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "weight_decay": 0.0,
+        "eps": 1e-8,
+        "maximize": False,
+    }
+    internals.adam(
+        [weight], [parameter.grad], *moments, [], [torch.tensor(0.0)], lr=0.1, fused=True, **options
+    )
     assert torch.equal(weight, parameter.detach())
 
 
@@ -881,7 +992,7 @@ def test_tensors_of_a_module_can_be_converted():
     assert module.num_batches_tracked.dtype == torch.int64
 
 
-# --- CUDA -------------------------------------------------------------------------------------------------
+# --- CUDA -----------------------------------------------------------------------------------------
 
 
 @needs_cuda_build
@@ -893,7 +1004,10 @@ def test_functions_for_cuda_exist():
     assert callable(torch._C._CudaEventBase.query)
     assert callable(torch.cuda.jiterator._create_jit_fn)
     kinds = ("device", "stream", "event")
-    assert all(callable(getattr(_gpu_trace, f"register_callback_for_{kind}_synchronization")) for kind in kinds)
+    assert all(
+        callable(getattr(_gpu_trace, f"register_callback_for_{kind}_synchronization"))
+        for kind in kinds
+    )
 
 
 @needs_cuda
@@ -906,7 +1020,8 @@ def test_waits_for_a_gpu_are_reported():
         register_gpu_wait_callback(lambda *_: waits.append(True))
         event = torch.cuda.Event()
         event.record()
-        for wait in (torch.cuda.synchronize, torch.cuda.current_stream().synchronize, event.synchronize):
+        stream = torch.cuda.current_stream()
+        for wait in (torch.cuda.synchronize, stream.synchronize, event.synchronize):
             waits.clear()
             wait()
             assert waits
@@ -917,7 +1032,9 @@ def test_waits_for_a_gpu_are_reported():
 
 @needs_cuda
 def test_kernels_are_compiled_from_their_source():
-    kernel = internals.compile_elementwise_kernel("template <typename T> T twice(T x) { return 2 * x; }")
+    kernel = internals.compile_elementwise_kernel(
+        "template <typename T> T twice(T x) { return 2 * x; }"
+    )
     assert torch.equal(kernel(torch.ones(3, device="cuda")).cpu(), torch.full((3,), 2.0))
 
 
@@ -938,7 +1055,10 @@ def test_tensors_that_an_operation_writes_to_are_found():
     assert [t is other for t, other in zip(found, (x, y), strict=True)] == [True, True]
     norm = (torch.ones(3, 2), None, None, x, y, True, 0.1, 1e-5)
     assert len(internals.written_tensors(aten.native_batch_norm.default, norm, {})) == 2
-    assert internals.written_tensors(aten.native_batch_norm.default, (*norm[:5], False, *norm[6:]), {}) == []
+    assert (
+        internals.written_tensors(aten.native_batch_norm.default, (*norm[:5], False, *norm[6:]), {})
+        == []
+    )
 
 
 def test_negative_views_share_their_memory():
@@ -951,7 +1071,10 @@ def test_negative_views_share_their_memory():
 def test_lengths_of_ctc_are_lists_where_they_are_on_another_device():
     original = torch.ctc_loss
     scores = torch.randn(6, 2, 5).log_softmax(-1)
-    targets, lengths = torch.ones(2, 3, dtype=torch.long), (torch.tensor([6, 6]), torch.tensor([3, 3]))
+    targets, lengths = (
+        torch.ones(2, 3, dtype=torch.long),
+        (torch.tensor([6, 6]), torch.tensor([3, 3])),
+    )
     expected = torch.nn.functional.ctc_loss(scores, targets, *lengths)
     with internals.ctc_lengths_as_lists():
         assert torch.ctc_loss is not original

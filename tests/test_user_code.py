@@ -12,7 +12,9 @@ from gpulab.user_code import UnknownSourceError, find_function, source_of
 
 
 def test_find_function_by_module_and_by_file(tmp_path, monkeypatch):
-    (tmp_path / "my_steps_here.py").write_text("def step(setting):\n    return setting\n\nnumber = 3\n")
+    (tmp_path / "my_steps_here.py").write_text(
+        "def step(setting):\n    return setting\n\nnumber = 3\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     assert find_function("my_steps_here:step", "step")("x") == "x"
@@ -23,11 +25,14 @@ def test_find_function_by_module_and_by_file(tmp_path, monkeypatch):
 
 
 def test_find_function_by_the_former_file_of_the_example_steps(tmp_path, monkeypatch):
-    """Recorded commands name `benchmarks/networks.py`, which a file of the user's with this name precedes."""
+    """Recorded commands name `benchmarks/networks.py`, which a file of the user's with this name
+    precedes.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     former, current = (
-        find_function(f"{where}:lstm", "step") for where in ("benchmarks/networks.py", "gpulab.models.example_steps")
+        find_function(f"{where}:lstm", "step")
+        for where in ("benchmarks/networks.py", "gpulab.models.example_steps")
     )
     assert isinstance(former, gl.Step)
     assert former.batch.equal(current.batch)
@@ -36,14 +41,16 @@ def test_find_function_by_the_former_file_of_the_example_steps(tmp_path, monkeyp
     assert find_function("benchmarks/networks.py:lstm", "step")(None) == 3
 
 
-# --- the text of one ---------------------------------------------------------------------------------------
+# --- the text of one ------------------------------------------------------------------------------
 
 PACKAGE = {
     "__init__": "",
     "model": "from .deep import SIZE\nfrom os import path\n",
     "deep/__init__": "from .sizes import *\n",
     "deep/sizes": "SIZE = 3\n",
-    "train": "def train(seed):\n    from mine import model\n    import json\n    return model.SIZE\n",
+    "train": (
+        "def train(seed):\n    from mine import model\n    import json\n    return model.SIZE\n"
+    ),
 }
 
 
@@ -53,7 +60,9 @@ def test_source_of_a_function_in_a_file_is_all_that_it_imports_from_beside(tmp_p
     sources = set()
     for changed in ["", *PACKAGE]:
         for name, text in PACKAGE.items():
-            (tmp_path / "mine" / f"{name}.py").write_text(text + ("y = 0\n" if name == changed else ""))
+            (tmp_path / "mine" / f"{name}.py").write_text(
+                text + ("y = 0\n" if name == changed else "")
+            )
         sources.add(TrainingFunction("mine.train:train").source)
     assert len(sources) == 1 + len(PACKAGE)
 
@@ -63,8 +72,16 @@ def test_source_of_a_function_in_a_notebook_is_what_was_typed(monkeypatch):
     typed = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", typed)
     net = "class Net:\n    def __init__(self):\n        self.loss = WIDTH\n"
-    loss, train = "def loss(net):\n    return net.loss\n", "def train(seed):\n    return loss(Net())\n"
-    edits = ["WIDTH = 3\n", net.replace("WIDTH", "4"), loss.replace("net.loss", "2 * net.loss"), "WIDTH = 3\n"]
+    loss, train = (
+        "def loss(net):\n    return net.loss\n",
+        "def train(seed):\n    return loss(Net())\n",
+    )
+    edits = [
+        "WIDTH = 3\n",
+        net.replace("WIDTH", "4"),
+        loss.replace("net.loss", "2 * net.loss"),
+        "WIDTH = 3\n",
+    ]
     found = []
     for number, text in enumerate([net, loss, "WIDTH = 2\n", train, *edits]):
         name = f"<cell {number}>"

@@ -2,9 +2,9 @@
 
     python benchmarks/correctness/autocast_networks.py --write benchmarks/results/autocast.md
 
-Each network is drawn from a seed: its kind, its widths, its activations, whether an optimizer updates it. Each is
-audited in float32 against autocast in bfloat16 and in float16, on the CPU and, where there is one, on a GPU. An expert
-expects reduced precision of all of them.
+Each network is drawn from a seed: its kind, its widths, its activations, whether an optimizer
+updates it. Each is audited in float32 against autocast in bfloat16 and in float16, on the CPU and,
+where there is one, on a GPU. An expert expects reduced precision of all of them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def perceptron(draw: random.Random) -> tuple[nn.Module, Tensor]:
     width, act = draw.choice((16, 48, 128)), draw.choice(ACTIVATIONS)
     layers: list[nn.Module] = [nn.Linear(20, width), act()]
     for _ in range(draw.randint(0, 4)):
-        layers += [draw.choice((nn.Identity, lambda: nn.LayerNorm(width), lambda: nn.BatchNorm1d(width)))()]
+        layers += [
+            draw.choice((nn.Identity, lambda: nn.LayerNorm(width), lambda: nn.BatchNorm1d(width)))()
+        ]
         layers += [nn.Linear(width, width), act()]
     return nn.Sequential(*layers, nn.Linear(width, 5)), torch.randn(32, 20)
 
@@ -87,14 +89,25 @@ def convolutions(draw: random.Random) -> tuple[nn.Module, Tensor]:
     width, act = draw.choice((6, 16)), draw.choice(ACTIVATIONS)
     norm = draw.choice((nn.Identity, lambda: nn.BatchNorm2d(width), lambda: nn.GroupNorm(2, width)))
     pool = draw.choice((lambda: nn.MaxPool2d(2), lambda: nn.AvgPool2d(2)))
-    body = [nn.Conv2d(1, width, 5), norm(), act(), pool(), nn.Conv2d(width, width, 3, padding=1), norm(), act(), pool()]
+    body = [
+        nn.Conv2d(1, width, 5),
+        norm(),
+        act(),
+        pool(),
+        nn.Conv2d(width, width, 3, padding=1),
+        norm(),
+        act(),
+        pool(),
+    ]
     return nn.Sequential(*body, nn.Flatten(), nn.Linear(36 * width, 5)), torch.rand(16, 1, 28, 28)
 
 
 def recurrent(draw: random.Random) -> tuple[nn.Module, Tensor]:
     """A recurrent layer and a linear one."""
     kind, width = draw.choice((nn.RNN, nn.GRU)), draw.choice((8, 24))
-    return nn.Sequential(LastState(kind(10, width, batch_first=True)), nn.Linear(width, 5)), torch.randn(16, 9, 10)
+    return nn.Sequential(
+        LastState(kind(10, width, batch_first=True)), nn.Linear(width, 5)
+    ), torch.randn(16, 9, 10)
 
 
 def transformer(draw: random.Random) -> tuple[nn.Module, Tensor]:
@@ -102,11 +115,15 @@ def transformer(draw: random.Random) -> tuple[nn.Module, Tensor]:
     width, depth = draw.choice((16, 32)), draw.randint(1, 2)
     act = draw.choice(("relu", "gelu"))
     layers = [
-        nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, act, batch_first=True, norm_first=draw.random() < 0.5)
+        nn.TransformerEncoderLayer(
+            width, 4, 2 * width, 0.0, act, batch_first=True, norm_first=draw.random() < 0.5
+        )
         for _ in range(depth)
     ]
     words = torch.randint(0, 40, (8, 11))
-    return nn.Sequential(nn.Embedding(40, width), *layers, MeanOverTime(), nn.Linear(width, 5)), words
+    return nn.Sequential(
+        nn.Embedding(40, width), *layers, MeanOverTime(), nn.Linear(width, 5)
+    ), words
 
 
 KINDS = (perceptron, residual, convolutions, recurrent, transformer)
@@ -139,7 +156,9 @@ def step_of(seed: int) -> tuple[str, Callable[..., object]]:
 
 
 def audits(seeds: int, devices: list[str]) -> pd.DataFrame:
-    """A row for each audit: network, device, format, the kind of the first finding, and whether it says bug."""
+    """A row for each audit: network, device, format, the kind of the first finding, and whether
+    it says bug.
+    """
     rows = []
     for seed in tqdm(range(seeds), leave=False, disable=None):
         for device in devices:
@@ -148,10 +167,20 @@ def audits(seeds: int, devices: list[str]) -> pd.DataFrame:
                 plain = f"{device}:tf32=off" if device == "cuda" else device
                 try:
                     answer = gl.audit(
-                        step, plain, f"{plain}{',' if ':' in plain else ':'}autocast={autocast}", progress=False
+                        step,
+                        plain,
+                        f"{plain}{',' if ':' in plain else ':'}autocast={autocast}",
+                        progress=False,
                     )
                 except (gl.GpulabError, RuntimeError) as error:
-                    rows.append({"network": name, "device": device, "autocast": autocast, "said": f"error: {error}"})
+                    rows.append(
+                        {
+                            "network": name,
+                            "device": device,
+                            "autocast": autocast,
+                            "said": f"error: {error}",
+                        }
+                    )
                     continue
                 rows.append(
                     {
@@ -174,7 +203,10 @@ def main(
     rows = audits(seeds, ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
     counts = rows.groupby(["device", "autocast", "said"]).size().rename("audits").reset_index()
     called_bugs = int(rows.bug.fillna(False).sum())
-    shown = f"{markdown(counts)}\n\n{called_bugs} of {len(rows)} audits say that there is a bug.\n\n{made_by()}"
+    shown = (
+        f"{markdown(counts)}\n\n{called_bugs} of {len(rows)} audits say that there is a"
+        f" bug.\n\n{made_by()}"
+    )
     show("Ordinary networks under autocast", write, measured=shown)
 
 

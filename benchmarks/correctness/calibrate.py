@@ -2,9 +2,10 @@
 
     python benchmarks/correctness/calibrate.py [--only looks]
 
-It fills the tables `errors`, `skewed` and `looks` of `benchmarks/results/verdict_calibration.md`, which says how they
-are read. Losses are standardised to a standard deviation of 1 between seeds; a pair's difference is a shift plus noise,
-and the noise is the difference of two fresh losses, scaled: under no effect both settings are exchangeable.
+It fills the tables `errors`, `skewed` and `looks` of `benchmarks/results/verdict_calibration.md`,
+which says how they are read. Losses are standardised to a standard deviation of 1 between seeds; a
+pair's difference is a shift plus noise, and the noise is the difference of two fresh losses,
+scaled: under no effect both settings are exchangeable.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ HUMP = 0.35  # share of seeds that stay on the plateau; of the recorded PredNets
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
-def two_humps(generator: np.random.Generator, shape: tuple[int, ...], share: float = HUMP) -> np.ndarray:
+def two_humps(
+    generator: np.random.Generator, shape: tuple[int, ...], share: float = HUMP
+) -> np.ndarray:
     plateau = generator.random(shape) < share
     losses = plateau + 0.05 * generator.standard_normal(shape)
     return (losses - share) / np.sqrt(share * (1 - share) + 0.05**2)
@@ -59,7 +62,9 @@ LOSSES: dict[str, Draw] = {
 def jumps(share: float) -> Draw:
     """Differences of which a share jump up and all others make up for it."""
     return lambda generator, shape: (
-        (generator.random(shape) < share) - share + 0.05 * np.sqrt(share) * generator.standard_normal(shape)
+        (generator.random(shape) < share)
+        - share
+        + 0.05 * np.sqrt(share) * generator.standard_normal(shape)
     )
 
 
@@ -67,16 +72,22 @@ DIFFERENCES: dict[str, Draw] = {  # whose mean is zero
     "normal": LOSSES["normal"],
     "Student t, 3 d.f.": LOSSES["Student t, 3 d.f."],
     "one in ten jumps, either way": lambda generator, shape: (
-        (generator.random(shape) < 0.1) * generator.choice([-1, 1], shape) + 0.01 * generator.standard_normal(shape)
+        (generator.random(shape) < 0.1) * generator.choice([-1, 1], shape)
+        + 0.01 * generator.standard_normal(shape)
     ),
-    "lognormal, sigma 0.5": lambda generator, shape: generator.lognormal(sigma=0.5, size=shape) - np.exp(0.125),
+    "lognormal, sigma 0.5": lambda generator, shape: (
+        generator.lognormal(sigma=0.5, size=shape) - np.exp(0.125)
+    ),
     "exponential": lambda generator, shape: generator.exponential(size=shape) - 1,
     "lognormal, sigma 1": lognormal,
-    **{f"{share:.0%} jump, the others make up for it": jumps(share) for share in (0.35, 0.2, 0.1, 0.05)},
+    **{
+        f"{share:.0%} jump, the others make up for it": jumps(share)
+        for share in (0.35, 0.2, 0.1, 0.05)
+    },
 }
 
 
-# --- the shipped tests, of many rows at once -------------------------------------------------------------
+# --- the shipped tests, of many rows at once ------------------------------------------------------
 
 
 def different_p(moved: np.ndarray) -> np.ndarray:
@@ -102,24 +113,34 @@ def flipped_p(moved: np.ndarray) -> np.ndarray:
         limit = np.abs(moved[part].sum(axis=1)) - 1e-12 * np.abs(moved[part]).sum(axis=1)
         extreme = (np.abs(moved[part] @ signs) >= limit[:, None]).sum(axis=1)
         is_exact = n <= inference.MAX_EXACT_DIFFERENCES
-        p[part] = extreme / signs.shape[1] if is_exact else (1 + extreme) / (1 + inference.N_DRAWN_FLIPS)
+        p[part] = (
+            extreme / signs.shape[1] if is_exact else (1 + extreme) / (1 + inference.N_DRAWN_FLIPS)
+        )
 
     return p
 
 
-def equivalent_p(moved: np.ndarray, margin: np.ndarray | float, corrected: bool = True) -> np.ndarray:
+def equivalent_p(
+    moved: np.ndarray, margin: np.ndarray | float, corrected: bool = True
+) -> np.ndarray:
     """`inference.equivalence_p` of each row; uncorrected, by Student's t alone."""
     n, (mean, skewness) = moved.shape[1], moments(moved)
     with np.errstate(divide="ignore", invalid="ignore"):
         reach = margin / moved.std(axis=1, ddof=1)
-        rooms = [inference.skewed_t(reach + sign * mean, sign * skewness * corrected, n) for sign in (1, -1)]
+        rooms = [
+            inference.skewed_t(reach + sign * mean, sign * skewness * corrected, n)
+            for sign in (1, -1)
+        ]
         p = stats.t.sf(np.minimum.reduce(rooms), n - 1)
     return np.where(moved.any(axis=1), p, 0.0)
 
 
 def sd_limit(losses: np.ndarray, confidence: float = inference.SD_CONFIDENCE) -> np.ndarray:
     """`inference.sd_lower_limit` of each row."""
-    kurtosis, freedom = np.maximum(3.0, 3 + stats.kurtosis(losses, axis=1, bias=False)), losses.shape[1] - 1
+    kurtosis, freedom = (
+        np.maximum(3.0, 3 + stats.kurtosis(losses, axis=1, bias=False)),
+        losses.shape[1] - 1,
+    )
     quantile = stats.t.ppf(confidence, freedom)
     return losses.std(axis=1, ddof=1) * np.exp(-quantile * np.sqrt((kurtosis - 1) / freedom) / 2)
 
@@ -134,18 +155,24 @@ def check_that_these_are_the_shipped_tests() -> None:
     for n in SEEDS:
         moved = generator.standard_t(3, (20, n))
         assert np.allclose(different_p(moved), [inference.mean_p(row) for row in moved], atol=1e-12)
-        assert np.allclose(flipped_p(moved), [inference.sign_flip_p(row) for row in moved], atol=1e-12)
-        assert np.allclose(equivalent_p(moved, 0.5), [inference.equivalence_p(row, 0.5) for row in moved])
+        assert np.allclose(
+            flipped_p(moved), [inference.sign_flip_p(row) for row in moved], atol=1e-12
+        )
+        assert np.allclose(
+            equivalent_p(moved, 0.5), [inference.equivalence_p(row, 0.5) for row in moved]
+        )
         assert np.allclose(sd_limit(moved), [inference.sd_lower_limit(row) for row in moved])
 
 
-# --- error rates -----------------------------------------------------------------------------------------
+# --- error rates ----------------------------------------------------------------------------------
 
 
 def error_rates() -> pd.DataFrame:
     """False `different` without an effect, false `equivalent` with one as large as the margin."""
     rows = []
-    for (name, draw), n, noise in tqdm([*product(LOSSES.items(), SEEDS, NOISES)], desc="error rates"):
+    for (name, draw), n, noise in tqdm(
+        [*product(LOSSES.items(), SEEDS, NOISES)], desc="error rates"
+    ):
         generator, shape = np.random.default_rng(2), (REPEATS, n)
         base = draw(generator, shape)
         wobble = noise * (draw(generator, shape) - draw(generator, shape)) / np.sqrt(2)
@@ -165,9 +192,13 @@ def error_rates() -> pd.DataFrame:
 
 
 def skewed() -> pd.DataFrame:
-    """Errors about the mean where differences are skewed or jump, by sign flips or t alone and as corrected."""
+    """Errors about the mean where differences are skewed or jump, by sign flips or t alone and
+    as corrected.
+    """
     rows = []
-    for (name, draw), n in tqdm([*product(DIFFERENCES.items(), (6, 10, 20, 32, 50))], desc="skewed"):
+    for (name, draw), n in tqdm(
+        [*product(DIFFERENCES.items(), (6, 10, 20, 32, 50))], desc="skewed"
+    ):
         moved = draw(np.random.default_rng(9), (REPEATS, n))
         sd = draw(np.random.default_rng(10), (1_000_000,)).std()
         at_margin = np.concatenate([moved[::2], -moved[::2]]) + 3 * sd  # skewed to either side
@@ -189,7 +220,7 @@ def skewed() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# --- repeated looks --------------------------------------------------------------------------------------
+# --- repeated looks -------------------------------------------------------------------------------
 
 Test = Callable[[np.ndarray, int], np.ndarray]  # (experiment numbers, number of seeds) -> p values
 
@@ -204,9 +235,11 @@ def rejected_at_planned_looks(test: Test, level: float) -> float:
 
 
 def rejected_at_chosen_looks(test: Test, level: float, sides: int) -> float:
-    """The same where the results so far choose when to look again: with as many seeds as make a rejection likeliest.
+    """The same where the results so far choose when to look again: with as many seeds as make a
+    rejection likeliest.
 
-    If z is short of the quantile c, that is (c / z)² times as many (Proschan and Hunsberger 1995), up to `MOST_SEEDS`.
+    If z is short of the quantile c, that is (c / z)² times as many (Proschan and Hunsberger 1995),
+    up to `MOST_SEEDS`.
     """
     rejected = np.zeros(REPEATS, bool)
     seeds = np.full(REPEATS, PLANNED[0])
@@ -233,9 +266,14 @@ def errors_over_looks(test: Test, sides: int) -> dict[str, float]:
 
 
 def tests_on_losses(draw: Draw) -> Iterator[tuple[str, Test, int]]:
-    """What is asked of losses of which both settings draw alike, or with a difference as large as the margin."""
+    """What is asked of losses of which both settings draw alike, or with a difference as large
+    as the margin.
+    """
     generator, shape = np.random.default_rng(3), (REPEATS, MOST_SEEDS)
-    base, noise = draw(generator, shape), (draw(generator, shape) - draw(generator, shape)) / np.sqrt(2)
+    base, noise = (
+        draw(generator, shape),
+        (draw(generator, shape) - draw(generator, shape)) / np.sqrt(2),
+    )
     yield "different", lambda rows, n: different_p(noise[rows, :n]), 2
     for scale in NOISES:
         at_edge = SHARE + scale * noise
@@ -244,8 +282,12 @@ def tests_on_losses(draw: Draw) -> Iterator[tuple[str, Test, int]]:
         def absolute(rows: np.ndarray, n: int, at_edge: np.ndarray = at_edge) -> np.ndarray:
             return equivalent_p(at_edge[rows, :n], SHARE)
 
-        def of_sd(rows: np.ndarray, n: int, at_edge: np.ndarray = at_edge, looks: int = LOOKS) -> np.ndarray:
-            return equivalent_p(at_edge[rows, :n], SHARE * sd_limit(base[rows, :n], sd_confidence(looks)))
+        def of_sd(
+            rows: np.ndarray, n: int, at_edge: np.ndarray = at_edge, looks: int = LOOKS
+        ) -> np.ndarray:
+            return equivalent_p(
+                at_edge[rows, :n], SHARE * sd_limit(base[rows, :n], sd_confidence(looks))
+            )
 
         yield f"equivalent, absolute margin, {label}", absolute, 1
         yield f"equivalent, 0.25sd, {label}", of_sd, 1
@@ -256,7 +298,9 @@ def repeated_looks() -> pd.DataFrame:
     rows = []
     for name, draw in tqdm(LOSSES.items(), desc="looks, losses"):
         for question, test, sides in tests_on_losses(draw):
-            rows.append({"losses or differences": name, "false": question, **errors_over_looks(test, sides)})
+            rows.append(
+                {"losses or differences": name, "false": question, **errors_over_looks(test, sides)}
+            )
     for name, draw in tqdm(DIFFERENCES.items(), desc="looks, differences"):
         if name in LOSSES:
             continue
@@ -267,28 +311,42 @@ def repeated_looks() -> pd.DataFrame:
         unseen = {"no jump seen": (1 - share) ** PLANNED[0]}
         questions = {
             "different": (partial(_of_rows, different_p, moved), 2),
-            "equivalent, margin 3 sd": (partial(_of_rows, partial(equivalent_p, margin=3 * sd), at_margin), 1),
+            "equivalent, margin 3 sd": (
+                partial(_of_rows, partial(equivalent_p, margin=3 * sd), at_margin),
+                1,
+            ),
         }
         for question, (test, sides) in questions.items():
-            rows.append({"losses or differences": name, "false": question, **errors_over_looks(test, sides), **unseen})
+            rows.append(
+                {
+                    "losses or differences": name,
+                    "false": question,
+                    **errors_over_looks(test, sides),
+                    **unseen,
+                }
+            )
     return pd.DataFrame(rows)
 
 
 def worst_error(looks: int, growth: float, sides: int, level: float) -> float:
-    """The error over several looks, each at `level`, for the worst rule of when to look: what was seen may decide.
+    """The error over several looks, each at `level`, for the worst rule of when to look: what was
+    seen may decide.
 
-    z is the sum of the differences over the root of its variance. If the variance has grown from 1 to r between two
-    looks, the second z is normal with mean z / √r and variance 1 − 1 / r. The worst rule picks the r at which rejection
-    at that look or a later one is likeliest, which is found backwards from the last look (dynamic programming). The
-    last look has `growth` times as many seeds as the first at most. For two looks, one side and any growth it is
-    level + exp(−c² / 2) / 4, with c the normal quantile of the level (Proschan and Hunsberger 1995).
+    z is the sum of the differences over the root of its variance. If the variance has grown from 1
+    to r between two looks, the second z is normal with mean z / √r and variance 1 − 1 / r. The
+    worst rule picks the r at which rejection at that look or a later one is likeliest, which is
+    found backwards from the last look (dynamic programming). The last look has `growth` times as
+    many seeds as the first at most. For two looks, one side and any growth it is level + exp(−c² /
+    2) / 4, with c the normal quantile of the level (Proschan and Hunsberger 1995).
     """
     c = stats.norm.isf(level / sides)
     edges = np.linspace(-c if sides == 2 else -7, c, 161)
     z, log_seeds = (edges[1:] + edges[:-1]) / 2, np.linspace(0, np.log(growth), 48)
 
     def transition(r: float, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """From each z the chances that the next is beyond the edges, and in each cell between them."""
+        """From each z the chances that the next is beyond the edges, and in each cell between
+        them.
+        """
         below = stats.norm.cdf((edges - start[:, None] / np.sqrt(r)) / np.sqrt(1 - 1 / r))
         rejects = 1 - below[:, -1] + (below[:, 0] if sides == 2 else 0)
         if sides == 1:
@@ -301,7 +359,11 @@ def worst_error(looks: int, growth: float, sides: int, level: float) -> float:
         later = np.array(
             [
                 np.max(
-                    [np.zeros_like(z), *(p + q @ later[now + 1 + k] for k, (p, q) in enumerate(moves[: 47 - now]))], 0
+                    [
+                        np.zeros_like(z),
+                        *(p + q @ later[now + 1 + k] for k, (p, q) in enumerate(moves[: 47 - now])),
+                    ],
+                    0,
                 )
                 for now in range(len(log_seeds))
             ]
@@ -311,8 +373,13 @@ def worst_error(looks: int, growth: float, sides: int, level: float) -> float:
 
 
 def worst_times() -> pd.DataFrame:
-    """Errors over several looks if what was seen decides when to look again, in the limit of normal sums."""
-    assert abs(worst_error(2, 1e6, 1, ALPHA) - (ALPHA + np.exp(-(stats.norm.isf(ALPHA) ** 2) / 2) / 4)) < 0.002
+    """Errors over several looks if what was seen decides when to look again, in the limit of
+    normal sums.
+    """
+    assert (
+        abs(worst_error(2, 1e6, 1, ALPHA) - (ALPHA + np.exp(-(stats.norm.isf(ALPHA) ** 2) / 2) / 4))
+        < 0.002
+    )
     rows = []
     for looks, growth in tqdm([*product((2, 4, 8), (2, 4, 8, 16, 100))], desc="worst times"):
         errors = {
@@ -324,11 +391,13 @@ def worst_times() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _of_rows(p: Callable[[np.ndarray], np.ndarray], moved: np.ndarray, rows: np.ndarray, n: int) -> np.ndarray:
+def _of_rows(
+    p: Callable[[np.ndarray], np.ndarray], moved: np.ndarray, rows: np.ndarray, n: int
+) -> np.ndarray:
     return p(moved[rows, :n])
 
 
-# --- the commands ----------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 
 def percent(frame: pd.DataFrame) -> str:
@@ -348,8 +417,9 @@ def errors_part() -> str:
     rates = errors.columns[3:6]
     worst = ", ".join(f"{name} {errors[name].max():.1%}" for name in rates)
     made = (
-        f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). {made_by()}\n\n"
-        f"Highest: {worst}. Rows above 6 %: {(errors[rates] > 0.06).any(axis=1).sum()} of {len(errors)}."
+        f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points)."
+        f" {made_by()}\n\nHighest: {worst}. Rows above 6 %:"
+        f" {(errors[rates] > 0.06).any(axis=1).sum()} of {len(errors)}."
     )
     return f"{made}\n\n{percent(errors)}"
 
@@ -361,8 +431,9 @@ def skewed_part() -> str:
     before, after = (no_jumps[f"false different{test}"].max() for test in (", sign flips", ""))
     excess = (lopsided["false different"] - lopsided["no jump seen"]).max()
     without = (
-        f"Without jumps the false `different` are at most {after:.1%} (by sign flips alone {before:.1%}). With them "
-        f"the error is at least about `no jump seen`, and at most {100 * excess:.1f} points more."
+        f"Without jumps the false `different` are at most {after:.1%} (by sign flips alone"
+        f" {before:.1%}). With them the error is at least about `no jump seen`, and at most"
+        f" {100 * excess:.1f} points more."
     )
     return f"{without}\n\n{percent(lopsided)}"
 
@@ -374,7 +445,8 @@ def looks_part() -> str:
     alike = looked_at["no jump seen"].isna()
     symmetric = looked_at["losses or differences"].isin(LOSSES)
     highest = "; ".join(
-        f"{words} planned {looked_at.planned[which].max():.1%}, chosen {looked_at.chosen[which].max():.1%}"
+        f"{words} planned {looked_at.planned[which].max():.1%}, chosen"
+        f" {looked_at.chosen[which].max():.1%}"
         for words, which in (
             ("both settings alike, or apart by the margin:", symmetric),
             ("skewed differences:", alike & ~symmetric),
@@ -382,8 +454,8 @@ def looks_part() -> str:
         )
     )
     made = (
-        f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). {made_by()} "
-        f"{time.process_time() - started:.0f} s of one core.\n\nHighest: {highest}."
+        f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points)."
+        f" {made_by()} {time.process_time() - started:.0f} s of one core.\n\nHighest: {highest}."
     )
     times = "Normal sums, without simulation: the highest error of any rule of when to look."
     return f"{made}\n\n{percent(looked_at)}\n\n{times}\n\n{percent(worst)}"
@@ -392,7 +464,9 @@ def looks_part() -> str:
 PARTS = {"errors": errors_part, "skewed": skewed_part, "looks": looks_part}
 
 
-def verdicts(only: Annotated[str, typer.Option(help=f"one of {', '.join(PARTS)}; by default all")] = "") -> None:
+def verdicts(
+    only: Annotated[str, typer.Option(help=f"one of {', '.join(PARTS)}; by default all")] = "",
+) -> None:
     """Error rates; minutes."""
     check_that_these_are_the_shipped_tests()
     parts = {name: part() for name, part in PARTS.items() if only in ("", name)}

@@ -1,12 +1,14 @@
-"""Products of a real GPU beside the emulated ones: how much of what the chip does does the emulation explain?
+"""Products of a real GPU beside the emulated ones: how much of what the chip does does the
+emulation explain?
 
-A case is one matrix product or convolution on inputs that any machine can make again from their seed. What a GPU
-computed is kept in `data/measured/products-*`, so that every machine can compare.
+A case is one matrix product or convolution on inputs that any machine can make again from their
+seed. What a GPU computed is kept in `data/measured/products-*`, so that every machine can compare.
 
-    python benchmarks/correctness/compare_products.py --write    # on any machine: compare with what is recorded
+    python benchmarks/correctness/compare_products.py --write    # on any machine: compare with what
+    is recorded
 
-Its form at commit 6aece191 also records a GPU's products (`--record`), and searches for minutes for the arithmetic that
-fits what is recorded (`--find`, kept in `data/measured/products-found.json`).
+Its form at commit 6aece191 also records a GPU's products (`--record`), and searches for minutes for
+the arithmetic that fits what is recorded (`--find`, kept in `data/measured/products-found.json`).
 `--write` writes `benchmarks/results/products.md`, and what notebook 02 shows into
 `data/measured/products-comparison.json`.
 
@@ -40,8 +42,9 @@ from gpulab.store.recorded import read_document, recorded_folder
 
 RECORDED = recorded_folder("measured") / "products-nvidia-h200.json"
 SAMPLE = 1024  # elements of each result that are compared
-# (rows, summed, columns) of a matrix product; (images, channels, height, width) and (channels, size, stride) of a
-# convolution: two of PredNet's, one of its published size, and three of a residual network's.
+# (rows, summed, columns) of a matrix product; (images, channels, height, width) and (channels,
+# size, stride) of a convolution: two of PredNet's, one of its published size, and three of a
+# residual network's.
 MATRICES = ((64, 64, 64), (48, 112, 80), (128, 1024, 64), (32, 8192, 32))
 CONVOLUTIONS = (
     ((1, 16, 48, 64), (32, 3, 1)),
@@ -70,7 +73,9 @@ class Case:
 
     def __str__(self) -> str:
         layout = ", channels last" if self.channels_last else ""
-        return f"{self.operation} {self.shape}, {self.inputs}, {self.format} to {self.result}{layout}"
+        return (
+            f"{self.operation} {self.shape}, {self.inputs}, {self.format} to {self.result}{layout}"
+        )
 
     @property
     def size(self) -> str:
@@ -78,18 +83,29 @@ class Case:
         if self.operation == MATRIX:
             return "×".join(map(str, MATRICES[self.shape]))
         x, (channels, size, stride) = CONVOLUTIONS[self.shape]
-        return f"{'×'.join(map(str, x))} to {channels}, {size}×{size}" + (f", stride {stride}" if stride > 1 else "")
+        return f"{'×'.join(map(str, x))} to {channels}, {size}×{size}" + (
+            f", stride {stride}" if stride > 1 else ""
+        )
 
     @cached_property
     def operands(self) -> tuple[Tensor, Tensor]:
-        """The two float32 factors: matrices; input and weight; gradient and weight; gradient and input."""
-        generator = np.random.default_rng([INPUTS.index(self.inputs), self.shape, OPERATIONS.index(self.operation)])
+        """The two float32 factors: matrices; input and weight; gradient and weight; gradient and
+        input.
+        """
+        generator = np.random.default_rng(
+            [INPUTS.index(self.inputs), self.shape, OPERATIONS.index(self.operation)]
+        )
         if self.operation == MATRIX:
             rows, inner, columns = MATRICES[self.shape]
             return self._draw(generator, (rows, inner)), self._draw(generator, (inner, columns))
         x, (channels, size, stride) = CONVOLUTIONS[self.shape]
-        weight, out = (channels, x[1], size, size), (x[0], channels, *((n - 1) // stride + 1 for n in x[2:]))
-        first, second = {FORWARD: (x, weight), TO_INPUT: (out, weight), TO_WEIGHT: (out, x)}[self.operation]
+        weight, out = (
+            (channels, x[1], size, size),
+            (x[0], channels, *((n - 1) // stride + 1 for n in x[2:])),
+        )
+        first, second = {FORWARD: (x, weight), TO_INPUT: (out, weight), TO_WEIGHT: (out, x)}[
+            self.operation
+        ]
         return self._draw(generator, first), self._draw(generator, second)
 
     def _draw(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
@@ -98,7 +114,9 @@ class Case:
         x = generator.standard_normal(shape, dtype=np.float32)
         if self.inputs == "badly scaled":
             x = np.ldexp(x, generator.integers(-10, 11, shape)).astype(np.float32)
-        return round_to(torch.from_numpy(x), self.format if self.inputs == "already rounded" else "float32")
+        return round_to(
+            torch.from_numpy(x), self.format if self.inputs == "already rounded" else "float32"
+        )
 
     def compute(self, first: Tensor, second: Tensor) -> Tensor:
         """The product in the factors' own type, on the device where they are."""
@@ -126,7 +144,9 @@ class Case:
         if self.operation != MATRIX:
             product = product[:8] if self.operation == TO_WEIGHT else product[:1, :8]
         flat = product.reshape(-1)
-        return flat[torch.linspace(0, flat.numel() - 1, min(SAMPLE, flat.numel())).long().to(flat.device)]
+        return flat[
+            torch.linspace(0, flat.numel() - 1, min(SAMPLE, flat.numel())).long().to(flat.device)
+        ]
 
     def exact(self) -> Tensor:
         """The sample in float64."""
@@ -140,16 +160,27 @@ class Case:
 
 def cases() -> list[Case]:
     """Every case that is recorded."""
-    formats = [("float32", "float32"), ("tf32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+    formats = [
+        ("float32", "float32"),
+        ("tf32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float32"),
+    ]
     formats += [("float16", "float16"), ("float16", "float32"), ("float8_e4m3fn", "float32")]
-    layouts = (("tf32", "float32", False), ("tf32", "float32", True), ("bfloat16", "bfloat16", True))
+    layouts = (
+        ("tf32", "float32", False),
+        ("tf32", "float32", True),
+        ("bfloat16", "bfloat16", True),
+    )
     matrices = itertools.product(formats, range(len(MATRICES)), INPUTS)
     convolutions = itertools.product(layouts, OPERATIONS[1:], range(len(CONVOLUTIONS)), INPUTS[:3])
     return [
         Case(MATRIX, shape, inputs, *types)
         for types, shape, inputs in matrices
         if types[0] != "float32" or inputs != "already rounded"
-    ] + [Case(operation, shape, inputs, *layout) for layout, operation, shape, inputs in convolutions]
+    ] + [
+        Case(operation, shape, inputs, *layout) for layout, operation, shape, inputs in convolutions
+    ]
 
 
 def recorded_samples() -> dict[Case, Tensor]:
@@ -158,33 +189,46 @@ def recorded_samples() -> dict[Case, Tensor]:
     return {case: samples[str(case)].double() for case in cases()}
 
 
-# --- the comparison --------------------------------------------------------------------------------------
+# --- the comparison -------------------------------------------------------------------------------
 
 
 def found_arithmetic() -> dict[Case, Arithmetic]:
-    """The arithmetic of every case: of the rounding, tile and slices that were found to come closest to its result.
+    """The arithmetic of every case: of the rounding, tile and slices that were found to come
+    closest to its result.
 
-    A library chooses its kernel by the shape, not by the numbers: those found for normal ones stand for all.
+    A library chooses its kernel by the shape, not by the numbers: those found for normal ones stand
+    for all.
     """
-    found = {fit.pop("case"): fit for fit in read_document(RECORDED.with_name("products-found.json"))["found"]}
+    found = {
+        fit.pop("case"): fit
+        for fit in read_document(RECORDED.with_name("products-found.json"))["found"]
+    }
     arithmetic = {}
     for case in cases():
         fit = dict(found[str(replace(case, inputs=INPUTS[0]))])
         roundings = 3 * (fit.pop("rounding"),)
         fit["channel_tile"] = fit.pop("tile")
-        arithmetic[case] = replace(PRECISIONS[fit["format"]], result=case.result, roundings=roundings, **fit)
+        arithmetic[case] = replace(
+            PRECISIONS[fit["format"]], result=case.result, roundings=roundings, **fit
+        )
     return arithmetic
 
 
-def compare_products(results: Mapping[Case, Tensor], arithmetic: Mapping[Case, Arithmetic]) -> pd.DataFrame:
-    """Compare a GPU's products, a sample of each case as float64, with the emulated ones: a row a case.
+def compare_products(
+    results: Mapping[Case, Tensor], arithmetic: Mapping[Case, Arithmetic]
+) -> pd.DataFrame:
+    """Compare a GPU's products, a sample of each case as float64, with the emulated ones: a row a
+    case.
 
-    `used` is the format that the kernel multiplied in: `float32` where the library left TF32 unused. `error` is the
-    GPU's relative distance from the exact result; `explained` the share of its squared deviation that the emulation
-    makes as well, and `equal` the share of elements that are the same bits, both with sums as this machine makes them;
-    `explained_exact` and `equal_exact` are the same in the tensor core's order.
+    `used` is the format that the kernel multiplied in: `float32` where the library left TF32
+    unused. `error` is the GPU's relative distance from the exact result; `explained` the share of
+    its squared deviation that the emulation makes as well, and `equal` the share of elements that
+    are the same bits, both with sums as this machine makes them; `explained_exact` and
+    `equal_exact` are the same in the tensor core's order.
     """
-    return pd.DataFrame(compared(case, result, arithmetic[case]) for case, result in Progress(results.items()))
+    return pd.DataFrame(
+        compared(case, result, arithmetic[case]) for case, result in Progress(results.items())
+    )
 
 
 def compared(case: Case, result: Tensor, how: Arithmetic) -> dict[str, Any]:
@@ -207,12 +251,17 @@ def compared(case: Case, result: Tensor, how: Arithmetic) -> dict[str, Any]:
     if how.order is not None:
         emulated = case.emulated(how)
         row |= {"tile": how.channel_tile, "slices": how.slices}
-        row |= {"explained_exact": explained(result, emulated, truth), "equal_exact": share_equal(emulated, result)}
+        row |= {
+            "explained_exact": explained(result, emulated, truth),
+            "equal_exact": share_equal(emulated, result),
+        }
     return row
 
 
 def explained(result: Tensor, emulated: Tensor, exact: Tensor) -> float:
-    """The share of a result's squared deviation from the exact one that the emulation makes as well."""
+    """The share of a result's squared deviation from the exact one that the emulation makes as
+    well.
+    """
     deviation = finite_norm(result - exact)
     return 1 - (finite_norm(result - emulated) / deviation) ** 2 if deviation else float("nan")
 
@@ -257,15 +306,28 @@ def main(
     frame = compare_products(recorded_samples(), found_arithmetic())
 
     def shown(table: pd.DataFrame) -> str:
-        return markdown(table.map(lambda value: f"{value:.6g}" if isinstance(value, float) else str(value)))
+        return markdown(
+            table.map(lambda value: f"{value:.6g}" if isinstance(value, float) else str(value))
+        )
 
     differ = frame[(frame.used != "float32") & (frame.equal_exact < 1)]
     page = RESULTS / "products.md" if write else None
-    show("Emulated products beside those of a GPU", page, short=shown(summarize(frame)), differ=shown(differ))
+    show(
+        "Emulated products beside those of a GPU",
+        page,
+        short=shown(summarize(frame)),
+        differ=shown(differ),
+    )
     if write:
         rows = json.loads(summarize(frame[frame.inputs == INPUTS[0]]).to_json(orient="records"))
         gpu = read_document(RECORDED)["passport"]["gpus"][0]["name"]
-        keep(RECORDED.with_name("products-comparison.json"), "cpu", gpu=gpu, inputs=INPUTS[0], comparison=rows)
+        keep(
+            RECORDED.with_name("products-comparison.json"),
+            "cpu",
+            gpu=gpu,
+            inputs=INPUTS[0],
+            comparison=rows,
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Whole training programs computed in two ways: whether an audit calls right ones right, and finds and places faults.
+"""Whole training programs computed in two ways: whether an audit calls right ones right, and finds
+and places faults.
 
     python benchmarks/correctness/compare_programs.py --write benchmarks/results/programs.md
 
-The programs are in `whole_programs.py` and `other_programs.py`. Both sets were written before the audit was run on
-them; the second by somebody who had not seen it. A fault is placed where the first finding names a line, of either
-side, that is at most two lines from one that is marked as the fault; and exactly, where it names that line.
+The programs are in `whole_programs.py` and `other_programs.py`. Both sets were written before the
+audit was run on them; the second by somebody who had not seen it. A fault is placed where the first
+finding names a line, of either side, that is at most two lines from one that is marked as the
+fault; and exactly, where it names that line.
 """
 
 from __future__ import annotations
@@ -32,10 +34,17 @@ def scores(setting: str) -> pd.DataFrame:
     for name, module in SETS.items():
         file = Path(module.__file__ or "").name
         for program in tqdm(module.PROGRAMS, leave=False, disable=None):
-            right = gl.audit(program.step("plain"), program.step("rewritten"), setting=setting, progress=False)
-            faulty = gl.audit(program.step("plain"), program.step("faulty"), setting=setting, progress=False)
+            right = gl.audit(
+                program.step("plain"), program.step("rewritten"), setting=setting, progress=False
+            )
+            faulty = gl.audit(
+                program.step("plain"), program.step("faulty"), setting=setting, progress=False
+            )
             first = faulty.findings[0]
-            named = [int(line) for line in re.findall(rf"{re.escape(file)}:(\d+)", f"{first.line} {first.detail}")]
+            named = [
+                int(line)
+                for line in re.findall(rf"{re.escape(file)}:(\d+)", f"{first.line} {first.detail}")
+            ]
             apart = [abs(line - fault) for line in named for fault in program.fault_lines]
             rows.append(
                 {
@@ -61,7 +70,10 @@ def main(
     counts = rows.groupby("set")[["right", "found", "placed", "exactly"]].sum()
     counts.insert(0, "programs", rows.groupby("set").size())
     misplaced = ", ".join(rows.program[rows.found & ~rows.placed])
-    shown = f"{markdown(counts.reset_index())}\n\nFound, and named elsewhere: {misplaced}.\n\n{made_by()}"
+    shown = (
+        f"{markdown(counts.reset_index())}\n\nFound, and named elsewhere:"
+        f" {misplaced}.\n\n{made_by()}"
+    )
     show("Programs computed in two ways", write, measured=shown)
 
 

@@ -1,14 +1,16 @@
-"""Public questions of the kind "compiled and not compiled differ", and whether the audit's first line answers them.
+"""Public questions of the kind "compiled and not compiled differ", and whether the audit's first
+line answers them.
 
     python benchmarks/correctness/compiled_cases.py --write benchmarks/results/compiled_cases.md
 
-Each case is a training step of a network of several modules, retold in our own words from a public thread, or with a
-fault that is planted: a backend of torch.compile, registered here, that computes one kind of module wrongly. Besides,
-whole networks and steps of the kinds that people ask about, uncompiled. What the first line should say, and of which
-module or operation, was laid down before the audit was run on any of them, and not changed afterwards. A first run
-showed that twelve faults had not been there: the planted ones looked for a module's name, which the compiler does not
-know where that is compiled alone; the backend of torch's tests changes `torch.relu` and not `nn.ReLU`; of the angles
-none was missed. The expected lines stayed.
+Each case is a training step of a network of several modules, retold in our own words from a public
+thread, or with a fault that is planted: a backend of torch.compile, registered here, that computes
+one kind of module wrongly. Besides, whole networks and steps of the kinds that people ask about,
+uncompiled. What the first line should say, and of which module or operation, was laid down before
+the audit was run on any of them, and not changed afterwards. A first run showed that twelve faults
+had not been there: the planted ones looked for a module's name, which the compiler does not know
+where that is compiled alone; the backend of torch's tests changes `torch.relu` and not `nn.ReLU`;
+of the angles none was missed. The expected lines stayed.
 """
 
 from __future__ import annotations
@@ -30,11 +32,18 @@ CASES: list[Case] = []
 
 
 def case(
-    thread: str, backend: str, kind: str, operation: str = "", options: str = "", cpu_alone: bool = False
+    thread: str,
+    backend: str,
+    kind: str,
+    operation: str = "",
+    options: str = "",
+    cpu_alone: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Add the function to `CASES`, compiled by a backend and not; its docstring is the cause."""
     compiled = f"{options},compile={backend}".lstrip(",")
-    cuda, cpu = ((f"{device}:{options}".rstrip(":"), f"{device}:{compiled}") for device in ("cuda", "cpu"))
+    cuda, cpu = (
+        (f"{device}:{options}".rstrip(":"), f"{device}:{compiled}") for device in ("cuda", "cpu")
+    )
     return public_cases.case(thread, (None if cpu_alone else cuda, cpu), kind, operation, CASES)
 
 
@@ -43,13 +52,15 @@ def uncompiled(thread: str, kind: str, operation: str = "") -> Callable[[Callabl
     return public_cases.case(thread, public_cases.DEVICES, kind, operation, CASES)
 
 
-# --- planted miscompilations -------------------------------------------------------------------------------
+# --- planted miscompilations ----------------------------------------------------------------------
 
 Change = Callable[[torch.fx.Graph, torch.fx.Node], None]
 
 
 def planted(name: str, line: str, target: str, change: Change) -> None:
-    """Register a backend that runs torch's own operations, and changes those of one name that come from a line."""
+    """Register a backend that runs torch's own operations, and changes those of one name that
+    come from a line.
+    """
 
     def backend(program: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         for node in list(program.graph.nodes):
@@ -98,7 +109,12 @@ planted("drops_a_view", "torch.flip(", "flip", left_out)
 planted("ignores_in_place", "y.mul_(2)", "mul_", left_out)
 planted("rounds", "", "linear", followed_by(rounded))
 planted("cuts_the_graph", "", "gelu", followed_by(torch.detach))
-planted("fuses_wrongly", "self.down(self.act(", "linear", where_a("gelu", followed_by(lambda x: x * 1.01)))
+planted(
+    "fuses_wrongly",
+    "self.down(self.act(",
+    "linear",
+    where_a("gelu", followed_by(lambda x: x * 1.01)),
+)
 planted("forgets_the_rest", "", "layer_norm", followed_by(lambda x: x * (1 + 1e-3)))
 planted("clamps", "", "softplus", followed_by(lambda x: x.clamp(max=1.0)))
 planted("reads_stale_memory", "", "embedding", followed_by(lambda x: x + 0 * x.flatten()[0] + 0.5))
@@ -109,7 +125,11 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.act, self.down = nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        self.up, self.act, self.down = (
+            nn.Linear(width, 2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(x)))
@@ -126,7 +146,9 @@ class Turned(nn.Module):
     """The features in the other order."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.flip(x, (-1,)) * torch.linspace(0.5, 1.5, x.shape[-1], device=x.device, dtype=x.dtype)
+        return torch.flip(x, (-1,)) * torch.linspace(
+            0.5, 1.5, x.shape[-1], device=x.device, dtype=x.dtype
+        )
 
 
 class Doubled(nn.Module):
@@ -180,7 +202,10 @@ class Mixture(nn.Module):
 
     def __init__(self, width: int, experts: int = 4) -> None:
         super().__init__()
-        self.gate, self.experts = nn.Linear(width, experts), nn.ModuleList(Mlp(width) for _ in range(experts))
+        self.gate, self.experts = (
+            nn.Linear(width, experts),
+            nn.ModuleList(Mlp(width) for _ in range(experts)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
@@ -190,14 +215,18 @@ class Mixture(nn.Module):
 
 
 def network(*modules: nn.Module, inputs: Tensor | None = None) -> gl.Step:
-    """A step of a network with a linear layer before and after the modules, of weights that seed 0 draws."""
+    """A step of a network with a linear layer before and after the modules, of weights that seed
+    0 draws.
+    """
     layers = [nn.Linear(16, 16), *modules, nn.LazyLinear(4)]
     model = nn.Sequential(*layers)
     given = batch(8, 16) if inputs is None else inputs
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for parameter in itertools.chain(*(layer.parameters() for layer in layers[:-1])):
-            nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else nn.init.uniform_(parameter, 0.5, 1.0)
+            nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else nn.init.uniform_(
+                parameter, 0.5, 1.0
+            )
         model(given)
     return gl.Step(model, (given, torch.zeros(1)), lambda output, _: output.square().mean())
 
@@ -254,27 +283,38 @@ def softplus_that_is_cut_off() -> gl.Step:
 def table_read_from_elsewhere() -> gl.Step:
     """What a table gives holds numbers of another tensor."""
     model = nn.Sequential(Table(10, 16), Mlp(16))
-    return gl.Step(model, (torch.arange(8) % 10, torch.zeros(1)), lambda output, _: output.square().mean())
+    return gl.Step(
+        model, (torch.arange(8) % 10, torch.zeros(1)), lambda output, _: output.square().mean()
+    )
 
 
-@case("pytorch/pytorch, a backend for its own tests", "relu_accuracy_error_TESTING_ONLY", MISMATCH, "Rectified")
+@case(
+    "pytorch/pytorch, a backend for its own tests",
+    "relu_accuracy_error_TESTING_ONLY",
+    MISMATCH,
+    "Rectified",
+)
 def relu_of_the_tests() -> gl.Step:
     """Torch's own backend for tests of its minifier, which adds one after every ReLU."""
     return network(nn.Linear(16, 16), Rectified(), Mlp(16))
 
 
-# --- what torch's compilers do ------------------------------------------------------------------------------
+# --- what torch's compilers do --------------------------------------------------------------------
 
 
 @case("pytorch/pytorch#198102", "aot_eager", MISMATCH, "Gapped")
 def view_with_gaps() -> gl.Step:
-    """What a view with gaps does not cover is set to zero by functionalisation, which every backend uses."""
+    """What a view with gaps does not cover is set to zero by functionalisation, which every
+    backend uses.
+    """
     return network(Mlp(16), Gapped(), Mlp(16))
 
 
 @case("pytorch/pytorch#186799", "inductor", MISMATCH, "Angle", cpu_alone=True)
 def smallest_angle() -> gl.Step:
-    """The backward pass computes the angle again, rounds it otherwise, and misses the smallest one."""
+    """The backward pass computes the angle again, rounds it otherwise, and misses the smallest
+    one.
+    """
     return network(Angle(), inputs=batch(16, 16))
 
 
@@ -292,16 +332,26 @@ def under_autocast() -> gl.Step:
 
 @case("pytorch/pytorch#141317", "inductor", ROUNDING)
 def convolution_and_batch_norm() -> gl.Step:
-    """Outputs of next to nothing differ by all of their size, and by nothing beside what they are made of."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=2, dilation=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
-    return gl.Step(model, (batch(4, 3, 12, 12), torch.zeros(1)), lambda output, _: output.square().mean())
+    """Outputs of next to nothing differ by all of their size, and by nothing beside what they
+    are made of.
+    """
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=2, dilation=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+    )
+    return gl.Step(
+        model, (batch(4, 3, 12, 12), torch.zeros(1)), lambda output, _: output.square().mean()
+    )
 
 
 @case("pytorch/pytorch#181696", "inductor", ROUNDING)
 def norm_of_equal_numbers() -> gl.Step:
     """A normalisation divides what rounding leaves of nothing by the root of its epsilon."""
     model = nn.Sequential(nn.BatchNorm1d(6).eval(), nn.ELU(), nn.GroupNorm(6, 6))
-    return gl.Step(model, (torch.full((4, 6, 12), 1.1), torch.zeros(1)), lambda output, _: (output + 1).square().mean())
+    return gl.Step(
+        model,
+        (torch.full((4, 6, 12), 1.1), torch.zeros(1)),
+        lambda output, _: (output + 1).square().mean(),
+    )
 
 
 @case("pytorch/pytorch#100075", "inductor", public_cases.RANDOM, "Sequential")
@@ -313,7 +363,9 @@ def dropout_of_inductor() -> gl.Step:
 @case("pytorch/pytorch#163449", "inductor", ROUNDING)
 def whole_transformer_layer() -> gl.Step:
     """Compiled or not, all is within what rounding explains."""
-    return network(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), inputs=batch(2, 5, 16))
+    return network(
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), inputs=batch(2, 5, 16)
+    )
 
 
 @case("pytorch/pytorch#113180", "aot_eager", ROUNDING)
@@ -322,13 +374,15 @@ def same_operations() -> gl.Step:
     return network(Mlp(16), nn.LayerNorm(16), Mixture(16))
 
 
-# --- uncompiled, of the kinds that people ask about ---------------------------------------------------------
+# --- uncompiled, of the kinds that people ask about -----------------------------------------------
 
 
 @uncompiled("pytorch/pytorch#187444", ROUNDING)
 def batch_norm_and_dropout() -> gl.Step:
     """A network in training mode draws the same numbers and keeps the same statistics."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
     return gl.Step(model, (batch(4, 3, 8, 8), batch(4, 4, seed=1)), F.mse_loss)
 
 
@@ -350,7 +404,9 @@ def mixture_of_experts() -> gl.Step:
 
 @uncompiled("pytorch/pytorch#118115", MISMATCH, "addcdiv|copy|clone|sub|rsub")
 def in_place_on_a_transposed_view(setting: gl.Setting) -> Tensor:
-    """A device writes the result of an operation in place into a copy of a transposed tensor, which is lost."""
+    """A device writes the result of an operation in place into a copy of a transposed tensor,
+    which is lost.
+    """
     weights, moment = drawn(setting, 6, 4).t(), drawn(setting, 6, 4, seed=1).t()
     target = weights.contiguous() if second(setting) else weights
     target.addcdiv_(moment, moment.square() + 1, value=-0.1)
@@ -368,7 +424,9 @@ def weights_read_as_if_contiguous(setting: gl.Setting) -> Tensor:
 def mean_that_became_a_sum(setting: gl.Setting) -> Tensor:
     """After an upgrade the loss is added up over tokens, and no longer averaged."""
     losses = F.cross_entropy(
-        drawn(setting, 10, 5, leaf=True), torch.arange(10, device=setting.device) % 5, reduction="none"
+        drawn(setting, 10, 5, leaf=True),
+        torch.arange(10, device=setting.device) % 5,
+        reduction="none",
     )
     loss = losses.sum() if second(setting) else losses.mean()
     loss.backward()

@@ -1,10 +1,13 @@
-"""Programs whose copies from and to a GPU go on while they go on, wrongly and rightly, under the guard. Needs CUDA.
+"""Programs whose copies from and to a GPU go on while they go on, wrongly and rightly, under the
+guard. Needs CUDA.
 
-    python benchmarks/correctness/copies_under_way_cases.py --write benchmarks/results/copies_under_way.md
+    python benchmarks/correctness/copies_under_way_cases.py --write
+    benchmarks/results/copies_under_way.md
 
-Seven have the fault of a public thread, retold in a program of our own; ten are right and resemble them. The expected
-answers stood here before the guard was tried on any of them. Each program is first run without the guard, once as it
-is and once with copies that wait: do its numbers differ? The GPU is kept busy before each copy, as in a training.
+Seven have the fault of a public thread, retold in a program of our own; ten are right and resemble
+them. The expected answers stood here before the guard was tried on any of them. Each program is
+first run without the guard, once as it is and once with copies that wait: do its numbers differ?
+The GPU is kept busy before each copy, as in a training.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def computed(number: float) -> Tensor:
     return torch.full((SIZE,), number, device="cuda")
 
 
-# --- wrong ---------------------------------------------------------------------------------------------------
+# --- wrong ----------------------------------------------------------------------------------------
 
 
 def inputs_refilled(going_on: bool) -> Tensor:
@@ -86,7 +89,11 @@ def as_numpy_on_arrival(going_on: bool) -> Tensor:
 
 def metrics_on_arrival(going_on: bool) -> Tensor:
     """Several metrics are moved, and joined on the host."""
-    moved = {name: computed(number).to("cpu", non_blocking=going_on) for name, number in (("a", 1), ("b", 2))}  # here
+    # here
+    moved = {
+        name: computed(number).to("cpu", non_blocking=going_on)
+        for name, number in (("a", 1), ("b", 2))
+    }
     return torch.cat(list(moved.values())).sum()
 
 
@@ -98,7 +105,7 @@ def view_made_before(going_on: bool) -> Tensor:
     return torch.tensor(view.sum())
 
 
-# --- right ---------------------------------------------------------------------------------------------------
+# --- right ----------------------------------------------------------------------------------------
 
 
 def loader_of_pinned_batches(going_on: bool) -> Tensor:
@@ -201,8 +208,19 @@ CASES = [
     *(
         Program(program, "", "")
         for program in (
-            *(loader_of_pinned_batches, event_before_refilling, two_buffers, asked_until_done, loss_as_a_number),
-            *(another_buffer_each_time, pageable_refilled, device_synchronized, results_of_a_stream),
+            *(
+                loader_of_pinned_batches,
+                event_before_refilling,
+                two_buffers,
+                asked_until_done,
+                loss_as_a_number,
+            ),
+            *(
+                another_buffer_each_time,
+                pageable_refilled,
+                device_synchronized,
+                results_of_a_stream,
+            ),
             one_after_the_other,
         )
     ),
@@ -211,7 +229,8 @@ CASES = [
 
 def tried(case: Program) -> dict[str, Any]:
     """A row of the table."""
-    held = [torch.full((SIZE,), torch.nan, pin_memory=True) for _ in range(4)]  # memory that torch will hand out again
+    # memory that torch will hand out again
+    held = [torch.full((SIZE,), torch.nan, pin_memory=True) for _ in range(4)]
     del held
     torch.cuda.synchronize()
     differs = not torch.equal(case.program(True), case.program(False))

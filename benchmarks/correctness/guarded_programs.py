@@ -24,7 +24,11 @@ def guarded(case: Program, *given: Any) -> dict[str, Any]:
     with warnings.catch_warnings(action="ignore"), gl.guard(on="warn", reads="any") as report:
         case.program(*given)
     causes = {finding.cause for finding in report.findings}
-    row = {"program": case.program.__name__, "thread": case.thread, "expected": case.cause or "nothing"}
+    row = {
+        "program": case.program.__name__,
+        "thread": case.thread,
+        "expected": case.cause or "nothing",
+    }
     right = case.cause in causes if case.cause else not causes
     placed = any(finding.line.text.endswith("# here") for finding in report.findings)
     said = ", ".join(sorted(causes)) or "nothing"
@@ -33,7 +37,9 @@ def guarded(case: Program, *given: Any) -> dict[str, Any]:
 
 def show_guarded(title: str, page: Path | None, rows: list[dict[str, Any]]) -> None:
     """Print the rows of `guarded` and what they come to, and put them on a page."""
-    wrong, right = ([row for row in rows if (row["placed"] is not None) is fault] for fault in (True, False))
+    wrong, right = (
+        [row for row in rows if (row["placed"] is not None) is fault] for fault in (True, False)
+    )
     text = (
         f"Of {len(wrong)} faults {sum(row['as expected'] for row in wrong)} are caught and "
         f"{sum(row['placed'] for row in wrong)} placed; of {len(right)} right programs "

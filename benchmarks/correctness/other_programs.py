@@ -1,9 +1,10 @@
 """Training programs computed in two ways, and a third time with one realistic fault.
 
-Every program is a function of a setting and a variant. The variant `plain` trains in a straightforward way,
-`rewritten` computes mathematically the same results by other operations, and `faulty` is `rewritten` with one bug, on
-the lines that end in the comment FAULT. All numbers are drawn on the CPU in float64 from a fixed seed and then moved,
-so that they are the same under every setting.
+Every program is a function of a setting and a variant. The variant `plain` trains in a
+straightforward way, `rewritten` computes mathematically the same results by other operations, and
+`faulty` is `rewritten` with one bug, on the lines that end in the comment FAULT. All numbers are
+drawn on the CPU in float64 from a fixed seed and then moved, so that they are the same under every
+setting.
 
 `python benchmarks/correctness/other_programs.py` checks in float64 that this is so.
 """
@@ -61,14 +62,18 @@ class Program:
     def fault_lines(self) -> tuple[int, ...]:
         """The numbers, in this file, of the lines where the fault is."""
         lines, first = inspect.getsourcelines(self.function)
-        return tuple(first + number for number, line in enumerate(lines) if line.rstrip().endswith(MARK))
+        return tuple(
+            first + number for number, line in enumerate(lines) if line.rstrip().endswith(MARK)
+        )
 
 
 PROGRAMS: list[Program] = []
 Function = Callable[[Setting, str], Any]
 
 
-def program(kinds: tuple[str, ...] = ("mismatch",), source: str = "") -> Callable[[Function], Function]:
+def program(
+    kinds: tuple[str, ...] = ("mismatch",), source: str = ""
+) -> Callable[[Function], Function]:
     """Append the decorated function to `PROGRAMS`."""
 
     def register(function: Function) -> Function:
@@ -79,7 +84,9 @@ def program(kinds: tuple[str, ...] = ("mismatch",), source: str = "") -> Callabl
 
 
 class Draw:
-    """Random numbers from a seeded generator on the CPU, moved to the device and the type of a setting."""
+    """Random numbers from a seeded generator on the CPU, moved to the device and the type of a
+    setting.
+    """
 
     def __init__(self, setting: Setting, seed: int) -> None:
         self.setting = setting
@@ -92,7 +99,9 @@ class Draw:
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         """Numbers evenly distributed between two bounds."""
-        numbers = low + (high - low) * torch.rand(shape, generator=self.generator, dtype=torch.float64)
+        numbers = low + (high - low) * torch.rand(
+            shape, generator=self.generator, dtype=torch.float64
+        )
         return numbers.to(self.setting.device, self.setting.dtype)
 
     def integers(self, high: int, *shape: int, low: int = 0) -> Tensor:
@@ -100,8 +109,12 @@ class Draw:
         return torch.randint(low, high, shape, generator=self.generator).to(self.setting.device)
 
     def weight(self, *shape: int, scale: float | None = None) -> Tensor:
-        """Normal numbers that need a gradient, by default of a scale that fits the first dimension."""
-        return self.normal(*shape, scale=shape[0] ** -0.5 if scale is None else scale).requires_grad_()
+        """Normal numbers that need a gradient, by default of a scale that fits the first
+        dimension.
+        """
+        return self.normal(
+            *shape, scale=shape[0] ** -0.5 if scale is None else scale
+        ).requires_grad_()
 
     def module(self, module: nn.Module) -> nn.Module:
         """The module with newly drawn parameters, on the device and in the type of the setting."""
@@ -109,23 +122,34 @@ class Draw:
         with torch.no_grad():
             for parameter in module.parameters():
                 wide = parameter.dim() > 1
-                parameter.copy_(self.normal(*parameter.shape, scale=parameter.shape[-1] ** -0.5 if wide else 0.1))
+                parameter.copy_(
+                    self.normal(
+                        *parameter.shape, scale=parameter.shape[-1] ** -0.5 if wide else 0.1
+                    )
+                )
         return module
 
 
-# --- language models -------------------------------------------------------------------------------------
+# --- language models ------------------------------------------------------------------------------
 
 
 @program(source="sequence packing, as in TRL and Megatron-LM")
 def packed_documents(setting: Setting, variant: str) -> Tensor:
-    """Causal attention document by document, or on packed documents; the fault lets positions run on in the pack."""
+    """Causal attention document by document, or on packed documents; the fault lets positions
+    run on in the pack.
+    """
     draw = Draw(setting, 11)
     width, vocabulary, lengths = 16, 23, (5, 3, 7, 4)
-    embedding, positions = draw.weight(vocabulary, width, scale=1.0), draw.weight(32, width, scale=1.0)
+    embedding, positions = (
+        draw.weight(vocabulary, width, scale=1.0),
+        draw.weight(32, width, scale=1.0),
+    )
     query, key, value = (draw.weight(width, width) for _ in range(3))
     head = draw.weight(width, vocabulary)
     documents = [draw.integers(vocabulary, length + 1) for length in lengths]
-    optimizer = torch.optim.SGD([embedding, positions, query, key, value, head], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [embedding, positions, query, key, value, head], lr=0.1, momentum=0.9
+    )
     for _ in range(2):
         optimizer.zero_grad()
         if variant == "plain":
@@ -142,7 +166,9 @@ def packed_documents(setting: Setting, variant: str) -> Tensor:
             tokens = torch.cat([document[:-1] for document in documents])
             targets = torch.cat([document[1:] for document in documents])
             count = torch.tensor(lengths, device=setting.device)
-            owner = torch.repeat_interleave(torch.arange(len(lengths), device=setting.device), count)
+            owner = torch.repeat_interleave(
+                torch.arange(len(lengths), device=setting.device), count
+            )
             place = torch.arange(len(tokens), device=setting.device)
             allowed = (owner[:, None] == owner) & (place[:, None] >= place)
             if variant == "faulty":
@@ -158,18 +184,31 @@ def packed_documents(setting: Setting, variant: str) -> Tensor:
     return loss.detach()
 
 
-@program(kinds=("mismatch", "reduced precision"), source="policy gradient on generated text, with a KV cache")
+@program(
+    kinds=("mismatch", "reduced precision"),
+    source="policy gradient on generated text, with a KV cache",
+)
 def cached_policy(setting: Setting, variant: str) -> dict[str, Tensor]:
-    """Log-probabilities of sampled tokens by one forward pass or with a KV cache; the fault caches in bfloat16."""
+    """Log-probabilities of sampled tokens by one forward pass or with a KV cache; the fault
+    caches in bfloat16.
+    """
     draw = Draw(setting, 12)
     batch, prompt, generated, vocabulary = 3, 4, 5, 19
     heads, shared, size = 4, 2, 8
     width, length = heads * size, prompt + generated - 1
     embedding = draw.weight(vocabulary, width, scale=1.0)
-    query, key, value = draw.weight(width, width), *(draw.weight(width, shared * size) for _ in range(2))
-    gain, output = draw.uniform(width, low=0.5, high=1.5).requires_grad_(), draw.weight(width, vocabulary)
+    query, key, value = (
+        draw.weight(width, width),
+        *(draw.weight(width, shared * size) for _ in range(2)),
+    )
+    gain, output = (
+        draw.uniform(width, low=0.5, high=1.5).requires_grad_(),
+        draw.weight(width, vocabulary),
+    )
     tokens, advantage = draw.integers(vocabulary, batch, prompt + generated), draw.normal(batch)
-    frequency = 100.0 ** (-torch.arange(size // 2, device=setting.device, dtype=setting.dtype) / (size // 2))
+    frequency = 100.0 ** (
+        -torch.arange(size // 2, device=setting.device, dtype=setting.dtype) / (size // 2)
+    )
     optimizer = torch.optim.Adam([embedding, query, key, value, gain, output], lr=0.01)
 
     def rotate(x: Tensor, place: Tensor) -> Tensor:  # x: batch, time, heads, size
@@ -217,9 +256,16 @@ def cached_policy(setting: Setting, variant: str) -> dict[str, Tensor]:
     return {"loss": loss.detach(), "log_probabilities": chosen.detach()}
 
 
-@program(source="gradient accumulation on sequences of unequal length, as in Hugging Face Transformers in 2024")
+@program(
+    source=(
+        "gradient accumulation on sequences of unequal length, as in Hugging Face Transformers in"
+        " 2024"
+    )
+)
 def accumulated_gradients(setting: Setting, variant: str) -> Tensor:
-    """A language model on a batch at once or in micro-batches; the fault averages the means of the micro-batches."""
+    """A language model on a batch at once or in micro-batches; the fault averages the means of
+    the micro-batches.
+    """
     draw = Draw(setting, 13)
     batch, length, width, vocabulary, taps = 6, 10, 12, 17, 3
     embedding = draw.weight(vocabulary, width, scale=0.5)
@@ -260,7 +306,9 @@ def accumulated_gradients(setting: Setting, variant: str) -> Tensor:
 
 @program(source="Hu et al., 2021, LoRA: low-rank adaptation")
 def merged_adapters(setting: Setting, variant: str) -> dict[str, Tensor | list[Tensor]]:
-    """Low-rank adapters beside frozen weights or merged into them; the fault validates on weights merged in place."""
+    """Low-rank adapters beside frozen weights or merged into them; the fault validates on
+    weights merged in place.
+    """
     draw = Draw(setting, 14)
     width, hidden, rank = 10, 14, 3
     scale = 6 / rank
@@ -277,7 +325,9 @@ def merged_adapters(setting: Setting, variant: str) -> dict[str, Tensor | list[T
         return x @ second[0].T + scale * (x @ second[1].T) @ second[2].T
 
     def merged(x: Tensor) -> Tensor:
-        first, second = (torch.addmm(w, b, a, alpha=scale) for w, a, b in zip(frozen, down, up, strict=True))
+        first, second = (
+            torch.addmm(w, b, a, alpha=scale) for w, a, b in zip(frozen, down, up, strict=True)
+        )
         return F.linear(F.gelu(F.linear(x, first)), second)
 
     history = []
@@ -303,11 +353,16 @@ def merged_adapters(setting: Setting, variant: str) -> dict[str, Tensor | list[T
 
 @program(source="Shazeer et al., 2017; Mixtral's routing to two experts with SwiGLU")
 def mixture_of_experts(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
-    """All experts on all tokens or dispatch to two of them; the fault overwrites what the first expert wrote."""
+    """All experts on all tokens or dispatch to two of them; the fault overwrites what the first
+    expert wrote.
+    """
     draw = Draw(setting, 15)
     tokens, width, hidden, experts, chosen = 14, 8, 12, 4, 2
     router = draw.weight(width, experts)
-    gate, up = draw.weight(experts, width, hidden, scale=0.4), draw.weight(experts, width, hidden, scale=0.4)
+    gate, up = (
+        draw.weight(experts, width, hidden, scale=0.4),
+        draw.weight(experts, width, hidden, scale=0.4),
+    )
     down = draw.weight(experts, hidden, width, scale=0.3)
     x, target = draw.normal(tokens, width), draw.normal(tokens, width)
     optimizer = torch.optim.Adam([router, gate, up, down], lr=0.01)
@@ -319,9 +374,13 @@ def mixture_of_experts(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
             selected = torch.zeros_like(probability).scatter(1, best, 1.0)
             share = probability * selected
             share = share / share.sum(-1, keepdim=True)
-            every = torch.stack([(F.silu(x @ gate[e]) * (x @ up[e])) @ down[e] for e in range(experts)], 1)
+            every = torch.stack(
+                [(F.silu(x @ gate[e]) * (x @ up[e])) @ down[e] for e in range(experts)], 1
+            )
             mixed = (share[..., None] * every).sum(1)
-            balance = experts * sum(selected[:, e].mean() / chosen * probability[:, e].mean() for e in range(experts))
+            balance = experts * sum(
+                selected[:, e].mean() / chosen * probability[:, e].mean() for e in range(experts)
+            )
         else:
             values, best = probability.topk(chosen, -1)
             values = values / values.sum(-1, keepdim=True)
@@ -334,7 +393,9 @@ def mixture_of_experts(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
                     mixed[rows] = share  # FAULT
                 else:
                     mixed.index_add_(0, rows, share)
-            load = torch.bincount(best.flatten(), minlength=experts).to(setting.dtype) / best.numel()
+            load = (
+                torch.bincount(best.flatten(), minlength=experts).to(setting.dtype) / best.numel()
+            )
             balance = experts * torch.dot(load, probability.mean(0))
         loss = F.mse_loss(x + mixed, target)
         (loss + 0.01 * balance).backward()
@@ -344,14 +405,18 @@ def mixture_of_experts(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
 
 @program(source="Gu and Dao, 2023, Mamba; Dao and Gu, 2024, the scan in chunks")
 def selective_scan(setting: Setting, variant: str) -> Tensor:
-    """A selective state-space layer by a loop or in chunks; the fault decays the carried state a step too little."""
+    """A selective state-space layer by a loop or in chunks; the fault decays the carried state a
+    step too little.
+    """
     draw = Draw(setting, 16)
     batch, length, channels, states, chunk = 2, 12, 4, 3, 4
     to_step, log_rate = draw.weight(channels, channels), draw.weight(channels, states, scale=0.3)
     to_input, to_output = draw.weight(channels, states), draw.weight(channels, states)
     skip, head = draw.weight(channels, scale=1.0), draw.weight(channels, channels)
     x, target = draw.normal(batch, length, channels), draw.normal(batch, length, channels)
-    optimizer = torch.optim.SGD([to_step, log_rate, to_input, to_output, skip, head], 0.05, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(
+        [to_step, log_rate, to_input, to_output, skip, head], 0.05, momentum=0.9, nesterov=True
+    )
     for _ in range(2):
         optimizer.zero_grad()
         step = F.softplus(x @ to_step)
@@ -361,17 +426,24 @@ def selective_scan(setting: Setting, variant: str) -> Tensor:
             outputs = []
             for time in range(length):
                 decay = torch.exp(-step[:, time, :, None] * log_rate.exp())
-                state = decay * state + (step[:, time] * x[:, time])[..., None] * entering[:, time, None]
+                state = (
+                    decay * state
+                    + (step[:, time] * x[:, time])[..., None] * entering[:, time, None]
+                )
                 outputs.append((state * leaving[:, time, None]).sum(-1))
             y = torch.stack(outputs, 1)
         else:
             log_decay = -torch.einsum("btc,cn->btcn", step, log_rate.exp())
             driven = torch.einsum("btc,btn->btcn", step * x, entering)
             pieces = []
-            later = torch.ones(chunk, chunk, dtype=torch.bool, device=setting.device).triu(1)[..., None, None]
+            later = torch.ones(chunk, chunk, dtype=torch.bool, device=setting.device).triu(1)[
+                ..., None, None
+            ]
             for logs, inputs in zip(log_decay.split(chunk, 1), driven.split(chunk, 1), strict=True):
                 total = logs.cumsum(1)
-                between = (total[:, :, None] - total[:, None]).masked_fill(later, float("-inf")).exp()
+                between = (
+                    (total[:, :, None] - total[:, None]).masked_fill(later, float("-inf")).exp()
+                )
                 inside = torch.einsum("bijcn,bjcn->bicn", between, inputs)
                 if variant == "faulty":
                     carried = torch.exp(total - logs) * state[:, None]  # FAULT
@@ -387,13 +459,20 @@ def selective_scan(setting: Setting, variant: str) -> Tensor:
     return loss.detach()
 
 
-@program(kinds=("mismatch", "different random numbers"), source="activation checkpointing of blocks with dropout")
+@program(
+    kinds=("mismatch", "different random numbers"),
+    source="activation checkpointing of blocks with dropout",
+)
 def checkpointed_dropout(setting: Setting, variant: str) -> Tensor:
-    """Residual blocks with dropout, kept or computed again; the fault draws other masks in the second computation."""
+    """Residual blocks with dropout, kept or computed again; the fault draws other masks in the
+    second computation.
+    """
     draw = Draw(setting, 17)
     width, hidden, depth = 8, 16, 3
     blocks = [
-        draw.module(nn.ModuleList([nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)]))
+        draw.module(
+            nn.ModuleList([nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)])
+        )
         for _ in range(depth)
     ]
     x, target = draw.normal(6, width), draw.normal(6, width)
@@ -415,29 +494,40 @@ def checkpointed_dropout(setting: Setting, variant: str) -> Tensor:
             elif variant == "rewritten":
                 y = checkpoint(block_output, y, *block, use_reentrant=False)
             else:
-                y = checkpoint(block_output, y, *block, use_reentrant=False, preserve_rng_state=False)  # FAULT
+                # FAULT
+                y = checkpoint(
+                    block_output, y, *block, use_reentrant=False, preserve_rng_state=False
+                )
         loss = (y - target).square().mean() if variant == "plain" else F.mse_loss(y, target)
         loss.backward()
         optimizer.step()
     return loss.detach()
 
 
-# --- generative models -----------------------------------------------------------------------------------
+# --- generative models ----------------------------------------------------------------------------
 
 
 @program(source="Ho et al., 2020; Salimans and Ho, 2022: v-prediction, with averaged weights")
 def diffusion(setting: Setting, variant: str) -> dict[str, Tensor | list[Tensor]]:
-    """Denoising of points, sample by sample or vectorised; the fault takes the noise level of the step before."""
+    """Denoising of points, sample by sample or vectorised; the fault takes the noise level of
+    the step before.
+    """
     draw = Draw(setting, 21)
     batch, steps, width = 8, 50, 16
-    model = draw.module(nn.Sequential(nn.Linear(6, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()))
+    model = draw.module(
+        nn.Sequential(nn.Linear(6, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+    )
     last = draw.module(nn.Linear(width, 2))
     weights = [*model.parameters(), *last.parameters()]
     averages = [weight.detach().clone() for weight in weights]
     optimizer = torch.optim.Adam(weights, lr=0.01)
     betas = torch.linspace(1e-3, 0.1, steps, dtype=torch.float64).to(setting.device, setting.dtype)
     for _ in range(2):
-        clean, noise, when = draw.normal(batch, 2), draw.normal(batch, 2), draw.integers(steps, batch)
+        clean, noise, when = (
+            draw.normal(batch, 2),
+            draw.normal(batch, 2),
+            draw.integers(steps, batch),
+        )
         optimizer.zero_grad()
         if variant == "plain":
             losses = []
@@ -469,7 +559,10 @@ def diffusion(setting: Setting, variant: str) -> dict[str, Tensor | list[Tensor]
         optimizer.step()
         with torch.no_grad():
             if variant == "plain":
-                averages = [0.9 * mean + 0.1 * weight for mean, weight in zip(averages, weights, strict=True)]
+                averages = [
+                    0.9 * mean + 0.1 * weight
+                    for mean, weight in zip(averages, weights, strict=True)
+                ]
             else:
                 torch._foreach_lerp_(averages, weights, 0.1)
     return {"loss": loss.detach(), "averages": averages}
@@ -477,15 +570,20 @@ def diffusion(setting: Setting, variant: str) -> dict[str, Tensor | list[Tensor]
 
 @program(source="Dinh et al., 2016, RealNVP, with the sigmoid scale of Glow")
 def coupling_flow(setting: Setting, variant: str) -> Tensor:
-    """A flow's log-determinant from its Jacobian or from its scales; the fault adds raw outputs, not log-scales."""
+    """A flow's log-determinant from its Jacobian or from its scales; the fault adds raw outputs,
+    not log-scales.
+    """
     draw = Draw(setting, 22)
     size, hidden = 4, 10
     nets = [
-        draw.module(nn.Sequential(nn.Linear(size // 2, hidden), nn.Tanh(), nn.Linear(hidden, size))) for _ in range(2)
+        draw.module(nn.Sequential(nn.Linear(size // 2, hidden), nn.Tanh(), nn.Linear(hidden, size)))
+        for _ in range(2)
     ]
     log_gain, shift = draw.weight(size, scale=0.2), draw.weight(size, scale=0.2)
     data = draw.normal(6, size) * 1.5 + 0.3
-    optimizer = torch.optim.Adam([log_gain, shift, *nets[0].parameters(), *nets[1].parameters()], lr=0.01)
+    optimizer = torch.optim.Adam(
+        [log_gain, shift, *nets[0].parameters(), *nets[1].parameters()], lr=0.01
+    )
 
     def transform(x: Tensor) -> Tensor:
         z = (x + shift) * log_gain.exp()
@@ -512,28 +610,43 @@ def coupling_flow(setting: Setting, variant: str) -> Tensor:
                     log_determinant = log_determinant + raw.sum(-1)  # FAULT
                 else:
                     log_determinant = log_determinant + F.logsigmoid(raw + 2).sum(-1)
-            density = -0.5 * z.square().sum(-1) - 0.5 * size * math.log(2 * math.pi) + log_determinant
+            density = (
+                -0.5 * z.square().sum(-1) - 0.5 * size * math.log(2 * math.pi) + log_determinant
+            )
         loss = -density.mean() / (size * math.log(2))
         loss.backward()
         optimizer.step()
     return loss.detach()
 
 
-# --- vision, speech, recommendation ----------------------------------------------------------------------
+# --- vision, speech, recommendation ---------------------------------------------------------------
 
 
 @program(source="Lin et al., 2017, focal loss; Rezatofighi et al., 2019, generalised IoU")
 def detection(setting: Setting, variant: str) -> dict[str, Tensor]:
-    """Focal and box losses anchor by anchor or vectorised; the fault lets a negative overlap of boxes pass."""
+    """Focal and box losses anchor by anchor or vectorised; the fault lets a negative overlap of
+    boxes pass.
+    """
     draw = Draw(setting, 31)
     channels, grid, classes, alpha, gamma = 6, 4, 3, 0.25, 2.0
-    stem, to_class = draw.weight(channels, 3, 3, 3, scale=0.3), draw.weight(classes, channels, scale=0.3)
+    stem, to_class = (
+        draw.weight(channels, 3, 3, 3, scale=0.3),
+        draw.weight(classes, channels, scale=0.3),
+    )
     to_box = draw.weight(4, channels, scale=0.3)
     image = draw.normal(1, 3, 2 * grid, 2 * grid)
     labels = draw.integers(classes + 1, grid * grid)  # zero is background
-    corner, extent = draw.uniform(grid * grid, 2, high=3.0), draw.uniform(grid * grid, 2, low=0.5, high=1.5)
+    corner, extent = (
+        draw.uniform(grid * grid, 2, high=3.0),
+        draw.uniform(grid * grid, 2, low=0.5, high=1.5),
+    )
     wanted = torch.cat([corner, corner + extent], 1)
-    cells = torch.cartesian_prod(torch.arange(grid), torch.arange(grid)).to(setting.device, setting.dtype) + 0.5
+    cells = (
+        torch.cartesian_prod(torch.arange(grid), torch.arange(grid)).to(
+            setting.device, setting.dtype
+        )
+        + 0.5
+    )
     optimizer = torch.optim.SGD([stem, to_class, to_box], lr=0.05, momentum=0.9, weight_decay=1e-3)
     for _ in range(2):
         optimizer.zero_grad()
@@ -588,7 +701,9 @@ def detection(setting: Setting, variant: str) -> dict[str, Tensor]:
 
 @program(source="Graves et al., 2006, connectionist temporal classification")
 def speech_ctc(setting: Setting, variant: str) -> Tensor:
-    """CTC by its forward recursion or by the library; the fault counts the padded frames as speech."""
+    """CTC by its forward recursion or by the library; the fault counts the padded frames as
+    speech.
+    """
     draw = Draw(setting, 32)
     symbols, features, hidden = 6, 5, 10
     frames, spoken = (9, 7, 8), ((1, 3, 3), (2, 5), (4, 1, 2, 5))
@@ -632,28 +747,42 @@ def speech_ctc(setting: Setting, variant: str) -> Tensor:
     return loss.detach()
 
 
-@program(source="two-tower retrieval with in-batch negatives; Chen et al., 2023, the Lion optimizer")
+@program(
+    source="two-tower retrieval with in-batch negatives; Chen et al., 2023, the Lion optimizer"
+)
 def recommendation(setting: Setting, variant: str) -> list[Tensor]:
-    """A user's mean of past items, one by one or on a padded batch; the fault counts the padding in the mean."""
+    """A user's mean of past items, one by one or on a padded batch; the fault counts the padding
+    in the mean.
+    """
     draw = Draw(setting, 33)
     items, width, users = 15, 8, 8
     catalogue = draw.weight(items, width, scale=0.7)
     user_tower, item_tower = draw.weight(width, width), draw.weight(width, width)
     popularity = draw.uniform(items, low=0.1)
     lengths = (4, 1, 6, 2, 3, 5, 2, 1)
-    rows = [(draw.integers(items, lengths[user], low=1), draw.integers(items, 1, low=1)) for user in range(users)]
+    rows = [
+        (draw.integers(items, lengths[user], low=1), draw.integers(items, 1, low=1))
+        for user in range(users)
+    ]
     weights = [catalogue, user_tower, item_tower]
     moments = [torch.zeros_like(weight) for weight in weights]
 
     def collate(batch: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         histories = [history for history, _ in batch]
         mask = pad_sequence([torch.ones_like(history) for history in histories], batch_first=True)
-        return histories, pad_sequence(histories, batch_first=True), mask, torch.cat([item for _, item in batch])
+        return (
+            histories,
+            pad_sequence(histories, batch_first=True),
+            mask,
+            torch.cat([item for _, item in batch]),
+        )
 
     losses = []
     for histories, padded, mask, bought in DataLoader(rows, batch_size=4, collate_fn=collate):
         if variant == "plain":
-            pooled = torch.stack([catalogue[history].sum(0) / len(history) for history in histories])
+            pooled = torch.stack(
+                [catalogue[history].sum(0) / len(history) for history in histories]
+            )
             person = torch.relu(pooled @ user_tower)
             scores = person @ (catalogue[bought] @ item_tower).T - popularity[bought].log()
             loss = -(scores.diagonal() - scores.exp().sum(1).log()).mean()
@@ -666,7 +795,9 @@ def recommendation(setting: Setting, variant: str) -> list[Tensor]:
                 pooled = torch.einsum("bt,btd->bd", real, past) / real.sum(1, keepdim=True)
             person = F.relu(F.linear(pooled, user_tower.T))
             goods = F.linear(F.embedding(bought, catalogue), item_tower.T)
-            scores = torch.einsum("ud,id->ui", person, goods) - popularity.log().index_select(0, bought)
+            scores = torch.einsum("ud,id->ui", person, goods) - popularity.log().index_select(
+                0, bought
+            )
             loss = F.cross_entropy(scores, torch.arange(len(bought), device=setting.device))
         for weight in weights:
             weight.grad = None
@@ -687,10 +818,16 @@ def recommendation(setting: Setting, variant: str) -> list[Tensor]:
 
 @program(source="Chen et al., 2020, SimCLR; Foret et al., 2020, sharpness-aware minimisation")
 def sharpness_aware_contrast(setting: Setting, variant: str) -> Tensor:
-    """Contrastive learning with sharpness-aware steps, by loops or by matrices; the fault scales each tensor alone."""
+    """Contrastive learning with sharpness-aware steps, by loops or by matrices; the fault scales
+    each tensor alone.
+    """
     draw = Draw(setting, 34)
     pairs, size, hidden, width, temperature, radius = 5, 6, 12, 8, 0.5, 0.1
-    weights = [draw.weight(size, hidden), draw.weight(hidden, scale=0.1), draw.weight(hidden, width)]
+    weights = [
+        draw.weight(size, hidden),
+        draw.weight(hidden, scale=0.1),
+        draw.weight(hidden, width),
+    ]
     first, second = draw.normal(pairs, size), draw.normal(pairs, size)
 
     def loss_of(parameters: list[Tensor]) -> Tensor:
@@ -699,7 +836,9 @@ def sharpness_aware_contrast(setting: Setting, variant: str) -> Tensor:
             z = x / x.norm(dim=1, keepdim=True)
             terms = []
             for row in range(2 * pairs):
-                others = [torch.dot(z[row], z[k]) / temperature for k in range(2 * pairs) if k != row]
+                others = [
+                    torch.dot(z[row], z[k]) / temperature for k in range(2 * pairs) if k != row
+                ]
                 match = torch.dot(z[row], z[(row + pairs) % (2 * pairs)]) / temperature
                 terms.append(torch.logsumexp(torch.stack(others), 0) - match)
             return torch.stack(terms).mean()
@@ -716,7 +855,10 @@ def sharpness_aware_contrast(setting: Setting, variant: str) -> Tensor:
         else:
             norms = torch.stack(torch._foreach_norm(gradients))
             if variant == "faulty":
-                climb = [each * (radius / norm) for each, norm in zip(gradients, norms, strict=True)]  # FAULT
+                # FAULT
+                climb = [
+                    each * (radius / norm) for each, norm in zip(gradients, norms, strict=True)
+                ]
             else:
                 climb = torch._foreach_mul(gradients, radius / torch.linalg.vector_norm(norms))
         with torch.no_grad():
@@ -731,19 +873,23 @@ def sharpness_aware_contrast(setting: Setting, variant: str) -> Tensor:
     return loss.detach()
 
 
-# --- smaller and cheaper networks ------------------------------------------------------------------------
+# --- smaller and cheaper networks -----------------------------------------------------------------
 
 
 @program(source="Hinton et al., 2015, distillation, with label smoothing")
 def distillation(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
-    """Divergence from a teacher by its formula or by the library; the fault divides it by the classes too."""
+    """Divergence from a teacher by its formula or by the library; the fault divides it by the
+    classes too.
+    """
     draw = Draw(setting, 41)
     batch, size, hidden, classes, temperature, smoothing = 8, 6, 10, 5, 3.0, 0.1
     teacher = draw.module(nn.Sequential(nn.Linear(size, 20), nn.GELU(), nn.Linear(20, classes)))
     first, last = draw.weight(size, hidden), draw.module(nn.Linear(hidden, classes))
     norm = draw.module(nn.BatchNorm1d(hidden))
     x, labels = 2 * draw.normal(batch, size), draw.integers(classes, batch)
-    optimizer = torch.optim.SGD([first, *norm.parameters(), *last.parameters()], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [first, *norm.parameters(), *last.parameters()], lr=0.1, momentum=0.9
+    )
     for _ in range(2):
         optimizer.zero_grad()
         with torch.no_grad():
@@ -751,19 +897,33 @@ def distillation(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
         inner = x @ first
         if variant == "plain":
             centred = inner - inner.mean(0)
-            normal = centred / (centred.square().mean(0) + norm.eps).sqrt() * norm.weight + norm.bias
+            normal = (
+                centred / (centred.square().mean(0) + norm.eps).sqrt() * norm.weight + norm.bias
+            )
             logits = last(torch.relu(normal))
-            target = torch.full((batch, classes), smoothing / classes, device=setting.device, dtype=setting.dtype)
+            target = torch.full(
+                (batch, classes), smoothing / classes, device=setting.device, dtype=setting.dtype
+            )
             target[torch.arange(batch), labels] += 1 - smoothing
             hard = -(target * logits.log_softmax(-1)).sum(-1).mean()
             p = (guide / temperature).softmax(-1)
-            soft = (p * (p.log() - (logits / temperature).log_softmax(-1))).sum() / batch * temperature**2
+            soft = (
+                (p * (p.log() - (logits / temperature).log_softmax(-1))).sum()
+                / batch
+                * temperature**2
+            )
         else:
             logits = last(F.relu(norm(inner)))
             hard = F.cross_entropy(logits, labels, label_smoothing=smoothing)
-            student, p = F.log_softmax(logits / temperature, -1), F.log_softmax(guide / temperature, -1)
+            student, p = (
+                F.log_softmax(logits / temperature, -1),
+                F.log_softmax(guide / temperature, -1),
+            )
             if variant == "faulty":
-                soft = F.kl_div(student, p, reduction="none", log_target=True).mean() * temperature**2  # FAULT
+                # FAULT
+                soft = (
+                    F.kl_div(student, p, reduction="none", log_target=True).mean() * temperature**2
+                )
             else:
                 soft = F.kl_div(student, p, reduction="batchmean", log_target=True) * temperature**2
         (0.3 * hard + 0.7 * soft).backward()
@@ -771,9 +931,13 @@ def distillation(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
     return hard.detach(), soft.detach()
 
 
-@program(source="quantisation-aware training with the straight-through estimator; Bengio et al., 2013")
+@program(
+    source="quantisation-aware training with the straight-through estimator; Bengio et al., 2013"
+)
 def quantised_training(setting: Setting, variant: str) -> dict[str, Tensor]:
-    """Four-bit weights with a written backward or by detaching; the fault passes gradients of clipped weights."""
+    """Four-bit weights with a written backward or by detaching; the fault passes gradients of
+    clipped weights.
+    """
     draw = Draw(setting, 42)
     size, hidden, classes = 8, 12, 4
     weights = [draw.weight(hidden, size), draw.weight(classes, hidden)]
@@ -803,7 +967,8 @@ def quantised_training(setting: Setting, variant: str) -> dict[str, Tensor]:
                 short.append((inside + (inside.round() - inside).detach()) * scale)
             else:
                 inside = weight / scale
-                short.append((inside + (inside.clamp(-8, 7).round() - inside).detach()) * scale)  # FAULT
+                # FAULT
+                short.append((inside + (inside.clamp(-8, 7).round() - inside).detach()) * scale)
         if variant == "plain":
             logits = torch.relu(x @ short[0].T + bias) @ short[1].T
         else:
@@ -814,12 +979,14 @@ def quantised_training(setting: Setting, variant: str) -> dict[str, Tensor]:
     return {"loss": loss.detach(), "logits": logits.detach()}
 
 
-# --- optimizers, meta learning, reinforcement learning ---------------------------------------------------
+# --- optimizers, meta learning, reinforcement learning --------------------------------------------
 
 
 @program(source="Jordan et al., 2024, Muon: momentum made orthogonal by Newton-Schulz iterations")
 def orthogonal_momentum(setting: Setting, variant: str) -> None:
-    """Newton-Schulz steps matrix by matrix or on a stack; the fault swaps the weights of momentum and gradient."""
+    """Newton-Schulz steps matrix by matrix or on a stack; the fault swaps the weights of
+    momentum and gradient.
+    """
     draw = Draw(setting, 51)
     size, hidden, rate, inertia = 8, 16, 0.03, 0.9
     weights = [draw.weight(*shape, scale=0.3) for shape in 2 * ((size, hidden), (hidden, size))]
@@ -847,7 +1014,9 @@ def orthogonal_momentum(setting: Setting, variant: str) -> None:
                     update = wide if update.shape[0] <= update.shape[1] else wide.T
                     weight -= rate * max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5 * update
             else:
-                gradients = torch.stack([w.grad if w.shape[0] == size else w.grad.T for w in weights])
+                gradients = torch.stack(
+                    [w.grad if w.shape[0] == size else w.grad.T for w in weights]
+                )
                 if variant == "faulty":
                     stacked.lerp_(gradients, inertia)  # FAULT
                 else:
@@ -867,11 +1036,16 @@ def orthogonal_momentum(setting: Setting, variant: str) -> None:
 
 @program(source="Finn et al., 2017, model-agnostic meta-learning")
 def meta_learning(setting: Setting, variant: str) -> Tensor:
-    """Second-order meta-gradients by a loop or by mapped functions; the fault detaches the inner gradients."""
+    """Second-order meta-gradients by a loop or by mapped functions; the fault detaches the inner
+    gradients.
+    """
     draw = Draw(setting, 52)
     tasks, shots, hidden, rate = 4, 6, 10, 0.1
     model = draw.module(nn.Sequential(nn.Linear(1, hidden), nn.Tanh(), nn.Linear(hidden, 1)))
-    height, phase = draw.uniform(tasks, 1, 1, low=0.5, high=2.0), draw.uniform(tasks, 1, 1, high=3.0)
+    height, phase = (
+        draw.uniform(tasks, 1, 1, low=0.5, high=2.0),
+        draw.uniform(tasks, 1, 1, high=3.0),
+    )
     x = draw.uniform(tasks, 2 * shots, 1, low=-3.0, high=3.0)
     y = height * torch.sin(x + phase)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -898,7 +1072,9 @@ def meta_learning(setting: Setting, variant: str) -> Tensor:
                 for _ in range(2):
                     inner = torch.tanh(x[task, :shots] @ first.T + offset) @ second.T + end
                     support = (inner - y[task, :shots]).square().mean()
-                    slopes = torch.autograd.grad(support, (first, offset, second, end), create_graph=True)
+                    slopes = torch.autograd.grad(
+                        support, (first, offset, second, end), create_graph=True
+                    )
                     moved = zip((first, offset, second, end), slopes, strict=True)
                     first, offset, second, end = (weight - rate * slope for weight, slope in moved)
                 outer = torch.tanh(x[task, shots:] @ first.T + offset) @ second.T + end
@@ -913,7 +1089,9 @@ def meta_learning(setting: Setting, variant: str) -> Tensor:
 
 @program(source="Schulman et al., 2016 and 2017: generalised advantages and PPO")
 def clipped_policy(setting: Setting, variant: str) -> dict[str, Tensor]:
-    """Generalised advantages by a backward loop or by a matrix; the fault lets them leak between episodes."""
+    """Generalised advantages by a backward loop or by a matrix; the fault lets them leak between
+    episodes.
+    """
     draw = Draw(setting, 53)
     length, games, size, actions, discount, trace = 9, 3, 5, 4, 0.97, 0.9
     trunk = draw.module(nn.Sequential(nn.Linear(size, 12), nn.Tanh()))
@@ -921,7 +1099,9 @@ def clipped_policy(setting: Setting, variant: str) -> dict[str, Tensor]:
     seen, taken = draw.normal(length + 1, games, size), draw.integers(actions, length, games)
     reward = draw.normal(length, games)
     done = (draw.uniform(length, games) < 0.25).to(setting.dtype)
-    optimizer = torch.optim.Adam([*trunk.parameters(), *actor.parameters(), *critic.parameters()], lr=0.02)
+    optimizer = torch.optim.Adam(
+        [*trunk.parameters(), *actor.parameters(), *critic.parameters()], lr=0.02
+    )
     with torch.no_grad():
         inner = trunk(seen)
         values = critic(inner).squeeze(-1)
@@ -929,13 +1109,17 @@ def clipped_policy(setting: Setting, variant: str) -> dict[str, Tensor]:
         if variant == "plain":
             advantage, running = torch.zeros_like(reward), torch.zeros_like(reward[0])
             for time in reversed(range(length)):
-                surprise = reward[time] + discount * values[time + 1] * (1 - done[time]) - values[time]
+                surprise = (
+                    reward[time] + discount * values[time + 1] * (1 - done[time]) - values[time]
+                )
                 running = surprise + discount * trace * (1 - done[time]) * running
                 advantage[time] = running
         else:
             surprise = torch.addcmul(reward - values[:-1], values[1:], 1 - done, value=discount)
             steps = torch.arange(length, device=setting.device)
-            power = torch.triu((discount * trace) ** (steps - steps[:, None]).clamp(min=0).to(setting.dtype))
+            power = torch.triu(
+                (discount * trace) ** (steps - steps[:, None]).clamp(min=0).to(setting.dtype)
+            )
             if variant == "faulty":
                 advantage = power @ surprise  # FAULT
             else:
@@ -962,24 +1146,33 @@ def clipped_policy(setting: Setting, variant: str) -> dict[str, Tensor]:
             mistake = 0.5 * F.mse_loss(critic(inner)[..., 0], target)
         loss = -gain + 0.5 * mistake - 0.01 * entropy
         loss.backward()
-        nn.utils.clip_grad_norm_([*trunk.parameters(), *actor.parameters(), *critic.parameters()], 0.5)
+        nn.utils.clip_grad_norm_(
+            [*trunk.parameters(), *actor.parameters(), *critic.parameters()], 0.5
+        )
         optimizer.step()
     return {"loss": loss.detach(), "entropy": entropy.detach()}
 
 
-# --- graphs and physics ----------------------------------------------------------------------------------
+# --- graphs and physics ---------------------------------------------------------------------------
 
 
 @program(source="Velickovic et al., 2018, graph attention networks")
 def graph_attention(setting: Setting, variant: str) -> None:
-    """Attention on a dense adjacency matrix or edge by edge; the fault normalises over the edges that leave a node."""
+    """Attention on a dense adjacency matrix or edge by edge; the fault normalises over the edges
+    that leave a node.
+    """
     draw = Draw(setting, 61)
     nodes, size, heads, width, classes = 10, 6, 2, 4, 3
     project = draw.weight(size, heads * width)
-    from_source, to_target = draw.weight(heads, width, scale=0.5), draw.weight(heads, width, scale=0.5)
+    from_source, to_target = (
+        draw.weight(heads, width, scale=0.5),
+        draw.weight(heads, width, scale=0.5),
+    )
     head = draw.weight(heads * width, classes)
     x, labels = draw.normal(nodes, size), draw.integers(classes, nodes)
-    linked = (draw.uniform(nodes, nodes) < 0.3) | torch.eye(nodes, dtype=torch.bool, device=setting.device)
+    linked = (draw.uniform(nodes, nodes) < 0.3) | torch.eye(
+        nodes, dtype=torch.bool, device=setting.device
+    )
     known = torch.arange(0, nodes, 2, device=setting.device)
     optimizer = torch.optim.SGD([project, from_source, to_target, head], lr=0.2)
     for _ in range(2):
@@ -1007,13 +1200,17 @@ def graph_attention(setting: Setting, variant: str) -> None:
 
 @program(source="Raissi et al., 2019, physics-informed networks: Burgers' equation")
 def physics_informed(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
-    """Derivatives in space and time by autograd or carried forward; the fault drops a term of the second derivative."""
+    """Derivatives in space and time by autograd or carried forward; the fault drops a term of
+    the second derivative.
+    """
     draw = Draw(setting, 62)
     widths, viscosity = (2, 10, 10, 1), 0.05
     weights = [draw.weight(a, b) for a, b in itertools.pairwise(widths)]
     biases = [draw.weight(b, scale=0.2) for b in widths[1:]]
     points = draw.uniform(12, 2, low=-1.0)
-    start = torch.cat([draw.uniform(6, 1, low=-1.0), torch.zeros(6, 1).to(setting.device, setting.dtype)], 1)
+    start = torch.cat(
+        [draw.uniform(6, 1, low=-1.0), torch.zeros(6, 1).to(setting.device, setting.dtype)], 1
+    )
     optimizer = torch.optim.Adam([*weights, *biases], lr=0.01)
 
     def network(x: Tensor) -> Tensor:
@@ -1030,7 +1227,11 @@ def physics_informed(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
             (u_xx,) = torch.autograd.grad(u_x.sum(), place, create_graph=True)
         else:
             u = points
-            u_x, u_t = torch.eye(2, device=setting.device, dtype=setting.dtype).unsqueeze(1).expand(2, len(points), 2)
+            u_x, u_t = (
+                torch.eye(2, device=setting.device, dtype=setting.dtype)
+                .unsqueeze(1)
+                .expand(2, len(points), 2)
+            )
             u_xx = torch.zeros_like(points)
             for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
                 u = torch.tanh(torch.addmm(bias, u, weight))
@@ -1051,7 +1252,7 @@ def physics_informed(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
     return residual.detach(), initial.detach()
 
 
-# --- check -----------------------------------------------------------------------------------------------
+# --- check ----------------------------------------------------------------------------------------
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -1091,7 +1292,9 @@ def results(each: Program, variant: str, setting: Setting) -> dict[str, Tensor]:
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference between results of the same name, as a share of the largest number there."""
+    """The largest difference between results of the same name, as a share of the largest number
+    there.
+    """
     largest = 0.0
     for name in ours.keys() & theirs.keys():
         a, b = ours[name].double(), theirs[name].double()
@@ -1100,17 +1303,27 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def check() -> None:
-    """Raise `AssertionError` unless, in float64, rewritten programs agree with plain ones and faulty ones do not."""
+    """Raise `AssertionError` unless, in float64, rewritten programs agree with plain ones and
+    faulty ones do not.
+    """
     setting = Setting("cpu", precision="float64")
     for each in PROGRAMS:
         with setting.apply():
             plain, rewritten, faulty = (results(each, variant, setting) for variant in VARIANTS)
-        assert any(name.startswith("gradient") for name in plain.keys() & rewritten.keys()), f"{each.name}: no weights"
-        assert all(tensor.isfinite().all() for found in (plain, rewritten, faulty) for tensor in found.values())
+        assert any(name.startswith("gradient") for name in plain.keys() & rewritten.keys()), (
+            f"{each.name}: no weights"
+        )
+        assert all(
+            tensor.isfinite().all()
+            for found in (plain, rewritten, faulty)
+            for tensor in found.values()
+        )
         same, other = difference(rewritten, plain), difference(faulty, plain)
         assert same < 1e-9, f"{each.name}: rewritten differs by {same:.1e}"
         assert other > 1e-4, f"{each.name}: faulty differs by {other:.1e} only"
-        assert 1 <= len(each.fault_lines) <= 2, f"{each.name}: {len(each.fault_lines)} lines are marked"
+        assert 1 <= len(each.fault_lines) <= 2, (
+            f"{each.name}: {len(each.fault_lines)} lines are marked"
+        )
     print(f"{len(PROGRAMS)} programs: rewritten as plain, faulty not")
 
 

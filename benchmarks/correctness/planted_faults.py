@@ -1,8 +1,10 @@
-"""How many planted faults an audit detects, names and places correctly, and how many correct steps it suspects.
+"""How many planted faults an audit detects, names and places correctly, and how many correct steps
+it suspects.
 
     python benchmarks/correctness/planted_faults.py --write benchmarks/results/planted_faults.md
 
-The faults and the sweep are helpers of the tests, in `tests/audits`; `test_planted_faults.py` there runs a part of it.
+The faults and the sweep are helpers of the tests, in `tests/audits`; `test_planted_faults.py` there
+runs a part of it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from small_networks import NETWORKS
 
 def main(
     write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
-    seeds: Annotated[int, typer.Option(help="seeds of each network for the steps without a fault")] = 50,
+    seeds: Annotated[
+        int, typer.Option(help="seeds of each network for the steps without a fault")
+    ] = 50,
 ) -> None:
     """Audit each planted fault, and steps without a fault, on two threads against one."""
     torch.set_num_threads(2)

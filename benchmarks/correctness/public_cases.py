@@ -1,11 +1,13 @@
-"""Public questions of the kind "CPU and GPU differ", and whether the audit's first line answers them.
+"""Public questions of the kind "CPU and GPU differ", and whether the audit's first line answers
+them.
 
     python benchmarks/correctness/public_cases.py --write benchmarks/results/public_cases.md
 
-Each case is a step retold in our own words from a public thread whose cause was confirmed there: by a maintainer's
-comment or label, by a merged change, or by the setting that made the difference go. It says which two settings are
-compared, which kind of finding should come first and, as a regular expression, at which operation: laid down before
-the audit was run on any of them, and not changed afterwards. Inputs are drawn from a seed.
+Each case is a step retold in our own words from a public thread whose cause was confirmed there: by
+a maintainer's comment or label, by a merged change, or by the setting that made the difference go.
+It says which two settings are compared, which kind of finding should come first and, as a regular
+expression, at which operation: laid down before the audit was run on any of them, and not changed
+afterwards. Inputs are drawn from a seed.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ DENORMALS = None, ("cpu:threads=1", "cpu:threads=1,denormals=off")
 
 @dataclass(frozen=True)
 class Case:
-    """A public question: the step, where it was asked, why it differs, and what the audit should say first."""
+    """A public question: the step, where it was asked, why it differs, and what the audit should
+    say first.
+    """
 
     name: str
     thread: str
@@ -61,7 +65,9 @@ class Case:
     function: Callable[..., Any]
 
     def step(self) -> Callable[..., Any]:
-        """What is audited: the function itself or, of one without a parameter, the `gpulab.Step` that it makes."""
+        """What is audited: the function itself or, of one without a parameter, the `gpulab.Step`
+        that it makes.
+        """
         return self.function if inspect.signature(self.function).parameters else self.function()
 
 
@@ -74,7 +80,11 @@ def case(
     """Add the function to the cases; its docstring is the cause that was confirmed."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        cases.append(Case(function.__name__, thread, function.__doc__ or "", pairs, kind, operation, function))
+        cases.append(
+            Case(
+                function.__name__, thread, function.__doc__ or "", pairs, kind, operation, function
+            )
+        )
         return function
 
     return add
@@ -86,14 +96,18 @@ def drawn(setting: gl.Setting, *shape: int, seed: int = 0, leaf: bool = False) -
 
 
 def given(setting: gl.Setting, numbers: Any) -> Tensor:
-    return torch.as_tensor(np.asarray(numbers, np.float32)).to(setting.device, setting.dtype, copy=True)
+    return torch.as_tensor(np.asarray(numbers, np.float32)).to(
+        setting.device, setting.dtype, copy=True
+    )
 
 
 def batch(*shape: int, seed: int = 0) -> Tensor:
     return torch.as_tensor(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
-def network(make: Callable[[], nn.Module], inputs: Tensor, loss: Callable[[Any, Any], Tensor] | None = None) -> gl.Step:
+def network(
+    make: Callable[[], nn.Module], inputs: Tensor, loss: Callable[[Any, Any], Tensor] | None = None
+) -> gl.Step:
     """A training step of the network that seed 0 draws."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -101,11 +115,13 @@ def network(make: Callable[[], nn.Module], inputs: Tensor, loss: Callable[[Any, 
 
 
 def second(setting: gl.Setting) -> bool:
-    """Whether this is the setting whose library has another implementation: the GPU, or one thread in its place."""
+    """Whether this is the setting whose library has another implementation: the GPU, or one
+    thread in its place.
+    """
     return setting.kind == "cuda" or setting.threads == 1
 
 
-# --- TF32 and shorter formats in products -----------------------------------------------------------------
+# --- TF32 and shorter formats in products ---------------------------------------------------------
 
 
 @case("pytorch/pytorch#53635", TF32, REDUCED, MATRIX)
@@ -124,7 +140,9 @@ def times_the_unit_matrix(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#84334", TF32, REDUCED, MATRIX)
 def product_on_an_rtx_3080(setting: gl.Setting) -> Tensor:
-    """A maintainer: the error is the one to be expected of TF32, which an older card does not have."""
+    """A maintainer: the error is the one to be expected of TF32, which an older card does not
+    have.
+    """
     return (100 * drawn(setting, 64, 96)) @ drawn(setting, 96, 48, seed=1)
 
 
@@ -150,7 +168,9 @@ def convolution_of_whole_numbers(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/torchdynamo#611", TF32, REDUCED, "convolution")
 def convolution_and_batch_norm() -> gl.Step:
-    """TF32 in the products, and not the batch normalisation between them, makes the outputs part."""
+    """TF32 in the products, and not the batch normalisation between them, makes the outputs
+    part.
+    """
 
     def layers(channels: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(channels, 64, 3), nn.BatchNorm2d(64), nn.ReLU())
@@ -160,20 +180,26 @@ def convolution_and_batch_norm() -> gl.Step:
 
 @case("pytorch/pytorch#57690", TF32, REDUCED, rf"{MATRIX}|euclidean|cdist")
 def distances_to_itself(setting: gl.Setting) -> Tensor:
-    """Distances come from a product of matrices, which TF32 makes coarse: a point is far from itself."""
+    """Distances come from a product of matrices, which TF32 makes coarse: a point is far from
+    itself.
+    """
     x = drawn(setting, 64, 32)
     return torch.cdist(x, x)
 
 
 @case("triton-lang/triton#1800", TF32, REDUCED, MATRIX)
 def product_of_a_tutorial(setting: gl.Setting) -> Tensor:
-    """A kernel's products of float32 matrices are in TF32 unless it asks for IEEE; PyTorch's are in float32."""
+    """A kernel's products of float32 matrices are in TF32 unless it asks for IEEE; PyTorch's are
+    in float32.
+    """
     return drawn(setting, 128, 32) @ drawn(setting, 32, 128, seed=1)
 
 
 @case("evintunador/triton_docs_tutorials#6", TF32, REDUCED, MATRIX)
 def attention_of_a_tutorial(setting: gl.Setting) -> tuple[Tensor, ...]:
-    """Products inside of flash attention are in TF32, which the gradients show more than the output."""
+    """Products inside of flash attention are in TF32, which the gradients show more than the
+    output.
+    """
     q, k, v = (drawn(setting, 1, 64, 32, seed=seed, leaf=True) for seed in range(3))
     weights = (q @ k.transpose(1, 2) / 32**0.5).softmax(-1)
     (weights @ v).square().sum().backward()
@@ -193,8 +219,13 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(50, 32), nn.Embedding(16, 32)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
-        self.layers, self.norm = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.LayerNorm(32)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 64, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers, self.norm = (
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            nn.LayerNorm(32),
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         length = words.shape[1]
@@ -221,22 +252,29 @@ def small_gpt() -> gl.Step:
 @case("jax-ml/jax#9973", BFLOAT16_PRODUCTS, REDUCED, MATRIX)
 def two_by_two_on_a_tpu(setting: gl.Setting) -> Tensor:
     """A TPU multiplies float32 matrices in bfloat16 by default."""
-    return given(setting, [[0.37, 0.17], [0.47, 0.17]]) @ given(setting, [[0.39, 0.12], [0.16, 0.31]])
+    return given(setting, [[0.37, 0.17], [0.47, 0.17]]) @ given(
+        setting, [[0.39, 0.12], [0.16, 0.31]]
+    )
 
 
 @case("huggingface/transformers#25938", FLOAT16_PRODUCTS, REDUCED, MATRIX)
 def too_large_for_float16(setting: gl.Setting) -> Tensor:
     """Sums over all pixels of a mask pass what float16 can hold, and the cost becomes infinite."""
-    masks, targets = 20 * drawn(setting, 6, 8000).abs(), (drawn(setting, 4, 8000, seed=1) > 0).to(setting.dtype)
+    masks, targets = (
+        20 * drawn(setting, 6, 8000).abs(),
+        (drawn(setting, 4, 8000, seed=1) > 0).to(setting.dtype),
+    )
     return (masks @ targets.T).softmax(1)
 
 
-# --- data types --------------------------------------------------------------------------------------------
+# --- data types -----------------------------------------------------------------------------------
 
 
 @case("huggingface/transformers#25420", BFLOAT16, REDUCED)
 def decoder_in_bfloat16() -> gl.Step:
-    """Outputs depend on shapes and caches by rounding: hardly in float32, visibly in a 16-bit type."""
+    """Outputs depend on shapes and caches by rounding: hardly in float32, visibly in a 16-bit
+    type.
+    """
     return network(Decoder, sentences(4), next_word)
 
 
@@ -255,7 +293,9 @@ def linear_layer_in_float16(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#180150", DEVICES, REDUCED, "cumsum")
 def running_sum_in_float16(setting: gl.Setting) -> Tensor:
-    """A running sum of float16 numbers is as coarse as the type, and more so where it is kept in it."""
+    """A running sum of float16 numbers is as coarse as the type, and more so where it is kept in
+    it.
+    """
     return drawn(setting, 50_000).half().cumsum(0)
 
 
@@ -264,7 +304,9 @@ def under_autocast(setting: gl.Setting) -> Tensor | None:
     """Under autocast layers compute in bfloat16; losses were moved back to float32 for accuracy."""
     w = drawn(setting, 8, 32, leaf=True)
     with torch.autocast(setting.kind, torch.bfloat16):
-        F.mse_loss(F.linear(drawn(setting, 16, 32, seed=1), w), drawn(setting, 16, 8, seed=2)).backward()
+        F.mse_loss(
+            F.linear(drawn(setting, 16, 32, seed=1), w), drawn(setting, 16, 8, seed=2)
+        ).backward()
     return w.grad
 
 
@@ -283,18 +325,22 @@ def rows_together_and_in_parts(setting: gl.Setting) -> tuple[Tensor, Tensor]:
 
 @case("pytorch/pytorch#137687", FLOAT64, ROUNDING)
 def determinant_of_an_ill_conditioned_matrix(setting: gl.Setting) -> Tensor:
-    """The matrix is extremely ill-conditioned: roundings of its entries change the determinant's size."""
+    """The matrix is extremely ill-conditioned: roundings of its entries change the determinant's
+    size.
+    """
     n = torch.arange(1.0, 8.0, device=setting.device, dtype=setting.dtype)
     return torch.linalg.slogdet(1 / (n[:, None] + n - 1)).logabsdet
 
 
-# --- another order of summation ----------------------------------------------------------------------------
+# --- another order of summation -------------------------------------------------------------------
 
 
 @case("pytorch/pytorch#88718", DEVICES, ROUNDING)
 def linear_layer_by_threads(setting: gl.Setting) -> Tensor:
     """The number of threads decides how a sum is split."""
-    return F.linear(drawn(setting, 56), drawn(setting, 444, 56, seed=1), drawn(setting, 444, seed=2))
+    return F.linear(
+        drawn(setting, 56), drawn(setting, 444, 56, seed=1), drawn(setting, 444, seed=2)
+    )
 
 
 @case("torch/torch7#721", DEVICES, ROUNDING)
@@ -343,7 +389,9 @@ def decoder_in_another_environment() -> gl.Step:
 
 @case("Dao-AILab/flash-attention#410", DEVICES, ROUNDING)
 def fused_attention(setting: gl.Setting) -> tuple[Tensor, ...]:
-    """Additions of floating-point numbers are not associative: a fused kernel adds in another order."""
+    """Additions of floating-point numbers are not associative: a fused kernel adds in another
+    order.
+    """
     q, k, v = (drawn(setting, 2, 4, 48, 16, seed=seed, leaf=True) for seed in range(3))
     F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum().backward()
     return tuple(t.grad for t in (q, k, v) if t.grad is not None)
@@ -357,17 +405,25 @@ def long_short_term_memory() -> gl.Step:
 
 @case("pytorch/pytorch#82493", DEVICES, ROUNDING)
 def weight_gradient_of_batch_norm(setting: gl.Setting) -> Tensor | None:
-    """The gradient is the sum of the normalised values, which is nothing but what roundings leave of it."""
+    """The gradient is the sum of the normalised values, which is nothing but what roundings
+    leave of it.
+    """
     weight, bias = drawn(setting, 3, seed=1, leaf=True), drawn(setting, 3, seed=2, leaf=True)
-    F.batch_norm(100 * drawn(setting, 16, 3, 16, 16), None, None, weight, bias, training=True).sum().backward()
+    F.batch_norm(
+        100 * drawn(setting, 16, 3, 16, 16), None, None, weight, bias, training=True
+    ).sum().backward()
     return weight.grad
 
 
 @case("pytorch/pytorch#9602", DEVICES, ROUNDING)
 def batch_norm_of_two() -> gl.Step:
-    """Of two values normalised there remain their signs, whatever they were: the gradient before it vanishes."""
+    """Of two values normalised there remain their signs, whatever they were: the gradient before
+    it vanishes.
+    """
     return network(
-        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), batch(2, 4), lambda out, _: (out**3).sum()
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)),
+        batch(2, 4),
+        lambda out, _: (out**3).sum(),
     )
 
 
@@ -381,12 +437,16 @@ def convolution_of_another_layout(setting: gl.Setting) -> tuple[Tensor, Tensor]:
 @case("pytorch/pytorch#187444", NEEDS_CUDNN, ROUNDING)
 def batch_norm_of_cudnn() -> gl.Step:
     """Each implementation repeats to the bit, and the two differ by 1e-7 in every operation."""
-    return network(lambda: nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8)), batch(8, 8, 12, 12))
+    return network(
+        lambda: nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8)), batch(8, 8, 12, 12)
+    )
 
 
 @case("pytorch/pytorch#123074", DEVICES, ROUNDING)
 def fused_adam(setting: gl.Setting) -> Tensor:
-    """The fused kernel's updates agree with the loop's to a little more than the usual tolerance."""
+    """The fused kernel's updates agree with the loop's to a little more than the usual
+    tolerance.
+    """
     weight = drawn(setting, 40, 20, leaf=True)
     optimizer = torch.optim.Adam([weight], lr=0.01, fused=True)
     for seed in range(3):
@@ -396,7 +456,7 @@ def fused_adam(setting: gl.Setting) -> Tensor:
     return weight.detach()
 
 
-# --- random numbers ----------------------------------------------------------------------------------------
+# --- random numbers -------------------------------------------------------------------------------
 
 
 @case("pytorch/pytorch#79496", NEEDS_GPU, RANDOM, DRAWS)
@@ -424,7 +484,9 @@ def dropout(setting: gl.Setting) -> Tensor | None:
 
 @case("pytorch/pytorch#107433", NEEDS_GPU, RANDOM, DRAWS)
 def alignment_of_drawn_inputs(setting: gl.Setting) -> Tensor:
-    """The two losses are of different inputs, which were drawn on the devices; moved inputs give the same loss."""
+    """The two losses are of different inputs, which were drawn on the devices; moved inputs give
+    the same loss.
+    """
     torch.manual_seed(2024)
     scores = torch.randn(20, 4, 10, device=setting.device, dtype=setting.dtype).log_softmax(2)
     targets = torch.arange(24, device=setting.device).view(4, 6) % 9 + 1
@@ -434,26 +496,34 @@ def alignment_of_drawn_inputs(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#143086", NEEDS_GPU, RANDOM, DRAWS)
 def drawn_beyond_the_grid(setting: gl.Setting) -> Tensor:
-    """Which number goes where depends on how many threads run at once, and so on the model of the card."""
+    """Which number goes where depends on how many threads run at once, and so on the model of
+    the card.
+    """
     generator = torch.Generator(setting.device).manual_seed(1)
-    return torch.randn(600_000, device=setting.device, dtype=setting.dtype, generator=generator).square()
+    return torch.randn(
+        600_000, device=setting.device, dtype=setting.dtype, generator=generator
+    ).square()
 
 
-# --- what does not repeat ----------------------------------------------------------------------------------
+# --- what does not repeat -------------------------------------------------------------------------
 
 
 @case("rusty1s/pytorch_scatter#20", NEEDS_GPU, "nondeterminism", "scatter_add|index_add")
 def messages_added_at_nodes(setting: gl.Setting) -> Tensor:
     """Atomic additions come in any order on a GPU."""
     nodes = torch.as_tensor(np.random.default_rng(1).integers(0, 50, 100_000)).to(setting.device)
-    return torch.zeros(50, device=setting.device, dtype=setting.dtype).scatter_add(0, nodes, drawn(setting, 100_000))
+    return torch.zeros(50, device=setting.device, dtype=setting.dtype).scatter_add(
+        0, nodes, drawn(setting, 100_000)
+    )
 
 
 @case("pytorch/pytorch#68961", NEEDS_GPU, "nondeterminism", "upsample_bilinear2d_backward")
 def gradient_of_an_enlarged_image(setting: gl.Setting) -> Tensor | None:
     """The gradient of bilinear interpolation is added up by atomics on a GPU."""
     x = drawn(setting, 2, 4, 16, 16, leaf=True)
-    (F.interpolate(x, scale_factor=8, mode="bilinear") * drawn(setting, 2, 4, 128, 128, seed=1)).sum().backward()
+    (
+        F.interpolate(x, scale_factor=8, mode="bilinear") * drawn(setting, 2, 4, 128, 128, seed=1)
+    ).sum().backward()
     return x.grad
 
 
@@ -473,7 +543,7 @@ def noise_of_numpy(setting: gl.Setting) -> Tensor:
     return (drawn(setting, 16, 8) + given(setting, noise)).square().mean()
 
 
-# --- not unique is not wrong -------------------------------------------------------------------------------
+# --- not unique is not wrong ----------------------------------------------------------------------
 
 
 @case("TransformerLensOrg/TransformerLens#330", NEEDS_GPU, ANOTHER_ANSWER, "svd")
@@ -498,9 +568,13 @@ def signs_of_eigenvectors(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#47599", FLOAT64, ANOTHER_ANSWER, "eigh")
 def basis_of_equal_eigenvalues(setting: gl.Setting) -> Tensor:
-    """Where eigenvalues are equal, any basis of their space will do, and one gradient for all is not defined."""
+    """Where eigenvalues are equal, any basis of their space will do, and one gradient for all is
+    not defined.
+    """
     q = householder(setting)
-    return torch.linalg.eigh(q @ torch.diag(given(setting, [0.5, 1, 1, 1, 2, 2])) @ q.T).eigenvectors
+    return torch.linalg.eigh(
+        q @ torch.diag(given(setting, [0.5, 1, 1, 1, 2, 2])) @ q.T
+    ).eigenvectors
 
 
 def householder(setting: gl.Setting) -> Tensor:
@@ -517,7 +591,9 @@ def signs_of_qr(setting: gl.Setting) -> tuple[Tensor, Tensor]:
 
 @case("pytorch/pytorch#180157", NEEDS_GPU, ANOTHER_ANSWER, "lstsq|gels")
 def least_squares_without_full_rank(setting: gl.Setting) -> Tensor:
-    """A matrix without full rank has many solutions, and the GPU's method is documented for full rank alone."""
+    """A matrix without full rank has many solutions, and the GPU's method is documented for full
+    rank alone.
+    """
     a = given(setting, np.arange(1, 10).reshape(3, 3))
     return torch.linalg.lstsq(a, a).solution
 
@@ -530,7 +606,9 @@ def largest_among_equals(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/torchtitan#3336", NEEDS_GPU, ANOTHER_ANSWER, "topk")
 def experts_among_equals(setting: gl.Setting) -> Tensor:
-    """Equal scores of experts are resolved by the kernel: tokens go to others, which is no matter of seeds."""
+    """Equal scores of experts are resolved by the kernel: tokens go to others, which is no
+    matter of seeds.
+    """
     scores = (drawn(setting, 64, 16) * 2).round() / 8
     return drawn(setting, 16, 4, seed=1)[scores.topk(2).indices].sum((1, 2))
 
@@ -548,19 +626,27 @@ def scattered_to_one_place(setting: gl.Setting) -> Tensor:
     return drawn(setting, 9).scatter(0, places, drawn(setting, 5, seed=1))
 
 
-# --- two implementations of one name, casts and small numbers -----------------------------------------------
+# --- two implementations of one name, casts and small numbers -------------------------------------
 
 
 @case("apache/mxnet#18751", DEVICES, "mismatch", "var")
 def running_variance(setting: gl.Setting) -> Tensor:
-    """One device keeps the variance of the batch, the other that of the population it was drawn from."""
+    """One device keeps the variance of the batch, the other that of the population it was drawn
+    from.
+    """
     return 0.9 + 0.1 * drawn(setting, 8, 3).var(0, correction=int(second(setting)))
 
 
 @case("root-project/root#5367", DEVICES, "mismatch")
 def reset_gate_before_or_after(setting: gl.Setting) -> Tensor:
-    """The GRU of cuDNN resets the state after it was multiplied by the weights, the CPU's before."""
-    state, reset, w = drawn(setting, 4, 8), drawn(setting, 4, 8, seed=1).sigmoid(), drawn(setting, 8, 8, seed=2)
+    """The GRU of cuDNN resets the state after it was multiplied by the weights, the CPU's
+    before.
+    """
+    state, reset, w = (
+        drawn(setting, 4, 8),
+        drawn(setting, 4, 8, seed=1).sigmoid(),
+        drawn(setting, 8, 8, seed=2),
+    )
     return (reset * (state @ w) if second(setting) else (reset * state) @ w).tanh()
 
 
@@ -576,15 +662,20 @@ def halved_below_the_smallest_normal_number(setting: gl.Setting) -> Tensor:
     return drawn(setting, 64) * 1e-38 * 0.01 * 1e38
 
 
-# --- memory that is shared ---------------------------------------------------------------------------------
+# --- memory that is shared ------------------------------------------------------------------------
 
 
 @case("jax-ml/jax#37830", DEVICES, "overwritten")
 def one_buffer_for_every_frame(setting: gl.Setting) -> tuple[Tensor, Tensor | None]:
-    """On a CPU the array shares NumPy's buffer, which the next frame overwrites; on a GPU it is a copy."""
+    """On a CPU the array shares NumPy's buffer, which the next frame overwrites; on a GPU it is
+    a copy.
+    """
     frames = np.random.default_rng(0).standard_normal((3, 4, 6)).astype(np.float32)
     buffer = np.empty((4, 6), np.float64 if setting.dtype == torch.float64 else np.float32)
-    w, loss = drawn(setting, 6, 5, seed=1, leaf=True), torch.zeros((), device=setting.device, dtype=setting.dtype)
+    w, loss = (
+        drawn(setting, 6, 5, seed=1, leaf=True),
+        torch.zeros((), device=setting.device, dtype=setting.dtype),
+    )
     for frame in frames:
         buffer[:] = frame
         loss = loss + (torch.as_tensor(buffer, device=setting.device) @ w).square().mean()
@@ -594,7 +685,9 @@ def one_buffer_for_every_frame(setting: gl.Setting) -> tuple[Tensor, Tensor | No
 
 @case("pytorch/tutorials#485", DEVICES, "overwritten")
 def target_changed_through_numpy(setting: gl.Setting) -> Tensor | None:
-    """A tensor on a CPU and its NumPy array are one memory, so that a change of one changes the other."""
+    """A tensor on a CPU and its NumPy array are one memory, so that a change of one changes the
+    other.
+    """
     w, target = drawn(setting, 8, 3, seed=1, leaf=True), drawn(setting, 5, 3, seed=2)
     out = drawn(setting, 5, 8) @ w
     loss = (out * target).sum()
@@ -604,11 +697,13 @@ def target_changed_through_numpy(setting: gl.Setting) -> Tensor | None:
     return w.grad
 
 
-# --- the run -----------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 def compared(one: Case) -> tuple[str, str] | None:
-    """The pair of settings to be run: on a GPU where there is one and the case has such a pair; or None."""
+    """The pair of settings to be run: on a GPU where there is one and the case has such a pair;
+    or None.
+    """
     cuda, cpu = one.pairs
     return (cuda if torch.cuda.is_available() else None) or cpu
 
@@ -627,7 +722,9 @@ def first_line(step: Any, a: str, b: str) -> dict[str, Any]:
 def examined(one: Case, pair: tuple[str, str]) -> dict[str, Any]:
     """What the audit says first, and whether that was expected."""
     found = first_line(one.step(), *pair)
-    return found | {"right": found["said"] == one.kind and re.search(one.operation, found["at"]) is not None}
+    return found | {
+        "right": found["said"] == one.kind and re.search(one.operation, found["at"]) is not None
+    }
 
 
 def run(cases: list[Case]) -> pd.DataFrame:
@@ -644,7 +741,9 @@ def run(cases: list[Case]) -> pd.DataFrame:
 
 def totals(found: pd.DataFrame) -> pd.DataFrame:
     """By the kind expected, how many were run and how many first lines were right."""
-    counts = found[found.said.notna()].groupby("kind", sort=False).right.agg(run="size", right="sum")
+    counts = (
+        found[found.said.notna()].groupby("kind", sort=False).right.agg(run="size", right="sum")
+    )
     counts.loc["all"] = counts.sum()
     return counts.rename_axis("expected").reset_index()
 
@@ -652,7 +751,8 @@ def totals(found: pd.DataFrame) -> pd.DataFrame:
 def said_instead(missed: pd.DataFrame) -> str:
     """The reports that begin with another line than expected."""
     return "\n\n".join(
-        f"{row[1]}, `{row.a}` against `{row.b}`:\n\n" + textwrap.indent(row.text, "    ") for row in missed.itertuples()
+        f"{row[1]}, `{row.a}` against `{row.b}`:\n\n" + textwrap.indent(row.text, "    ")
+        for row in missed.itertuples()
     )
 
 
@@ -661,20 +761,34 @@ def document(found: pd.DataFrame) -> str:
     done = found[found.said.notna()]
     missed = done[~done.right]
     made = (
-        f"Of {len(done)} audits {done.right.sum()} begin with the line expected; {(missed.said == 'mismatch').sum()} "
-        f"say *mismatch* where something else is right. {len(found) - len(done)} cases have no settings that this "
-        f"machine can run. {made_by()}"
+        f"Of {len(done)} audits {done.right.sum()} begin with the line expected;"
+        f" {(missed.said == 'mismatch').sum()} say *mismatch* where something else is right."
+        f" {len(found) - len(done)} cases have no settings that this machine can run. {made_by()}"
     )
     rows = []
     for row in found.itertuples():
-        expected = f"{row.kind}: `{row.operation}`".replace("|", "\\|") if row.operation else row.kind
+        expected = (
+            f"{row.kind}: `{row.operation}`".replace("|", "\\|") if row.operation else row.kind
+        )
         answer = ["", expected, "not run", "", ""]
         if isinstance(row.said, str):
             right = "yes" if row.right else "**no**"
-            answer = [f"`{row.a}`, `{row.b}`", expected, f"{row.said}: `{row.at}`", right, f"{row.seconds:.1f}"]
+            answer = [
+                f"`{row.a}`, `{row.b}`",
+                expected,
+                f"{row.said}: `{row.at}`",
+                right,
+                f"{row.seconds:.1f}",
+            ]
         rows.append([row.case, row.thread, row.cause, *answer])
     cases = table("case|thread|cause confirmed there|settings|expected|said|right|s", rows)
-    parts = [made, markdown(totals(found)), cases, "## What was said instead" * (len(missed) > 0), said_instead(missed)]
+    parts = [
+        made,
+        markdown(totals(found)),
+        cases,
+        "## What was said instead" * (len(missed) > 0),
+        said_instead(missed),
+    ]
     return "\n\n".join(filter(None, parts))
 
 
@@ -682,15 +796,22 @@ def command(title: str, cases: list[Case]) -> None:
     """The command line of a script with cases."""
 
     def main(
-        only: Annotated[str, typer.Option(help="names of cases, or parts of names, separated by commas")] = "",
+        only: Annotated[
+            str, typer.Option(help="names of cases, or parts of names, separated by commas")
+        ] = "",
         write: Annotated[
-            Path | None, typer.Option("--write", "--record", help="page of Markdown, between its marks")
+            Path | None,
+            typer.Option("--write", "--record", help="page of Markdown, between its marks"),
         ] = None,
     ) -> None:
         """Audit the cases and say how many first lines are as expected."""
         parts = [part.strip().replace(" ", "_") for part in only.split(",")]
         found = run([one for one in cases if any(part in one.name for part in parts)])
-        show(title, write, measured=document(found) if len(found) else f"no case has {only!r} in its name")
+        show(
+            title,
+            write,
+            measured=document(found) if len(found) else f"no case has {only!r} in its name",
+        )
 
     typer.run(main)
 

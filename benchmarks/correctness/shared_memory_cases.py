@@ -1,10 +1,11 @@
-"""Programs that share memory, wrongly and rightly, under `gl.guard(reads="any")`: caught, placed, false alarms.
+"""Programs that share memory, wrongly and rightly, under `gl.guard(reads="any")`: caught, placed,
+false alarms.
 
     python benchmarks/correctness/shared_memory_cases.py --write benchmarks/results/shared_memory.md
 
-Twelve have the fault of a public thread, retold in a program of our own; twelve are right and resemble them. The
-expected answers stood here before the guard was tried on any of them. A fault is *placed* where the finding names the
-line that made the tensor, or saved it, which ends in `# here`.
+Twelve have the fault of a public thread, retold in a program of our own; twelve are right and
+resemble them. The expected answers stood here before the guard was tried on any of them. A fault is
+*placed* where the finding names the line that made the tensor, or saved it, which ends in `# here`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-# --- wrong ---------------------------------------------------------------------------------------------------
+# --- wrong ----------------------------------------------------------------------------------------
 
 
 def replay_memory() -> None:
@@ -157,7 +158,7 @@ def written_after_from_numpy() -> None:
     loss.backward()
 
 
-# --- right ---------------------------------------------------------------------------------------------------
+# --- right ----------------------------------------------------------------------------------------
 
 
 def replay_of_copies() -> None:
@@ -225,7 +226,9 @@ def double_buffer() -> None:
 
 def data_loader() -> None:
     """`torch.utils.data` over an array, shuffled."""
-    data = torch.utils.data.TensorDataset(torch.from_numpy(np.arange(60, dtype=np.float32).reshape(10, 6)))
+    data = torch.utils.data.TensorDataset(
+        torch.from_numpy(np.arange(60, dtype=np.float32).reshape(10, 6))
+    )
     kept = [batch for (batch,) in torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)]
     network()(torch.cat(kept)).sum().backward()
 
@@ -268,8 +271,21 @@ CASES = [
     *(
         Program(program, "", "")
         for program in (
-            *(replay_of_copies, replay_in_one_tensor, difference_at_once, rollout_by_numpy, rows_of_one_array),
-            *(step_by_step, staging_buffer, double_buffer, data_loader, written_by_torch, same_tensor_twice),
+            *(
+                replay_of_copies,
+                replay_in_one_tensor,
+                difference_at_once,
+                rollout_by_numpy,
+                rows_of_one_array,
+            ),
+            *(
+                step_by_step,
+                staging_buffer,
+                double_buffer,
+                data_loader,
+                written_by_torch,
+                same_tensor_twice,
+            ),
             normalised_in_place,
         )
     ),

@@ -1,10 +1,10 @@
 """Twenty whole training programs, each computed in two ways, and with one fault in the second way.
 
-`plain` computes forward passes, backward passes and updates in a straightforward way, `rewritten` computes
-mathematically the same by other operations, and `faulty` is `rewritten` with one mistake of the kind that people make.
-The lines of the mistake end in a comment. All numbers are drawn on the CPU, so that every setting has the same ones.
-`check` verifies in float64 that the two ways agree, in results, gradients and updated weights, and that the fault
-changes at least one of them.
+`plain` computes forward passes, backward passes and updates in a straightforward way, `rewritten`
+computes mathematically the same by other operations, and `faulty` is `rewritten` with one mistake
+of the kind that people make. The lines of the mistake end in a comment. All numbers are drawn on
+the CPU, so that every setting has the same ones. `check` verifies in float64 that the two ways
+agree, in results, gradients and updated weights, and that the fault changes at least one of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Module = TypeVar("Module", bound=nn.Module)
 MARK = "# " + "FAULT"
 AGREEING, DIFFERING = 1e-9, 1e-4  # relative to the largest number of a tensor
 
-# --- programs --------------------------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,30 @@ class Program:
 PROGRAMS: list[Program] = []
 
 
-def program(kinds: tuple[str, ...] = ("mismatch",), *, source: str) -> Callable[[Function], Function]:
+def program(
+    kinds: tuple[str, ...] = ("mismatch",), *, source: str
+) -> Callable[[Function], Function]:
     """Add a function to `PROGRAMS`."""
 
     def add(function: Function) -> Function:
         lines, first = inspect.getsourcelines(function)
-        marked = tuple(number for number, line in enumerate(lines, first) if line.rstrip().endswith(MARK))
+        marked = tuple(
+            number for number, line in enumerate(lines, first) if line.rstrip().endswith(MARK)
+        )
         PROGRAMS.append(Program(function.__name__, function, kinds, source, marked))
         return function
 
     return add
 
 
-_weights: ContextVar[list[Tensor] | None] = ContextVar("_weights", default=None)  # of a program that is checked
+# of a program that is checked
+_weights: ContextVar[list[Tensor] | None] = ContextVar("_weights", default=None)
 
 
 class Draws:
-    """Numbers drawn on the CPU in float32, whatever the setting, and then moved to the setting's device and type."""
+    """Numbers drawn on the CPU in float32, whatever the setting, and then moved to the setting's
+    device and type.
+    """
 
     def __init__(self, setting: Setting, seed: int):
         self.device, self.dtype = setting.device, setting.dtype
@@ -90,7 +97,9 @@ class Draws:
         return (drawn * scale).to(self.device, self.dtype)
 
     def uniform(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.generator, dtype=torch.float32).to(self.device, self.dtype)
+        return torch.rand(shape, generator=self.generator, dtype=torch.float32).to(
+            self.device, self.dtype
+        )
 
     def integers(self, below: int, *shape: int) -> Tensor:
         return torch.randint(below, shape, generator=self.generator).to(self.device)
@@ -100,7 +109,9 @@ class Draws:
         return watched(self.normal(*shape, scale=math.prod(shape[1:]) ** -0.5).requires_grad_())
 
     def module(self, module: Module) -> Module:
-        """A network, moved, with all its weights drawn anew; scales of normalizations are close to one."""
+        """A network, moved, with all its weights drawn anew; scales of normalizations are close
+        to one.
+        """
         module.to(self.device, self.dtype)
         with torch.no_grad():
             for name, weight in module.named_parameters():
@@ -119,17 +130,22 @@ def watched(weight: Tensor) -> Tensor:
     return weight
 
 
-# --- attention, language and sequences -------------------------------------------------------------------
+# --- attention, language and sequences ------------------------------------------------------------
 
 
 @program(source="Vaswani et al. 2017, Attention is all you need, section 3.2.1")
 def causal_attention(setting: Setting, variant: Variant) -> Result:
-    """Causal attention by a kernel and by its formula, with AdamW; scores are scaled by the width of all heads."""
+    """Causal attention by a kernel and by its formula, with AdamW; scores are scaled by the
+    width of all heads.
+    """
     width, heads, length = 16, 4, 6
     draws = Draws(setting, 1)
     inputs, targets = draws.normal(3, length, width), draws.normal(3, length, width)
     norm = draws.module(nn.LayerNorm(width))
-    project, merge = draws.module(nn.Linear(width, 3 * width, bias=False)), draws.module(nn.Linear(width, width))
+    project, merge = (
+        draws.module(nn.Linear(width, 3 * width, bias=False)),
+        draws.module(nn.Linear(width, width)),
+    )
     weights = [*norm.parameters(), *project.parameters(), *merge.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1)
     for _ in range(2):
@@ -152,18 +168,25 @@ def causal_attention(setting: Setting, variant: Variant) -> Result:
     return loss.detach()
 
 
-@program(kinds=("reduced precision", "mismatch"), source="huggingface/transformers, pull request 29285")
+@program(
+    kinds=("reduced precision", "mismatch"), source="huggingface/transformers, pull request 29285"
+)
 def rotary_language_model(setting: Setting, variant: Variant) -> Result:
-    """Rotary positions by complex numbers and by sines, RMSNorm by a kernel and by its formula, in a language model
-    with tied weights; angles are computed in bfloat16.
+    """Rotary positions by complex numbers and by sines, RMSNorm by a kernel and by its formula, in
+    a language model with tied weights; angles are computed in bfloat16.
     """
     width, length, epsilon = 16, 48, 1e-6
     draws = Draws(setting, 2)
     tokens = draws.integers(11, 2, length + 1)
-    embedding, gain = draws.module(nn.Embedding(11, width)), watched(draws.normal(width).requires_grad_())
+    embedding, gain = (
+        draws.module(nn.Embedding(11, width)),
+        watched(draws.normal(width).requires_grad_()),
+    )
     project = draws.module(nn.Linear(width, 3 * width, bias=False))
     positions = torch.arange(length, device=setting.device, dtype=setting.dtype)
-    frequencies = 100.0 ** (-torch.arange(0, width, 2, device=setting.device, dtype=setting.dtype) / width)
+    frequencies = 100.0 ** (
+        -torch.arange(0, width, 2, device=setting.device, dtype=setting.dtype) / width
+    )
     optimizer = torch.optim.AdamW([embedding.weight, gain, project.weight], lr=1e-2)
 
     def normalized(inputs: Tensor) -> Tensor:
@@ -173,7 +196,8 @@ def rotary_language_model(setting: Setting, variant: Variant) -> Result:
 
     def rotated(inputs: Tensor) -> Tensor:
         if variant == "plain":
-            complex_part = torch.promote_types(inputs.dtype, torch.float32)  # no complex numbers of shorter formats
+            # no complex numbers of shorter formats
+            complex_part = torch.promote_types(inputs.dtype, torch.float32)
             angles = torch.outer(positions, frequencies).to(complex_part)
             pairs = torch.view_as_complex(inputs.to(complex_part).unflatten(-1, (-1, 2)))
             turned = pairs * torch.polar(torch.ones_like(angles), angles)
@@ -183,14 +207,19 @@ def rotary_language_model(setting: Setting, variant: Variant) -> Result:
         else:
             angles = positions[:, None] * frequencies
         even, odd = inputs[..., 0::2], inputs[..., 1::2]
-        rotation = (even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos())
+        rotation = (
+            even * angles.cos() - odd * angles.sin(),
+            even * angles.sin() + odd * angles.cos(),
+        )
         return torch.stack(rotation, dim=-1).flatten(-2)
 
     for _ in range(2):
         optimizer.zero_grad()
         hidden = embedding(tokens[:, :-1])
         queries, keys, values = project(normalized(hidden)).chunk(3, dim=-1)
-        hidden = hidden + F.scaled_dot_product_attention(rotated(queries), rotated(keys), values, is_causal=True)
+        hidden = hidden + F.scaled_dot_product_attention(
+            rotated(queries), rotated(keys), values, is_causal=True
+        )
         logits = normalized(hidden) @ embedding.weight.T
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
@@ -200,11 +229,16 @@ def rotary_language_model(setting: Setting, variant: Variant) -> Result:
 
 @program(source="documentation of torch.nn.LSTM: gates are input, forget, cell, output")
 def lstm_by_hand(setting: Setting, variant: Variant) -> Result:
-    """An LSTM by its kernel and cell by cell, cross entropy by its formula; the last two gates are swapped."""
+    """An LSTM by its kernel and cell by cell, cross entropy by its formula; the last two gates
+    are swapped.
+    """
     size = 7
     draws = Draws(setting, 3)
     inputs, labels = draws.normal(4, 6, 5), draws.integers(3, 4)
-    network, head = draws.module(nn.LSTM(5, size, batch_first=True)), draws.module(nn.Linear(size, 3))
+    network, head = (
+        draws.module(nn.LSTM(5, size, batch_first=True)),
+        draws.module(nn.Linear(size, 3)),
+    )
     optimizer = torch.optim.Adam([*network.parameters(), *head.parameters()], lr=1e-2)
     for _ in range(2):
         optimizer.zero_grad()
@@ -231,7 +265,9 @@ def lstm_by_hand(setting: Setting, variant: Variant) -> Result:
 
 @program(source="documentation of torch.nn.utils.rnn.pack_padded_sequence")
 def packed_sequences(setting: Setting, variant: Variant) -> Result:
-    """A GRU on packed sequences and on padded ones, trained by NAdam; the state after the padding is taken."""
+    """A GRU on packed sequences and on padded ones, trained by NAdam; the state after the
+    padding is taken.
+    """
     draws = Draws(setting, 4)
     lengths = torch.tensor([5, 2, 7, 3])
     inside = (torch.arange(7) < lengths[:, None]).to(setting.device)
@@ -242,26 +278,34 @@ def packed_sequences(setting: Setting, variant: Variant) -> Result:
     for _ in range(2):
         optimizer.zero_grad()
         if variant == "plain":
-            packed = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
+            packed = nn.utils.rnn.pack_padded_sequence(
+                inputs, lengths, batch_first=True, enforce_sorted=False
+            )
             last = network(packed)[1][0]
         else:
             states, _ = network(inputs)
             if variant == "faulty":
                 last = states[:, -1]  # FAULT
             else:
-                last = states[torch.arange(4, device=setting.device), lengths.to(setting.device) - 1]
+                last = states[
+                    torch.arange(4, device=setting.device), lengths.to(setting.device) - 1
+                ]
         loss = F.binary_cross_entropy_with_logits(head(last)[:, 0], labels)
         loss.backward()
         optimizer.step()
     return loss.detach()
 
 
-# --- layers ----------------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 
-@program(source="documentation of torch.nn.BatchNorm1d: running statistics have the unbiased variance")
+@program(
+    source="documentation of torch.nn.BatchNorm1d: running statistics have the unbiased variance"
+)
 def batch_norm_statistics(setting: Setting, variant: Variant) -> Result:
-    """BatchNorm by its module and by its formula, in training and in a test; the running variance is biased."""
+    """BatchNorm by its module and by its formula, in training and in a test; the running
+    variance is biased.
+    """
     draws = Draws(setting, 5)
     inputs, labels = draws.normal(8, 5), draws.integers(3, 8)
     held_out, held_out_labels = draws.normal(4, 5), draws.integers(3, 4)
@@ -291,19 +335,24 @@ def batch_norm_statistics(setting: Setting, variant: Variant) -> Result:
         if variant == "plain":
             hidden = norm.eval()(hidden)
         else:
-            hidden = (hidden - running_mean) / (running_variance + norm.eps).sqrt() * norm.weight + norm.bias
+            hidden = (hidden - running_mean) / (
+                running_variance + norm.eps
+            ).sqrt() * norm.weight + norm.bias
         test_loss = F.cross_entropy(last(hidden.relu()), held_out_labels)
     return loss.detach(), test_loss
 
 
 @program(source="documentation of torch.nn.Unfold")
 def convolution_by_unfolding(setting: Setting, variant: Variant) -> Result:
-    """A convolution by its kernel and as a matrix product, GroupNorm by its module and by its formula, trained by
-    RMSprop; the rows and columns of the filter are swapped.
+    """A convolution by its kernel and as a matrix product, GroupNorm by its module and by its
+    formula, trained by RMSprop; the rows and columns of the filter are swapped.
     """
     draws = Draws(setting, 6)
     images, labels = draws.normal(3, 2, 6, 8), draws.integers(3, 3)
-    convolution, norm = draws.module(nn.Conv2d(2, 4, 3, padding=1)), draws.module(nn.GroupNorm(2, 4))
+    convolution, norm = (
+        draws.module(nn.Conv2d(2, 4, 3, padding=1)),
+        draws.module(nn.GroupNorm(2, 4)),
+    )
     head = draws.module(nn.Linear(4 * 3 * 4, 3))
     weights = [*convolution.parameters(), *norm.parameters(), *head.parameters()]
     optimizer = torch.optim.RMSprop(weights, lr=1e-3, momentum=0.5)
@@ -327,12 +376,22 @@ def convolution_by_unfolding(setting: Setting, variant: Variant) -> Result:
     return loss.detach()
 
 
-@program(source="Shoeybi et al. 2019, Megatron-LM: the bias of a row-parallel layer is added after the sum")
+@program(
+    source=(
+        "Shoeybi et al. 2019, Megatron-LM: the bias of a row-parallel layer is added after the sum"
+    )
+)
 def tensor_parallel_network(setting: Setting, variant: Variant) -> Result:
-    """A network of two layers as a whole and in two halves whose outputs are summed; each half adds the bias."""
+    """A network of two layers as a whole and in two halves whose outputs are summed; each half
+    adds the bias.
+    """
     draws = Draws(setting, 7)
     inputs, targets = draws.normal(6, 10), draws.normal(6, 4)
-    above, above_bias, below = draws.normal(32, 10, scale=0.3), draws.normal(32), draws.normal(4, 32, scale=0.2)
+    above, above_bias, below = (
+        draws.normal(32, 10, scale=0.3),
+        draws.normal(32),
+        draws.normal(4, 32, scale=0.2),
+    )
     bias = draws.weight(4)
     parts = [(above, above_bias, below)]
     if variant != "plain":
@@ -357,9 +416,13 @@ def tensor_parallel_network(setting: Setting, variant: Variant) -> Result:
     return torch.stack(losses)
 
 
-@program(source="Jiang et al. 2024, Mixtral of experts: the softmax is taken over the chosen experts")
+@program(
+    source="Jiang et al. 2024, Mixtral of experts: the softmax is taken over the chosen experts"
+)
 def mixture_of_experts(setting: Setting, variant: Variant) -> Result:
-    """Two of four experts, by a loop over experts and by a dense product; weights of chosen ones do not sum to one."""
+    """Two of four experts, by a loop over experts and by a dense product; weights of chosen ones
+    do not sum to one.
+    """
     draws = Draws(setting, 8)
     inputs, targets = draws.normal(10, 6), draws.normal(10, 6)
     router, experts = draws.module(nn.Linear(6, 4, bias=False)), draws.weight(4, 6, 6)
@@ -374,7 +437,9 @@ def mixture_of_experts(setting: Setting, variant: Variant) -> Result:
             outputs = torch.zeros_like(inputs)
             for number, expert in enumerate(experts):
                 rows, place = torch.where(chosen == number)
-                outputs = outputs.index_add(0, rows, shares[rows, place, None] * (inputs[rows] @ expert))
+                outputs = outputs.index_add(
+                    0, rows, shares[rows, place, None] * (inputs[rows] @ expert)
+                )
         else:
             taken = torch.zeros_like(logits).scatter(1, chosen, 1.0)
             if variant == "faulty":
@@ -388,16 +453,22 @@ def mixture_of_experts(setting: Setting, variant: Variant) -> Result:
     return loss.detach()
 
 
-@program(source="documentation of torch.Tensor.index_put_: accumulate adds values of repeated indices")
+@program(
+    source="documentation of torch.Tensor.index_put_: accumulate adds values of repeated indices"
+)
 def graph_network(setting: Setting, variant: Variant) -> Result:
-    """Means over neighbours by index_add along edges and by an adjacency matrix; repeated edges are counted once."""
+    """Means over neighbours by index_add along edges and by an adjacency matrix; repeated edges
+    are counted once.
+    """
     draws = Draws(setting, 9)
     nodes = 6
     features, labels = draws.normal(nodes, 4), draws.integers(3, nodes)
     source = torch.tensor([0, 1, 2, 3, 4, 5, 0, 0, 2, 3, 5, 5, 1], device=setting.device)
     target = torch.tensor([0, 1, 2, 3, 4, 5, 1, 1, 3, 4, 0, 0, 2], device=setting.device)
     layers = [draws.module(nn.Linear(4, 5)), draws.module(nn.Linear(5, 3))]
-    optimizer = torch.optim.Adam([weight for layer in layers for weight in layer.parameters()], lr=1e-2, amsgrad=True)
+    optimizer = torch.optim.Adam(
+        [weight for layer in layers for weight in layer.parameters()], lr=1e-2, amsgrad=True
+    )
     for _ in range(2):
         optimizer.zero_grad()
         hidden = features
@@ -419,18 +490,22 @@ def graph_network(setting: Setting, variant: Variant) -> Result:
     return None
 
 
-# --- updates ---------------------------------------------------------------------------------------------
+# --- updates --------------------------------------------------------------------------------------
 
 
 @program(source="Loshchilov and Hutter 2019, Decoupled weight decay regularization")
 def decoupled_decay(setting: Setting, variant: Variant) -> Result:
-    """AdamW by torch's optimizer and by hand on lists of tensors; the decay is added to the gradient, as in Adam."""
+    """AdamW by torch's optimizer and by hand on lists of tensors; the decay is added to the
+    gradient, as in Adam.
+    """
     rate, decay, beta1, beta2, epsilon = 1e-2, 0.1, 0.9, 0.999, 1e-8
     draws = Draws(setting, 10)
     inputs, targets = draws.normal(8, 4), draws.normal(8, 2)
     network = draws.module(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)))
     weights = list(network.parameters())
-    optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=decay, betas=(beta1, beta2), foreach=False)
+    optimizer = torch.optim.AdamW(
+        weights, lr=rate, weight_decay=decay, betas=(beta1, beta2), foreach=False
+    )
     means, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     for step in range(1, 4):
         network.zero_grad()
@@ -456,8 +531,8 @@ def decoupled_decay(setting: Setting, variant: Variant) -> Result:
 
 @program(source="huggingface/transformers, pull request 34191")
 def accumulated_batches(setting: Setting, variant: Variant) -> Result:
-    """Gradients of a whole batch and of micro-batches of a loader, SGD with momentum and a schedule; means over
-    micro-batches count alike, though the last one is shorter.
+    """Gradients of a whole batch and of micro-batches of a loader, SGD with momentum and a
+    schedule; means over micro-batches count alike, though the last one is shorter.
     """
     draws = Draws(setting, 11)
     inputs, labels = draws.normal(12, 6), draws.integers(4, 12)
@@ -478,7 +553,9 @@ def accumulated_batches(setting: Setting, variant: Variant) -> Result:
                 if variant == "faulty":
                     loss = F.cross_entropy(network(some), their_labels) / len(loader)  # FAULT
                 else:
-                    loss = F.cross_entropy(network(some), their_labels, reduction="sum") / len(inputs)
+                    loss = F.cross_entropy(network(some), their_labels, reduction="sum") / len(
+                        inputs
+                    )
                 loss.backward()
                 total += loss.detach()
         optimizer.step()
@@ -487,10 +564,12 @@ def accumulated_batches(setting: Setting, variant: Variant) -> Result:
     return tuple(losses)
 
 
-@program(source="PyTorch, Automatic mixed precision examples: unscale gradients before they are clipped")
+@program(
+    source="PyTorch, Automatic mixed precision examples: unscale gradients before they are clipped"
+)
 def clipped_and_unscaled(setting: Setting, variant: Variant) -> Result:
-    """Mean embeddings by EmbeddingBag and by a mask, gradients clipped by torch and by hand under a scaled loss; they
-    are clipped before they are unscaled.
+    """Mean embeddings by EmbeddingBag and by a mask, gradients clipped by torch and by hand under a
+    scaled loss; they are clipped before they are unscaled.
     """
     scale, limit, padding = 1024.0, 0.1, 0
     draws = Draws(setting, 12)
@@ -526,10 +605,15 @@ def clipped_and_unscaled(setting: Setting, variant: Variant) -> Result:
 
 @program(
     kinds=("mismatch", "different random numbers"),
-    source="documentation of torch.utils.checkpoint: only the states of the default generators are restored",
+    source=(
+        "documentation of torch.utils.checkpoint: only the states of the default generators are"
+        " restored"
+    ),
 )
 def checkpointed_dropout(setting: Setting, variant: Variant) -> Result:
-    """A layer with dropout kept in memory and computed again in the backward pass, where other numbers are drawn."""
+    """A layer with dropout kept in memory and computed again in the backward pass, where other
+    numbers are drawn.
+    """
     draws = Draws(setting, 13)
     inputs, targets = draws.normal(8, 5), draws.normal(8, 2)
     first, last = draws.module(nn.Linear(5, 12)), draws.module(nn.Linear(12, 2))
@@ -539,14 +623,19 @@ def checkpointed_dropout(setting: Setting, variant: Variant) -> Result:
     def masked(some: Tensor, kept: Tensor | None) -> Tensor:
         hidden = first(some).tanh()
         if kept is None:
-            kept = (torch.rand(8, 12, generator=generator, dtype=torch.float32) < 0.8).to(setting.device)  # FAULT
+            # FAULT
+            kept = (torch.rand(8, 12, generator=generator, dtype=torch.float32) < 0.8).to(
+                setting.device
+            )
         return hidden * kept / 0.8
 
     for _ in range(2):
         optimizer.zero_grad()
         kept = None
         if variant != "faulty":
-            kept = (torch.rand(8, 12, generator=generator, dtype=torch.float32) < 0.8).to(setting.device)
+            kept = (torch.rand(8, 12, generator=generator, dtype=torch.float32) < 0.8).to(
+                setting.device
+            )
         recomputed = partial(checkpoint, masked, use_reentrant=False)
         hidden = masked(inputs, kept) if variant == "plain" else recomputed(inputs, kept)
         loss = F.mse_loss(last(hidden), targets)
@@ -557,8 +646,8 @@ def checkpointed_dropout(setting: Setting, variant: Variant) -> Result:
 
 @program(source="Tarvainen and Valpola 2017, Mean teachers are better role models")
 def mean_teacher(setting: Setting, variant: Variant) -> Result:
-    """A teacher averaged weight by weight and by a foreach lerp, depthwise convolutions as groups and as a loop; the
-    teacher is averaged before the student's update.
+    """A teacher averaged weight by weight and by a foreach lerp, depthwise convolutions as groups
+    and as a loop; the teacher is averaged before the student's update.
     """
     draws = Draws(setting, 15)
     labelled, targets, others = draws.normal(4, 3, 9), draws.normal(4, 2), draws.normal(5, 3, 9)
@@ -571,7 +660,9 @@ def mean_teacher(setting: Setting, variant: Variant) -> Result:
         if variant == "plain":
             hidden = F.conv1d(some, depthwise, groups=3)
         else:
-            channels = [F.conv1d(some[:, each : each + 1], depthwise[each : each + 1]) for each in range(3)]
+            channels = [
+                F.conv1d(some[:, each : each + 1], depthwise[each : each + 1]) for each in range(3)
+            ]
             hidden = torch.cat(channels, dim=1)
         return F.linear(F.elu(hidden).mean(dim=-1), pointwise, bias)
 
@@ -579,7 +670,9 @@ def mean_teacher(setting: Setting, variant: Variant) -> Result:
         optimizer.zero_grad()
         with torch.no_grad():
             expected = outputs(teacher, others)
-        loss = F.mse_loss(outputs(student, labelled), targets) + F.mse_loss(outputs(student, others), expected)
+        loss = F.mse_loss(outputs(student, labelled), targets) + F.mse_loss(
+            outputs(student, others), expected
+        )
         loss.backward()
         with torch.no_grad():
             if variant == "faulty":
@@ -593,13 +686,13 @@ def mean_teacher(setting: Setting, variant: Variant) -> Result:
     return loss.detach()
 
 
-# --- losses ----------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 @program(source="PyTorch, DCGAN tutorial: the discriminator is trained on detached fakes")
 def generator_and_discriminator(setting: Setting, variant: Variant) -> Result:
-    """Two networks against each other, by cross entropies and by softplus on one batch; the discriminator's loss also
-    reaches the generator's gradients.
+    """Two networks against each other, by cross entropies and by softplus on one batch; the
+    discriminator's loss also reaches the generator's gradients.
     """
     draws = Draws(setting, 16)
     real = draws.normal(6, 4)
@@ -607,7 +700,10 @@ def generator_and_discriminator(setting: Setting, variant: Variant) -> Result:
     discriminator = draws.module(nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1)))
     makers = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.5, 0.999))
     judges = torch.optim.Adam(discriminator.parameters(), lr=1e-2, betas=(0.5, 0.999))
-    ones, zeros = (torch.full((6, 1), value, device=setting.device, dtype=setting.dtype) for value in (1.0, 0.0))
+    ones, zeros = (
+        torch.full((6, 1), value, device=setting.device, dtype=setting.dtype)
+        for value in (1.0, 0.0)
+    )
     for _ in range(2):
         noise = draws.normal(6, 3)
         makers.zero_grad()
@@ -615,7 +711,9 @@ def generator_and_discriminator(setting: Setting, variant: Variant) -> Result:
         fake = generator(noise)
         if variant == "plain":
             judged = F.binary_cross_entropy_with_logits(discriminator(real), ones)
-            judged = judged + F.binary_cross_entropy_with_logits(discriminator(fake.detach()), zeros)
+            judged = judged + F.binary_cross_entropy_with_logits(
+                discriminator(fake.detach()), zeros
+            )
         else:
             if variant == "faulty":
                 scores = discriminator(torch.cat((real, fake)))  # FAULT
@@ -635,18 +733,24 @@ def generator_and_discriminator(setting: Setting, variant: Variant) -> Result:
 
 @program(source="Gulrajani et al. 2017, Improved training of Wasserstein GANs")
 def gradient_penalty(setting: Setting, variant: Variant) -> Result:
-    """A critic's gradient penalty by a second backward pass and by the gradient's formula; a detach cuts a part off."""
+    """A critic's gradient penalty by a second backward pass and by the gradient's formula; a
+    detach cuts a part off.
+    """
     draws = Draws(setting, 17)
     real, fake = draws.normal(6, 5), 0.5 * draws.normal(6, 5) + 0.5
     inner, outer = draws.module(nn.Linear(5, 10)), draws.module(nn.Linear(10, 1, bias=False))
-    optimizer = torch.optim.Adam([*inner.parameters(), *outer.parameters()], lr=1e-2, betas=(0.0, 0.9))
+    optimizer = torch.optim.Adam(
+        [*inner.parameters(), *outer.parameters()], lr=1e-2, betas=(0.0, 0.9)
+    )
     for _ in range(2):
         optimizer.zero_grad()
         share = draws.uniform(6, 1)
         between = share * real + (1 - share) * fake
         if variant == "plain":
             between.requires_grad_()
-            (slopes,) = torch.autograd.grad(outer(inner(between).tanh()).sum(), between, create_graph=True)
+            (slopes,) = torch.autograd.grad(
+                outer(inner(between).tanh()).sum(), between, create_graph=True
+            )
         else:
             hidden = inner(between).tanh()
             if variant == "faulty":
@@ -662,7 +766,9 @@ def gradient_penalty(setting: Setting, variant: Variant) -> Result:
 
 @program(source="Finn et al. 2017, Model-agnostic meta-learning")
 def meta_learning(setting: Setting, variant: Variant) -> Result:
-    """Inner steps of meta-learning task by task and by vmap over tasks; the inner step goes up the gradient."""
+    """Inner steps of meta-learning task by task and by vmap over tasks; the inner step goes up
+    the gradient.
+    """
     rate = 0.1
     draws = Draws(setting, 18)
     support, support_targets = draws.normal(3, 4, 2), draws.normal(3, 4, 1)
@@ -677,19 +783,29 @@ def meta_learning(setting: Setting, variant: Variant) -> Result:
     def adapted(some: Tensor, targets: Tensor, later: Tensor, later_targets: Tensor) -> Tensor:
         slopes = torch.func.grad(fitted)(weights, some, targets)
         if variant == "faulty":
-            inner = tuple(weight + rate * slope for weight, slope in zip(weights, slopes, strict=True))  # FAULT
+            # FAULT
+            inner = tuple(
+                weight + rate * slope for weight, slope in zip(weights, slopes, strict=True)
+            )
         else:
-            inner = tuple(weight - rate * slope for weight, slope in zip(weights, slopes, strict=True))
+            inner = tuple(
+                weight - rate * slope for weight, slope in zip(weights, slopes, strict=True)
+            )
         return fitted(inner, later, later_targets)
 
     for _ in range(2):
         optimizer.zero_grad()
         if variant == "plain":
             losses = []
-            for some, targets, later, later_targets in zip(support, support_targets, query, query_targets, strict=True):
-                slopes = torch.autograd.grad(fitted(weights, some, targets), weights, create_graph=True)
+            for some, targets, later, later_targets in zip(
+                support, support_targets, query, query_targets, strict=True
+            ):
+                slopes = torch.autograd.grad(
+                    fitted(weights, some, targets), weights, create_graph=True
+                )
                 inner = tuple(
-                    torch.sub(weight, slope, alpha=rate) for weight, slope in zip(weights, slopes, strict=True)
+                    torch.sub(weight, slope, alpha=rate)
+                    for weight, slope in zip(weights, slopes, strict=True)
                 )
                 losses.append(fitted(inner, later, later_targets))
             loss = torch.stack(losses).mean()
@@ -702,7 +818,9 @@ def meta_learning(setting: Setting, variant: Variant) -> Result:
 
 @program(source="Kingma and Welling 2014, Auto-encoding variational Bayes")
 def variational_autoencoder(setting: Setting, variant: Variant) -> Result:
-    """A variational autoencoder by torch's distributions and by formulas; the variance serves as standard deviation."""
+    """A variational autoencoder by torch's distributions and by formulas; the variance serves as
+    standard deviation.
+    """
     draws = Draws(setting, 19)
     pixels = draws.uniform(7, 6)
     encoder, decoder = draws.module(nn.Linear(6, 4)), draws.module(nn.Linear(2, 6))
@@ -733,8 +851,8 @@ def variational_autoencoder(setting: Setting, variant: Variant) -> Result:
 
 @program(source="Williams 1992, Simple statistical gradient-following algorithms")
 def policy_gradient(setting: Setting, variant: Variant) -> Result:
-    """Discounted returns by a loop and by a matrix, in a policy gradient trained by Adadelta; the reward of the step
-    itself is left out.
+    """Discounted returns by a loop and by a matrix, in a policy gradient trained by Adadelta; the
+    reward of the step itself is left out.
     """
     discount, steps = 0.9, 7
     draws = Draws(setting, 20)
@@ -766,7 +884,9 @@ def policy_gradient(setting: Setting, variant: Variant) -> Result:
 
 @program(source="Chen et al. 2020, A simple framework for contrastive learning, equation 1")
 def contrastive_loss(setting: Setting, variant: Variant) -> Result:
-    """A contrastive loss of two views by cross entropy and by log-sum-exp; a view is one of its own negatives."""
+    """A contrastive loss of two views by cross entropy and by log-sum-exp; a view is one of its
+    own negatives.
+    """
     temperature = 0.5
     draws = Draws(setting, 21)
     images = draws.normal(5, 8)
@@ -779,7 +899,9 @@ def contrastive_loss(setting: Setting, variant: Variant) -> Result:
         same = torch.eye(10, dtype=torch.bool, device=setting.device)
         if variant == "plain":
             partners = torch.arange(10, device=setting.device).roll(5)
-            loss = F.cross_entropy((points @ points.T / temperature).masked_fill(same, -torch.inf), partners)
+            loss = F.cross_entropy(
+                (points @ points.T / temperature).masked_fill(same, -torch.inf), partners
+            )
         else:
             similarity = torch.mm(points, points.T) / temperature
             positives = (points * points.roll(5, dims=0)).sum(dim=1) / temperature
@@ -793,7 +915,7 @@ def contrastive_loss(setting: Setting, variant: Variant) -> Result:
     return loss.detach()
 
 
-# --- whether they do what they say -----------------------------------------------------------------------
+# --- whether they do what they say ----------------------------------------------------------------
 
 
 def results(each: Program, variant: Variant, setting: Setting) -> list[Tensor]:
@@ -804,29 +926,40 @@ def results(each: Program, variant: Variant, setting: Setting) -> list[Tensor]:
         returned = each.step(variant)(setting)
     finally:
         _weights.reset(token)
-    kept = [] if returned is None else [returned] if isinstance(returned, Tensor) else list(returned)
+    kept = (
+        [] if returned is None else [returned] if isinstance(returned, Tensor) else list(returned)
+    )
     kept += [weight.detach() for weight in weights]
     return kept + [weight.grad for weight in weights if weight.grad is not None]
 
 
 def largest_difference(ones: list[Tensor], others: list[Tensor]) -> float:
-    """The largest difference between tensors of two programs, relative to the largest number of the tensor."""
+    """The largest difference between tensors of two programs, relative to the largest number of
+    the tensor.
+    """
     pairs = list(zip(ones, others, strict=True))
     if any(one.shape != other.shape for one, other in pairs):
         raise ValueError("two variants return tensors of different shapes")
-    return max(float((one - other).abs().max() / one.abs().max().clamp(min=1e-12)) for one, other in pairs)
+    return max(
+        float((one - other).abs().max() / one.abs().max().clamp(min=1e-12)) for one, other in pairs
+    )
 
 
 def check(setting: str = "cpu:precision=float64", agreeing: float = AGREEING) -> None:
-    """Verify that each program's two ways agree, that its fault differs, and that one or two lines are marked.
+    """Verify that each program's two ways agree, that its fault differs, and that one or two lines
+    are marked.
 
     An `AssertionError` names the first program of which this is not so.
     """
     for each in PROGRAMS:
         with Setting.parse(setting).apply() as applied:
-            plain, rewritten, faulty = (results(each, variant, applied) for variant in get_args(Variant))
+            plain, rewritten, faulty = (
+                results(each, variant, applied) for variant in get_args(Variant)
+            )
         same, other = largest_difference(plain, rewritten), largest_difference(plain, faulty)
-        print(f"{each.name:28} rewritten {same:8.1e}  faulty {other:8.1e}  lines {each.fault_lines}")
+        print(
+            f"{each.name:28} rewritten {same:8.1e}  faulty {other:8.1e}  lines {each.fault_lines}"
+        )
         if not same <= agreeing:
             raise AssertionError(f"{each.name}: the rewritten program differs by {same:.1e}")
         if not other > DIFFERING:

@@ -1,14 +1,17 @@
-"""The library as a factor: PyTorch, JAX and Keras from the same weights, on the same frames, by the same protocol.
+"""The library as a factor: PyTorch, JAX and Keras from the same weights, on the same frames, by the
+same protocol.
 
     python benchmarks/peers/frameworks.py cpu:threads=1 --write benchmarks/results/frameworks.md
     python benchmarks/peers/frameworks.py cuda:tf32=off --size paper
 
-How far a first step differs from torch's, and frames per second. Trainings take turns; a speed is the median of the
-rounds, each of which is the median window of a training without its first two, in which JAX and TensorFlow compile.
+How far a first step differs from torch's, and frames per second. Trainings take turns; a speed is
+the median of the rounds, each of which is the median window of a training without its first two, in
+which JAX and TensorFlow compile.
 
-The trainings are `benchmarks/peers/in_jax.py:prednet` and `:autoencoder`, and the same in `in_keras.py`, for
-`gpulab train` and `gpulab experiment`; torch's are gpulab's own, `prednet` and `autoencoder`. `benchmarks/README.md`
-shows how a verdict compares the libraries. Needs the extras jax and keras; `--libraries jax` needs only the first.
+The trainings are `benchmarks/peers/in_jax.py:prednet` and `:autoencoder`, and the same in
+`in_keras.py`, for `gpulab train` and `gpulab experiment`; torch's are gpulab's own, `prednet` and
+`autoencoder`. `benchmarks/README.md` shows how a verdict compares the libraries. Needs the extras
+jax and keras; `--libraries jax` needs only the first.
 """
 
 from __future__ import annotations
@@ -41,16 +44,24 @@ TORCH = "torch"
 
 
 def one_step(
-    net: str = "prednet", setting: str = "cpu", seed: int = 0, size: str = "quick", libraries: Sequence[str] = LIBRARIES
+    net: str = "prednet",
+    setting: str = "cpu",
+    seed: int = 0,
+    size: str = "quick",
+    libraries: Sequence[str] = LIBRARIES,
 ) -> pd.DataFrame:
-    """The first window of a training, before any update, in other libraries against torch: a row a library.
+    """The first window of a training, before any update, in other libraries against torch: a row a
+    library.
 
-    The relative distances of its losses and of its gradient to torch's (`loss_difference`, `gradient_difference`), and
-    the same in units of `torch.finfo(…).eps`, the relative distance of neighbouring numbers in the setting's precision
-    (`loss_roundings`, `gradient_roundings`). A library that is not there, or cannot honour the setting, is an error.
+    The relative distances of its losses and of its gradient to torch's (`loss_difference`,
+    `gradient_difference`), and the same in units of `torch.finfo(…).eps`, the relative distance of
+    neighbouring numbers in the setting's precision (`loss_roundings`, `gradient_roundings`). A
+    library that is not there, or cannot honour the setting, is an error.
 
     Examples:
-        >>> float(one_step("autoencoder", size="smoke", libraries=["jax"]).gradient_roundings.max()) < 100
+        >>> float(
+        ...     one_step("autoencoder", size="smoke", libraries=["jax"]).gradient_roundings.max()
+        ... ) < 100
         True
     """
     usual = FirstWindow(net, seed=seed, profile=size).gradient(setting)
@@ -60,7 +71,11 @@ def one_step(
         losses = float((found.losses - usual.losses).norm() / usual.losses.norm())
         gradient = found.against(usual)["gradient_difference"]
         row = {"library": library, "network": net, "setting": setting, "loss_difference": losses}
-        row |= {"loss_roundings": losses / eps, "gradient_difference": gradient, "gradient_roundings": gradient / eps}
+        row |= {
+            "loss_roundings": losses / eps,
+            "gradient_difference": gradient,
+            "gradient_roundings": gradient / eps,
+        }
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -75,39 +90,55 @@ def library_speeds(
 ) -> pd.DataFrame:
     """Frames per second of trainings of so many windows that take turns: a row a library and round.
 
-    The first two windows, in which a library may compile, are not timed; `first_two` are the seconds until the second
-    was done. `frames_per_second` are the median window's.
+    The first two windows, in which a library may compile, are not timed; `first_two` are the
+    seconds until the second was done. `frames_per_second` are the median window's.
     """
     if windows < 3:
         raise UsageError(f"windows={windows}: expected 3 or more, for the first two are not timed")
     length, rows = protocol(net, size).window, []
     for number, library in itertools.product(range(rounds), libraries):
         if library == TORCH:
-            trained = train(net, setting=setting, profile=size, frames=windows * length, progress=False)
+            trained = train(
+                net, setting=setting, profile=size, frames=windows * length, progress=False
+            )
             seconds = trained.history.seconds.tolist()
         else:
             begun = time.perf_counter()
-            steps = itertools.islice(_in(library).windows(net, 0, Setting.parse(setting), size), windows)
+            steps = itertools.islice(
+                _in(library).windows(net, 0, Setting.parse(setting), size), windows
+            )
             seconds = [time.perf_counter() - begun for _ in steps]
         speed = length / float(np.median(np.diff(seconds[1:])))
-        row = {"library": library, "round": number, "frames_per_second": speed, "first_two": seconds[1]}
+        row = {
+            "library": library,
+            "round": number,
+            "frames_per_second": speed,
+            "first_two": seconds[1],
+        }
         rows.append({"network": net, "setting": setting, **row})
     return pd.DataFrame(rows)
 
 
 def libraries(setting: Setting, size: str) -> Iterator[Row]:
-    """Images a second of the autoencoder's training, one image a batch, in PyTorch, JAX and Keras: for notebook 07."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU's memory
+    """Images a second of the autoencoder's training, one image a batch, in PyTorch, JAX and
+    Keras: for notebook 07.
+    """
+    # JAX would take most of a GPU's memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     for library in (TORCH, *LIBRARIES) if size != "paper" else ():  # one image is one image
         try:
-            table = library_speeds("autoencoder", str(setting), size, [library], REPEATS[size], windows=6)
+            table = library_speeds(
+                "autoencoder", str(setting), size, [library], REPEATS[size], windows=6
+            )
             yield Row("autoencoder", library, float(table.frames_per_second.median()), "images/s")
         except GpulabError as error:
             yield Row("autoencoder", library, note=str(error))
 
 
 def _in(library: str) -> Any:
-    """The module of a library's trainings; `GpulabError`, which says how to install it, where it is not there."""
+    """The module of a library's trainings; `GpulabError`, which says how to install it, where it
+    is not there.
+    """
     if library not in LIBRARIES:
         raise UsageError(f"library {library!r}: expected one of {', '.join(LIBRARIES)}")
     return importlib.import_module(f"in_{library}")
@@ -116,22 +147,37 @@ def _in(library: str) -> Any:
 def main(
     setting: Annotated[str, typer.Argument(help="such as cpu:threads=1 or cuda:tf32=off")] = "cpu",
     size: Annotated[str, typer.Option(help="smoke, quick or paper")] = "quick",
-    compared: Annotated[list[str], typer.Option("--libraries", help="jax or keras; several times")] = LIBRARIES,
+    compared: Annotated[
+        list[str], typer.Option("--libraries", help="jax or keras; several times")
+    ] = LIBRARIES,
     rounds: int = 5,
     windows: int = 12,
     write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
 ) -> None:
     """How far a first step differs from torch's, and frames per second."""
     software = gl.passport()["software"]
-    versions = [f"{name} {software[name]}" for name in software if name.startswith(("jax", "keras", "tensorflow"))]
+    versions = [
+        f"{name} {software[name]}"
+        for name in software
+        if name.startswith(("jax", "keras", "tensorflow"))
+    ]
     steps = pd.concat([one_step(net, setting, size=size, libraries=compared) for net in NETWORKS])
     both = [TORCH, *compared]
-    speeds = pd.concat([library_speeds(net, setting, size, both, rounds, windows) for net in NETWORKS])
+    speeds = pd.concat(
+        [library_speeds(net, setting, size, both, rounds, windows) for net in NETWORKS]
+    )
     groups = speeds.groupby(["network", "library"], sort=False)
-    found = groups.frames_per_second.agg(["median", "min", "max"]).round().assign(first_two=groups.first_two.first())
+    found = (
+        groups.frames_per_second.agg(["median", "min", "max"])
+        .round()
+        .assign(first_two=groups.first_two.first())
+    )
     made = f"{made_by()} {', '.join(versions)}."
     words = {"median": "frames/s, median", "first_two": "first two windows, s"}
-    tables = [markdown(steps.round(9)), markdown(found.reset_index().rename(columns=words).round(1))]
+    tables = [
+        markdown(steps.round(9)),
+        markdown(found.reset_index().rename(columns=words).round(1)),
+    ]
     show("The library as a factor", write, measured="\n\n".join([made, *tables]))
 
 

@@ -1,4 +1,6 @@
-"""PredNet and the autoencoder in JAX: pure functions of the weights, which go by their names in torch."""
+"""PredNet and the autoencoder in JAX: pure functions of the weights, which go by their names in
+torch.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,35 @@ Weights = dict[str, Array]
 State = list[tuple[Array, Array, Array]]  # of each layer R, c and P, as in `gpulab.models.prednet`
 
 
-# --- the networks ----------------------------------------------------------------------------------------
+# --- the networks ---------------------------------------------------------------------------------
 
 
 def conv(weights: Weights, name: str, x: Array) -> Array:
     """A convolution that keeps the size, x (B, C, H, W)."""
-    # On a CPU XLA's convolutions are ten times slower in the body of a loop (github.com/jax-ml/jax/issues/12868).
+    # On a CPU XLA's convolutions are ten times slower in the body of a loop
+    # (github.com/jax-ml/jax/issues/12868).
     library = functools.partial(lax.conv, window_strides=(1, 1), padding="SAME")
     y = lax.platform_dependent(x, weights[f"{name}.weight"], cpu=as_product, default=library)
     return y + weights[f"{name}.bias"][:, None, None]
 
 
 def as_product(x: Array, kernel: Array) -> Array:
-    """The same as one product, of the kernel (O, I, k, k) and copies of x, shifted to each of its places."""
+    """The same as one product, of the kernel (O, I, k, k) and copies of x, shifted to each of
+    its places.
+    """
     out, into, k, _ = kernel.shape
     (_, _, height, width), edge = x.shape, k // 2
     wide = jnp.pad(x, ((0, 0), (0, 0), (edge, edge), (edge, edge)))
-    places = [wide[:, :, top : top + height, left : left + width] for top in range(k) for left in range(k)]
+    places = [
+        wide[:, :, top : top + height, left : left + width] for top in range(k) for left in range(k)
+    ]
     return jnp.einsum("oik,bikhw->bohw", kernel.reshape(out, into, k * k), jnp.stack(places, 2))
 
 
 def conv_lstm(weights: Weights, name: str, inputs: list[Array], cell: Array) -> tuple[Array, Array]:
-    """The new hidden state and cell of a convolutional LSTM with peepholes; the last of its inputs is the old one."""
+    """The new hidden state and cell of a convolutional LSTM with peepholes; the last of its
+    inputs is the old one.
+    """
     i, f, g, o = jnp.split(conv(weights, f"{name}.gates", jnp.concatenate(inputs, 1)), 4, axis=1)
     peep_i, peep_f, peep_o = (weights[f"{name}.peep_{gate}"] for gate in "ifo")
     new_cell = sigmoid(i + peep_i * cell) * jnp.tanh(g) + sigmoid(f + peep_f * cell) * cell
@@ -64,7 +73,9 @@ def predict(weights: Weights, state: State, frame: Array) -> tuple[State, Array]
     """PredNet's state and prediction after a frame (B, C, H, W)."""
     errors: list[Array] = []
     for layer, (_, _, prediction) in enumerate(state):
-        target = max_pool(relu(conv(weights, f"conv_a.{layer - 1}", errors[-1]))) if layer else frame
+        target = (
+            max_pool(relu(conv(weights, f"conv_a.{layer - 1}", errors[-1]))) if layer else frame
+        )
         errors.append(relu(jnp.concatenate([target - prediction, prediction - target], 1)))
     following: State = []
     for layer, (r, c, _) in reversed([*enumerate(state)]):
@@ -81,22 +92,33 @@ def max_pool(x: Array) -> Array:
 
 
 def chained(weights: Weights, state: State) -> State:
-    """The same numbers, each P but the lowest depending once more on the convolution that made it: see `PredNet`."""
+    """The same numbers, each P but the lowest depending once more on the convolution that made
+    it: see `PredNet`.
+    """
     lowest, *above = state
     again = [conv(weights, f"conv_p.{layer}", r) for layer, (r, _, _) in enumerate(above, 1)]
     again = [made - lax.stop_gradient(made) for made in again]
-    return [lowest, *((r, c, p + (p > 0) * zero) for (r, c, p), zero in zip(above, again, strict=True))]
+    return [
+        lowest,
+        *((r, c, p + (p > 0) * zero) for (r, c, p), zero in zip(above, again, strict=True)),
+    ]
 
 
-def prednet_loss(truncation: str, weights: Weights, state: State, frames: Array) -> tuple[Array, tuple[Array, State]]:
-    """The sum of the mean squared errors of frames (T, B, C, H, W), each of them, and the state after the last."""
+def prednet_loss(
+    truncation: str, weights: Weights, state: State, frames: Array
+) -> tuple[Array, tuple[Array, State]]:
+    """The sum of the mean squared errors of frames (T, B, C, H, W), each of them, and the state
+    after the last.
+    """
     state = {"loss": chained, "state": lambda _, before: before}[truncation](weights, state)
     state, predictions = lax.scan(functools.partial(predict, weights), state, frames[:-1])
     errors = jnp.square(predictions - frames[1:]).mean((1, 2, 3, 4))
     return errors.sum(), (errors, state)
 
 
-def autoencoder_loss(weights: Weights, state: State, images: Array) -> tuple[Array, tuple[Array, State]]:
+def autoencoder_loss(
+    weights: Weights, state: State, images: Array
+) -> tuple[Array, tuple[Array, State]]:
     """The mean squared error of an image (1, 1, H, W), as `prednet_loss`; there is no state."""
     pixels = x = images.reshape(len(images), -1)
     names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
@@ -107,11 +129,13 @@ def autoencoder_loss(weights: Weights, state: State, images: Array) -> tuple[Arr
     return errors.mean(), (errors, state)
 
 
-# --- training --------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def adam(weights: Weights, moments: Any, gradient: Weights, rate: float) -> tuple[Weights, Any]:
-    """The weights after an update by Adam, and its moments: the step, the means of the gradient and of its square."""
+    """The weights after an update by Adam, and its moments: the step, the means of the gradient
+    and of its square.
+    """
     step, mean, square = moments
     step, (beta1, beta2) = step + 1, BETAS
     mean = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, mean, gradient)
@@ -119,14 +143,19 @@ def adam(weights: Weights, moments: Any, gradient: Weights, rate: float) -> tupl
     # 1 − βᵗ: the power in float32 would leave the first 1 − 0.999 wrong by 5e-5.
     unbias1, unbias2 = (-jnp.expm1(step * math.log(beta)) for beta in BETAS)
     weights = jax.tree.map(
-        lambda w, m, v: w - rate / unbias1 * m / (jnp.sqrt(v / unbias2) + EPSILON), weights, mean, square
+        lambda w, m, v: w - rate / unbias1 * m / (jnp.sqrt(v / unbias2) + EPSILON),
+        weights,
+        mean,
+        square,
     )
     return weights, (step, mean, square)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def train_window(loss: Any, carried: Any, window: Array, rate: float) -> tuple[Any, Array]:
-    """An update for each batch of a window. `carried` are weights, moments and state; the losses come with them."""
+    """An update for each batch of a window. `carried` are weights, moments and state; the losses
+    come with them.
+    """
 
     def update(carried: Any, batch: Array) -> tuple[Any, Array]:
         weights, moments, state = carried
@@ -141,22 +170,31 @@ def losses_of(spec: NetworkRun, loss: Any) -> Iterator[float]:
     with on(spec.setting):
         weights = jax.tree.map(jnp.asarray, weights_of(spec))
         zeros = jax.tree.map(jnp.zeros_like, weights)
-        moments, state = (jnp.zeros((), weights[next(iter(weights))].dtype), zeros, zeros), blank(weights)
+        moments, state = (
+            (jnp.zeros((), weights[next(iter(weights))].dtype), zeros, zeros),
+            blank(weights),
+        )
         for window, restart in batches(spec):
             carried = (weights, moments, blank(weights) if restart else state)
-            (weights, moments, state), errors = train_window(loss, carried, window, spec.configuration["learning_rate"])
+            (weights, moments, state), errors = train_window(
+                loss, carried, window, spec.configuration["learning_rate"]
+            )
             yield float(np.mean(errors, dtype=float))
 
 
 def blank(weights: Weights) -> State:
-    """PredNet's state before the first frame of a batch of one, all zero; none for the autoencoder."""
+    """PredNet's state before the first frame of a batch of one, all zero; none for the
+    autoencoder.
+    """
     zeros = [jnp.zeros_like(array) for name, array in weights.items() if name.endswith("peep_i")]
     return [(zero, zero, zero) for zero in zeros]
 
 
 @contextlib.contextmanager
 def on(setting: Setting) -> Iterator[None]:
-    """Compute on the setting's device, in its precision, with its threads; `GpulabError` where that cannot be."""
+    """Compute on the setting's device, in its precision, with its threads; `GpulabError` where
+    that cannot be.
+    """
     if os.environ.get("NPROC") != (wanted := str(setting.threads) if setting.threads else NPROC):
         try:
             # To change this is refused once JAX has begun, which is when it reads NPROC.
@@ -164,14 +202,19 @@ def on(setting: Setting) -> Iterator[None]:
                 jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
             raise GpulabError(
-                f"setting {str(setting)!r}: JAX chooses its threads once in a process; use gpulab.Experiment"
+                f"setting {str(setting)!r}: JAX chooses its threads once in a process; use"
+                " gpulab.Experiment"
             ) from None
         os.environ.update({"NPROC": wanted} if wanted else {})
     try:
         device = jax.devices(setting.kind)[int(setting.device.partition(":")[2] or 0)]
     except (RuntimeError, IndexError) as error:
         raise GpulabError(f"setting {str(setting)!r} cannot run here: JAX says {error}") from None
-    products = {None: jax.config.jax_default_matmul_precision, True: "tensorfloat32", False: "highest"}[setting.tf32]
+    products = {
+        None: jax.config.jax_default_matmul_precision,
+        True: "tensorfloat32",
+        False: "highest",
+    }[setting.tf32]
     with (
         jax.default_device(device),
         jax.default_matmul_precision(products),
@@ -180,23 +223,31 @@ def on(setting: Setting) -> Iterator[None]:
         yield
 
 
-# --- what gpulab calls -----------------------------------------------------------------------------------
+# --- what gpulab calls ----------------------------------------------------------------------------
 
 
 def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = "loss") -> float:
-    """Train the published PredNet as `gpulab.train("prednet")` does: the same weights, frames and protocol.
+    """Train the published PredNet as `gpulab.train("prednet")` does: the same weights, frames and
+    protocol.
 
-    The settings are `cpu` and `cuda`, with `threads`, `tf32` and `precision` (float32 or float64); others are refused.
+    The settings are `cpu` and `cuda`, with `threads`, `tf32` and `precision` (float32 or float64);
+    others are refused.
 
     Examples:
         >>> from gpulab import train
-        >>> run = train("benchmarks/peers/in_jax.py:prednet", model_options={"size": "smoke"}, progress=False)
+        >>> run = train(
+        ...     "benchmarks/peers/in_jax.py:prednet",
+        ...     model_options={"size": "smoke"},
+        ...     progress=False,
+        ... )
         >>> run.status, 0.03 < run.final_loss < 0.06
         ('finished', True)
 
     References:
-        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks*
-        (arXiv 2109.01451); Bradbury et al. 2018, *JAX: composable transformations of Python+NumPy programs*.
+        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural
+            networks*
+        (arXiv 2109.01451); Bradbury et al. 2018, *JAX: composable transformations of Python+NumPy
+            programs*.
     """
     return final_loss(windows("prednet", seed, setting, size, truncation=truncation))
 
@@ -206,7 +257,11 @@ def autoencoder(seed: int, setting: Setting, size: str = "quick") -> float:
 
     Examples:
         >>> from gpulab import train
-        >>> run = train("benchmarks/peers/in_jax.py:autoencoder", model_options={"size": "smoke"}, progress=False)
+        >>> run = train(
+        ...     "benchmarks/peers/in_jax.py:autoencoder",
+        ...     model_options={"size": "smoke"},
+        ...     progress=False,
+        ... )
         >>> run.status, 0.03 < run.final_loss < 0.06
         ('finished', True)
     """
@@ -219,7 +274,9 @@ def windows(net: str, seed: int, setting: Setting, size: str, **options: str) ->
     return losses_of(begun(net, seed, setting, size, **options), loss)
 
 
-def first_window(net: str, setting: Setting | str = "cpu", seed: int = 0, size: str = "quick") -> Computed:
+def first_window(
+    net: str, setting: Setting | str = "cpu", seed: int = 0, size: str = "quick"
+) -> Computed:
     """The losses and the gradient of the first window before any update, as `FirstWindow.gradient`.
 
     Examples:

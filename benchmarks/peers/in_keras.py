@@ -1,4 +1,6 @@
-"""PredNet and the autoencoder in Keras 3 on TensorFlow: layers, a tape, and Keras's Adam. Frames are channels-last."""
+"""PredNet and the autoencoder in Keras 3 on TensorFlow: layers, a tape, and Keras's Adam. Frames
+are channels-last.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from gpulab.settings import Setting
 from gpulab.training.networks import NetworkRun
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of what it says when it loads, only what went wrong
+# of what it says when it loads, only what went wrong
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 try:
     import keras
     import tensorflow as tf
@@ -26,13 +29,15 @@ try:
 except ImportError:
     raise same_start.MissingLibraryError("Keras on TensorFlow", "keras") from None
 if keras.backend.backend() != "tensorflow":
-    raise GpulabError(f"Keras computes with {keras.backend.backend()}; start Python with KERAS_BACKEND=tensorflow")
+    raise GpulabError(
+        f"Keras computes with {keras.backend.backend()}; start Python with KERAS_BACKEND=tensorflow"
+    )
 
 TO_KERAS = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}  # axes of torch's weights, by how many they have
 State = list[tuple[Any, Any, Any]]  # of each layer R, c and P, as in `gpulab.models.prednet`
 
 
-# --- the networks ----------------------------------------------------------------------------------------
+# --- the networks ---------------------------------------------------------------------------------
 
 
 class ConvLSTM(layers.Layer):
@@ -40,13 +45,18 @@ class ConvLSTM(layers.Layer):
 
     def __init__(self, channels: int, size: tuple[int, int]) -> None:
         super().__init__()
-        self.peep_i, self.peep_f, self.peep_o = (self.add_weight(shape=(*size, channels)) for _ in "ifo")
+        self.peep_i, self.peep_f, self.peep_o = (
+            self.add_weight(shape=(*size, channels)) for _ in "ifo"
+        )
         self.gates = layers.Conv2D(4 * channels, 3, padding="same")
 
     def call(self, inputs: list[Any], cell: Any) -> tuple[Any, Any]:
         """The new hidden state and cell; the last of the inputs is the old hidden state."""
         i, f, g, o = ops.split(self.gates(ops.concatenate(inputs, -1)), 4, axis=-1)
-        new_cell = ops.sigmoid(i + self.peep_i * cell) * ops.tanh(g) + ops.sigmoid(f + self.peep_f * cell) * cell
+        new_cell = (
+            ops.sigmoid(i + self.peep_i * cell) * ops.tanh(g)
+            + ops.sigmoid(f + self.peep_f * cell) * cell
+        )
         return ops.sigmoid(o + self.peep_o * cell) * ops.tanh(new_cell), new_cell
 
 
@@ -56,11 +66,17 @@ class PredNet(keras.Model):
     The prediction of the next frame is the P of the lowest layer.
     """
 
-    def __init__(self, channels: list[int], size: tuple[int, int], truncation: str = "loss") -> None:
+    def __init__(
+        self, channels: list[int], size: tuple[int, int], truncation: str = "loss"
+    ) -> None:
         super().__init__()
         self.truncation = truncation
-        self.shapes = [(1, size[0] >> layer, size[1] >> layer, here) for layer, here in enumerate(channels)]
-        self.conv_a = [layers.Conv2D(here, 3, padding="same", activation="relu") for here in channels[1:]]
+        self.shapes = [
+            (1, size[0] >> layer, size[1] >> layer, here) for layer, here in enumerate(channels)
+        ]
+        self.conv_a = [
+            layers.Conv2D(here, 3, padding="same", activation="relu") for here in channels[1:]
+        ]
         self.conv_p = [layers.Conv2D(here, 3, padding="same") for here in channels]
         self.lstm = [ConvLSTM(shape[-1], shape[1:3]) for shape in self.shapes]
         self.pool, self.upsample = layers.MaxPooling2D(), layers.UpSampling2D()
@@ -86,14 +102,24 @@ class PredNet(keras.Model):
         return following
 
     def chained(self, state: State) -> State:
-        """The same numbers, each P but the lowest depending once more on its convolution: see `gpulab`'s PredNet."""
+        """The same numbers, each P but the lowest depending once more on its convolution: see
+        `gpulab`'s PredNet.
+        """
         lowest, *above = state
         again = [conv(r) for conv, (r, _, _) in zip(self.conv_p[1:], above, strict=True)]
         again = [made - ops.stop_gradient(made) for made in again]
-        return [lowest, *((r, c, p + ops.where(p > 0, zero, 0)) for (r, c, p), zero in zip(above, again, strict=True))]
+        return [
+            lowest,
+            *(
+                (r, c, p + ops.where(p > 0, zero, 0))
+                for (r, c, p), zero in zip(above, again, strict=True)
+            ),
+        ]
 
     def window_loss(self, state: State, frames: Any) -> tuple[Any, Any, State]:
-        """The sum of the mean squared errors of frames (T, B, H, W, C), each of them, and the state after the last."""
+        """The sum of the mean squared errors of frames (T, B, H, W, C), each of them, and the
+        state after the last.
+        """
         state = {"loss": self.chained, "state": lambda before: before}[self.truncation](state)
         states = tf.scan(self, frames[:-1], state)  # of every frame
         predictions, state = states[0][2], tf.nest.map_structure(lambda each: each[-1], states)
@@ -106,7 +132,9 @@ class Autoencoder(keras.Sequential):
 
     def __init__(self, widths: list[int]) -> None:
         inside = [layers.Dense(width, activation="relu") for width in widths[1:-1]]
-        super().__init__([layers.Input(widths[:1]), *inside, layers.Dense(widths[-1], activation="sigmoid")])
+        super().__init__(
+            [layers.Input(widths[:1]), *inside, layers.Dense(widths[-1], activation="sigmoid")]
+        )
 
     def blank(self) -> State:
         """There is no state."""
@@ -119,13 +147,15 @@ class Autoencoder(keras.Sequential):
         return ops.mean(errors), errors, state
 
 
-# --- training --------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 class Adam(keras.optimizers.Adam):
-    """Adam whose epsilon is added to √v̂, as in torch and in Kingma and Ba's algorithm 1; Keras adds it to √v.
+    """Adam whose epsilon is added to √v̂, as in torch and in Kingma and Ba's algorithm 1; Keras
+    adds it to √v.
 
-    The rest is Keras's own, which rounds β to float32 before 1 − βᵗ is taken: its first steps are off by some 1e-5.
+    The rest is Keras's own, which rounds β to float32 before 1 − βᵗ is taken: its first steps are
+    off by some 1e-5.
     """
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -144,7 +174,9 @@ def begin(spec: NetworkRun) -> Any:
         pixels, *hidden = [layer.in_features for layer in net.layers[::2]]
         model = Autoencoder([pixels, *hidden, pixels])
     arrays = [array.transpose(TO_KERAS[array.ndim]) for array in weights_of(spec).values()]
-    model.set_weights([array.reshape(own.shape) for array, own in zip(arrays, model.weights, strict=True)])
+    model.set_weights(
+        [array.reshape(own.shape) for array, own in zip(arrays, model.weights, strict=True)]
+    )
     return model
 
 
@@ -183,7 +215,9 @@ def channels_last(frames: npt.NDArray[Any]) -> Any:
 
 @contextlib.contextmanager
 def on(setting: Setting) -> Iterator[None]:
-    """Compute on the setting's device, in its precision, with its threads; `GpulabError` where that cannot be."""
+    """Compute on the setting's device, in its precision, with its threads; `GpulabError` where
+    that cannot be.
+    """
     kind, _, number = setting.device.partition(":")
     name = f"{'gpu' if kind == 'cuda' else kind}:{number or 0}"
     try:
@@ -191,9 +225,12 @@ def on(setting: Setting) -> Iterator[None]:
         tf.config.threading.set_inter_op_parallelism_threads(setting.threads or 0)
     except RuntimeError:
         raise GpulabError(
-            f"setting {str(setting)!r}: TensorFlow chooses its threads once in a process; use gpulab.Experiment"
+            f"setting {str(setting)!r}: TensorFlow chooses its threads once in a process; use"
+            " gpulab.Experiment"
         ) from None
-    if name not in {device.name.partition("device:")[2].lower() for device in tf.config.list_logical_devices()}:
+    if name not in {
+        device.name.partition("device:")[2].lower() for device in tf.config.list_logical_devices()
+    }:
         raise GpulabError(f"setting {str(setting)!r} cannot run here: TensorFlow finds no {name}")
     usual = keras.config.floatx(), tf.config.experimental.tensor_float_32_execution_enabled()
     try:
@@ -210,7 +247,7 @@ def _switch(precision: str, tf32: bool) -> None:
     tf.config.experimental.enable_tensor_float_32_execution(tf32)
 
 
-# --- what gpulab calls -----------------------------------------------------------------------------------
+# --- what gpulab calls ----------------------------------------------------------------------------
 
 
 def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = "loss") -> float:
@@ -218,7 +255,11 @@ def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = 
 
     Examples:
         >>> from gpulab import train
-        >>> run = train("benchmarks/peers/in_keras.py:prednet", model_options={"size": "smoke"}, progress=False)
+        >>> run = train(
+        ...     "benchmarks/peers/in_keras.py:prednet",
+        ...     model_options={"size": "smoke"},
+        ...     progress=False,
+        ... )
         >>> run.status, 0.03 < run.final_loss < 0.06
         ('finished', True)
 
@@ -238,8 +279,12 @@ def windows(net: str, seed: int, setting: Setting, size: str, **options: str) ->
     return losses_of(begun(net, seed, setting, size, **options))
 
 
-def first_window(net: str, setting: Setting | str = "cpu", seed: int = 0, size: str = "quick") -> Computed:
-    """The losses and the gradient of the first window before any update, as `in_jax.first_window`."""
+def first_window(
+    net: str, setting: Setting | str = "cpu", seed: int = 0, size: str = "quick"
+) -> Computed:
+    """The losses and the gradient of the first window before any update, as
+    `in_jax.first_window`.
+    """
     spec = begun(net, seed, Setting.parse(setting), size)
     with on(spec.setting):
         model, (window, _) = begin(spec), next(batches(spec))
@@ -247,6 +292,8 @@ def first_window(net: str, setting: Setting | str = "cpu", seed: int = 0, size: 
     gradient = {}
     for place, (name, p) in enumerate(spec.model.named_parameters()):
         axes = TO_KERAS[p.ndim]
-        summed = np.sum([arrays[place] for arrays, _, _ in steps], axis=0).reshape([p.shape[axis] for axis in axes])
+        summed = np.sum([arrays[place] for arrays, _, _ in steps], axis=0).reshape(
+            [p.shape[axis] for axis in axes]
+        )
         gradient[name] = summed.transpose(np.argsort(axes))
     return computed(spec, [errors for _, errors, _ in steps], gradient)

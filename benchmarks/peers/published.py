@@ -1,15 +1,20 @@
-"""The published experiment with its own code: the authors' network, unchanged, in stock Chainer, on a CPU or a GPU.
+"""The published experiment with its own code: the authors' network, unchanged, in stock Chainer, on
+a CPU or a GPU.
 
-    python benchmarks/peers/published.py prednet_in_chainer_py3/PredNet --seeds 8 --loader reused copied --workers 2
+    python benchmarks/peers/published.py prednet_in_chainer_py3/PredNet --seeds 8 --loader reused
+    copied --workers 2
 
-trains seeds × loaders in worker processes; what is done already is skipped. `--help` says what it needs.
+trains seeds × loaders in worker processes; what is done already is skipped. `--help` says what it
+needs.
 
-The operations and their order are those of the authors' `main.py` (github.com/eijwat/prednet_in_chainer_py3): one
-NumPy buffer for the frame that is seen and one for the frame to come, wrapped by `xp.asarray`; the losses of a window
-summed; `zerograds`, `backward`, `unchain_backward`, Adam; and, on a GPU, the network taken `to_cpu()` and back
-`to_gpu()` after each update. On a CPU the weights have the same bits as those of `main.py` itself (a test says so),
-though three things differ: `main.py` draws its weights without a seed, writes a window's last frame into the first
-buffer after the update and not before, and computes predictions for frames that fill no window.
+The operations and their order are those of the authors' `main.py`
+(github.com/eijwat/prednet_in_chainer_py3): one NumPy buffer for the frame that is seen and one for
+the frame to come, wrapped by `xp.asarray`; the losses of a window summed; `zerograds`, `backward`,
+`unchain_backward`, Adam; and, on a GPU, the network taken `to_cpu()` and back `to_gpu()` after each
+update. On a CPU the weights have the same bits as those of `main.py` itself (a test says so),
+though three things differ: `main.py` draws its weights without a seed, writes a window's last frame
+into the first buffer after the update and not before, and computes predictions for frames that fill
+no window.
 """
 
 from __future__ import annotations
@@ -44,15 +49,17 @@ Arrays = dict[str, npt.NDArray[Any]]
 class Published:
     """The authors' network with its optimiser, and their loop over one window.
 
-    Their `net.py`, or its folder; `size` is (height, width), and NumPy's global generator draws the weights, on a CPU.
+    Their `net.py`, or its folder; `size` is (height, width), and NumPy's global generator draws the
+    weights, on a CPU.
 
-    The loader `reused` is theirs: one buffer, whose memory every step of a window shares on a CPU, and which is copied
-    to a GPU at each step. `copied`: every frame has an array of its own. `shared`: one array on the device,
-    overwritten, which is what `reused` is on a CPU. With `round_trip` a GPU takes the network to the CPU and back after
-    each update, as they do.
+    The loader `reused` is theirs: one buffer, whose memory every step of a window shares on a CPU,
+    and which is copied to a GPU at each step. `copied`: every frame has an array of its own.
+    `shared`: one array on the device, overwritten, which is what `reused` is on a CPU. With
+    `round_trip` a GPU takes the network to the CPU and back after each update, as they do.
 
     References:
-        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks*
+        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural
+            networks*
         (arXiv 2109.01451).
     """
 
@@ -104,7 +111,9 @@ class Published:
 
         return overwrite
 
-    def window(self, frames: npt.NDArray[np.float32], on_gradient: Callable[[], None] | None = None) -> list[float]:
+    def window(
+        self, frames: npt.NDArray[np.float32], on_gradient: Callable[[], None] | None = None
+    ) -> list[float]:
         """Predict each of the frames from those before, and update once.
 
         Args:
@@ -137,14 +146,21 @@ class Published:
     def gradients(self) -> Arrays:
         """The gradient of each array of weights, by its name."""
         to_cpu = self.chainer.backends.cuda.to_cpu
-        return {name: to_cpu(p.grad).copy() for name, p in sorted(self.model.namedparams()) if p.grad is not None}
+        return {
+            name: to_cpu(p.grad).copy()
+            for name, p in sorted(self.model.namedparams())
+            if p.grad is not None
+        }
 
 
-def windows(data: Sequence, length: int = 20, every: int = 1) -> Iterator[tuple[npt.NDArray[np.float32], bool]]:
+def windows(
+    data: Sequence, length: int = 20, every: int = 1
+) -> Iterator[tuple[npt.NDArray[np.float32], bool]]:
     """Windows of frames in [0, 1], endlessly, and whether the state begins anew.
 
-    The first of a pass has `length` frames, of which the first is only seen; each later one has `length` to predict,
-    which follow. Frames that fill no window at the end of a pass train nothing, in the published loop too.
+    The first of a pass has `length` frames, of which the first is only seen; each later one has
+    `length` to predict, which follow. Frames that fill no window at the end of a pass train
+    nothing, in the published loop too.
 
     Args:
         data: All of it is trained on, the held-out part as well.
@@ -153,7 +169,9 @@ def windows(data: Sequence, length: int = 20, every: int = 1) -> Iterator[tuple[
     """
     stop = data.frames if isinstance(data, Rendered) else data.frames + data.heldout_count
     if stop // every < length:
-        raise UsageError(f"{data.name}: {stop // every} frames, of every {every}; a window needs {length}")
+        raise UsageError(
+            f"{data.name}: {stop // every} frames, of every {every}; a window needs {length}"
+        )
     film = None if isinstance(data, Rendered) else list(data.stream(0, stop))  # decoded once
     for offset in itertools.cycle(range(every)):
         frames = itertools.islice(film or data.stream(0, stop), offset, None, every)
@@ -179,22 +197,26 @@ def published(
     loader: str = "reused",
     round_trip: bool = True,
 ) -> dict[str, float]:
-    """Train the authors' network by a loop with their operations, as `gpulab.train` and `gpulab experiment` call it.
+    """Train the authors' network by a loop with their operations, as `gpulab.train` and `gpulab
+    experiment` call it.
 
     One that is interrupted begins anew.
 
     Args:
         seed: Of the weights.
-        setting: `cpu`, `cpu:threads=N`, or `cuda:tf32=off,cudnn=off`, which is all that CuPy and Chainer know today.
+        setting: `cpu`, `cpu:threads=N`, or `cuda:tf32=off,cudnn=off`, which is all that CuPy and
+            Chainer know today.
         net: The authors' `net.py`.
-        data: `walk`, whose `speed` that is, or a video file, of which one frame in `every` is taken.
+        data: `walk`, whose `speed` that is, or a video file, of which one frame in `every` is
+            taken.
         frames: To train on: as many updates are made as they fill windows.
         size: Width x height of a frame in pixels, as the authors write it.
         loader, round_trip: As in `Published`.
 
     Returns:
-        Of the last fifth of the windows the mean `loss` of all frames, that of the `last_frame`, which the authors log,
-        and `repeat_loss`, that of repeating the frame before; and `beats_repeating`, whether the loss is below that.
+        Of the last fifth of the windows the mean `loss` of all frames, that of the `last_frame`,
+        which the authors log, and `repeat_loss`, that of repeating the frame before; and
+        `beats_repeating`, whether the loss is below that.
     """
     if str(setting) not in ("cpu", f"cpu:threads={setting.threads}", "cuda:tf32=off,cudnn=off"):
         raise UsageError(f"setting {setting}: the published network runs under {SETTINGS}")
@@ -203,14 +225,21 @@ def published(
     film = data if data == "walk" else f"video:{data}"
     source = load(film, frames if data == "walk" else None, (height, width), speed=speed)
     if not isinstance(source, Sequence) or frames < window:
-        raise UsageError(f"data {data!r}, frames {frames}: expected walk or a video, and a window of {window} at least")
+        raise UsageError(
+            f"data {data!r}, frames {frames}: expected walk or a video, and a window of {window} at"
+            " least"
+        )
     trained = Published(net, setting.kind, seed, (height, width), layers, loader, round_trip)
     rows = []
     with threadpool_limits(setting.threads):
         for whole, restart in itertools.islice(windows(source, window, every), frames // window):
             if restart:
                 trained.restart(whole[0])
-            before, coming = (whole[:-1], whole[1:]) if restart else (np.concatenate([trained.seen, whole[:-1]]), whole)
+            before, coming = (
+                (whole[:-1], whole[1:])
+                if restart
+                else (np.concatenate([trained.seen, whole[:-1]]), whole)
+            )
             repeats = np.square(coming - before).mean()
             losses = trained.window(coming)
             rows.append({"loss": np.mean(losses), "last_frame": losses[-1], "repeat_loss": repeats})
@@ -219,35 +248,58 @@ def published(
     return {**means, "beats_repeating": means["loss"] < means["repeat_loss"]}
 
 
-# --- the command -----------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=stock_chainer.HOW, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=stock_chainer.HOW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("net", type=Path, help="the authors' net.py, or its folder PredNet")
     parser.add_argument("--setting", default="cpu", help=SETTINGS)
     parser.add_argument("--seeds", default="1", help="how many (10), or which (0,1,7)")
-    parser.add_argument("--loader", nargs="+", default=["reused"], help="reused (as published), copied, or shared")
-    parser.add_argument("--no-round-trip", action="store_true", help="on a GPU: not to the CPU and back")
+    parser.add_argument(
+        "--loader", nargs="+", default=["reused"], help="reused (as published), copied, or shared"
+    )
+    parser.add_argument(
+        "--no-round-trip", action="store_true", help="on a GPU: not to the CPU and back"
+    )
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
     parser.add_argument("--store", default=None, help="folder of the runs")
     names = ("data", "speed", "every", "frames", "window", "size", "channels")
     for name in names:
         default = inspect.signature(published).parameters[name].default
-        parser.add_argument(f"--{name}", type=type(default), default=default, help="as of `published`")
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, help="as of `published`"
+        )
     asked = parser.parse_args()
-    options = {name: getattr(asked, name) for name in names} | {"round_trip": not asked.no_round_trip}
+    options = {name: getattr(asked, name) for name in names} | {
+        "round_trip": not asked.no_round_trip
+    }
     stock_chainer.chainer()
     options["net"] = str(asked.net / "net.py" if asked.net.is_dir() else asked.net)
     stock_chainer.network(options["net"])
     numbers = whole_numbers(asked.seeds)
     seeds = numbers if "," in asked.seeds else numbers[0]
-    more = {"store": asked.store, "workers": asked.workers, "variants": [{"loader": loader} for loader in asked.loader]}
+    more = {
+        "store": asked.store,
+        "workers": asked.workers,
+        "variants": [{"loader": loader} for loader in asked.loader],
+    }
     training = f"{os.path.relpath(__file__)}:published"
     frame = Experiment(training, [asked.setting], seeds, options=options, **more).run()
-    columns = ["setting", "seed", "loader", "status", "final_loss", "repeat_loss", "beats_repeating", "seconds"]
+    columns = [
+        "setting",
+        "seed",
+        "loader",
+        "status",
+        "final_loss",
+        "repeat_loss",
+        "beats_repeating",
+        "seconds",
+    ]
     print(frame[columns].to_string(index=False))
     if frame.loader.nunique() > 1:
         print(verdict(frame, factor="loader", reference=asked.loader[0]))

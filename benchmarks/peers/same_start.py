@@ -1,4 +1,6 @@
-"""What a training in another library shares with gpulab's own: weights, frames, protocol, and what it refuses."""
+"""What a training in another library shares with gpulab's own: weights, frames, protocol, and
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,25 @@ def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any
     """A training as `gpulab.train` begins it: its network with the weights drawn, and its data.
 
     Raises:
-        UsageError: For a setting that only torch can honour, by the name of the option, and for nonsense.
+        UsageError: For a setting that only torch can honour, by the name of the option, and for
+            nonsense.
     """
     honoured = ("threads", "tf32", "precision")
-    refused = [name for name in OPTIONS if name not in honoured and getattr(setting, name) is not None]
+    refused = [
+        name for name in OPTIONS if name not in honoured and getattr(setting, name) is not None
+    ]
     if setting.precision not in PRECISIONS:
         refused.append(f"precision={setting.precision}")
     if setting.kind not in ("cpu", "cuda"):
         refused.append(setting.kind)
     if refused:
         raise UsageError(
-            f"setting {str(setting)!r}: {refused[0]} is torch's alone; in another library there are cpu and cuda with "
-            f"{', '.join(honoured)} (float32 or float64)"
+            f"setting {str(setting)!r}: {refused[0]} is torch's alone; in another library there are"
+            f" cpu and cuda with {', '.join(honoured)} (float32 or float64)"
         )
-    spec = NetworkRun.plan(net, setting=setting, seed=seed, profile=size, model_options=model_options)
+    spec = NetworkRun.plan(
+        net, setting=setting, seed=seed, profile=size, model_options=model_options
+    )
     spec.draw_weights()
     return spec
 
@@ -53,18 +60,23 @@ def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any
 def batches(spec: NetworkRun) -> Iterator[tuple[npt.NDArray[Any], bool]]:
     """For each window of a training what its updates see, and whether the state begins anew.
 
-    Frames in [0, 1], of the setting's precision: (1, t, 1, C, H, W) for PredNet, one update on t frames; for the
-    autoencoder (t, 1, 1, H, W), t updates on an image each.
+    Frames in [0, 1], of the setting's precision: (1, t, 1, C, H, W) for PredNet, one update on t
+    frames; for the autoencoder (t, 1, 1, H, W), t updates on an image each.
     """
     loader = Loader("window", replace(spec.setting, device="cpu"))
     windows = spec.data.windows(spec.window, spec.seed)
     for frames, restart in itertools.islice(windows, spec.frames // spec.window):
-        yield np.stack([batch.numpy() for batch in spec.model.batches(loader.window(frames))]), restart
+        yield (
+            np.stack([batch.numpy() for batch in spec.model.batches(loader.window(frames))]),
+            restart,
+        )
 
 
 def weights_of(spec: NetworkRun) -> dict[str, npt.NDArray[Any]]:
     """The weights of the spec's network by their names in torch, of the setting's precision."""
-    return {name: p.detach().to(spec.setting.dtype).numpy() for name, p in spec.model.named_parameters()}
+    return {
+        name: p.detach().to(spec.setting.dtype).numpy() for name, p in spec.model.named_parameters()
+    }
 
 
 def final_loss(losses: Iterable[float]) -> float:
@@ -81,5 +93,6 @@ def computed(spec: NetworkRun, losses: Any, gradient: dict[str, Any]) -> Compute
         return torch.from_numpy(np.array(array, np.float64))
 
     return Computed(
-        tensor(losses).flatten(), {name: tensor(gradient[name]) for name, _ in spec.model.named_parameters()}
+        tensor(losses).flatten(),
+        {name: tensor(gradient[name]) for name, _ in spec.model.named_parameters()},
     )

@@ -1,6 +1,7 @@
 """Chainer 7.8 as its authors published it, on a Python, NumPy and CuPy that came after it.
 
-What it asks for and no longer finds is stood in for before it is imported; nothing of Chainer is changed.
+What it asks for and no longer finds is stood in for before it is imported; nothing of Chainer is
+changed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from typing import Any
 from gpulab.errors import GpulabError, UsageError
 
 VERSION = "7.8.1"  # of all recorded runs
-VERSIONS = ("7.8.0", VERSION)  # 7.8.0, which the authors name, differs in what it knows of CuPy alone
+# 7.8.0, which the authors name, differs in what it knows of CuPy alone
+VERSIONS = (
+    "7.8.0",
+    VERSION,
+)
 AUTHORS = "github.com/eijwat/prednet_in_chainer_py3"
 INSTALL = (
     "pip install 'setuptools<70' wheel six filelock typing_extensions && "
@@ -26,7 +31,8 @@ INSTALL = (
 )
 CLONE = f"git clone https://{AUTHORS}"
 ON_A_GPU = "pip install cupy-cuda13x"  # or 12x, by the version of CUDA
-HOW = f"""It needs Chainer {VERSION} (or 7.8.0) from the package index, unchanged, and the authors' net.py:
+HOW = f"""It needs Chainer {VERSION} (or 7.8.0) from the package index,
+unchanged, and the authors' net.py:
 
     {INSTALL}
 
@@ -45,23 +51,34 @@ SWITCHES = {
 
 
 def chainer() -> Any:
-    """The module `chainer`. Raises `GpulabError`, which says how to install it, where it is not there."""
+    """The module `chainer`. Raises `GpulabError`, which says how to install it, where it is not
+    there.
+    """
     if "chainer" in sys.modules:
         return sys.modules["chainer"]
     if importlib.util.find_spec("chainer") is None:
-        raise GpulabError(f"the published network needs Chainer {VERSION}, which is not installed: {INSTALL}")
+        raise GpulabError(
+            f"the published network needs Chainer {VERSION}, which is not installed: {INSTALL}"
+        )
     if (installed := importlib.metadata.version("chainer")) not in VERSIONS:
-        raise GpulabError(f"the published network needs Chainer {' or '.join(VERSIONS)}, not {installed}: {INSTALL}")
+        raise GpulabError(
+            f"the published network needs Chainer {' or '.join(VERSIONS)}, not {installed}:"
+            f" {INSTALL}"
+        )
     os.environ.update(SWITCHES)
     os.environ.pop("CUPY_ENABLE_UMP", None)  # host arrays are copied to the GPU, never mapped
-    # It warns about versions of other packages, by pkg_resources and numpy.distutils, which are gone.
+    # It warns about versions of other packages, by pkg_resources and numpy.distutils, which are
+    # gone.
     unchecked: Any = types.ModuleType("chainer._environment_check")
     unchecked.check = lambda: None
     sys.modules["chainer._environment_check"] = unchecked
     import numpy as np
 
     if not hasattr(np, "sctypes"):
-        kinds = {"int": (np.int8, np.int16, np.int32, np.int64), "float": (np.float16, np.float32, np.float64)}
+        kinds = {
+            "int": (np.int8, np.int16, np.int32, np.int64),
+            "float": (np.float16, np.float32, np.float64),
+        }
         np.sctypes = kinds  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -82,7 +99,10 @@ def network(file: str | Path) -> Any:
     if path.is_dir():
         path /= "net.py"
     if not path.is_file():
-        raise UsageError(f"{path}: no such file; the authors' net.py is in the folder PredNet of {AUTHORS}: {CLONE}")
+        raise UsageError(
+            f"{path}: no such file; the authors' net.py is in the folder PredNet of {AUTHORS}:"
+            f" {CLONE}"
+        )
     spec = importlib.util.spec_from_file_location("net", path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     try:

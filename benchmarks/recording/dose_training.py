@@ -1,4 +1,6 @@
-"""What is trained in a cell of dose and response, of which there are twelve: lengths of window and speeds of motion."""
+"""What is trained in a cell of dose and response, of which there are twelve: lengths of window
+and speeds of motion.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,14 @@ def bias_and_loss(
 ) -> dict[str, float]:
     """The final loss on copied frames and on shared memory, and how far sharing turns the gradient.
 
-    `bias` is the relative distance of the gradient with shared memory to that with copies, at the weights and the
-    state of the training on copies: mean of every tenth window along it. `bias_first` is that of the first window.
+    `bias` is the relative distance of the gradient with shared memory to that with copies, at the
+    weights and the state of the training on copies: mean of every tenth window along it.
+    `bias_first` is that of the first window.
     """
     sharing = "reused" if setting.kind == "cpu" else "imitated"
-    spec = NetworkRun.plan("prednet", setting=setting, seed=seed, profile=size, data_options={"speed": speed})
+    spec = NetworkRun.plan(
+        "prednet", setting=setting, seed=seed, profile=size, data_options={"speed": speed}
+    )
 
     def with_loader(loader: str) -> NetworkRun:
         return dataclasses.replace(spec, window=window, factors={**spec.factors, "loader": loader})
@@ -39,10 +44,15 @@ def bias_and_loss(
         done = len(training.history)
         if done == 0 or (done % EVERY == EVERY // 2 and done < spec.frames // window):
             upcoming = next(spec.data.windows(window, seed, done))
-            right, wrong = (gradient(spec, training, upcoming, loader) for loader in ("copied", sharing))
+            right, wrong = (
+                gradient(spec, training, upcoming, loader) for loader in ("copied", sharing)
+            )
             biases.append(float((wrong - right).norm() / right.norm()))
 
-    losses = {"copied": final_loss(with_loader("copied"), look), "shared": final_loss(with_loader(sharing))}
+    losses = {
+        "copied": final_loss(with_loader("copied"), look),
+        "shared": final_loss(with_loader(sharing)),
+    }
     first, *later = biases
     return {**losses, "bias": math.fsum(later) / len(later), "bias_first": first}
 
@@ -57,9 +67,16 @@ def gradient(spec: NetworkRun, training: Training, window: Window, loader: str) 
 
 
 def final_loss(spec: NetworkRun, look: Callable[[Training], None] = lambda _: None) -> float:
-    """Train to the end, with a look before the first window and after each; NaN for a training that diverged."""
+    """Train to the end, with a look before the first window and after each; NaN for a training
+    that diverged.
+    """
     training = spec.init_training()
     look(training)
-    loop.train(training, spec.remaining_windows(training), spec.select_engine(training), lambda: look(training))
+    loop.train(
+        training,
+        spec.remaining_windows(training),
+        spec.select_engine(training),
+        lambda: look(training),
+    )
     loss = spec.summarize(training, spec.evaluate(training))["summary"]["final_loss"]
     return math.nan if loss is None else loss

@@ -1,9 +1,12 @@
-"""Record on this machine what `data/` keeps of others: a subcommand each, and with `--help` what it takes.
+"""Record on this machine what `data/` keeps of others: a subcommand each, and with `--help` what it
+takes.
 
-    python benchmarks/recording/record.py roofline cuda:tf32=off cuda:tf32=on data/measured/rooflines-my-gpu.json
-    python benchmarks/recording/record.py speed cuda:tf32=off --write data/measured/speed-my-gpu.json
+    python benchmarks/recording/record.py roofline cuda:tf32=off cuda:tf32=on
+    data/measured/rooflines-my-gpu.json python benchmarks/recording/record.py speed cuda:tf32=off
+    --write data/measured/speed-my-gpu.json
 
-`record_NAME.py` in the commands of older records is the subcommand of that name here, with the same arguments.
+`record_NAME.py` in the commands of older records is the subcommand of that name here, with the same
+arguments.
 """
 
 from __future__ import annotations
@@ -35,21 +38,29 @@ File = Annotated[Path, typer.Argument(help="JSON file, such as data/measured/KIN
 def record_roofline(settings: Settings, file: File) -> None:
     """The roofline of this machine under the settings given."""
     frame = pd.concat([roofline(setting) for setting in settings], ignore_index=True)
-    print(frame[["setting", "operation", "intensity", "gflops", "gigabytes_per_second", "spread"]].to_string())
+    print(
+        frame[
+            ["setting", "operation", "intensity", "gflops", "gigabytes_per_second", "spread"]
+        ].to_string()
+    )
     keep(file, settings[0].partition(":")[0], rows=frame.to_dict("records"))
 
 
-# --- notebook 07 -----------------------------------------------------------------------------------------
+# --- notebook 07 ----------------------------------------------------------------------------------
 
 
 @app.command("speed")
 def record_speed(
     setting: str,
     write: Annotated[Path, typer.Option(help="JSON file, such as data/measured/speed-my-gpu.json")],
-    sizes: Annotated[list[str], typer.Option(help="of smoke, quick and paper; several times")] = ("quick", "paper"),
+    sizes: Annotated[list[str], typer.Option(help="of smoke, quick and paper; several times")] = (
+        "quick",
+        "paper",
+    ),
     parts: Annotated[list[str], typer.Option(help="some sections only; several times")] = PARTS,
 ) -> None:
-    """The trainings that notebook 07 shows, under one setting; what this machine lacks is kept as a row that says so.
+    """The trainings that notebook 07 shows, under one setting; what this machine lacks is kept as a
+    row that says so.
 
     What else the notebook shows beside its own measurements was recorded at commit 14efec38.
     """
@@ -62,13 +73,15 @@ def record_speed(
             rows = pd.DataFrame([{"part": part, **why, "size": size, "setting": setting}])
         frames.append(rows)
         print(f"{size} {part}: {len(rows)} rows", flush=True)
-        table = pd.concat(frames, ignore_index=True).drop(columns=["machine", "recorded"], errors="ignore")
+        table = pd.concat(frames, ignore_index=True).drop(
+            columns=["machine", "recorded"], errors="ignore"
+        )
         table = table.astype(object)
         found = table.where(table.notna(), None).to_dict("records")
         keep(write, setting.partition(":")[0], rows=found)  # so far, if it is cut off
 
 
-# --- saddles ---------------------------------------------------------------------------------------------
+# --- saddles --------------------------------------------------------------------------------------
 
 # The most wanted first: network, profile, options of gpulab.saddles.curvature_along.
 CURVATURE = [
@@ -82,7 +95,13 @@ ALONG = {
     "cpu": ["cpu", "cpu:precision=float64", "cpu:emulate=tf32", "cpu:threads=1"],
 }
 ESCAPES = {
-    "cuda": ["cuda:precision=float64", "cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:precision=bfloat16"],
+    "cuda": [
+        "cuda:precision=float64",
+        "cuda:tf32=off",
+        "cuda:tf32=on",
+        "cuda:cudnn=off",
+        "cuda:precision=bfloat16",
+    ],
     "cpu": ["cpu:precision=float64", "cpu", "cpu:precision=bfloat16"],
 }
 # The arithmetic in which optimisers are let go: notebook 06 draws them beside its own.
@@ -106,12 +125,14 @@ def record_saddles(
     kind: Annotated[str, typer.Argument(help="cpu or cuda: the device that trains")],
     output: Path = Path("data/saddles"),
     seeds: int = 8,
-    only: Annotated[str, typer.Option(help="such as prednet:paper,autoencoder:quick; or escapes")] = "",
+    only: Annotated[
+        str, typer.Option(help="such as prednet:paper,autoencoder:quick; or escapes")
+    ] = "",
 ) -> None:
     """The Hessian's spectrum along trainings, and escapes from a known saddle by each optimiser.
 
-    What is there already is not made again, so it can be stopped and called again. The escapes, in four files, take
-    about ten minutes.
+    What is there already is not made again, so it can be stopped and called again. The escapes, in
+    four files, take about ten minutes.
     """
     if kind not in ALONG:
         raise UsageError(f"kind {kind!r}: expected cpu or cuda")
@@ -120,26 +141,42 @@ def record_saddles(
     for net, profile, options in CURVATURE:
         wanted = not only or f"{net}:{profile}" in only.split(",")
         for seed, setting in itertools.product(range(seeds) if wanted else (), ALONG[kind]):
-            own = {"setting": setting, "seeds": [seed], "profile": profile, "store": output / "curvature"}
-            frame = gl.saddles.curvature_along(net, **own, **options, command=this_command(), progress=False)
-            last = frame[["setting", "seed", "status", "loss", "index_fraction", "smallest", "largest"]].tail(1)
+            own = {
+                "setting": setting,
+                "seeds": [seed],
+                "profile": profile,
+                "store": output / "curvature",
+            }
+            frame = gl.saddles.curvature_along(
+                net, **own, **options, command=this_command(), progress=False
+            )
+            last = frame[
+                ["setting", "seed", "status", "loss", "index_fraction", "smallest", "largest"]
+            ].tail(1)
             print(net, profile, last.to_string(index=False, header=False), flush=True)
 
 
 def record_escapes(folder: Path, name: str, kind: str) -> None:
-    """Gradient descent pushed off and let go, and all optimisers let go, with weights in float64, with minibatches."""
+    """Gradient descent pushed off and let go, and all optimisers let go, with weights in
+    float64, with minibatches.
+    """
     batches = {"optimizers": {"sgd": [1.0], "adam": [1e-3]}, "batch_sizes": [20], "steps": 5_000}
     jobs = {
         name: (ESCAPES[kind], {"perturbations": (0.0, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8)}),
         f"{name}-optimizers": (ARITHMETIC[kind], {"optimizers": RATES}),
-        f"{name}-master-weights": (ARITHMETIC[kind], {"optimizers": list(OPTIMIZERS), "master_weights": True}),
+        f"{name}-master-weights": (
+            ARITHMETIC[kind],
+            {"optimizers": list(OPTIMIZERS), "master_weights": True},
+        ),
         f"{name}-minibatches": (ARITHMETIC[kind], batches),
     }
     for title, (settings, options) in jobs.items():
         if (file := folder / f"{title}.parquet").is_file():
             continue
         table = gl.saddles.escape_table(known_saddle(), settings, seeds=3, **options).table
-        recorded.write_table(file, table, {"passport": dict(gl.passport()), "command": this_command()})
+        recorded.write_table(
+            file, table, {"passport": dict(gl.passport()), "command": this_command()}
+        )
         print(f"{title}: {len(table)} escapes", flush=True)
 
 

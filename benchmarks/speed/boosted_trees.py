@@ -1,6 +1,8 @@
-"""Gradient-boosted trees (XGBoost, which needs the extra trees): one of the sections that notebook 07 shows.
+"""Gradient-boosted trees (XGBoost, which needs the extra trees): one of the sections that notebook
+07 shows.
 
-python benchmarks/recording/record.py speed cpu:threads=2 --parts trees --write data/measured/speed-my-cpu.json
+python benchmarks/recording/record.py speed cpu:threads=2 --parts trees --write
+data/measured/speed-my-cpu.json
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ TABLE_ROWS = {"smoke": 2_000, "quick": 50_000, "paper": 1_000_000}
 
 
 def trees(setting: Setting, size: str) -> Iterator[Row]:
-    """Fifty gradient-boosted trees (XGBoost) on a table of random numbers, from the table in the host's memory."""
+    """Fifty gradient-boosted trees (XGBoost) on a table of random numbers, from the table in the
+    host's memory.
+    """
     try:
         import xgboost
     except ImportError:
@@ -32,7 +36,10 @@ def trees(setting: Setting, size: str) -> Iterator[Row]:
         xgboost.train(options, xgboost.DMatrix(table, target, nthread=options["nthread"]), 50)
 
     if setting.kind == "cuda" and not xgboost.build_info()["USE_CUDA"]:
-        yield Row("XGBoost", note="this XGBoost was built without CUDA: pip install xgboost, not xgboost-cpu")
+        yield Row(
+            "XGBoost",
+            note="this XGBoost was built without CUDA: pip install xgboost, not xgboost-cpu",
+        )
     elif setting.kind not in ("cpu", "cuda"):
         yield Row("XGBoost", note=f"XGBoost computes on cpu and cuda, not on {setting.kind}")
     else:

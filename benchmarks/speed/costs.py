@@ -26,14 +26,25 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from benchmarks.measuring import ROOT, Step, command_line, machine, made_by, quartiles, race, run, show, table
+from benchmarks.measuring import (
+    ROOT,
+    Step,
+    command_line,
+    machine,
+    made_by,
+    quartiles,
+    race,
+    run,
+    show,
+    table,
+)
 from gpulab.numerics.emulation import CHIPS
 
 app = command_line(__doc__)
 Write = Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")]
 
 
-# --- what the companion costs ----------------------------------------------------------------------------
+# --- what the companion costs ---------------------------------------------------------------------
 
 
 def process_seconds(command: list[str], repeats: int = 1) -> float:
@@ -60,14 +71,18 @@ def duration(seconds: float) -> str:
 
 @app.command()
 def budgets(
-    profile: Annotated[list[str], typer.Option(help="smoke, quick or paper; several times")] = ("smoke", "quick"),
+    profile: Annotated[list[str], typer.Option(help="smoke, quick or paper; several times")] = (
+        "smoke",
+        "quick",
+    ),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps or xpu")] = "cpu",
 ) -> None:
     """Time and peak memory of the companion, of each notebook and of a start, into docs/costs.md.
 
-    Time: the wall clock of `python -m companion`, into an empty folder, and of each notebook in it. Memory: the largest
-    process of a notebook, which is its kernel. A start is the median of seven processes. Since machines differ, the
-    whole is also said in frames: so many does one thread train PredNet on meanwhile, at the size of the quick profile.
+    Time: the wall clock of `python -m companion`, into an empty folder, and of each notebook in it.
+    Memory: the largest process of a notebook, which is its kernel. A start is the median of seven
+    processes. Since machines differ, the whole is also said in frames: so many does one thread
+    train PredNet on meanwhile, at the size of the quick profile.
     """
     trained = gl.train("prednet", setting="cpu:threads=1", profile="quick", progress=False)
     frames_per_second = trained.record["configuration"]["frames"] / trained.history.seconds.iloc[-1]
@@ -79,19 +94,45 @@ def budgets(
         rows.append([what, duration(process_seconds([sys.executable, *command], 7)), ""])
     for one in profile:
         with tempfile.TemporaryDirectory() as output:
-            command = [sys.executable, "-m", "companion", "--profile", one, "--device", device, "--output", output]
+            command = [
+                sys.executable,
+                "-m",
+                "companion",
+                "--profile",
+                one,
+                "--device",
+                device,
+                "--output",
+                output,
+            ]
             whole = process_seconds(command)
-            results = json.loads((Path(output) / "report" / "results.json").read_text(encoding="utf-8"))
-        found = [(f"`{result['name']}`, {one}", result["seconds"], result["peak_bytes"]) for result in results]
+            results = json.loads(
+                (Path(output) / "report" / "results.json").read_text(encoding="utf-8")
+            )
+        found = [
+            (f"`{result['name']}`, {one}", result["seconds"], result["peak_bytes"])
+            for result in results
+        ]
         peak = max(memory for _, _, memory in found)
-        work = f"all of these and the report, the time of {round(whole * frames_per_second, -3):,.0f} frames"
+        work = (
+            f"all of these and the report, the time of {round(whole * frames_per_second, -3):,.0f}"
+            " frames"
+        )
         found.append((f"`python -m companion`, {one}: {work}", whole, peak))
-        rows += [[what, duration(took), f"{memory / 2**20:,.0f} MiB"] for what, took, memory in found]
-    speed = f"One thread trains PredNet of the quick profile at {frames_per_second:.0f} frames/s here."
-    show("Costs", ROOT / "docs" / "costs.md", budgets=f"{table('what|time|peak memory', rows)}\n\n{speed} {made_by()}")
+        rows += [
+            [what, duration(took), f"{memory / 2**20:,.0f} MiB"] for what, took, memory in found
+        ]
+    speed = (
+        f"One thread trains PredNet of the quick profile at {frames_per_second:.0f} frames/s here."
+    )
+    show(
+        "Costs",
+        ROOT / "docs" / "costs.md",
+        budgets=f"{table('what|time|peak memory', rows)}\n\n{speed} {made_by()}",
+    )
 
 
-# --- guard and emulation ---------------------------------------------------------------------------------
+# --- guard and emulation --------------------------------------------------------------------------
 
 
 class LSTM(nn.Module):
@@ -161,9 +202,16 @@ def guard(
                 step()
 
         made = {"without": lambda step=step: step}
-        made |= {reads: lambda reads=reads, guarded=guarded: partial(guarded, reads) for reads in ("backward", "any")}
+        made |= {
+            reads: lambda reads=reads, guarded=guarded: partial(guarded, reads)
+            for reads in ("backward", "any")
+        }
         ways = race(made, setting, repeats, warm_up=2, label=name)
-        row = [name, "×".join(map(str, shape)), f"{1000 * statistics.median(ways['without'].seconds):.1f}"]
+        row = [
+            name,
+            "×".join(map(str, shape)),
+            f"{1000 * statistics.median(ways['without'].seconds):.1f}",
+        ]
         for reads in ("backward", "any"):
             found = sorted(ratios(ways, "without", reads))
             row.append(f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})")
@@ -205,7 +253,10 @@ def laptop_steps() -> dict[str, Step]:
 
     steps = {name: squared(*CASES[name]) for name in ("resnet18", "LSTM", "Transformer encoder")}
     frames, images = torch.rand(10, 1, 3, 48, 64), torch.rand(1, 1, 28, 28)
-    prednet, autoencoder = gl.models.PredNet(channels=(3, 16, 32), size=(48, 64)), gl.models.Autoencoder()
+    prednet, autoencoder = (
+        gl.models.PredNet(channels=(3, 16, 32), size=(48, 64)),
+        gl.models.Autoencoder(),
+    )
     steps[WINDOW] = lambda: F.mse_loss(prednet(frames)[0][:-1], frames[1:]).backward()
     steps["autoencoder, one image"] = lambda: F.mse_loss(autoencoder(images), images).backward()
     return steps
@@ -221,11 +272,15 @@ def emulated(step: Step, how: dict[str, Any]) -> Step:
 
 @app.command()
 def emulation(repeats: int = 9, write: Write = None) -> None:
-    """A training step under emulation over a plain one, which take turns: the median of paired ratios."""
+    """A training step under emulation over a plain one, which take turns: the median of paired
+    ratios.
+    """
     rows, cpu = [], gl.Setting.parse("cpu")
 
     def paired(step: Step, ways: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
-        made = {"plain": lambda: step} | {name: lambda how=how: emulated(step, how) for name, how in ways.items()}
+        made = {"plain": lambda: step} | {
+            name: lambda how=how: emulated(step, how) for name, how in ways.items()
+        }
         return race(made, cpu, rounds, warm_up=1)
 
     steps = laptop_steps()
@@ -237,7 +292,10 @@ def emulation(repeats: int = 9, write: Write = None) -> None:
             cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
         rows.append(cells)
         print(*cells, flush=True)
-    text = f"{machine()}, {repeats} pairs.\n\n{table('|'.join(['step', 'plain, ms', *ARITHMETICS]), rows)}"
+    text = (
+        f"{machine()}, {repeats}"
+        f" pairs.\n\n{table('|'.join(['step', 'plain, ms', *ARITHMETICS]), rows)}"
+    )
     show("What emulation costs", write, measured=text)
 
 

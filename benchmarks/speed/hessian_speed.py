@@ -1,12 +1,15 @@
-"""gpulab's Hessian beside curvlinops, hessian-eigenthings and PyHessian: time, memory on a GPU, and accuracy.
+"""gpulab's Hessian beside curvlinops, hessian-eigenthings and PyHessian: time, memory on a GPU, and
+accuracy.
 
-    pip install curvlinops-for-pytorch==3.0.1 hessian-eigenthings==1.0.0a5 PyHessian==0.1
-    python benchmarks/speed/hessian_speed.py --size quick --record data/measured/hessian_speed-my-cpu.json
-    python benchmarks/speed/hessian_speed.py cuda:tf32=off --record data/measured/hessian_speed-my-gpu.json
+    pip install curvlinops-for-pytorch==3.0.1 hessian-eigenthings==1.0.0a5 PyHessian==0.1 python
+    benchmarks/speed/hessian_speed.py --size quick --record data/measured/hessian_speed-my-cpu.json
+    python benchmarks/speed/hessian_speed.py cuda:tf32=off --record
+    data/measured/hessian_speed-my-gpu.json
 
-The loss is that of one window of frames of the PredNet of a profile, in float32 without TF32. Each library is called as
-its own documentation does. What is not installed is noted as failed. The form of this script that also timed densities
-and wrote the tables of `benchmarks/results/hessian_speed.md` is at commit 6aece191.
+The loss is that of one window of frames of the PredNet of a profile, in float32 without TF32. Each
+library is called as its own documentation does. What is not installed is noted as failed. The form
+of this script that also timed densities and wrote the tables of
+`benchmarks/results/hessian_speed.md` is at commit 6aece191.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ CHECKED = 4  # products compared with float64
 Product = Callable[[Tensor], Any]
 
 
-# --- the libraries ---------------------------------------------------------------------------------------
+# --- the libraries --------------------------------------------------------------------------------
 # Each makes of a network and a window what multiplies the Hessian with a vector.
 
 
@@ -72,19 +75,27 @@ def curvlinops(net: gl.models.PredNet, window: Tensor) -> Product:
     library = importlib.import_module("curvlinops")
     model, parameters, data = Predictions(net), list(net.parameters()), [(window[:-1], window[1:])]
     # Its check that two products are the same is left out: it would make the set-up longer.
-    return library.HessianLinearOperator(model, WindowLoss(), parameters, data, check_deterministic=False).__matmul__
+    return library.HessianLinearOperator(
+        model, WindowLoss(), parameters, data, check_deterministic=False
+    ).__matmul__
 
 
 def hessian_eigenthings(net: gl.models.PredNet, window: Tensor) -> Product:
-    """https://noahgolmant.github.io/pytorch-hessian-eigenthings: both backward passes anew for each product."""
+    """https://noahgolmant.github.io/pytorch-hessian-eigenthings: both backward passes anew for
+    each product.
+    """
     library = importlib.import_module("hessian_eigenthings")
     return library.HessianOperator(net, [window], window_loss).__matmul__
 
 
 def pyhessian(net: gl.models.PredNet, window: Tensor) -> Product:
-    """https://github.com/amirgholami/PyHessian: each product goes back through the kept graph of one gradient."""
+    """https://github.com/amirgholami/PyHessian: each product goes back through the kept graph of
+    one gradient.
+    """
     library = importlib.import_module("pyhessian")
-    hessian = library.hessian(Predictions(net), WindowLoss(), data=(window[:-1], window[1:]), cuda=window.is_cuda)
+    hessian = library.hessian(
+        Predictions(net), WindowLoss(), data=(window[:-1], window[1:]), cuda=window.is_cuda
+    )
 
     def product(vector: Tensor) -> list[Tensor]:
         pieces = vector.split([p.numel() for p in hessian.params])
@@ -110,10 +121,12 @@ LIBRARIES: dict[str, tuple[str, Callable[..., Product]]] = {
 BLOCKS = ("gpulab", "curvlinops")  # which multiply many vectors at once
 
 
-# --- measuring -------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
-def measure(size: str, frames: int, setting: gl.Setting, count: int, block: int) -> list[dict[str, Any]]:
+def measure(
+    size: str, frames: int, setting: gl.Setting, count: int, block: int
+) -> list[dict[str, Any]]:
     """A row for each library, of one size."""
     plan = protocol("prednet", size)
     net = gl.models.PredNet(channels=plan.model["channels"], size=plan.size).to(setting.device)
@@ -121,13 +134,21 @@ def measure(size: str, frames: int, setting: gl.Setting, count: int, block: int)
     window = torch.from_numpy(film / np.float32(255))[:, None].to(setting.device)
     parameters = sum(p.numel() for p in net.parameters())
     # Of length one, as Lanczos multiplies.
-    vectors = torch.randn(max(CHECKED, block), parameters, generator=torch.Generator().manual_seed(0))
+    vectors = torch.randn(
+        max(CHECKED, block), parameters, generator=torch.Generator().manual_seed(0)
+    )
     vectors = (vectors / vectors.norm(dim=1, keepdim=True)).to(setting.device)
-    same = {"size": size, "frames": frames, "parameters": parameters, "threads": torch.get_num_threads()}
+    same = {
+        "size": size,
+        "frames": frames,
+        "parameters": parameters,
+        "threads": torch.get_num_threads(),
+    }
     rows = {name: {"library": name, **same, "failed": {}, "memory": {}} for name in LIBRARIES}
 
     def make(name: str) -> Product:
-        return LIBRARIES[name][1](copy.deepcopy(net), window)  # PyHessian's finite differences change it
+        # PyHessian's finite differences change it
+        return LIBRARIES[name][1](copy.deepcopy(net), window)
 
     def make_first(name: str) -> Product:
         """The first of a library is timed, with its first product."""
@@ -135,10 +156,17 @@ def measure(size: str, frames: int, setting: gl.Setting, count: int, block: int)
             rows[name]["set_up"] = seconds(lambda: make(name)(vectors[0]), setting)
         return make(name)
 
-    def work(what: str, which: Sequence[str], rounds: int, given: Callable[[], Tensor]) -> dict[str, list[float]]:
-        """Each library is made anew for a kind of work, so that what it holds counts as that work's memory."""
+    def work(
+        what: str, which: Sequence[str], rounds: int, given: Callable[[], Tensor]
+    ) -> dict[str, list[float]]:
+        """Each library is made anew for a kind of work, so that what it holds counts as that
+        work's memory.
+        """
         failed: dict[str, str] = {}
-        made = {name: lambda name=name: partial(lambda product: product(given()), make_first(name)) for name in which}
+        made = {
+            name: lambda name=name: partial(lambda product: product(given()), make_first(name))
+            for name in which
+        }
         ways = race(made, setting, rounds, warm_up=1, label=f"{size}, {what}", failed=failed)
         for name, why in failed.items():
             rows[name]["failed"][what] = why
@@ -153,7 +181,9 @@ def measure(size: str, frames: int, setting: gl.Setting, count: int, block: int)
         rows[name] |= {"products": taken, "version": version}
     able = [name for name in rows if "products" in rows[name]]
     many = vectors[:block].T.contiguous()
-    for name, taken in work(f"block {block}", [name for name in BLOCKS if name in able], 5, lambda: many).items():
+    for name, taken in work(
+        f"block {block}", [name for name in BLOCKS if name in able], 5, lambda: many
+    ).items():
         rows[name]["blocks"] = {str(block): {"seconds": taken}}
     exact = exact_products(net, window, vectors[:CHECKED])
     for name in able[:-1]:
@@ -176,25 +206,41 @@ def exact_products(net: gl.models.PredNet, window: Tensor, vectors: Tensor) -> T
 
 
 def flat(result: Tensor | Sequence[Tensor]) -> Tensor:
-    return result if isinstance(result, Tensor) else torch.cat([part.reshape(-1) for part in result])
+    return (
+        result if isinstance(result, Tensor) else torch.cat([part.reshape(-1) for part in result])
+    )
 
 
 def in_words(row: dict[str, Any]) -> list[Any]:
     """A line of the table."""
     if "products" not in row:
         return [row["size"], row["library"], "", "", "", "", "; ".join(row["failed"].values())]
-    blocks = [f"{1000 * statistics.median(part['seconds']) / int(k):.3g}" for k, part in row.get("blocks", {}).items()]
+    blocks = [
+        f"{1000 * statistics.median(part['seconds']) / int(k):.3g}"
+        for k, part in row.get("blocks", {}).items()
+    ]
     memory = [f"{part['allocated'] / 2**20:,.0f}" for part in row["memory"].values() if part]
     each = f"{1000 * statistics.median(row['products']):.3g}"
-    cells = [f"{row['library']} {row['version']}", f"{row['set_up']:.3g}", each, "".join(blocks), ", ".join(memory)]
+    cells = [
+        f"{row['library']} {row['version']}",
+        f"{row['set_up']:.3g}",
+        each,
+        "".join(blocks),
+        ", ".join(memory),
+    ]
     return [row["size"], *cells, f"{row['error']:.1e}" if "error" in row else ""]
 
 
 def main(
     setting: Annotated[str, typer.Argument(help="such as cpu, cuda:tf32=off")] = "cpu",
-    size: Annotated[list[str], typer.Option(help="the PredNet of these profiles")] = ("quick", "paper"),
+    size: Annotated[list[str], typer.Option(help="the PredNet of these profiles")] = (
+        "quick",
+        "paper",
+    ),
     frames: Annotated[int, typer.Option(help="frames in the window")] = 20,
-    products: Annotated[int, typer.Option(help="products timed one at a time, of each library")] = 100,
+    products: Annotated[
+        int, typer.Option(help="products timed one at a time, of each library")
+    ] = 100,
     block: Annotated[int, typer.Option(help="vectors multiplied at once")] = 10,
     record: Annotated[Path | None, typer.Option(help="keep it in this file")] = None,
 ) -> None:

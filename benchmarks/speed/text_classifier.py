@@ -1,8 +1,10 @@
 """A text classifier, trained in every precision: one of the sections that notebook 07 shows.
 
-    python benchmarks/recording/record.py speed cpu:threads=1 --parts text --write data/measured/speed-my-cpu.json
+    python benchmarks/recording/record.py speed cpu:threads=1 --parts text --write
+    data/measured/speed-my-cpu.json
 
-The texts are the docstrings of Python's standard library, and the question is which package one stands in.
+The texts are the docstrings of Python's standard library, and the question is which package one
+stands in.
 """
 
 from __future__ import annotations
@@ -29,9 +31,24 @@ from gpulab.device.rooflines import time_calls
 from gpulab.errors import in_one_line
 from gpulab.settings import Setting
 
-# Packages of the standard library that every supported Python has, each with more than a hundred docstrings.
-PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
-TRAINING = {"smoke": (1, 16, 32), "quick": (2, 32, 64), "paper": (8, 64, 128)}  # epochs, words, width
+# Packages of the standard library that every supported Python has, each with more than a hundred
+# docstrings.
+PACKAGES = (
+    "asyncio",
+    "email",
+    "http",
+    "importlib",
+    "logging",
+    "multiprocessing",
+    "unittest",
+    "xml",
+)
+# epochs, words, width
+TRAINING = {
+    "smoke": (1, 16, 32),
+    "quick": (2, 32, 64),
+    "paper": (8, 64, 128),
+}
 SEEDS = 6
 CORPUS = "docstrings"  # as it is named in the rows
 BATCH = 32
@@ -40,13 +57,17 @@ SLOW = 4.0  # a format whose products take this much longer than float32's is no
 
 @functools.cache
 def docstrings() -> tuple[list[str], list[str]]:
-    """What the standard library says of itself: docstrings, each once, and the package that each stands in.
+    """What the standard library says of itself: docstrings, each once, and the package that each
+    stands in.
 
     Read from the source, which is not executed.
 
     Examples:
         >>> texts, packages = docstrings()
-        >>> len(texts) == len(set(texts)) == len(packages), sorted(set(packages)) == sorted(PACKAGES)
+        >>> (
+        ...     len(texts) == len(set(texts)) == len(packages),
+        ...     sorted(set(packages)) == sorted(PACKAGES),
+        ... )
         (True, True)
     """
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -56,7 +77,9 @@ def docstrings() -> tuple[list[str], list[str]]:
             if {"test", "tests"} & set(file.relative_to(library).parts):
                 continue
             for node in ast.walk(ast.parse(file.read_bytes())):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                if isinstance(
+                    node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+                ):
                     text = ast.get_docstring(node) or ""
                     if len(text.split()) >= 5:
                         found.setdefault(text, package)
@@ -64,7 +87,8 @@ def docstrings() -> tuple[list[str], list[str]]:
 
 
 def as_words(texts: Iterable[str], length: int) -> Int[Tensor, "b t"]:
-    """The first words of each text as numbers from 1, by a hash that is the same everywhere; 0 behind the last.
+    """The first words of each text as numbers from 1, by a hash that is the same everywhere; 0
+    behind the last.
 
     Examples:
         >>> as_words(["a b", "a"], 3).tolist()[1]
@@ -73,7 +97,9 @@ def as_words(texts: Iterable[str], length: int) -> Int[Tensor, "b t"]:
     numbers = np.zeros((len(texts := list(texts)), length), np.int64)
     for row, text in enumerate(texts):
         words = re.findall(r"[a-z]+", text.lower())[:length] or ["none"]
-        numbers[row, : len(words)] = [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in words]
+        numbers[row, : len(words)] = [
+            1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in words
+        ]
     return torch.from_numpy(numbers)
 
 
@@ -85,27 +111,39 @@ def split(length: int, every: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return words[~held], labels[~held], words[held], labels[held]
 
 
-# --- training --------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def text(setting: Setting, size: str) -> Iterator[Row]:
-    """A Transformer trained to name the package of a docstring, in each precision, from the same seeds.
+    """A Transformer trained to name the package of a docstring, in each precision, from the same
+    seeds.
 
-    Of each training the seconds, the joules where the device counts them, the mean loss of the last epoch, and the
-    accuracy on texts held out.
+    Of each training the seconds, the joules where the device counts them, the mean loss of the last
+    epoch, and the accuracy on texts held out.
     """
     texts = split(TRAINING[size][1], every=2 if size == "smoke" else 1)
-    yield Row(CORPUS, "most frequent class", float((texts[3] == texts[1].mode().values).float().mean()), "accuracy")
+    yield Row(
+        CORPUS,
+        "most frequent class",
+        float((texts[3] == texts[1].mode().values).float().mean()),
+        "accuracy",
+    )
     against = precisions(setting)
     for seed, (precision, why_not) in itertools.product(range(SEEDS), against.items()):
         if not why_not:
             for value, unit in trained(setting, size, texts, precision, seed):
                 yield Row(CORPUS, precision, value, unit, seed=seed)
-    yield from (Row(CORPUS, precision, note=why_not) for precision, why_not in against.items() if why_not)
+    yield from (
+        Row(CORPUS, precision, note=why_not) for precision, why_not in against.items() if why_not
+    )
     for precision in ("float32", "bfloat16"):
         way = f"{precision}, compiled"
         if size != "paper":
-            yield Row(CORPUS, way, note="compiling takes longer than so short a training: at the paper size only")
+            yield Row(
+                CORPUS,
+                way,
+                note="compiling takes longer than so short a training: at the paper size only",
+            )
             continue
         try:
             for value, unit in trained(setting, size, texts, precision, 0, compiled=True):
@@ -115,35 +153,54 @@ def text(setting: Setting, size: str) -> Iterator[Row]:
 
 
 def precisions(setting: Setting) -> dict[str, str]:
-    """The precisions that one may train in, each with what speaks against it on this device, or nothing.
+    """The precisions that one may train in, each with what speaks against it on this device, or
+    nothing.
 
     Examples:
         >>> precisions(Setting.parse("cpu"))["float32"]
         ''
     """
-    ampere = setting.kind == "cuda" and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
-    found = {"float32": "", "tf32": "" if ampere else "not on this device: NVIDIA's GPUs have TF32, from Ampere on"}
+    ampere = (
+        setting.kind == "cuda"
+        and not torch.version.hip
+        and torch.cuda.get_device_capability() >= (8, 0)
+    )
+    found = {
+        "float32": "",
+        "tf32": "" if ampere else "not on this device: NVIDIA's GPUs have TF32, from Ampere on",
+    }
     seconds = {}
     for name in ("float32", "bfloat16", "float16"):
         factor = torch.randn(256, 256).to(setting.device, getattr(torch, name))
         seconds[name] = time_calls(setting, functools.partial(torch.mm, factor, factor), 2)[0]
         slower = seconds[name] / seconds["float32"]
-        found[name] = f"products take {slower:.0f} times as long as in float32 here" if slower > SLOW else ""
+        found[name] = (
+            f"products take {slower:.0f} times as long as in float32 here" if slower > SLOW else ""
+        )
     return found
 
 
 def trained(
-    setting: Setting, size: str, texts: tuple[Tensor, ...], precision: str, seed: int, compiled: bool = False
+    setting: Setting,
+    size: str,
+    texts: tuple[Tensor, ...],
+    precision: str,
+    seed: int,
+    compiled: bool = False,
 ) -> Iterator[tuple[float, str]]:
     """Numbers with their units, of one training."""
     words, labels, held_words, held_labels = (part.to(setting.device) for part in texts)
     torch.manual_seed(seed)
     model = TextNet("Transformer", int(labels.max()) + 1, TRAINING[size][2]).to(setting.device)
-    read, optimizer = torch.compile(model) if compiled else model, torch.optim.Adam(model.parameters(), 2e-3)
+    read, optimizer = (
+        torch.compile(model) if compiled else model,
+        torch.optim.Adam(model.parameters(), 2e-3),
+    )
     order, half = torch.Generator().manual_seed(seed), precision.endswith("float16")
     dtype = getattr(torch, precision) if half else torch.bfloat16
     cast = functools.partial(torch.autocast, setting.kind, dtype, enabled=half)
-    scaler = torch.amp.GradScaler(setting.kind, enabled=precision == "float16")  # small gradients would become zero
+    # small gradients would become zero
+    scaler = torch.amp.GradScaler(setting.kind, enabled=precision == "float16")
 
     def update(rows: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -161,7 +218,9 @@ def trained(
             losses = [update(rows) for rows in batches if len(rows) == BATCH]
         return losses
 
-    with (replace(setting, tf32=precision == "tf32") if setting.kind == "cuda" else setting).apply():
+    with (
+        replace(setting, tf32=precision == "tf32") if setting.kind == "cuda" else setting
+    ).apply():
         first = torch.linspace(0, len(words) - 1, BATCH, device=setting.device).long()
         yield clocked(setting, lambda: update(first))[0], "s until the first update"
         before = joules(setting)
@@ -177,7 +236,8 @@ def trained(
 
 
 def joules(setting: Setting) -> float | None:
-    """The energy that a GPU has used since its driver was loaded, by NVML's counter; None where nobody counts.
+    """The energy that a GPU has used since its driver was loaded, by NVML's counter; None where
+    nobody counts.
 
     Examples:
         >>> joules(Setting.parse("cpu")) is None

@@ -1,4 +1,5 @@
-r"""How fast training is: both networks beside other ways of training them, step by step and end to end.
+r"""How fast training is: both networks beside other ways of training them, step by step and end to
+end.
 
     python benchmarks/speed/training_speed.py race prednet cpu:threads=2 \
         --leido pytorch-prednet --authors prednet_in_pytorch
@@ -44,7 +45,9 @@ from gpulab.training.networks import NetworkRun
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]
 Sizes = Annotated[list[str], typer.Option(help="quick, paper or kitti; several times")]
-Record = Annotated[Path | None, typer.Option(help="JSON file, such as data/measured/KIND-my-gpu.json")]
+Record = Annotated[
+    Path | None, typer.Option(help="JSON file, such as data/measured/KIND-my-gpu.json")
+]
 Write = Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")]
 
 Shape = tuple[int, int, int, int, tuple[int, ...]]  # batch, frames, height, width, channels
@@ -57,16 +60,19 @@ STEPS = 3  # that are timed together
 IMAGES = 20  # in a window of the autoencoder
 
 
-# --- PredNet ---------------------------------------------------------------------------------------------
-# A step is the forward and the backward pass through a window and Adam's update, on random frames that lie on the
-# device. Each network is trained as its authors' own script does it; both ports have the architecture of Lotter et al.
+# --- PredNet --------------------------------------------------------------------------------------
+# A step is the forward and the backward pass through a window and Adam's update, on random frames
+# that lie on the device. Each network is trained as its authors' own script does it; both ports
+# have the architecture of Lotter et al.
 
 
 def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
     """One update of gpulab's from one window; the state goes on."""
     batch, count, height, width, channels = shape
     options = {"channels": list(channels), "size": (height, width)}
-    spec = NetworkRun.plan("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
+    spec = NetworkRun.plan(
+        "prednet", setting=setting, profile="quick", model_options=options, fast=fast
+    )
     training = spec.init_training()
     plain = AutogradEngine(training, Loader("window", setting))
     engine = fastest(plain).choose_uncaptured_engine() if fast else plain
@@ -80,8 +86,16 @@ def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
 
         return step
     moments = itertools.chain(*training.optimizer.state.values())
-    graph = Graph(lambda f, s: engine.update([f], s), (frames, state), [*training.model.parameters(), *moments])
-    return lambda: (graph(frames, graph.outputs[1]), engine)  # whose buffers the graph reads and writes
+    graph = Graph(
+        lambda f, s: engine.update([f], s),
+        (frames, state),
+        [*training.model.parameters(), *moments],
+    )
+    # whose buffers the graph reads and writes
+    return lambda: (
+        graph(frames, graph.outputs[1]),
+        engine,
+    )
 
 
 def of_a_port(net: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
@@ -97,28 +111,42 @@ def of_a_port(net: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
 
 
 def leidos(folder: Path, shape: Shape, setting: Setting) -> Step:
-    """https://github.com/leido/pytorch-prednet, as its kitti_train.py trains it, on the lowest error units."""
+    """https://github.com/leido/pytorch-prednet, as its kitti_train.py trains it, on the lowest
+    error units.
+    """
     batch, count, height, width, channels = shape
     if setting.kind == "cpu":  # it moves everything to a GPU
         torch.Tensor.cuda = lambda self, *_: self  # type: ignore[method-assign, assignment]
         torch.cuda.FloatTensor = torch.FloatTensor  # type: ignore[misc, assignment]
-    net = module_of(folder, "prednet").PredNet(channels, channels, output_mode="error").to(setting.device)
+    net = (
+        module_of(folder, "prednet")
+        .PredNet(channels, channels, output_mode="error")
+        .to(setting.device)
+    )
     frames = torch.rand(batch, count, channels[0], height, width, device=setting.device)
     weights = torch.full((count, 1), 1 / (count - 1), device=setting.device)
     weights[0] = 0
-    return of_a_port(net, lambda: torch.mm(net(frames).view(-1, count), weights).view(batch, -1)[:, 0].mean())
+    return of_a_port(
+        net, lambda: torch.mm(net(frames).view(-1, count), weights).view(batch, -1)[:, 0].mean()
+    )
 
 
 def authors_port(folder: Path, shape: Shape, setting: Setting) -> Step:
     """https://github.com/eijwat/prednet_in_pytorch."""
     batch, count, height, width, channels = shape
-    net = module_of(folder, "prednet").PredNet(list(channels), device=setting.device).to(setting.device)
+    net = (
+        module_of(folder, "prednet")
+        .PredNet(list(channels), device=setting.device)
+        .to(setting.device)
+    )
     frames = torch.rand(batch, count + 1, channels[0], height, width, device=setting.device)
     return of_a_port(net, lambda: net(frames)[0].mean())
 
 
 def module_of(folder: Path, name: str) -> Any:
-    """A module of a folder that is no package; those of the same names from elsewhere are forgotten."""
+    """A module of a folder that is no package; those of the same names from elsewhere are
+    forgotten.
+    """
     for known in ("prednet", "convlstmcell", "debug"):
         sys.modules.pop(known, None)
     sys.path.insert(0, str(folder))
@@ -136,7 +164,7 @@ def peak(setting: Setting) -> float:
     return 2 * edge**3 / sorted(times[2:])[2]
 
 
-# --- the autoencoder, one image at a time ----------------------------------------------------------------
+# --- the autoencoder, one image at a time ---------------------------------------------------------
 # A step is a window of images, an update for each, and one look at the losses.
 
 
@@ -158,7 +186,9 @@ def autoencoder_window(setting: Setting, fast: bool) -> Step:
 
 
 def usual_loop(setting: Setting, look: bool) -> Step:
-    """The loop that everybody writes; a `look` at every loss makes each update wait for the device."""
+    """The loop that everybody writes; a `look` at every loss makes each update wait for the
+    device.
+    """
     widths = (784, 128, 32, 128, 784)
     layers = [part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
     net = nn.Sequential(*layers[:-1], nn.Sigmoid()).to(setting.device)
@@ -179,7 +209,7 @@ def usual_loop(setting: Setting, look: bool) -> Step:
     return step
 
 
-# --- several ways, beside each other ---------------------------------------------------------------------
+# --- several ways, beside each other --------------------------------------------------------------
 
 USUAL = {"prednet": "leido", "autoencoder": "usual loop"}  # what the others are measured by
 
@@ -210,7 +240,11 @@ def speeds(net: str, found: list[dict[str, Any]]) -> str:
     """The table of records."""
     rows = []
     for record in found:
-        usual = {(row["setting"], row.get("size")): row for row in record["rows"] if row["entrant"] == USUAL[net]}
+        usual = {
+            (row["setting"], row.get("size")): row
+            for row in record["rows"]
+            if row["entrant"] == USUAL[net]
+        }
         for row in record["rows"]:
             size = SIZES[row["size"]] if net == "prednet" else None
             beside = usual.get((row["setting"], row.get("size")))
@@ -221,25 +255,48 @@ def speeds(net: str, found: list[dict[str, Any]]) -> str:
             words, share = "", ""
             if size:
                 batch, count, height, width, channels = size
-                words = f"{row['size']}: {batch}×{count} frames, {width}×{height}, {'-'.join(map(str, channels))}"
-                share = f"{row['flop'] * row['per_second'] / (batch * count) / record['peak'][row['setting']]:.0%}"
-            rows.append([record["machine"], row["setting"], words, row["entrant"], speed, times, share, memory])
+                words = (
+                    f"{row['size']}: {batch}×{count} frames, {width}×{height},"
+                    f" {'-'.join(map(str, channels))}"
+                )
+                rate = row["flop"] * row["per_second"] / (batch * count)
+                share = f"{rate / record['peak'][row['setting']]:.0%}"
+            rows.append(
+                [
+                    record["machine"],
+                    row["setting"],
+                    words,
+                    row["entrant"],
+                    speed,
+                    times,
+                    share,
+                    memory,
+                ]
+            )
     unit = {"prednet": "frames", "autoencoder": "updates"}[net]
-    return table(f"machine|setting|size||{unit}/s (quartiles)|× {USUAL[net]}|of the peak|memory", rows)
+    return table(
+        f"machine|setting|size||{unit}/s (quartiles)|× {USUAL[net]}|of the peak|memory", rows
+    )
 
 
 @app.command("race")
 def race_ways(
-    net: Annotated[str, typer.Argument(help="prednet (frames per second) or autoencoder (updates per second)")],
+    net: Annotated[
+        str, typer.Argument(help="prednet (frames per second) or autoencoder (updates per second)")
+    ],
     settings: Settings = (),
     size: Sizes = ("quick",),
     leido: Annotated[Path | None, typer.Option(help="folder of leido/pytorch-prednet")] = None,
-    authors: Annotated[Path | None, typer.Option(help="folder of eijwat/prednet_in_pytorch")] = None,
+    authors: Annotated[
+        Path | None, typer.Option(help="folder of eijwat/prednet_in_pytorch")
+    ] = None,
     rounds: int = 15,
     record: Record = None,
     write: Write = None,
 ) -> None:
-    """Training by gpulab, plain and fast, beside ports to PyTorch that lie in a folder, or beside the usual loop."""
+    """Training by gpulab, plain and fast, beside ports to PyTorch that lie in a folder, or
+    beside the usual loop.
+    """
     rows: list[dict[str, Any]] = []
     peaks = {}
     for text in settings:
@@ -247,7 +304,11 @@ def race_ways(
             peaks[text] = peak(setting)
             for one in size:
                 ways = race(
-                    ways_of(net, SIZES[one], setting, leido, authors), setting, rounds, STEPS, label=f"{one} {text}"
+                    ways_of(net, SIZES[one], setting, leido, authors),
+                    setting,
+                    rounds,
+                    STEPS,
+                    label=f"{one} {text}",
                 )
                 same, count = {"setting": text}, IMAGES
                 if net == "prednet":
@@ -255,23 +316,27 @@ def race_ways(
                         ways["gpulab, plain"].step()
                     same |= {"size": one, "flop": counted.get_total_flops()}
                     count = SIZES[one][0] * SIZES[one][1]
-                rows += [{**same, "entrant": name, **way.per_second(count)} for name, way in ways.items()]
+                rows += [
+                    {**same, "entrant": name, **way.per_second(count)} for name, way in ways.items()
+                ]
     if settings:
         print(speeds(net, [keep(record, setting.kind, peak=peaks, rows=rows)]))
     if write:
         show(f"Training: {net}", write, measured=speeds(net, recorded.read_measured(net)))
 
 
-# --- end to end ------------------------------------------------------------------------------------------
-# What a reader has of `gl.train`, which sees one film at a time: frames are rendered or decoded, and brought to the
-# device; losses are noted, checkpoints and the record kept.
+# --- end to end -----------------------------------------------------------------------------------
+# What a reader has of `gl.train`, which sees one film at a time: frames are rendered or decoded,
+# and brought to the device; losses are noted, checkpoints and the record kept.
 
 WARM_WINDOWS = 5  # of a training, in which kernels are chosen and a graph is captured
 SCENES = itertools.count()
 
 
 def end_to_end_row(size: str, setting: Setting, data: str, count: int) -> dict[str, Any]:
-    """A training on so many frames, its step alone, and its data alone; seconds are those of a window."""
+    """A training on so many frames, its step alone, and its data alone; seconds are those of a
+    window.
+    """
     _, window, height, width, channels = SIZES[size]
     step = prednet_step((1, window, height, width, channels), setting, True)
     for _ in range(WARM_WINDOWS):
@@ -282,7 +347,9 @@ def end_to_end_row(size: str, setting: Setting, data: str, count: int) -> dict[s
     walks = [{"seed": next(SCENES)} if data == "walk" else {} for _ in range(2)]
     with tempfile.TemporaryDirectory() as store:
         common = {"profile": "quick", "frames": count, "window": window, "model_options": options}
-        run = gl.train("prednet", data, setting, store=store, progress=False, data_options=walks[0], **common)
+        run = gl.train(
+            "prednet", data, setting, store=store, progress=False, data_options=walks[0], **common
+        )
     each = float(run.history.seconds.diff()[WARM_WINDOWS:].median())
     film, number = gl.load(data, frames=count, size=(height, width), **walks[1]), count // window
     began = time.perf_counter()  # before the first: several windows of a walk are rendered with it
@@ -298,15 +365,20 @@ def end_to_end_row(size: str, setting: Setting, data: str, count: int) -> dict[s
 def end_to_end_table(found: list[dict[str, Any]]) -> str:
     """The table of records."""
     rows = []
-    for machine_name, row in ((record["machine"], row) for record in found for row in record["rows"]):
-        each, alone, of_data = (row["window"] / row[f"{of}seconds"] for of in ("", "step_", "data_"))
+    for machine_name, row in (
+        (record["machine"], row) for record in found for row in record["rows"]
+    ):
+        each, alone, of_data = (
+            row["window"] / row[f"{of}seconds"] for of in ("", "step_", "data_")
+        )
         _, _, height, width, _ = SIZES[row["size"]]
         words = [f"{row['size']}: {row['window']} frames, {width}×{height}", row["data"]]
         speeds = [f"{speed:,.0f}" for speed in (each, alone, of_data, row["whole_per_second"])]
         limit = f"{each / alone:.0%}" + (", the data are the limit" if of_data < alone else "")
         rows.append([machine_name, row["setting"], *words, *speeds[:2], limit, *speeds[2:]])
     heads = (
-        "machine|setting|size|data|end to end, frames/s|captured step alone|of its speed|data alone|with the capture"
+        "machine|setting|size|data|end to end, frames/s|captured step alone|of its speed|data"
+        " alone|with the capture"
     )
     return table(heads, rows)
 
@@ -315,12 +387,16 @@ def end_to_end_table(found: list[dict[str, Any]]) -> str:
 def measure_end_to_end(
     settings: Settings = (),
     size: Sizes = ("quick", "paper", "kitti"),
-    data: Annotated[list[str], typer.Option(help="walk, video:FILE or frames:DIR; several times")] = ("walk",),
+    data: Annotated[
+        list[str], typer.Option(help="walk, video:FILE or frames:DIR; several times")
+    ] = ("walk",),
     frames: Annotated[int, typer.Option(help="to train on")] = 2000,
     record: Record = None,
     write: Write = None,
 ) -> None:
-    """What `gl.train("prednet")` takes for a window, data and record included, beside the captured step alone."""
+    """What `gl.train("prednet")` takes for a window, data and record included, beside the
+    captured step alone.
+    """
     rows = []
     for text, one, film in itertools.product(settings, size, data):
         with gl.setting(text) as setting:
@@ -328,7 +404,11 @@ def measure_end_to_end(
         print(rows[-1], flush=True)
         keep(record, setting.kind, rows=rows)  # so far, if it is cut off
     if write:
-        show("Training: prednet", write, end_to_end=end_to_end_table(recorded.read_measured("end_to_end")))
+        show(
+            "Training: prednet",
+            write,
+            end_to_end=end_to_end_table(recorded.read_measured("end_to_end")),
+        )
 
 
 if __name__ == "__main__":

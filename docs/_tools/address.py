@@ -1,8 +1,10 @@
-"""Write the public address of the repository: `python docs/_tools/address.py github.com/OWNER/NAME`.
+"""Write the public address of the repository: `python docs/_tools/address.py
+github.com/OWNER/NAME`.
 
-The README gets buttons that open the notebooks in Binder and Colab, CITATION.cff and pyproject.toml get the
-address, and each notebook gets a cell below its title. The cell acts on Colab only: it fetches the files beside
-the notebook and installs gpulab, with the installed torch if that is new enough.
+The README gets buttons that open the notebooks in Binder and Colab, CITATION.cff and pyproject.toml
+get the address, and each notebook gets a cell below its title. The cell acts on Colab only: it
+fetches the files beside the notebook and installs gpulab, with the installed torch if that is new
+enough.
 """
 
 import json
@@ -13,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FIRST = "00_start_here.ipynb"
 URLS = r"(?<=\n\[project\.urls\]\n)((Repository|Issues|Changelog) = .*\n)*"
-CELL = """# On Colab only: fetch the notebooks, and install gpulab, with the torch that is there if it is new enough.
+CELL = """# On Colab only: fetch the notebooks, and install gpulab; torch stays if it is new enough.
 import sys
 
 if "google.colab" in sys.modules:
@@ -28,7 +30,11 @@ def settle(address, root=ROOT):
     if not found:
         raise SystemExit(f"{address!r}: expected an address such as github.com/OWNER/NAME")
     name = found[1]
-    _change(root / "README.md", r"(?<=\n## Try it\n)(\[!\[Open in Binder.*\n\n)?", f"{_buttons(name)}\n\n")
+    _change(
+        root / "README.md",
+        r"(?<=\n## Try it\n)(\[!\[Open in Binder.*\n\n)?",
+        f"{_buttons(name)}\n\n",
+    )
     _change(
         root / "CITATION.cff",
         r"(?m)(^repository-code: .*\n)?^license:",
@@ -43,7 +49,10 @@ def _buttons(name):
     binder = f"https://mybinder.org/v2/gh/{name}/HEAD?urlpath=lab/tree/notebooks/{FIRST}"
     colab = f"https://colab.research.google.com/github/{name}/blob/HEAD/notebooks/{FIRST}"
     buttons = {"Binder": ("binder.svg", binder), "Colab": ("colab.svg", colab)}
-    links = [f"[![Open in {name}](docs/_static/{badge})]({link})" for name, (badge, link) in buttons.items()]
+    links = [
+        f"[![Open in {name}](docs/_static/{badge})]({link})"
+        for name, (badge, link) in buttons.items()
+    ]
     return " ".join(links)
 
 
@@ -59,14 +68,26 @@ def _urls(name):
 
 
 def _change(file, pattern, text):
-    file.write_text(re.sub(pattern, lambda _: text, file.read_text(encoding="utf-8")), encoding="utf-8")
+    file.write_text(
+        re.sub(pattern, lambda _: text, file.read_text(encoding="utf-8")), encoding="utf-8"
+    )
 
 
 def _add_cell(file, source):
     notebook = json.loads(file.read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if "colab" not in cell["metadata"].get("tags", [])]
-    cell = {"cell_type": "code", "id": "colab", "metadata": {"tags": ["colab"]}, "execution_count": None, "outputs": []}
-    notebook["cells"] = [*cells[:1], {**cell, "source": source.splitlines(keepends=True)}, *cells[1:]]
+    cell = {
+        "cell_type": "code",
+        "id": "colab",
+        "metadata": {"tags": ["colab"]},
+        "execution_count": None,
+        "outputs": [],
+    }
+    notebook["cells"] = [
+        *cells[:1],
+        {**cell, "source": source.splitlines(keepends=True)},
+        *cells[1:],
+    ]
     file.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

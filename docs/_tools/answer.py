@@ -1,8 +1,10 @@
-"""The figure on the front page and in the papers, from the recorded runs. `python docs/_tools/answer.py` draws it anew.
+"""The figure on the front page and in the papers, from the recorded runs. `python
+docs/_tools/answer.py` draws it anew.
 
-Every seed twice: with copied frames, and with overwritten frames, where all frames of a window lie in one array, as the
-published line has it on a CPU. Five rows are the authors' own network in Chainer, the
-others gpulab's port: ten times as long, and at the published length, where three speeds of the walk are one row.
+Every seed twice: with copied frames, and with overwritten frames, where all frames of a window lie
+in one array, as the published line has it on a CPU. Five rows are the authors' own network in
+Chainer, the others gpulab's port: ten times as long, and at the published length, where three
+speeds of the walk are one row.
 """
 
 from pathlib import Path
@@ -28,21 +30,34 @@ PORT = {"paper": "160×120", "quick": "64×48"}
 
 
 def short_runs():
-    """The port's registered runs of the published line, without those whose device copies in any case."""
+    """The port's registered runs of the published line, without those whose device copies in any
+    case.
+    """
     runs = gl.recorded_runs().query("experiment == 'prednet' and loader != 'window'")
     return runs[(runs.profile == "paper") | (runs.device == "cpu")]
 
 
 def pairs():
-    """A row a run: `row` (where, on what, how long), `seed`, `frames_are`, `times` (loss over that of repeating)."""
+    """A row a run: `row` (where, on what, how long), `seed`, `frames_are`, `times` (loss over
+    that of repeating).
+    """
     published = companion.published_runs()
-    published = published[~published.condition.str.endswith("no round trip")].assign(code="authors", speed=2.0)
-    port = pd.concat([gl.recorded_runs("longer").query("setting == 'cuda:tf32=off'"), short_runs()], ignore_index=True)
-    port = port.assign(film="walk", size=port.profile.map(PORT), repeat_loss=companion.repeat_losses(port))
+    published = published[~published.condition.str.endswith("no round trip")].assign(
+        code="authors", speed=2.0
+    )
+    port = pd.concat(
+        [gl.recorded_runs("longer").query("setting == 'cuda:tf32=off'"), short_runs()],
+        ignore_index=True,
+    )
+    port = port.assign(
+        film="walk", size=port.profile.map(PORT), repeat_loss=companion.repeat_losses(port)
+    )
     runs = pd.concat([published, port.assign(code=port.profile)], ignore_index=True)
     device = runs.device.map({"cuda": "GPU", "cpu": "CPU"})
     # The published line, `reused`, copies each frame to a GPU; on a CPU it copies none.
-    overwritten = runs.loader.isin(["shared", "imitated"]) | ((runs.loader == "reused") & (runs.device == "cpu"))
+    overwritten = runs.loader.isin(["shared", "imitated"]) | (
+        (runs.loader == "reused") & (runs.device == "cpu")
+    )
     long = runs.frames.map("\n{:,} frames".format).where(runs.code != "authors", "")
     row = runs.film + ", " + device + "\n" + runs["size"].str.replace("x", "×") + long
     return runs.assign(
@@ -70,31 +85,41 @@ def counted(runs):
 def sentence(runs):
     """What the figure shows, from the runs: its text alternative."""
     losses = paired(runs)
-    higher = [f"in {worse} of {count} pairs {words}" for worse, count, words in counted(runs).values()]
+    higher = [
+        f"in {worse} of {count} pairs {words}" for worse, count, words in counted(runs).values()
+    ]
     beat = (losses < 1).sum()
     return (
-        f"Every seed twice, with copied and with overwritten frames. With overwritten frames the loss ends higher "
-        f"{listed(higher)}. "
-        f"Of {len(losses)} runs with copied frames {beat[COPIED]} beat repeating the last frame, of "
-        f"{len(losses)} with overwritten frames {beat[OVERWRITTEN] or 'none'}."
+        "Every seed twice, with copied and with overwritten frames. With overwritten frames the"
+        f" loss ends higher {listed(higher)}. Of {len(losses)} runs with copied frames"
+        f" {beat[COPIED]} beat repeating the last frame, of {len(losses)} with overwritten frames"
+        f" {beat[OVERWRITTEN] or 'none'}."
     )
 
 
 def paired(runs):
     """A row for each pair: `times` by condition."""
-    return runs.pivot_table(index=["code", "row", "speed", "seed"], columns="frames_are", values="times").dropna()
+    return runs.pivot_table(
+        index=["code", "row", "speed", "seed"], columns="frames_are", values="times"
+    ).dropna()
 
 
 def device_table():
-    """A CPU against a GPU, both with copied frames, a row for each metric of the port's long trainings."""
+    """A CPU against a GPU, both with copied frames, a row for each metric of the port's long
+    trainings.
+    """
     runs = companion.title_runs().query("experiment == 'prednet' and gradients == 'written out'")
     runs = runs[(runs.profile == "paper") & ~runs.setting.str.endswith("again")]
-    return companion.learning_table(runs, factor="setting", reference="cuda:tf32=off").set_index("metric")
+    return companion.learning_table(runs, factor="setting", reference="cuda:tf32=off").set_index(
+        "metric"
+    )
 
 
 @with_theme
 def picture():
-    """A row for each device, film, size and length; copied above overwritten frames, seeds joined."""
+    """A row for each device, film, size and length; copied above overwritten frames, seeds
+    joined.
+    """
     runs = pairs()
     figure, (axes,) = canvas(height=7.6)
     figure.set_figwidth(6.6)
@@ -106,23 +131,35 @@ def picture():
         tint = TINTS[some.device.iloc[0]]
         heights = {COPIED: place - 0.2, OVERWRITTEN: place + 0.2}
         losses = paired(some)
-        joined = losses.assign(between=np.nan)[[*heights, "between"]]  # one line for all pairs, with gaps
+        # one line for all pairs, with gaps
+        joined = losses.assign(between=np.nan)[[*heights, "between"]]
         up_down = np.tile([*heights.values(), np.nan], len(losses))
         axes.plot(joined.to_numpy().ravel(), up_down, color=tint, lw=0.5, alpha=0.35, zorder=1)
         for condition, part in some.groupby("frames_are"):
-            draw_points(axes, part.times, [heights[condition]] * len(part), tint, is_hollow=True, s=16)
+            draw_points(
+                axes, part.times, [heights[condition]] * len(part), tint, is_hollow=True, s=16
+            )
             axes.annotate(condition.partition(" ")[0], (COLUMNS[0], heights[condition]), **text)
-            axes.annotate(f"{(part.times < 1).sum()} of {len(part)}", (COLUMNS[1], heights[condition]), **text)
+            axes.annotate(
+                f"{(part.times < 1).sum()} of {len(part)}", (COLUMNS[1], heights[condition]), **text
+            )
         worse = f"{(losses[OVERWRITTEN] > losses[COPIED]).sum()} of {len(losses)}"
         axes.annotate(worse, (COLUMNS[2], place), **text)
     axes.axvline(1, color=INK, lw=0.8, ls="--", zorder=1)
     axes.annotate(
-        "as good as repeating\nthe last frame", (1, -0.8), (4, 0), textcoords="offset points", va="center", fontsize=10
+        "as good as repeating\nthe last frame",
+        (1, -0.8),
+        (4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=10,
     )
     heads = "frames", "better\nthan that", "pairs in which\noverwriting is worse"
     for words, x in zip(heads, COLUMNS, strict=True):
         axes.annotate(words, (x, -0.8), **text)
-    ported = next(place for place, code in zip(places, names.values(), strict=True) if code != "authors")
+    ported = next(
+        place for place, code in zip(places, names.values(), strict=True) if code != "authors"
+    )
     for words, place in (("The authors' code", places[0]), ("Our port", ported)):
         axes.annotate(words, (-0.03, place - 0.8), ha="right", weight="bold", **text)
     axes.set_yticks(places, [*names])
@@ -132,7 +169,9 @@ def picture():
     axes.xaxis.set_major_locator(FixedLocator([0.3, 0.5, 1, 2, 3, 5, 10, 20]))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("final loss, over that of repeating the last frame\n(further left is better)", fontsize=10)
+    axes.set_xlabel(
+        "final loss, over that of repeating the last frame\n(further left is better)", fontsize=10
+    )
     return Picture(figure, sentence(runs))
 
 

@@ -1,4 +1,6 @@
-"""Write the tables of commands and options into `command_line.md`: `python docs/_tools/commands.py`."""
+"""Write the tables of commands and options into `command_line.md`: `python
+docs/_tools/commands.py`.
+"""
 
 import re
 from pathlib import Path
@@ -24,20 +26,28 @@ def _options(command):
 def _usual(parameter):
     if isinstance(parameter.show_default, str):
         return parameter.show_default
-    return {"True": "yes", "False": "no", "None": "", "[]": ""}.get(text := str(parameter.default), text)
+    return {"True": "yes", "False": "no", "None": "", "[]": ""}.get(
+        text := str(parameter.default), text
+    )
 
 
 def tables():
-    """Every command with its options, then what `train` and `experiment` share with its meaning, in Markdown."""
+    """Every command with its options, then what `train` and `experiment` share with its meaning,
+    in Markdown.
+    """
     commands = get_command(app).commands
     of_experiment = _options(commands["experiment"]).items()
     of_a_run = dict(item for item in _options(commands["train"]).items() if item in of_experiment)
     beside = get_command(notebooks)
-    every = {f"gpulab {name}": command for name, command in commands.items()} | {"python -m companion": beside}
+    every = {f"gpulab {name}": command for name, command in commands.items()} | {
+        "python -m companion": beside
+    }
     every |= {f"python -m companion {name}": command for name, command in beside.commands.items()}
     lines = ["| command | what it does | options |", "|---|---|---|"]
     for name, command in every.items():
-        words = "".join(f" {p.name.upper()}" for p in command.params if p.param_type_name == "argument")
+        words = "".join(
+            f" {p.name.upper()}" for p in command.params if p.param_type_name == "argument"
+        )
         takes_these = name in ("gpulab train", "gpulab experiment")
         own = [f"`{flag}`" for flag in _options(command) if not takes_these or flag not in of_a_run]
         more = ", and those of a run" if takes_these else ""
@@ -49,7 +59,9 @@ def tables():
         name: str(each.default or "").lower() if each.argument_group == "run" else ""
         for name, each in RUN_OPTIONS.items()
     }
-    of_networks = {name: (each.help, usual[name]) for name, each in RUN_OPTIONS.items() if each.help}
+    of_networks = {
+        name: (each.help, usual[name]) for name, each in RUN_OPTIONS.items() if each.help
+    }
     lines += [_row(f"`--option {name}=…`", *told) for name, told in of_networks.items()]
     return "\n".join(lines) + "\n"
 

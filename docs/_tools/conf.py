@@ -1,4 +1,6 @@
-"""The site: `make site`. Sphinx reads what this gathers in its source folder; nothing of that is written by hand."""
+"""The site: `make site`. Sphinx reads what this gathers in its source folder; nothing of that is
+written by hand.
+"""
 
 import base64
 import functools
@@ -21,7 +23,9 @@ from gpulab.picture import DPI, image
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")
-ADDRESS = re.search(r'^repository-code: "(.+)"$', (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
+ADDRESS = re.search(
+    r'^repository-code: "(.+)"$', (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M
+)
 PROJECT = ["docs/releasing"]  # pages of docs/ that the part about the project lists
 PAGES = [f"docs/{page.stem}" for page in sorted((ROOT / "docs").glob("*.md"))]
 CONTENTS = "\n```{toctree}\n:hidden:\n:glob:\n%s\n```\n"
@@ -52,7 +56,8 @@ html_css_files = ["site.css"]
 html_domain_indices = html_copy_source = html_show_copyright = html_show_sphinx = False
 html_math_renderer = "mathml"
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
-# What the search finds is shown with its words around it, where the browser may read other pages: not from a file.
+# What the search finds is shown with its words around it, where the browser may read other pages:
+# not from a file.
 _words = "if (location.protocol === 'file:') DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false"
 html_js_files = [(None, {"body": _words})]
 
@@ -62,8 +67,13 @@ def found(waiting):
     pages, kinds = set(waiting), (".md", ".ipynb", ".svg", ".png")
     while waiting:
         if (page := waiting.pop()).suffix in (".md", ".ipynb"):
-            linked = {(page.parent / path).resolve() for _, path, _ in LINK.findall(page.read_text(encoding="utf-8"))}
-            waiting |= (new := {file for file in linked - pages if file.suffix in kinds and file.is_file()})
+            linked = {
+                (page.parent / path).resolve()
+                for _, path, _ in LINK.findall(page.read_text(encoding="utf-8"))
+            }
+            waiting |= (
+                new := {file for file in linked - pages if file.suffix in kinds and file.is_file()}
+            )
             pages |= new
     return sorted(pages)
 
@@ -83,20 +93,30 @@ def adapted(page, pages):
             return f"[{words}]({path.replace('README.md', 'index.md')}{anchor[:1]}{slug(anchor)})"
         if not target.exists():
             return match[0]  # dead: Sphinx says so
-        return f"[{words}]({ADDRESS[1]}/blob/HEAD/{target.relative_to(ROOT).as_posix()})" if ADDRESS else words
+        return (
+            f"[{words}]({ADDRESS[1]}/blob/HEAD/{target.relative_to(ROOT).as_posix()})"
+            if ADDRESS
+            else words
+        )
 
     text = LINK.sub(link, page.read_text(encoding="utf-8"))
     if page.suffix == ".ipynb":
         return text.replace('"# ', f'"# {page.stem[:2]} · ', 1)
     if page.name == "README.md" and page.parent == ROOT:
-        return text + "".join(CONTENTS % f":caption: {part}\n{inside}" for part, inside in PARTS.items())
+        return text + "".join(
+            CONTENTS % f":caption: {part}\n{inside}" for part, inside in PARTS.items()
+        )
     if page == ROOT / "benchmarks" / "README.md":
         return text + CONTENTS % "results/*"
-    return text + CONTENTS % "*" * (page.name == "README.md" and len(list(page.parent.glob("*.md"))) > 1)
+    return text + CONTENTS % "*" * (
+        page.name == "README.md" and len(list(page.parent.glob("*.md"))) > 1
+    )
 
 
 def gallery(source):
-    """Write a page with every figure of the notebooks, small; and add to the atlas, in full, what leads there."""
+    """Write a page with every figure of the notebooks, small; and add to the atlas, in full,
+    what leads there.
+    """
     page, folder = (
         "# Gallery\n\nEvery figure of the notebooks. Each leads to the section that draws it.\n",
         source / "gallery",
@@ -123,24 +143,35 @@ def gallery(source):
                     (folder / f"full-{name}").write_bytes(png)
                     with (source / "docs" / "atlas.md").open("a", encoding="utf-8") as atlas:
                         text = re.sub(r"\]\((?!\.\./|\w+:|#)", "](../notebooks/", text)
-                        atlas.write(f"\n{text}\n\n![{alt}](../gallery/full-{name})\n\n[In the notebook]({there})\n")
+                        atlas.write(
+                            f"\n{text}\n\n![{alt}](../gallery/full-{name})\n\n[In the"
+                            f" notebook]({there})\n"
+                        )
         page += "```\n"
     (folder / "index.md").write_text(page, encoding="utf-8")
 
 
 def name_pictures(source):
-    """Give each figure of a notebook its words as alternative text, which myst-nb leaves out of an `image/png`."""
+    """Give each figure of a notebook its words as alternative text, which myst-nb leaves out of
+    an `image/png`.
+    """
     for file in (source / "notebooks").rglob("*.ipynb"):
         notebook = nbformat.read(file, 4)
-        for output in itertools.chain.from_iterable(cell.get("outputs", []) for cell in notebook.cells):
+        for output in itertools.chain.from_iterable(
+            cell.get("outputs", []) for cell in notebook.cells
+        ):
             drawn = figure_of(output)
             if drawn:
-                output.data = {"text/html": image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)}
+                output.data = {
+                    "text/html": image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)
+                }
         nbformat.write(notebook, file)
 
 
 def documented_members(kind):
-    """The public methods and properties of a class that have a docstring, those of gpulab's base classes included."""
+    """The public methods and properties of a class that have a docstring, those of gpulab's base
+    classes included.
+    """
     described = (types.FunctionType, property, functools.cached_property, staticmethod, classmethod)
     members = {}
     for base in kind.__mro__:
@@ -154,7 +185,9 @@ def documented_members(kind):
 
 
 def reference(source):
-    """Write a page for each package, with an entry for each public name, in full where the name comes first."""
+    """Write a page for each package, with an entry for each public name, in full where the name
+    comes first.
+    """
     seen, folder = {}, source / "reference"
     folder.mkdir(exist_ok=True)
     for package in [gpulab, companion, *(getattr(gpulab, name) for name in gpulab.PACKAGES)]:
@@ -165,11 +198,16 @@ def reference(source):
             value, full = getattr(package, public), f"{name}.{public}"
             kind = "class" if isinstance(value, type) else "function" if callable(value) else "data"
             if id(value) in seen:
-                page += f".. py:{kind}:: {public}\n\n   The same as :py:obj:`{seen[id(value)]}`.\n\n"
+                page += (
+                    f".. py:{kind}:: {public}\n\n   The same as :py:obj:`{seen[id(value)]}`.\n\n"
+                )
             elif inspect.ismodule(value):
                 page += f".. automodule:: {value.__name__}\n   :members:\n{here}"
             elif kind == "data":
-                page += f".. py:data:: {public}\n\n   Of {', '.join(f'``{key}``' for key in value)}.\n\n"
+                page += (
+                    f".. py:data:: {public}\n\n   Of"
+                    f" {', '.join(f'``{key}``' for key in value)}.\n\n"
+                )
             else:
                 seen[id(value)] = full
                 page += f".. auto{kind}:: {full}\n"
@@ -199,7 +237,10 @@ def setup(app):
 
     def docstring(*arguments):  # a bar is one, and opens no substitution
         lines = arguments[-1]
-        lines[:] = [line if line.lstrip().startswith((">>>", "...")) else line.replace("|", r"\|") for line in lines]
+        lines[:] = [
+            line if line.lstrip().startswith((">>>", "...")) else line.replace("|", r"\|")
+            for line in lines
+        ]
 
     def signature(*arguments):  # of a dataclass: what is no Python is not broken into lines
         return (arguments[-2] or "").replace("<factory>", "...") or None, arguments[-1]

@@ -1,4 +1,6 @@
-"""Write the papers from their templates `*.in` and the recorded runs: `python docs/_tools/paper.py`."""
+"""Write the papers from their templates `*.in` and the recorded runs: `python
+docs/_tools/paper.py`.
+"""
 
 import functools
 import re
@@ -17,7 +19,9 @@ PAPERS = (PAPER, PAPER.with_name("rescience.md"), PAPER.with_name("metadata.yaml
 def minutes():
     """How many minutes all notebooks take in the smallest profile, as the page of costs has it."""
     costs = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
-    ((whole, seconds),) = re.findall(r"^\| `python -m companion`, smoke: .+?\| (\d+) min (\d+) s", costs, re.M)
+    ((whole, seconds),) = re.findall(
+        r"^\| `python -m companion`, smoke: .+?\| (\d+) min (\d+) s", costs, re.M
+    )
     return round(int(whole) + int(seconds) / 60)
 
 
@@ -25,8 +29,12 @@ def minutes():
 def numbers():
     """What the paper says of the recorded runs, by the name that it has in `paper.md.in`."""
     pairs = answer.counted(answer.pairs())
-    studies = {path.stem.partition("-")[0] for path in (ROOT / "data" / "studies").glob("*.parquet")}
-    poles = gl.recorded_runs("cartpole").pivot_table(index="seed", columns="keep", values="steps_up")
+    studies = {
+        path.stem.partition("-")[0] for path in (ROOT / "data" / "studies").glob("*.parquet")
+    }
+    poles = gl.recorded_runs("cartpole").pivot_table(
+        index="seed", columns="keep", values="steps_up"
+    )
     means = poles.mean()  # overwritten frames are `as_tensor`, copied ones `tensor`
     return {
         "notebooks": len([*(ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")]),
@@ -42,15 +50,21 @@ def numbers():
 
 
 def compared(condition, reference):
-    """Two conditions, such as `GPU, overwritten frames`, of which only the device or only the frames differ."""
-    (device, frames), (other_device, other_frames) = (each.split(", ") for each in (condition, reference))
+    """Two conditions, such as `GPU, overwritten frames`, of which only the device or only the
+    frames differ.
+    """
+    (device, frames), (other_device, other_frames) = (
+        each.split(", ") for each in (condition, reference)
+    )
     if device == other_device:
         return f"{device}: {frames.removesuffix(' frames')} against {other_frames}"
     return f"{frames}: {device} against {other_device}"
 
 
 def replication():
-    """What is said of the authors' code: its comparisons, the first gradients, and the round trip."""
+    """What is said of the authors' code: its comparisons, the first gradients, and the round
+    trip.
+    """
     runs = companion.published_runs()
     table = companion.published_table(runs)
     full, half = (table[table["size"] == size] for size in ("160x120", "80x56"))
@@ -80,10 +94,20 @@ def share(number, digits=1):
 
 
 def rows_of(table):
-    """What is compared, on which film, and the rows of its two endpoints: the final loss and the share."""
+    """What is compared, on which film, and the rows of its two endpoints: the final loss and the
+    share.
+    """
     for _, pair in table.groupby(["family", "film", "size", "condition", "reference"], sort=False):
-        loss, beats = pair[pair.endpoint == "final loss"].iloc[0], pair[pair.endpoint != "final loss"].iloc[0]
-        yield compared(loss.condition, loss.reference), f"{loss.film}, {loss['size'].replace('x', '×')}", loss, beats
+        loss, beats = (
+            pair[pair.endpoint == "final loss"].iloc[0],
+            pair[pair.endpoint != "final loss"].iloc[0],
+        )
+        yield (
+            compared(loss.condition, loss.reference),
+            f"{loss.film}, {loss['size'].replace('x', '×')}",
+            loss,
+            beats,
+        )
 
 
 def in_markdown(heads, widths, rows):
@@ -106,35 +130,64 @@ def comparisons(table):
 
 
 def statistics(table, runs):
-    """A row for each comparison: difference and margin of the loss in per cent, and the p values."""
+    """A row for each comparison: difference and margin of the loss in per cent, and the p
+    values.
+    """
     rows = []
     for what, film, loss, beats in rows_of(table):
-        here = (runs.film == loss.film) & (runs["size"] == loss["size"]) & (runs.condition == loss.reference)
+        here = (
+            (runs.film == loss.film)
+            & (runs["size"] == loss["size"])
+            & (runs.condition == loss.reference)
+        )
         mean = runs[here].final_loss.mean()
-        interval = f"{share(loss.difference / mean)} [{share(loss.low / mean)}, {share(loss.high / mean)}]"
-        numbers = [f"{p:.1g}".replace("1e+00", "1") for p in (loss.p_holm, loss.p_equivalent, beats.p_holm)]
+        interval = (
+            f"{share(loss.difference / mean)} [{share(loss.low / mean)}, {share(loss.high / mean)}]"
+        )
+        numbers = [
+            f"{p:.1g}".replace("1e+00", "1") for p in (loss.p_holm, loss.p_equivalent, beats.p_holm)
+        ]
         rows.append([what, film, interval, f"±{share(loss.margin / mean)}", *numbers])
-    heads = "compared | film | difference of the loss | margin | p, different | p, equivalent | p, share"
+    heads = (
+        "compared | film | difference of the loss | margin | p, different | p, equivalent | p,"
+        " share"
+    )
     return in_markdown(heads, [22, 12, 24, 8, 11, 11, 9], rows)
 
 
 def counts(full, half, runs):
-    """A row for each size and device: pairs that differ in the condition alone, and whether a test was planned."""
+    """A row for each size and device: pairs that differ in the condition alone, and whether a
+    test was planned.
+    """
     on_gpu = full[full.endpoint == "final loss"]
     on_cpu = half[(half.endpoint == "final loss") & (half.reference == "CPU, copied frames")]
     losses = losses_by_condition(runs)
     worse = losses["GPU, overwritten frames"] > losses["GPU, copied frames"]
     rows = [
-        ["GPU, 160×120, three films", "imitated", "yes", f"{on_gpu.worse.sum()} of {on_gpu.seeds.sum()}"],
-        ["CPU, 80×56, walk", "as published", "yes", f"{on_cpu.worse.sum()} of {on_cpu.seeds.sum()}"],
+        [
+            "GPU, 160×120, three films",
+            "imitated",
+            "yes",
+            f"{on_gpu.worse.sum()} of {on_gpu.seeds.sum()}",
+        ],
+        [
+            "CPU, 80×56, walk",
+            "as published",
+            "yes",
+            f"{on_cpu.worse.sum()} of {on_cpu.seeds.sum()}",
+        ],
         ["GPU, 80×56, walk", "imitated", "no", f"{worse.sum()} of {len(worse)}"],
     ]
-    return in_markdown("where | overwriting | test planned | higher loss in", [28, 16, 16, 16], rows)
+    return in_markdown(
+        "where | overwriting | test planned | higher loss in", [28, 16, 16, 16], rows
+    )
 
 
 def losses_by_condition(runs):
     """The final loss at half the size, a row for each seed and a column for each condition."""
-    return runs[runs["size"] == "80x56"].pivot_table(index="seed", columns="condition", values="final_loss")
+    return runs[runs["size"] == "80x56"].pivot_table(
+        index="seed", columns="condition", values="final_loss"
+    )
 
 
 def devices_apart(half, runs):

@@ -1,9 +1,9 @@
 """The notebooks as slides: `make slides`. A deck is one file that needs no network.
 
-A cell with the tag `slide` begins a slide, and one with the tag `fragment` is shown on it when the lecturer goes on:
-the question first, then the answer. What stands on the slide of a Markdown cell is its metadata's `slide`, a sentence
-or two; without it, the whole cell. Of a code cell it is the figure, else the finding, else a short table, else its few
-lines with what they print.
+A cell with the tag `slide` begins a slide, and one with the tag `fragment` is shown on it when the
+lecturer goes on: the question first, then the answer. What stands on the slide of a Markdown cell
+is its metadata's `slide`, a sentence or two; without it, the whole cell. Of a code cell it is the
+figure, else the finding, else a short table, else its few lines with what they print.
 """
 
 import base64
@@ -37,8 +37,7 @@ PLAN = re.compile(
     r"(\d\d): ((?:\d+(?: to \d+)?(?:, (?!\d\d:))?)+)"
 )  # which slides of a deck a plan shows: `05: 2 to 4, 6`
 HEADING = re.compile(r"^#+ (.*)$", re.M)
-PAGE = jinja2.Template(
-    """<!DOCTYPE html>
+PAGE = jinja2.Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{{ title }}</title>
 <style>{{ reveal_css }}</style><style>{{ slides_css }}</style></head>
@@ -50,42 +49,46 @@ PAGE = jinja2.Template(
 </section>
 {% endfor %}</div></div>
 <script>{{ reveal_js }}</script>
-<script>Reveal.initialize({width: 1280, height: 720, margin: 0.03, center: false, hash: true, slideNumber: "c/t",
-  controls: false, transition: "none", display: "flex"});</script></body></html>
-"""
-)
-INDEX = jinja2.Template(
-    """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Slides</title>
-<style>body { font: 1.25em/1.8 system-ui, sans-serif; max-width: 40em; margin: 2em auto }</style></head>
+<script>Reveal.initialize({width: 1280, height: 720, margin: 0.03, center: false, hash: true,
+  slideNumber: "c/t", controls: false, transition: "none", display: "flex"});</script></body></html>
+""")
+INDEX = jinja2.Template("""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Slides</title>
+<style>
+body { font: 1.25em/1.8 system-ui, sans-serif; max-width: 40em; margin: 2em auto }
+</style></head>
 <body><h1>Slides of the notebooks</h1>
-<p>Space goes on, to an answer or to the next slide; Shift+Space back, O shows all, F fills the screen.</p>
+<p>Space goes on, to an answer or to the next slide; Shift+Space back, O shows all, F fills the
+screen.</p>
 <ul>
-{% for name, title, count in decks %}<li><a href="{{ name }}.slides.html">{{ title }}</a>, {{ count }}
+{% for name, title, count in decks %}
+<li><a href="{{ name }}.slides.html">{{ title }}</a>, {{ count }}
 {% endfor %}</ul>
 <h1>Hand-outs of the seminar, a page each</h1>
 <ul>
 {% for name, title in handouts %}<li><a href="{{ name }}.handout.html">{{ title }}</a>
 {% endfor %}</ul></body></html>
-"""
-)
-HANDOUT = jinja2.Template(
-    """<!DOCTYPE html>
+""")
+HANDOUT = jinja2.Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Hand-out: {{ title }}</title>
-<style>@page { size: A4; margin: 18mm } body { font: 12pt/1.6 system-ui, sans-serif; max-width: 42em; margin: 2em auto }
-pre, code { font: 10.5pt/1.5 ui-monospace, monospace } pre { background: #f3f5f8; padding: .6em; white-space: pre-wrap }
+<style>
+@page { size: A4; margin: 18mm }
+body { font: 12pt/1.6 system-ui, sans-serif; max-width: 42em; margin: 2em auto }
+pre, code { font: 10.5pt/1.5 ui-monospace, monospace }
+pre { background: #f3f5f8; padding: .6em; white-space: pre-wrap }
 @media print { body { margin: 0; font-size: 11pt; max-width: none } }</style></head>
 <body><h1>{{ title }}</h1>{{ body }}</body></html>
-"""
-)
+""")
 
 
 def as_html(text):
     """Markdown for a slide: formulas as MathML, and no links to files that do not lie beside it."""
     parts = CODE.split(LINK.sub(r"\1", text))  # no formula stands in code
     parts[::2] = [
-        FORMULA.sub(lambda math: tex2mathml(math[1] or math[2], as_block=bool(math[1])), part) for part in parts[::2]
+        FORMULA.sub(lambda math: tex2mathml(math[1] or math[2], as_block=bool(math[1])), part)
+        for part in parts[::2]
     ]
     return markdown2html("".join(parts))
 
@@ -96,30 +99,45 @@ def lines(text):
 
 
 def shown(cell):
-    """What a code cell has for the audience, as HTML; nothing where that cannot be read from a chair."""
+    """What a code cell has for the audience, as HTML; nothing where that cannot be read from a
+    chair.
+    """
     for drawn in filter(None, map(figure_of, cell.outputs)):
         return image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)
     for output in cell.outputs:
         data = output.get("data", {})
-        page, text = FOLDED.sub("", data.get("text/html", "")), output.get("text") or data.get("text/plain", "")
+        page, text = (
+            FOLDED.sub("", data.get("text/html", "")),
+            output.get("text") or data.get("text/plain", ""),
+        )
         if "<table" in page:
             columns = len(re.findall("<th[ >]", page.partition("</tr>")[0]))
             return first_rows(page) if columns <= COLUMNS else ""
         if page and PARAGRAPH.search(page):
-            return first_words([line for found in PARAGRAPH.findall(page) for line in found.split("<br>")])
+            return first_words(
+                [line for found in PARAGRAPH.findall(page) for line in found.split("<br>")]
+            )
         if "finding" in cell.metadata.get("tags", []):
             return first_words([html.escape(line) for line in text.splitlines()])
         if text and lines(text) <= PRINTED_LINES:
-            code = as_html(f"```python\n{cell.source}\n```") if lines(cell.source + text) <= LINES else ""
+            code = (
+                as_html(f"```python\n{cell.source}\n```")
+                if lines(cell.source + text) <= LINES
+                else ""
+            )
             return f"{code}<pre>{html.escape(text)}</pre>"
     return ""
 
 
 def shown_or_refused(cell):
-    """As `shown`; a cell that has nothing to show is named, so that its author takes the tag away."""
+    """As `shown`; a cell that has nothing to show is named, so that its author takes the tag
+    away.
+    """
     body = shown(cell)
     if not body:
-        raise SystemExit(f"tagged for the slides, but nothing of it can be read from a chair:\n{cell.source}")
+        raise SystemExit(
+            f"tagged for the slides, but nothing of it can be read from a chair:\n{cell.source}"
+        )
     return body
 
 
@@ -134,7 +152,11 @@ def first_rows(page):
 
 def first_words(sentences):
     """The sentences of a finding that a slide has room for, and how many more the notebook has."""
-    kept = [number for number in range(len(sentences)) if len(" ".join(sentences[: number + 1]).split()) <= FOUND]
+    kept = [
+        number
+        for number in range(len(sentences))
+        if len(" ".join(sentences[: number + 1]).split()) <= FOUND
+    ]
     count = max(1, len(kept))
     more = len(sentences) - count
     rest = [f"<i>{more} more in the notebook.</i>"] if more else []
@@ -142,7 +164,9 @@ def first_words(sentences):
 
 
 def slides(notebook):
-    """The slides of a notebook: each a heading, a text that stands alone, and an answer that comes when asked for."""
+    """The slides of a notebook: each a heading, a text that stands alone, and an answer that
+    comes when asked for.
+    """
     section, heading, deck = "", "", []
     for cell in notebook.cells:
         tags = cell.metadata.get("tags", [])
@@ -152,39 +176,57 @@ def slides(notebook):
         if "slide" in tags and cell.cell_type == "markdown":
             text = cell.metadata.get("slide") or HEADING.sub("", cell.source)
             if len(text.split()) > WORDS:
-                raise SystemExit(f"a slide of {len(text.split())} words, at most {WORDS} can be read: {text}")
+                raise SystemExit(
+                    f"a slide of {len(text.split())} words, at most {WORDS} can be read: {text}"
+                )
             deck.append({"heading": heading, "text": as_html(text), "answer": ""})
         elif "slide" in tags:
             deck.append({"heading": heading, "text": shown_or_refused(cell), "answer": ""})
         elif "fragment" in tags:
             deck[-1]["answer"] += shown_or_refused(cell)
     if len(deck) > DECK:
-        raise SystemExit(f"{len(deck)} slides, expected at most {DECK}: take the tag `slide` from some cells")
+        raise SystemExit(
+            f"{len(deck)} slides, expected at most {DECK}: take the tag `slide` from some cells"
+        )
     return deck
 
 
 def planned(page, decks):
-    """The slides of a session's plan, from the last column of its table, in the order in which it shows them."""
+    """The slides of a session's plan, from the last column of its table, in the order in which
+    it shows them.
+    """
     plan = page.partition("## Plan")[2].partition("\n## ")[0]
     shown_slides = []
-    for prefix, numbers in PLAN.findall("\n".join(line.split("|")[-2] for line in plan.splitlines() if "|" in line)):
+    for prefix, numbers in PLAN.findall(
+        "\n".join(line.split("|")[-2] for line in plan.splitlines() if "|" in line)
+    ):
         for first, last in re.findall(r"(\d+)(?: to (\d+))?", numbers):
             shown_slides += decks[prefix][int(first) - 1 : int(last or first)]
     return shown_slides
 
 
 def main(folder):
-    """Write a deck for each notebook, one for the single session, the hand-outs, and a page that leads to them."""
+    """Write a deck for each notebook, one for the single session, the hand-outs, and a page that
+    leads to them.
+    """
     reveal = files("sphinx_revealjs") / "_static" / "revealjs" / "dist"
-    resources = {f"reveal_{kind}": (reveal / f"reveal.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")}
+    resources = {
+        f"reveal_{kind}": (reveal / f"reveal.{kind}").read_text(encoding="utf-8")
+        for kind in ("css", "js")
+    }
     resources["slides_css"] = (ROOT / "docs" / "_static" / "slides.css").read_text(encoding="utf-8")
     folder.mkdir(parents=True, exist_ok=True)
-    pages = {file.stem: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "seminar").glob("s*.md"))}
+    pages = {
+        file.stem: file.read_text(encoding="utf-8")
+        for file in sorted((ROOT / "docs" / "seminar").glob("s*.md"))
+    }
     titles, decks = {}, {}
     for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
         notebook = nbformat.read(file, 4)
         decks[file.stem] = slides(notebook)
-        titles[file.stem] = f"{file.stem[:2]} {notebook.cells[0].source.splitlines()[0].removeprefix('# ')}"
+        titles[file.stem] = (
+            f"{file.stem[:2]} {notebook.cells[0].source.splitlines()[0].removeprefix('# ')}"
+        )
     titles["single"] = "The single session"
     decks["single"] = planned(pages["single"], {name[:2]: deck for name, deck in decks.items()})
     for name, deck in decks.items():
@@ -193,7 +235,9 @@ def main(folder):
     for name, page in pages.items():
         titles[name] = HEADING.findall(page)[0]
         body = as_html(page.partition("## Hand-out\n")[2])
-        (folder / f"{name}.handout.html").write_text(HANDOUT.render(title=titles[name], body=body), encoding="utf-8")
+        (folder / f"{name}.handout.html").write_text(
+            HANDOUT.render(title=titles[name], body=body), encoding="utf-8"
+        )
     counted = [(name, titles[name], len(deck)) for name, deck in decks.items()]
     index = INDEX.render(decks=counted, handouts=[(name, titles[name]) for name in pages])
     (folder / "index.html").write_text(index, encoding="utf-8")

@@ -1,4 +1,6 @@
-"""The audit: one training step under two settings, compared operation by operation, and explained."""
+"""The audit: one training step under two settings, compared operation by operation, and
+explained.
+"""
 
 import lazy_loader
 

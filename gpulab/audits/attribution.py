@@ -1,13 +1,16 @@
-"""How much of the difference in a step's results each operation causes, and the order of the findings.
+"""How much of the difference in a step's results each operation causes, and the order of the
+findings.
 
-The difference in loss, gradients and updates is passed back along the graphs of both executions, as relevance is passed
-back in a network. The operation that made a value keeps the share of the incoming difference that its own error
-explains, and passes the rest on to its inputs, in proportion to their differences. Shares are of squares, because
-independent errors add up in squares. A value that has a counterpart in the other execution is compared with it, any
-other value with its own float64 reference. All shares add up to one.
+The difference in loss, gradients and updates is passed back along the graphs of both executions, as
+relevance is passed back in a network. The operation that made a value keeps the share of the
+incoming difference that its own error explains, and passes the rest on to its inputs, in proportion
+to their differences. Shares are of squares, because independent errors add up in squares. A value
+that has a counterpart in the other execution is compared with it, any other value with its own
+float64 reference. All shares add up to one.
 
 References:
-    S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by layer-wise relevance
+    S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by
+        layer-wise relevance
     propagation, PLoS ONE 10(7).
 """
 
@@ -39,12 +42,22 @@ from gpulab.audits.values import Value
 from gpulab.settings import Setting
 
 # Kinds of findings about results that differ in float64, which no rounding explains.
-SOURCE_KINDS = ("mismatch", "other data", "different random numbers", "cause not found", "cannot be told")
+SOURCE_KINDS = (
+    "mismatch",
+    "other data",
+    "different random numbers",
+    "cause not found",
+    "cannot be told",
+)
 MAX_VISITS = 16  # of one pair of values
-ValuePair = tuple[Value | None, Value | None]  # a value of the first side and its counterpart, or None
+# a value of the first side and its counterpart, or None
+ValuePair = tuple[Value | None, Value | None]
 
 
-SCALER_ADVICE = "nothing, if only the first steps are skipped (the scale is halved); a smaller init_scale skips fewer"
+SCALER_ADVICE = (
+    "nothing, if only the first steps are skipped (the scale is halved); a smaller init_scale skips"
+    " fewer"
+)
 
 
 class Attribution:
@@ -74,7 +87,8 @@ class Attribution:
                 self._pass_back(pair, amount)
 
     def share(self, finding: Finding, siblings: Sequence[Finding]) -> float:
-        """The share of the difference that a finding explains, or NaN if there is no difference or no way to tell.
+        """The share of the difference that a finding explains, or NaN if there is no difference or
+        no way to tell.
 
         Args:
             finding: A finding about an operation.
@@ -82,7 +96,11 @@ class Attribution:
         """
         if finding.op is None:
             return finding.share
-        if not self.total or finding.kind in ("rounding", "not finite") or finding.detail.startswith(UPDATE_LOST):
+        if (
+            not self.total
+            or finding.kind in ("rounding", "not finite")
+            or finding.detail.startswith(UPDATE_LOST)
+        ):
             return math.nan  # the rounding of an update counts for the operation that made it
         if finding.is_pairwise and self.attributed_to_sources:
             n_pairwise = sum(sibling.is_pairwise for sibling in siblings)
@@ -94,7 +112,9 @@ class Attribution:
         return amount * share_of_error / self.total
 
     def _add_result_gaps(self) -> float:
-        """Add the differences in loss, gradients and updates, each group as a whole relative to its size."""
+        """Add the differences in loss, gradients and updates, each group as a whole relative to
+        its size.
+        """
         comparison = self.comparison
         total = 0.0
         groups: dict[str, list[tuple[bool, Value, Value]]] = defaultdict(list)
@@ -105,8 +125,11 @@ class Attribution:
             with np.errstate(over="ignore"):
                 sizes = [float(np.linalg.norm(np.nan_to_num(x.sketch))) for _, x, _ in group]
             gaps = [comparison.gap(x, y) for _, x, y in group]
-            absolute_gaps = [gap * (size or 1.0) if gap else 0.0 for gap, size in zip(gaps, sizes, strict=True)]
-            amount = min(1.0, math.hypot(*absolute_gaps) / (math.hypot(*sizes) or 1.0))  # 1 if the gap is not known
+            absolute_gaps = [
+                gap * (size or 1.0) if gap else 0.0 for gap, size in zip(gaps, sizes, strict=True)
+            ]
+            # 1 if the gap is not known
+            amount = min(1.0, math.hypot(*absolute_gaps) / (math.hypot(*sizes) or 1.0))
             for (agrees, x, y), fraction in zip(group, _fractions(absolute_gaps), strict=True):
                 if agrees:
                     self._add_incoming((x, y), amount * fraction)
@@ -119,17 +142,28 @@ class Attribution:
         if not amount:
             return
         if pair not in self._incoming:
-            heapq.heappush(self._queue, (-self._relative_position(pair), next(self._tiebreakers), pair))
+            heapq.heappush(
+                self._queue, (-self._relative_position(pair), next(self._tiebreakers), pair)
+            )
         self._incoming[pair] += amount
 
     def _relative_position(self, pair: ValuePair) -> float:
         """How late a value was made: from 0 for data to 1 for what was made last."""
-        nodes = [(graph, graph.maker.get(v)) for graph, v in zip(self.comparison.graphs, pair, strict=True) if v]
+        nodes = [
+            (graph, graph.maker.get(v))
+            for graph, v in zip(self.comparison.graphs, pair, strict=True)
+            if v
+        ]
         return max((node.number / len(graph.nodes) for graph, node in nodes if node), default=-1.0)
 
     def _pass_back(self, pair: ValuePair, amount: float) -> None:
-        """Attribute a difference to the operations that made a value, by their errors, and pass on the rest."""
-        nodes = [graph.maker.get(v) if v else None for graph, v in zip(self.comparison.graphs, pair, strict=True)]
+        """Attribute a difference to the operations that made a value, by their errors, and pass
+        on the rest.
+        """
+        nodes = [
+            graph.maker.get(v) if v else None
+            for graph, v in zip(self.comparison.graphs, pair, strict=True)
+        ]
         if not any(nodes):
             value = max((v for v in pair if v is not None), key=lambda v: v.deviation)
             self.attributed_to_data[value] += amount
@@ -153,7 +187,9 @@ class Attribution:
             self._add_incoming(input_pair, amount * (1 - share) * fraction)
 
     def _inputs(self, nodes: Sequence[Node | None]) -> list[ValuePair]:
-        """The inputs of two operations: pairs of values that agree in float64, and the other values without partner."""
+        """The inputs of two operations: pairs of values that agree in float64, and the other
+        values without partner.
+        """
         pairs: dict[ValuePair, None] = {}
         for side, node in enumerate(nodes):
             other_node = nodes[1 - side]
@@ -173,7 +209,9 @@ class Attribution:
         return list(pairs)
 
     def _recorded_gap(self, pair: ValuePair) -> float:
-        """The relative difference between a value and its counterpart, or between a value and its reference."""
+        """The relative difference between a value and its counterpart, or between a value and
+        its reference.
+        """
         x, y = pair
         if x is not None and y is not None:
             return self.comparison.gap(x, y)
@@ -182,11 +220,15 @@ class Attribution:
         return value.deviation
 
     def _estimate_error(self, node: Node) -> float:
-        """An operation's own error; if it was not measured, how much further off its result is than its inputs."""
+        """An operation's own error; if it was not measured, how much further off its result is
+        than its inputs.
+        """
         error = _measured_error(node.op)
         if error or node.op.error is not None or node.op.is_view:
             return error
-        input_deviation = max((value.deviation for value in node.inputs if value.is_float_or_complex), default=0.0)
+        input_deviation = max(
+            (value.deviation for value in node.inputs if value.is_float_or_complex), default=0.0
+        )
         output_deviation = max((value.deviation for value in node.outputs), default=0.0)
         if not math.isfinite(output_deviation):
             return math.inf
@@ -194,7 +236,8 @@ class Attribution:
 
 
 def _measured_error(op: Operation) -> float:
-    """An operation's own error combined with its spread in repeated executions, relative to its result.
+    """An operation's own error combined with its spread in repeated executions, relative to its
+    result.
 
     >>> operation = Operation("mm", "forward", "", "", [], [], [], "float32", error=3.0, spread=4.0)
     >>> _measured_error(operation), _measured_error(replace(operation, error=math.nan))
@@ -205,7 +248,8 @@ def _measured_error(op: Operation) -> float:
 
 
 def _explained_share(size: float, difference: float) -> float:
-    """The share of a difference, in squares, that an error of a size explains; all if the size is not known.
+    """The share of a difference, in squares, that an error of a size explains; all if the size is
+    not known.
 
     >>> _explained_share(1.0, 2.0), _explained_share(math.inf, 2.0)
     (0.25, 1.0)
@@ -230,7 +274,7 @@ def _fractions(sizes: list[float]) -> list[float]:
     return [square / sum(squares) for square in squares]
 
 
-# --- the order of findings -----------------------------------------------------------------------------------
+# --- the order of findings ------------------------------------------------------------------------
 
 
 class Rank(IntEnum):
@@ -253,22 +297,40 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
     digit_loss_op, digit_loss_detail = _find_digit_loss(comparison)
     overflow_advice = _advise_on_overflow(comparison, digit_loss_op)
     findings = [*findings, *_rounded_data_findings(comparison, attribution)]
-    findings = [replace(finding, share=attribution.share(finding, findings)) for finding in findings]
+    findings = [
+        replace(finding, share=attribution.share(finding, findings)) for finding in findings
+    ]
     if digit_loss_op is not None:
         findings = [
-            replace(finding, detail=finding.detail + digit_loss_detail, advice=overflow_advice or finding.advice)
+            replace(
+                finding,
+                detail=finding.detail + digit_loss_detail,
+                advice=overflow_advice or finding.advice,
+            )
             if finding.op is digit_loss_op
             else finding
             for finding in findings
         ]
-    findings = _merge_conversion_shares(comparison, _assign_unattributed_share(attribution, findings))
-    nonfinite_positions = [comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op]
+    findings = _merge_conversion_shares(
+        comparison, _assign_unattributed_share(attribution, findings)
+    )
+    nonfinite_positions = [
+        comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op
+    ]
     first_nonfinite = min(nonfinite_positions, default=0)
 
     def sort_key(finding: Finding) -> tuple[Rank, float, int]:
-        if finding.kind == "mismatch" and finding.op and comparison.position[finding.op] < first_nonfinite:
+        if (
+            finding.kind == "mismatch"
+            and finding.op
+            and comparison.position[finding.op] < first_nonfinite
+        ):
             return Rank.BEFORE_NONFINITE, 0.0, 0
-        if finding.is_pairwise and finding.kind in SOURCE_KINDS and not is_nonfinite_on_one_side(comparison):
+        if (
+            finding.is_pairwise
+            and finding.kind in SOURCE_KINDS
+            and not is_nonfinite_on_one_side(comparison)
+        ):
             return Rank.CAUSE, -2.0, 0  # in the order in which the executions begin to differ
         is_digit_loss = finding.op is not None and finding.op is digit_loss_op
         rank = Rank.CAUSE if is_digit_loss else _rank_of(comparison, finding)
@@ -279,42 +341,65 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
 
 
 def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> list[Finding]:
-    """Data and weights that a setting rounded to a short format before the step began (`decoder_in_bfloat16`)."""
+    """Data and weights that a setting rounded to a short format before the step began
+    (`decoder_in_bfloat16`).
+    """
     findings: dict[tuple[str, str], Finding] = {}
     for value, amount in attribution.attributed_to_data.items():
         side = int(value in comparison.graphs[1].users)
         user = next(iter(comparison.graphs[side].users.get(value, [])), None)
-        if user is None or value.dtype not in tol.SHORT_FORMATS or value.deviation <= tol.SAME_VALUE_TOLERANCE:
+        if (
+            user is None
+            or value.dtype not in tol.SHORT_FORMATS
+            or value.deviation <= tol.SAME_VALUE_TOLERANCE
+        ):
             continue
         op = user.op
         trace = comparison.traces[side]
         detail = (
-            f"was given data or weights that are {value.deviation:.1e} (relative) from those in float32, as rounding "
-            f"them to {value.dtype} makes it"
+            f"was given data or weights that are {value.deviation:.1e} (relative) from those in"
+            f" float32, as rounding them to {value.dtype} makes it"
         )
         setting = Setting.parse(trace.setting)
         advice = (
-            f"keep what {op.module or op.line or 'the step'} is given in float32 if it was meant to be: it is a "
-            "parameter or buffer, or in the batch"
+            f"keep what {op.module or op.line or 'the step'} is given in float32 if it was meant to"
+            " be: it is a parameter or buffer, or in the batch"
         )
         if setting.precision == value.dtype:
-            advice = f"{setting} asks for it; autocast={value.dtype} keeps parameters, buffers and the batch in float32"
+            advice = (
+                f"{setting} asks for it; autocast={value.dtype} keeps parameters, buffers and the"
+                " batch in float32"
+            )
         share = amount / attribution.total
         previous = findings.get((trace.title, op.module))
         if previous is not None:
             share += previous.share
         location = (trace.title, op.name, op.phase, op.module, op.line)
-        finding = Finding("reduced precision", *location, math.nan, detail, advice, size=value.deviation, share=share)
+        finding = Finding(
+            "reduced precision",
+            *location,
+            math.nan,
+            detail,
+            advice,
+            size=value.deviation,
+            share=share,
+        )
         findings[trace.title, op.module] = finding
     return list(findings.values())
 
 
 def _merge_conversion_shares(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, where the share of a conversion to a short format counts for the operation that it was made for.
+    """The findings, where the share of a conversion to a short format counts for the operation that
+    it was made for.
 
-    Autocast converts what a product is given, so that the rounding of the conversion is that of the product.
+    Autocast converts what a product is given, so that the rounding of the conversion is that of the
+    product.
     """
-    index_of = {finding.op: index for index, finding in enumerate(findings) if finding.kind == "reduced precision"}
+    index_of = {
+        finding.op: index
+        for index, finding in enumerate(findings)
+        if finding.kind == "reduced precision"
+    }
     shares = [finding.share for finding in findings]
     for index, finding in enumerate(findings):
         op = finding.op
@@ -326,11 +411,16 @@ def _merge_conversion_shares(comparison: Comparison, findings: Sequence[Finding]
             if target is not None and findings[target].setting == finding.setting:
                 shares[target] = np.nansum([shares[target], shares[index]])
                 shares[index] = 0.0
-    return [replace(finding, share=float(share)) for finding, share in zip(findings, shares, strict=True)]
+    return [
+        replace(finding, share=float(share))
+        for finding, share in zip(findings, shares, strict=True)
+    ]
 
 
 def _find_consumer(comparison: Comparison, op: Operation) -> Operation | None:
-    """The first operation that computes with what a conversion made, perhaps through views of it."""
+    """The first operation that computes with what a conversion made, perhaps through views of
+    it.
+    """
     graph = comparison.graphs[comparison.side_of[op]]
     queue = deque(graph.node_of[op].outputs)
     visited = set(queue)
@@ -344,7 +434,9 @@ def _find_consumer(comparison: Comparison, op: Operation) -> Operation | None:
 
 
 def _assign_unattributed_share(attribution: Attribution, findings: list[Finding]) -> list[Finding]:
-    """The findings, where `rounding` gets the share of the difference that no other finding explains."""
+    """The findings, where `rounding` gets the share of the difference that no other finding
+    explains.
+    """
     attributed_share = sum(f.share for f in findings if not math.isnan(f.share))
     unattributed_share = max(0.0, 1.0 - attributed_share) if attribution.total else math.nan
     return [replace(f, share=unattributed_share) if f.kind == "rounding" else f for f in findings]
@@ -353,14 +445,17 @@ def _assign_unattributed_share(attribution: Attribution, findings: list[Finding]
 def _rank_of(comparison: Comparison, finding: Finding) -> Rank:
     """The rank of a finding, before shares are compared.
 
-    A nondeterministic operation that explains a negligible share of the difference comes after rounding. So does
-    another valid answer, unless some result differs by more than rounding explains.
+    A nondeterministic operation that explains a negligible share of the difference comes after
+    rounding. So does another valid answer, unless some result differs by more than rounding
+    explains.
     """
     if finding.kind == "not finite":
         return Rank.NONFINITE
     if finding.kind == "overwritten":
         return Rank.OVERWRITTEN
-    if not finding.has_bound or (finding.kind == "mismatch" and finding.share >= tol.EXPLAINED_SHARE):
+    if not finding.has_bound or (
+        finding.kind == "mismatch" and finding.share >= tol.EXPLAINED_SHARE
+    ):
         return Rank.CAUSE
     if finding.kind == "reduced precision" and finding.op:
         if finding.detail.startswith(UPDATE_LOST):
@@ -379,7 +474,9 @@ def _rank_of(comparison: Comparison, finding: Finding) -> Rank:
 
 
 def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
-    """The operation that lost the digits before a NaN or infinity of one side alone, and a description of that."""
+    """The operation that lost the digits before a NaN or infinity of one side alone, and a
+    description of that.
+    """
     op = find_short_format_origin(comparison)
     if op is None or not is_nonfinite_on_one_side(comparison):
         return None, ""
@@ -392,14 +489,22 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
         detail = f"; nearly all digits are lost in it, and {conversion}{skipped_updates}"
         return origin.cancellation, detail
     if op is first_operation and value_kind != INFINITY:
-        return op, f"; it turns finite numbers into {value_kind}, and float64 does not{skipped_updates}"
+        return (
+            op,
+            f"; it turns finite numbers into {value_kind}, and float64 does not{skipped_updates}",
+        )
     if op is first_operation:
-        return op, f"; it turns numbers beyond the range of {op.dtype} into {value_kind}{skipped_updates}"
+        return (
+            op,
+            f"; it turns numbers beyond the range of {op.dtype} into {value_kind}{skipped_updates}",
+        )
     return op, f"; {conversion}{skipped_updates}"
 
 
 def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
-    """What to do about numbers beyond the range of a short format; empty if that is not what happened."""
+    """What to do about numbers beyond the range of a short format; empty if that is not what
+    happened.
+    """
     if op is None:
         return ""
     ((side, origin),) = comparison.not_finite.items()
@@ -416,4 +521,8 @@ def _describe_skipped_updates(comparison: Comparison, side: int) -> str:
     if not any(op.name == GRADIENT_SCALER_OPERATION for op in comparison.traces[side].operations):
         return ""
     skipped = [result for result in comparison.differing_results if result.group == "updated"]
-    return f"; the gradient scaler skipped the step, so {len(skipped)} parameters keep their values" if skipped else ""
+    return (
+        f"; the gradient scaler skipped the step, so {len(skipped)} parameters keep their values"
+        if skipped
+        else ""
+    )

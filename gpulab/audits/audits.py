@@ -1,4 +1,6 @@
-"""The audit: one training step under two settings, or two programs under one, compared and explained."""
+"""The audit: one training step under two settings, or two programs under one, compared and
+explained.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,13 @@ from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.steps import check_step
 
-MAX_EXTERNAL_ROUNDS = (
-    8  # places, one after the other, at which values that enter from outside of torch differ by roundings
-)
+# places, one after the other, at which values that enter from outside of torch differ by roundings
+MAX_EXTERNAL_ROUNDS = 8
 
 
 EXTERNAL_VALUES_NOTE = (
-    "Values from outside torch (such as NumPy), or from an operation that does not repeat itself, differ by roundings; "
-    "what is computed from them was compared with a wider tolerance."
+    "Values from outside torch (such as NumPy), or from an operation that does not repeat itself,"
+    " differ by roundings; what is computed from them was compared with a wider tolerance."
 )
 
 
@@ -46,8 +47,10 @@ class Audit(AnswerPage):
     Attributes:
         a: The first trace.
         b: The other trace.
-        findings: What was found, as a list of `Finding`; what explains most of the difference comes first.
-        pairs: Operations of the two sides that make the same value, and those that have no counterpart.
+        findings: What was found, as a list of `Finding`; what explains most of the difference comes
+            first.
+        pairs: Operations of the two sides that make the same value, and those that have no
+            counterpart.
 
     Examples:
         >>> import torch
@@ -72,7 +75,9 @@ class Audit(AnswerPage):
 
     @property
     def headline(self) -> str:
-        """The two settings, what was found between them, how far the results are apart, and what was looked at."""
+        """The two settings, what was found between them, how far the results are apart, and what
+        was looked at.
+        """
         comparison = self.comparison
         titles = f"{self.a.title} against {self.b.title}"
         first = f"{titles}: {_describe_nonfinite(self)}{_describe_kinds(self)}."
@@ -82,22 +87,31 @@ class Audit(AnswerPage):
     def table(self) -> pd.DataFrame:
         """One row for each operation, in the order in which they ran.
 
-        Operations of the two sides share a row where they make the same value in float64. The columns are `operation`,
-        `phase`, `module`, `line` and `kind`; for each side the operation's own error `error_a` against float64 on the
-        same inputs, the bound `bound_a` that rounding explains, and `ratio_a`, the error in units of the bound, with
-        errors relative to the size of the exact result; the `difference` between the two sides, relative to the
-        first; and whether both have the `same_bits`.
+        Operations of the two sides share a row where they make the same value in float64. The
+        columns are `operation`, `phase`, `module`, `line` and `kind`; for each side the operation's
+        own error `error_a` against float64 on the same inputs, the bound `bound_a` that rounding
+        explains, and `ratio_a`, the error in units of the bound, with errors relative to the size
+        of the exact result; the `difference` between the two sides, relative to the first; and
+        whether both have the `same_bits`.
         """
-        kinds = {op: finding.kind for finding in reversed(self.findings) for op in (finding.op, *finding.counterparts)}
+        kinds = {
+            op: finding.kind
+            for finding in reversed(self.findings)
+            for op in (finding.op, *finding.counterparts)
+        }
         rows = []
         for pair in self.pairs:
             pair_kinds = [kinds[op] for op in pair.operations if op in kinds]
             row: dict[str, object] = {
-                name: getattr(pair.representative, name) for name in ("name", "phase", "module", "line")
+                name: getattr(pair.representative, name)
+                for name in ("name", "phase", "module", "line")
             }
             row["kind"] = min(pair_kinds, key=KINDS.index, default="rounding")
             for side, op in (("a", pair.a), ("b", pair.b)):
-                row |= {f"{name}_{side}": np.float64(getattr(op, name, None)) for name in ("error", "bound", "ratio")}
+                row |= {
+                    f"{name}_{side}": np.float64(getattr(op, name, None))
+                    for name in ("error", "bound", "ratio")
+                }
             gaps = self.comparison.gaps(pair.a, pair.b) if pair.a and pair.b else [math.nan]
             row |= {"difference": gaps[0], "same_bits": max(gaps) < tol.SAME_BITS_TOLERANCE}
             rows.append(row)
@@ -110,7 +124,9 @@ class Audit(AnswerPage):
 
 
 def _describe_nonfinite(answer: Audit) -> str:
-    """That NaN or infinity reaches a result of one side alone, as the beginning of a sentence; else nothing."""
+    """That NaN or infinity reaches a result of one side alone, as the beginning of a sentence;
+    else nothing.
+    """
     if len(answer.comparison.not_finite) != 1:
         return ""
     ((side, origin),) = answer.comparison.not_finite.items()
@@ -120,11 +136,16 @@ def _describe_nonfinite(answer: Audit) -> str:
     if n_more:
         more = " and 1 more result" if n_more == 1 else f" and {n_more} more results"
     cause = operation_phrase(origin.first_operation)
-    return f"{origin.value_kind} reaches {first_result}{more} under {answer.titles[side]} alone, from {cause}; "
+    return (
+        f"{origin.value_kind} reaches {first_result}{more} under {answer.titles[side]} alone, from"
+        f" {cause}; "
+    )
 
 
 def _describe_kinds(answer: Audit) -> str:
-    """The findings as a phrase, such as "2 × mismatch", or that all is well; what both settings share comes last."""
+    """The findings as a phrase, such as "2 × mismatch", or that all is well; what both settings
+    share comes last.
+    """
     findings = answer.findings
     shared = sum(f.under_both and f.kind == "reduced precision" for f in findings)
     counts = Counter(f.kind for f in findings if f.kind != "rounding")
@@ -133,26 +154,39 @@ def _describe_kinds(answer: Audit) -> str:
     if not kinds:
         gaps = answer.comparison.gaps
         identical = all(
-            pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS_TOLERANCE for pair in answer.pairs
+            pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS_TOLERANCE
+            for pair in answer.pairs
         )
         kinds = "identical to the last bit" if identical else "all is well: rounding alone"
-        kinds += ", in the results that both sides have" if answer.comparison.unpaired_results else ""
+        kinds += (
+            ", in the results that both sides have" if answer.comparison.unpaired_results else ""
+        )
     return f"{kinds}; under both {shared} × reduced precision" if shared else kinds
 
 
 def _describe_gaps(comparison: Comparison) -> list[str]:
-    """How far the loss and the furthest gradient are apart, and how far float32's roundings alone lead."""
+    """How far the loss and the furthest gradient are apart, and how far float32's roundings
+    alone lead.
+    """
     both = [result for result in comparison.results if result.a and result.b]
     gaps = {result: comparison.recorded_gap(result) for result in both}
     phrases: list[tuple[str, float]] = []
     chosen: list[Result] = []
     for group in ("loss", "gradient", "updated"):
-        of_group = [result for result in both if result.group == group and math.isfinite(gaps[result])]
+        of_group = [
+            result for result in both if result.group == group and math.isfinite(gaps[result])
+        ]
         # A gradient that consists of roundings, or is not finite, has no size to compare with.
-        comparable = [r for r in of_group if not any(v.is_pure_rounding for v in comparison.values(r.a))]
+        comparable = [
+            r for r in of_group if not any(v.is_pure_rounding for v in comparison.values(r.a))
+        ]
         nonfinite_ops = {op for origin in comparison.not_finite.values() for op in origin.results}
-        comparable = [result for result in comparable if nonfinite_ops.isdisjoint((result.a, result.b))]
-        is_reported = group != "updated" or not chosen or any(not result.agrees for result in comparable)
+        comparable = [
+            result for result in comparable if nonfinite_ops.isdisjoint((result.a, result.b))
+        ]
+        is_reported = (
+            group != "updated" or not chosen or any(not result.agrees for result in comparable)
+        )
         if comparable and is_reported:
             furthest = max(comparable, key=lambda result: gaps[result])
             chosen.append(furthest)
@@ -164,18 +198,30 @@ def _describe_gaps(comparison: Comparison) -> list[str]:
     for name, size in further_phrases:
         sentence += f"; {name}, which is furthest apart, {_describe_gap(size)}"
     full_precision_sides = [side for side in (0, 1) if not comparison.uses_short_format(side)]
-    deviations = [size for side in full_precision_sides for size in _rounding_deviations(comparison, chosen, side)]
+    deviations = [
+        size
+        for side in full_precision_sides
+        for size in _rounding_deviations(comparison, chosen, side)
+    ]
     if deviations:
         sentence += f"; rounding alone explains {min(filter(None, deviations), default=0.0):.1e}"
     return [f"{sentence}."]
 
 
-def _rounding_deviations(comparison: Comparison, results: Sequence[Result], side: int) -> list[float]:
-    """How far the recorded results of one side are from their references at most; nothing if these are not exact."""
+def _rounding_deviations(
+    comparison: Comparison, results: Sequence[Result], side: int
+) -> list[float]:
+    """How far the recorded results of one side are from their references at most; nothing if
+    these are not exact.
+    """
     if Setting.parse(comparison.traces[side].setting).precision == "float64":
         return [0.0]
-    values = [value for result in results for value in comparison.values((result.a, result.b)[side])]
-    return [max(value.deviation for value in values)] if all(value.exact for value in values) else []
+    values = [
+        value for result in results for value in comparison.values((result.a, result.b)[side])
+    ]
+    return (
+        [max(value.deviation for value in values)] if all(value.exact for value in values) else []
+    )
 
 
 def _describe_gap(size: float) -> str:
@@ -213,7 +259,10 @@ def _describe_counts(answer: Audit) -> str:
     agree, count = sum(result.agrees for result in results), len(operations) - alone
     counted = "1 operation makes" if count == 1 else f"{count} operations make"
     agreement = _describe_agreement(agree, len(results))
-    return f"{agreement} in float64; {counted} the same values{unpaired}, and {checked} were checked against float64."
+    return (
+        f"{agreement} in float64; {counted} the same values{unpaired}, and {checked} were checked"
+        " against float64."
+    )
 
 
 def _describe_unpaired(comparison: Comparison) -> str:
@@ -228,7 +277,11 @@ def _describe_unpaired(comparison: Comparison) -> str:
 def _describe_missing_references(comparison: Comparison) -> str:
     """A sentence that names the operations without a float64 reference."""
     missing = {name: None for trace in comparison.traces for name in trace.without_reference}
-    return f"Without a float64 reference, and compared as recorded: {_shorten_list(list(missing))}." if missing else ""
+    return (
+        f"Without a float64 reference, and compared as recorded: {_shorten_list(list(missing))}."
+        if missing
+        else ""
+    )
 
 
 def _describe_missing_results(comparison: Comparison) -> str:
@@ -252,8 +305,10 @@ def _shorten_list(names: Sequence[str]) -> str:
 def _describe_agreement(agree: int, count: int) -> str:
     """How many results agree, as the beginning of a sentence.
 
-    >>> [_describe_agreement(*both) for both in ((1, 1), (0, 1), (3, 3), (2, 3))]
-    ['The only result agrees', 'The only result does not agree', 'All 3 results agree', '2 of 3 results agree']
+    >>> _describe_agreement(1, 1), _describe_agreement(0, 1)
+    ('The only result agrees', 'The only result does not agree')
+    >>> _describe_agreement(3, 3), _describe_agreement(2, 3)
+    ('All 3 results agree', '2 of 3 results agree')
     """
     if count == 1:
         return "The only result agrees" if agree else "The only result does not agree"
@@ -261,7 +316,9 @@ def _describe_agreement(agree: int, count: int) -> str:
 
 
 def compare(a: Trace, b: Trace) -> Audit:
-    """The audit of two traces: their results compared, each judged by itself, and where they begin to differ."""
+    """The audit of two traces: their results compared, each judged by itself, and where they
+    begin to differ.
+    """
     comparison = Comparison(a, b)
     sources: list[Source] = []
     for _ in range(MAX_EXTERNAL_ROUNDS):
@@ -284,35 +341,43 @@ def audit(
     setting: str | Setting | None = None,
     progress: bool = True,
 ) -> Audit | CompiledAudit:
-    """Compare one training step under two settings, or two programs under one, and explain how they differ.
+    """Compare one training step under two settings, or two programs under one, and explain how they
+    differ.
 
     There are three ways to call it:
 
     - `audit(step, "cpu", "cuda")` does the step under both settings, as `gpulab.record` does.
-    - `audit(step_a, step_b, setting="cpu")` does two steps under one setting, such as two ways to write an optimizer.
-    - `audit(trace_a, trace_b)` compares two traces, or files of traces, from one machine or from two.
+    - `audit(step_a, step_b, setting="cpu")` does two steps under one setting, such as two ways to
+      write an optimizer.
+    - `audit(trace_a, trace_b)` compares two traces, or files of traces, from one machine or from
+      two.
 
-    Each side is done twice, to see whether it repeats itself. The second time, every operation is repeated in float64,
-    so that every value has a float64 reference. Results (what the step returns, gradients, updated parameters and
-    buffers, and the state of optimizers) are compared first, by their references:
+    Each side is done twice, to see whether it repeats itself. The second time, every operation is
+    repeated in float64, so that every value has a float64 reference. Results (what the step
+    returns, gradients, updated parameters and buffers, and the state of optimizers) are compared
+    first, by their references:
 
-    - If all agree, both sides compute the same function, whatever operations they use. Each side is then judged by
-      itself: the error of each operation against the same operation in float64 on the same inputs, number formats,
-      updates that are lost, NaN and infinity, and whether operations repeat themselves.
-    - If some differ, values of both sides are matched by their references, and the findings are the first operations
-      whose inputs have counterparts on the other side and whose output has none.
+    - If all agree, both sides compute the same function, whatever operations they use. Each side is
+      then judged by itself: the error of each operation against the same operation in float64 on
+      the same inputs, number formats, updates that are lost, NaN and infinity, and whether
+      operations repeat themselves.
+    - If some differ, values of both sides are matched by their references, and the findings are the
+      first operations whose inputs have counterparts on the other side and whose output has none.
 
-    An operation without a float64 reference is compared as it was recorded, and the first line names it.
+    An operation without a float64 reference is compared as it was recorded, and the first line
+    names it.
 
     These kinds of findings are faults (`Audit.faulty`):
 
-    - `not finite`: the loss or a gradient is NaN or infinite, and no short number format explains it. What a short
-      format alone makes infinite is `reduced precision`; the first line says that, too.
-    - `mismatch`: an operation computes something else from the same values, is called with different arguments, or is
-      further from float64 than rounding explains.
+    - `not finite`: the loss or a gradient is NaN or infinite, and no short number format explains
+      it. What a short format alone makes infinite is `reduced precision`; the first line says that,
+      too.
+    - `mismatch`: an operation computes something else from the same values, is called with
+      different arguments, or is further from float64 than rounding explains.
     - `overwritten`: memory that the backward pass needed had changed.
     - `other data`: the two sides received different batches or weights.
-    - `cause not found`: results differ in float64, although both sides have every value that leads to them.
+    - `cause not found`: results differ in float64, although both sides have every value that leads
+      to them.
 
     These are not:
 
@@ -320,18 +385,21 @@ def audit(
     - `different random numbers`: the two sides drew different random numbers from the same seed.
     - `another valid answer`: several answers are right, such as either sign of a singular vector.
     - `cannot be told`: values differ, and have no float64 reference.
-    - `reduced precision`: something was computed in TF32, bfloat16 or float16, or an update was lost in it.
+    - `reduced precision`: something was computed in TF32, bfloat16 or float16, or an update was
+      lost in it.
     - `rounding`: all is well.
 
-    The finding that explains most of the difference in the results comes first. To find it, the difference is passed
-    back along the graph of each side, and each operation keeps the share that its own error explains
-    (`Finding.share`). Findings where the two sides begin to differ come in the order in which the operations ran.
+    The finding that explains most of the difference in the results comes first. To find it, the
+    difference is passed back along the graph of each side, and each operation keeps the share that
+    its own error explains (`Finding.share`). Findings where the two sides begin to differ come in
+    the order in which the operations ran.
 
-    A setting with `compile` is compared with the same setting without, `audit(step, "cpu", "cpu:compile=inductor")`:
-    the results of the whole step, and where they are wrong each module alone; see `CompiledAudit`.
+    A setting with `compile` is compared with the same setting without, `audit(step, "cpu",
+    "cpu:compile=inductor")`: the results of the whole step, and where they are wrong each module
+    alone; see `CompiledAudit`.
 
-    The audit cannot see a fault that is the same on both sides, nor what is computed outside of torch unless it
-    enters a tensor again.
+    The audit cannot see a fault that is the same on both sides, nor what is computed outside of
+    torch unless it enters a tensor again.
 
     Args:
         step: a `Step` or a function, as `gpulab.record` takes it; or a trace, or a file of one.
@@ -341,18 +409,24 @@ def audit(
         progress: whether to show a progress bar.
 
     Returns:
-        An `Audit`, or a `CompiledAudit` where a setting compiles. `print` shows its findings; `plot()` of an `Audit`
-        draws the error of each operation.
+        An `Audit`, or a `CompiledAudit` where a setting compiles. `print` shows its findings;
+        `plot()` of an `Audit` draws the error of each operation.
 
     Raises:
-        UsageError: for arguments that fit none of the three ways, and for a step that cannot be done.
+        UsageError: for arguments that fit none of the three ways, and for a step that cannot be
+            done.
         DataError: for files that are no traces, or traces of another format.
         GpulabError: for a setting that cannot run here.
 
     Examples:
         >>> import torch
         >>> import gpulab as gl
-        >>> gl.audit(gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4)), "cpu", "cpu:threads=1", progress=False).kind
+        >>> gl.audit(
+        ...     gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4)),
+        ...     "cpu",
+        ...     "cpu:threads=1",
+        ...     progress=False,
+        ... ).kind
         'rounding'
 
         Two programs:
@@ -370,13 +444,13 @@ def audit(
         'mismatch'
 
     References:
-        - F. Benz, A. Hildebrandt, S. Hack 2012, A dynamic program analysis to find floating-point accuracy problems,
-          PLDI.
+        - F. Benz, A. Hildebrandt, S. Hack 2012, A dynamic program analysis to find floating-point
+          accuracy problems, PLDI.
         - A. Sanchez-Stern et al. 2018, Finding root causes of floating point error, PLDI.
-        - N. J. Higham, T. Mary 2019, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput.
-          41(5).
-        - S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by layer-wise relevance
-          propagation, PLoS ONE 10(7).
+        - N. J. Higham, T. Mary 2019, A new approach to probabilistic rounding error analysis, SIAM
+          J. Sci. Comput. 41(5).
+        - S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by
+          layer-wise relevance propagation, PLoS ONE 10(7).
     """
     if isinstance(step, Trace | str | Path):
         if b is not None or setting is not None or not isinstance(a, Trace | str | Path):
@@ -388,8 +462,8 @@ def audit(
         return _audit_two_steps(step, a, b, setting, progress)
     if not isinstance(a, str | Setting) or not isinstance(b, str | Setting):
         raise UsageError(
-            'audit of a step: expected two settings, as audit(step, "cpu", "cuda"), or two steps under one setting, as '
-            'audit(step_a, step_b, setting="cpu")'
+            'audit of a step: expected two settings, as audit(step, "cpu", "cuda"), or two steps'
+            ' under one setting, as audit(step_a, step_b, setting="cpu")'
         )
     check_step(step)
     first, second = map(Setting.parse, (a, b))
@@ -401,16 +475,25 @@ def audit(
     return compare(*_label_traces(trace_a, trace_b))
 
 
-def _audit_two_steps(step_a: object, step_b: object, rest: object, setting: str | Setting, progress: bool) -> Audit:
+def _audit_two_steps(
+    step_a: object, step_b: object, rest: object, setting: str | Setting, progress: bool
+) -> Audit:
     """Two programs under one setting."""
     if rest is not None:
-        raise UsageError('audit of two steps: expected one setting, as audit(step_a, step_b, setting="cpu")')
+        raise UsageError(
+            'audit of two steps: expected one setting, as audit(step_a, step_b, setting="cpu")'
+        )
     for step in (step_a, step_b):
         check_step(step)
-    traces = [record(step, setting, progress=progress) for step in (step_a, step_b) if callable(step)]
+    traces = [
+        record(step, setting, progress=progress) for step in (step_a, step_b) if callable(step)
+    ]
     names = [trace.step for trace in traces]
     names = names if names[0] != names[1] else ["first", "second"]
-    labelled = [replace(t, label=f"{t.title} ({name})", step=name) for t, name in zip(traces, names, strict=True)]
+    labelled = [
+        replace(t, label=f"{t.title} ({name})", step=name)
+        for t, name in zip(traces, names, strict=True)
+    ]
     return compare(*labelled)
 
 
@@ -429,4 +512,7 @@ def _label_traces(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[T
     steps = a.step, b.step
     names: Sequence[str] = steps if all(steps) and steps[0] != steps[1] else ("first", "second")
     names = files if all(files) and files[0] != files[1] else names
-    return [replace(trace, label=f"{trace.title} ({name})") for trace, name in zip((a, b), names, strict=True)]
+    return [
+        replace(trace, label=f"{trace.title} ({name})")
+        for trace, name in zip((a, b), names, strict=True)
+    ]

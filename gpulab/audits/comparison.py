@@ -1,8 +1,9 @@
-"""Two executions side by side: which results agree in float64, which values and operations stand for each other.
+"""Two executions side by side: which results agree in float64, which values and operations stand
+for each other.
 
-Results come first. Loss, returned values, gradients and updates are paired by name, or by the value that a parameter
-began with, or as parts of each other. Where all of them agree in float64, the two executions compute one function,
-whatever their operations are.
+Results come first. Loss, returned values, gradients and updates are paired by name, or by the value
+that a parameter began with, or as parts of each other. Where all of them agree in float64, the two
+executions compute one function, whatever their operations are.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ from gpulab.audits import tolerances as tol
 from gpulab.audits.count_sketch import MAX_SKETCHED_NUMBER, SKETCH_SIZE
 from gpulab.audits.graphs import Graph, Node
 from gpulab.audits.matching import Matches, PartSearch, is_same_value, tolerance_of
-from gpulab.audits.traces import KERNEL_ALIASES, RESULT, TENSOR, Json, Operation, Trace, alignment_key
+from gpulab.audits.traces import (
+    KERNEL_ALIASES,
+    RESULT,
+    TENSOR,
+    Json,
+    Operation,
+    Trace,
+    alignment_key,
+)
 from gpulab.audits.values import Value, finite_distance
 from gpulab.settings import Setting
 
 # Arguments that say how to compute, where to put it or for whom, and not what.
 _EXECUTION_ARGUMENTS = """
-    allow_tf32 benchmark compute_log_sumexp cudnn_enabled deterministic generator grad_input_mask half_to_float
-    memory_format non_blocking output_mask pin_memory return_debug_mask
+    allow_tf32 benchmark compute_log_sumexp cudnn_enabled deterministic generator
+    grad_input_mask half_to_float memory_format non_blocking output_mask pin_memory
+    return_debug_mask
 """
 EXECUTION_ARGUMENTS = frozenset(_EXECUTION_ARGUMENTS.split())
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
@@ -45,7 +55,8 @@ class Result:
         b: That of the second.
         agrees: Whether the two are one in float64, as far as float32 could tell.
         gap: How far they are apart in float64, relative to their size.
-        has_no_counterpart: Whether the other side has no such parameter, or returned nothing in its place.
+        has_no_counterpart: Whether the other side has no such parameter, or returned nothing in its
+            place.
     """
 
     a: Operation | None
@@ -67,7 +78,9 @@ class Result:
 
 @dataclass(frozen=True)
 class OperationPair:
-    """Operations of the two sides that make the same value, or an operation that has no counterpart."""
+    """Operations of the two sides that make the same value, or an operation that has no
+    counterpart.
+    """
 
     a: Operation | None
     b: Operation | None
@@ -91,10 +104,13 @@ class NotFinite:
         value_kind: `NAN` or `INFINITY`.
         op: The operation that made it of numbers; if none did, the first that was given it.
         is_produced: Whether the operation made it.
-        infinity: The operation that made the infinity of which it made NaN; None where that was put in or is none.
+        infinity: The operation that made the infinity of which it made NaN; None where that was put
+            in or is none.
         cancellation: The operation before it whose result lost most of its digits, if there is one.
-        results: The results that are not finite: the loss first, then gradients and what was updated.
-        is_nonfinite_in_reference: Whether the float64 reference of what the operation made is not finite, either.
+        results: The results that are not finite: the loss first, then gradients and what was
+            updated.
+        is_nonfinite_in_reference: Whether the float64 reference of what the operation made is not
+            finite, either.
     """
 
     value_kind: str
@@ -117,11 +133,14 @@ class Comparison:
     Args:
         a: The first trace.
         b: The second.
-        external_values: Values that enter the two executions from outside of torch, or from operations that do not
-            repeat themselves, and by how much they differ. What follows from them is compared with a wider tolerance.
+        external_values: Values that enter the two executions from outside of torch, or from
+            operations that do not repeat themselves, and by how much they differ. What follows from
+            them is compared with a wider tolerance.
     """
 
-    def __init__(self, a: Trace, b: Trace, external_values: Mapping[Value, float] = MappingProxyType({})) -> None:
+    def __init__(
+        self, a: Trace, b: Trace, external_values: Mapping[Value, float] = MappingProxyType({})
+    ) -> None:
         self.a = a
         self.b = b
         self.traces = (a, b)
@@ -129,9 +148,12 @@ class Comparison:
         self.external_values = dict(external_values)
         self._short_format_sides = [_uses_short_format(trace) for trace in self.traces]
         self.uncertain = [
-            graph.following({v for v in graph.trace.values.values() if not v.exact}) for graph in self.graphs
+            graph.following({v for v in graph.trace.values.values() if not v.exact})
+            for graph in self.graphs
         ]
-        external_tolerance = min(1.0, tol.MAX_EXTERNAL_AMPLIFICATION * max(self.external_values.values(), default=0.0))
+        external_tolerance = min(
+            1.0, tol.MAX_EXTERNAL_AMPLIFICATION * max(self.external_values.values(), default=0.0)
+        )
         self._tolerances = [
             tolerance_of(
                 graph,
@@ -141,13 +163,15 @@ class Comparison:
             for side, (graph, uncertain) in enumerate(zip(self.graphs, self.uncertain, strict=True))
         ]
         self._values_of_first = set(a.values.values())
-        self.side_of = {op: side for side, trace in enumerate(self.traces) for op in trace.operations}
+        self.side_of = {
+            op: side for side, trace in enumerate(self.traces) for op in trace.operations
+        }
 
     def tolerance(self, value: Value) -> float:
         """How far another reference of a value may be from this one, relative to it."""
         return self._tolerances[value not in self._values_of_first](value)
 
-    # --- the two sides ------------------------------------------------------------------------------------
+    # --- the two sides ----------------------------------------------------------------------------
 
     def uses_short_format(self, side: int) -> bool:
         """Whether a side may compute in a format shorter than float32."""
@@ -176,17 +200,27 @@ class Comparison:
         origins = {side: find_not_finite(graph) for side, graph in enumerate(self.graphs)}
         return {side: origin for side, origin in origins.items() if origin}
 
-    # --- results ------------------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     @cached_property
     def results(self) -> list[Result]:
-        """The loss, what else was returned, gradients and updates, and whether they agree in float64."""
-        result_ops = [[op for op in trace.operations if op.phase == RESULT] for trace in self.traces]
-        returned = [{(op.name, op.module): op for op in ops if op.name not in LEAF_RESULTS} for ops in result_ops]
+        """The loss, what else was returned, gradients and updates, and whether they agree in
+        float64.
+        """
+        result_ops = [
+            [op for op in trace.operations if op.phase == RESULT] for trace in self.traces
+        ]
+        returned = [
+            {(op.name, op.module): op for op in ops if op.name not in LEAF_RESULTS}
+            for ops in result_ops
+        ]
         results = [self._compare_result(a, b) for a, b in self._pair_returns(*returned)]
-        leaves_a, leaves_b = (_find_leaves(trace, ops) for trace, ops in zip(self.traces, result_ops, strict=True))
+        leaves_a, leaves_b = (
+            _find_leaves(trace, ops) for trace, ops in zip(self.traces, result_ops, strict=True)
+        )
         pairs = self._pair_leaves(
-            [leaf for leaf in leaves_a if not leaf.state], [leaf for leaf in leaves_b if not leaf.state]
+            [leaf for leaf in leaves_a if not leaf.state],
+            [leaf for leaf in leaves_b if not leaf.state],
         )
         for x, y in [*pairs, *_pair_states(leaves_a, leaves_b, pairs)]:
             gradients = (x.gradient if x else None, y.gradient if y else None)
@@ -200,7 +234,9 @@ class Comparison:
     def _pair_returns(
         self, first: dict[tuple[str, str], Operation], second: dict[tuple[str, str], Operation]
     ) -> list[tuple[Operation | None, Operation | None]]:
-        """Pair what both sides returned in one place; the rest of two programs is paired by value."""
+        """Pair what both sides returned in one place; the rest of two programs is paired by
+        value.
+        """
         pairs: list[tuple[Operation | None, Operation | None]] = [
             (a, second[key]) for key, a in first.items() if key in second
         ]
@@ -208,7 +244,9 @@ class Comparison:
         unpaired_b = [b for key, b in second.items() if key not in first]
         for a in unpaired_a:
             candidates = [] if self.is_same_program else unpaired_b
-            equal_results = (b for b in candidates if self._are_all_same(self.values(a), self.values(b)))
+            equal_results = (
+                b for b in candidates if self._are_all_same(self.values(a), self.values(b))
+            )
             counterpart = next(equal_results, None)
             if counterpart is not None:
                 unpaired_b.remove(counterpart)
@@ -233,22 +271,31 @@ class Comparison:
         if not x or len(x) != len(y):
             return Result(a, b, agrees=False, has_no_counterpart=not (a and b) and None in starts)
         pairs = list(zip(x, y, strict=True))
-        agrees = all(is_same_value(v, w, self.tolerance) or self._differ_within_rounding(v, w) for v, w in pairs)
+        agrees = all(
+            is_same_value(v, w, self.tolerance) or self._differ_within_rounding(v, w)
+            for v, w in pairs
+        )
         return Result(a, b, agrees, gap=max(_reference_gap(v, w) for v, w in pairs))
 
     def _differ_within_rounding(self, x: Value, y: Value) -> bool:
-        """Whether two references differ by less than float32's roundings, as by a constant of another precision."""
-        float32_deviations = [value.deviation for side, value in enumerate((x, y)) if not self.uses_short_format(side)]
+        """Whether two references differ by less than float32's roundings, as by a constant of
+        another precision.
+        """
+        float32_deviations = [
+            value.deviation for side, value in enumerate((x, y)) if not self.uses_short_format(side)
+        ]
         tolerance = tol.SAME_VALUE_TOLERANCE
         if float32_deviations:
             tolerance = max(tolerance, min(float32_deviations))
         return x.is_float_or_complex and _reference_gap(x, y) <= tolerance
 
-    def _pair_leaves(self, first: list[_Leaf], second: list[_Leaf]) -> list[tuple[_Leaf | None, _Leaf | None]]:
+    def _pair_leaves(
+        self, first: list[_Leaf], second: list[_Leaf]
+    ) -> list[tuple[_Leaf | None, _Leaf | None]]:
         """Pair parameters and buffers that began with the same value; the rest by name and shape.
 
-        Several may begin with the same value, such as biases that are initialised with zeros. They are distinguished by
-        their gradients, and then by their names.
+        Several may begin with the same value, such as biases that are initialised with zeros. They
+        are distinguished by their gradients, and then by their names.
         """
         unpaired_a = list(first)
         unpaired_b = list(second)
@@ -261,7 +308,9 @@ class Comparison:
             return bool(x.start) and self._are_all_same(x.start, y.start)
 
         def have_same_gradient(x: _Leaf, y: _Leaf) -> bool:
-            return have_same_start(x, y) and self._are_all_same(self.values(x.gradient), self.values(y.gradient))
+            return have_same_start(x, y) and self._are_all_same(
+                self.values(x.gradient), self.values(y.gradient)
+            )
 
         def have_same_results(x: _Leaf, y: _Leaf) -> bool:
             results = [self.values(leaf.gradient) + self.values(leaf.updated) for leaf in (x, y)]
@@ -278,7 +327,10 @@ class Comparison:
         for conditions in rules:
             for x in list(unpaired_a):
                 same_shape = (y for y in unpaired_b if y.shapes == x.shapes)
-                y = next((y for y in same_shape if all(condition(x, y) for condition in conditions)), None)
+                y = next(
+                    (y for y in same_shape if all(condition(x, y) for condition in conditions)),
+                    None,
+                )
                 if y is not None:
                     unpaired_a.remove(x)
                     unpaired_b.remove(y)
@@ -287,17 +339,23 @@ class Comparison:
 
     def _are_all_same(self, first: list[Value], second: list[Value]) -> bool:
         pairs = zip(first, second, strict=False)
-        return len(first) == len(second) and all(is_same_value(x, y, self.tolerance) for x, y in pairs)
+        return len(first) == len(second) and all(
+            is_same_value(x, y, self.tolerance) for x, y in pairs
+        )
 
     def _is_negligible(self, result: Result) -> bool:
-        """Whether a result of one side alone is zero, or nothing but roundings: the other side need not compute it."""
+        """Whether a result of one side alone is zero, or nothing but roundings: the other side
+        need not compute it.
+        """
         if (result.a and result.b) or self.is_same_program:
             return False
         op = result.representative
         return op.name == "gradient" and all(value.is_pure_rounding for value in self.values(op))
 
     def _accept_parts(self, results: list[Result]) -> list[Result]:
-        """The results, where those of one side that are parts of results of the other side count as agreeing."""
+        """The results, where those of one side that are parts of results of the other side count
+        as agreeing.
+        """
         only_a = [result for result in results if result.b is None]
         only_b = [result for result in results if result.a is None]
         if not only_a or not only_b:
@@ -305,7 +363,9 @@ class Comparison:
         values_a = [value for result in only_a for value in self.values(result.a)]
         values_b = [value for result in only_b for value in self.values(result.b)]
         parts = self._find_parts(values_a, values_b) | self._find_parts(values_b, values_a)
-        agreeing = {r for r in (*only_a, *only_b) if parts.issuperset(self.values(r.representative))}
+        agreeing = {
+            r for r in (*only_a, *only_b) if parts.issuperset(self.values(r.representative))
+        }
         return [Result(r.a, r.b, agrees=True) if r in agreeing else r for r in results]
 
     def _find_parts(self, values: list[Value], counterparts: list[Value]) -> set[Value]:
@@ -315,7 +375,9 @@ class Comparison:
 
     @cached_property
     def is_same_program(self) -> bool:
-        """Whether the two traces are of one step, so that each has every result that the other one has."""
+        """Whether the two traces are of one step, so that each has every result that the other
+        one has.
+        """
         return self.a.step == self.b.step
 
     @cached_property
@@ -323,26 +385,40 @@ class Comparison:
         """Results that only one of two programs has: its own parameters, buffers and outputs."""
         if self.is_same_program:
             return []
-        return [result for result in self.results if result.has_no_counterpart and not result.agrees]
+        return [
+            result for result in self.results if result.has_no_counterpart and not result.agrees
+        ]
 
     @cached_property
     def differing_results(self) -> list[Result]:
         """The results that do not agree in float64."""
-        return [result for result in self.results if not result.agrees and result not in self.unpaired_results]
+        return [
+            result
+            for result in self.results
+            if not result.agrees and result not in self.unpaired_results
+        ]
 
     def recorded_gap(self, result: Result) -> float:
-        """The difference between the recorded numbers of a result, relative to the first side; NaN for parts."""
+        """The difference between the recorded numbers of a result, relative to the first side;
+        NaN for parts.
+        """
         if not (result.a and result.b):
             return math.nan
         return max(self.gaps(result.a, result.b))
 
     def gap(self, x: Value, y: Value) -> float:
-        """The difference between two recorded values, relative to the first, or to the second if the first is zero."""
+        """The difference between two recorded values, relative to the first, or to the second if
+        the first is zero.
+        """
         if x.content == y.content:
             return 0.0
-        return finite_distance(y.sketch, x.sketch) if x.sketch.any() else finite_distance(x.sketch, y.sketch)
+        return (
+            finite_distance(y.sketch, x.sketch)
+            if x.sketch.any()
+            else finite_distance(x.sketch, y.sketch)
+        )
 
-    # --- values and operations that stand for each other --------------------------------------------------
+    # --- values and operations that stand for each other ------------------------------------------
 
     @cached_property
     def matches(self) -> Matches:
@@ -351,7 +427,9 @@ class Comparison:
 
     @cached_property
     def partners(self) -> dict[Operation, Operation]:
-        """Operations of the two sides that make the same values; those that make the same call first, in order."""
+        """Operations of the two sides that make the same values; those that make the same call
+        first, in order.
+        """
         partners: dict[Operation, Operation] = {}
         first, second = self.graphs
         makers: dict[Value, list[Operation]] = defaultdict(list)
@@ -362,9 +440,16 @@ class Comparison:
             for node in first.nodes:
                 if node.op in partners:
                     continue
-                candidates = (op for v in node.outputs for w in self.matches.equal.get(v, ()) for op in makers[w])
+                candidates = (
+                    op
+                    for v in node.outputs
+                    for w in self.matches.equal.get(v, ())
+                    for op in makers[w]
+                )
                 for op in candidates:
-                    if op in partners or (requires_same_call and alignment_key(op) != alignment_key(node.op)):
+                    if op in partners or (
+                        requires_same_call and alignment_key(op) != alignment_key(node.op)
+                    ):
                         continue
                     partners[node.op] = op
                     partners[op] = node.op
@@ -375,7 +460,9 @@ class Comparison:
     def pairs(self) -> list[OperationPair]:
         """All operations of both sides, in the order of the first, and then all results."""
         pairs: list[OperationPair] = []
-        first, second = ([op for op in trace.operations if op.phase != RESULT] for trace in self.traces)
+        first, second = (
+            [op for op in trace.operations if op.phase != RESULT] for trace in self.traces
+        )
         position = 0
         placed: set[Operation] = set()
         for a in first:
@@ -392,13 +479,19 @@ class Comparison:
 
     def gaps(self, a: Operation, b: Operation) -> list[float]:
         """The differences between the outputs of two operations, one by one."""
-        return [self.gap(x, y) for x, y in zip(self.values(a), self.values(b), strict=False)] or [0.0]
+        return [self.gap(x, y) for x, y in zip(self.values(a), self.values(b), strict=False)] or [
+            0.0
+        ]
 
 
 def _reference_gap(x: Value, y: Value) -> float:
     if x.reference is None or y.reference is None:
         return math.nan
-    return finite_distance(y.reference, x.reference) if x.reference.any() else finite_distance(x.reference, y.reference)
+    return (
+        finite_distance(y.reference, x.reference)
+        if x.reference.any()
+        else finite_distance(x.reference, y.reference)
+    )
 
 
 @dataclass(eq=False)
@@ -418,9 +511,14 @@ class _Leaf:
 
 def _uses_short_format(trace: Trace) -> bool:
     setting = Setting.parse(trace.setting)
-    is_requested = bool(setting.emulated or setting.autocast or setting.precision in tol.SHORT_FORMATS)
-    allows_tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()  # a CPU ignores these flags
-    return is_requested or allows_tf32 or any(op.dtype in tol.SHORT_FORMATS for op in trace.operations)
+    is_requested = bool(
+        setting.emulated or setting.autocast or setting.precision in tol.SHORT_FORMATS
+    )
+    # a CPU ignores these flags
+    allows_tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()
+    return (
+        is_requested or allows_tf32 or any(op.dtype in tol.SHORT_FORMATS for op in trace.operations)
+    )
 
 
 def _find_leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
@@ -444,7 +542,9 @@ def _pair_states(
     for x in first:
         if x.state:
             start = start_in_second.get(tuple(x.start))
-            y = next((y for y in unpaired_states if y.state == x.state and tuple(y.start) == start), None)
+            y = next(
+                (y for y in unpaired_states if y.state == x.state and tuple(y.start) == start), None
+            )
             if y is not None:
                 unpaired_states.remove(y)
             state_pairs.append((x, y))
@@ -456,15 +556,15 @@ def kernel_name(op: Operation) -> str:
     return KERNEL_ALIASES.get(op.name, op.name)
 
 
-# --- what differs ---------------------------------------------------------------------------------------------
+# --- what differs ---------------------------------------------------------------------------------
 
 
 def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Json]]:
     """The arguments that two calls disagree on: name, and both values.
 
-    Only arguments that both calls have are compared, because other kernels and other versions of torch may have more.
-    Tensors are not compared, nor arguments that say how to compute something and not what, such as a memory format or
-    the requested gradients.
+    Only arguments that both calls have are compared, because other kernels and other versions of
+    torch may have more. Tensors are not compared, nor arguments that say how to compute something
+    and not what, such as a memory format or the requested gradients.
     """
     arguments_a, arguments_b = (
         {SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b)
@@ -473,19 +573,29 @@ def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Jso
     common = {name: (arguments_a[name], arguments_b[name]) for name in common_names}
     if a.name != b.name:  # each kernel may have its own value for an argument that is None
         common = {name: pair for name, pair in common.items() if None not in pair}
-    return {name: pair for name, pair in common.items() if repr(pair[0]) != repr(pair[1]) and TENSOR not in repr(pair)}
+    return {
+        name: pair
+        for name, pair in common.items()
+        if repr(pair[0]) != repr(pair[1]) and TENSOR not in repr(pair)
+    }
 
 
-# --- NaN and infinity -----------------------------------------------------------------------------------------
+# --- NaN and infinity -----------------------------------------------------------------------------
 
 
 def find_not_finite(graph: Graph) -> NotFinite | None:
-    """The origin of NaN or infinity in a trace's loss, or else in its gradients; None if all are finite."""
+    """The origin of NaN or infinity in a trace's loss, or else in its gradients; None if all are
+    finite.
+    """
     trace = graph.trace
     nans = {value for op in trace.operations if op.has_nan for value in op.outputs}
     nans |= {name for name, value in trace.values.items() if np.isnan(value.sketch).any()}
     infinities = {name for name, value in trace.values.items() if is_infinite(value.sketch)}
-    results = [op for op in trace.operations if op.phase == RESULT and (nans | infinities) & set(op.outputs)]
+    results = [
+        op
+        for op in trace.operations
+        if op.phase == RESULT and (nans | infinities) & set(op.outputs)
+    ]
     if not results:
         return None
     results.sort(key=lambda op: op.name in LEAF_RESULTS)
@@ -503,11 +613,15 @@ def find_not_finite(graph: Graph) -> NotFinite | None:
     is_nonfinite_in_reference = any(
         value.reference is None or not np.isfinite(value.total).all() for value in result_values
     )
-    return NotFinite(value_kind, origin, is_produced, infinity, cancellation, results, is_nonfinite_in_reference)
+    return NotFinite(
+        value_kind, origin, is_produced, infinity, cancellation, results, is_nonfinite_in_reference
+    )
 
 
 def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
-    """The nearest operation before another one that lost most of its digits, as by subtracting two large numbers."""
+    """The nearest operation before another one that lost most of its digits, as by subtracting
+    two large numbers.
+    """
     queue = deque([op])
     visited = {op}
     while queue:
@@ -526,10 +640,16 @@ def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
 
 
 def _loses_digits(node: Node) -> bool:
-    """Whether the relative error of a result is far larger than that of what it was computed from."""
+    """Whether the relative error of a result is far larger than that of what it was computed
+    from.
+    """
     outputs, inputs = (
         max(
-            (value.deviation for value in values if value.is_float_or_complex and not is_infinite(value.sketch)),
+            (
+                value.deviation
+                for value in values
+                if value.is_float_or_complex and not is_infinite(value.sketch)
+            ),
             default=0.0,
         )
         for values in (node.outputs, node.inputs)
@@ -538,7 +658,9 @@ def _loses_digits(node: Node) -> bool:
 
 
 def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> Operation | None:
-    """The operation that made the infinity that another one was given, perhaps through further operations."""
+    """The operation that made the infinity that another one was given, perhaps through further
+    operations.
+    """
     infinite = {graph.trace.values[name] for name in infinities}
     node = graph.node_of.get(op)
     queue = deque(value for value in node.inputs if value in infinite) if node else deque()
@@ -556,7 +678,9 @@ def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> 
 
 
 def is_infinite(sketch: np.ndarray) -> bool:
-    """Whether a value contains infinity, which counts as `MAX_SKETCHED_NUMBER` in the sketch of a large tensor."""
+    """Whether a value contains infinity, which counts as `MAX_SKETCHED_NUMBER` in the sketch of
+    a large tensor.
+    """
     if sketch.size < SKETCH_SIZE:
         return bool(np.isinf(sketch).any())
     return bool(
@@ -568,8 +692,14 @@ def is_infinite(sketch: np.ndarray) -> bool:
 
 
 def _find_origin(trace: Trace, nonfinite_names: set[str]) -> tuple[Operation, bool]:
-    """The first operation that made a non-finite value from finite inputs, and True; or the first user, and False."""
+    """The first operation that made a non-finite value from finite inputs, and True; or the
+    first user, and False.
+    """
     for op in trace.operations:
-        if op.phase != RESULT and nonfinite_names & set(op.outputs) and not nonfinite_names & set(op.inputs):
+        if (
+            op.phase != RESULT
+            and nonfinite_names & set(op.outputs)
+            and not nonfinite_names & set(op.inputs)
+        ):
             return op, True
     return next(op for op in trace.operations if nonfinite_names & set(op.values)), False

@@ -1,4 +1,6 @@
-"""What stands for a tensor in a trace: a name, which is a hash of its content, and a sketch of at most 64 numbers."""
+"""What stands for a tensor in a trace: a name, which is a hash of its content, and a sketch of
+at most 64 numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from torch import Tensor
 from gpulab._torch_internals import Nested, component_tensors, find_tensors
 from gpulab.guards.fingerprints import content
 
-# The numbers of a sketch. A tensor with as many numbers or fewer is kept as it is. Distances between sketches are
-# accurate to about a fifth.
+# The numbers of a sketch. A tensor with as many numbers or fewer is kept as it is. Distances
+# between sketches are accurate to about a fifth.
 SKETCH_SIZE = 64
 MAX_SKETCHED_NUMBER = 2.0**127  # sums and squares of such numbers are finite
 FLOAT64_DEVICES = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
@@ -23,8 +25,15 @@ BLOCK_SIZE = 1 << 20  # numbers that are sketched at a time, which bounds the me
 
 
 def nonempty_components(values: Nested) -> list[Tensor]:
-    """The tensors with content among nested values, in order; sparse and jagged tensors are replaced by their parts."""
-    return [component for value in find_tensors(values) for component in component_tensors(value) if component.numel()]
+    """The tensors with content among nested values, in order; sparse and jagged tensors are
+    replaced by their parts.
+    """
+    return [
+        component
+        for value in find_tensors(values)
+        for component in component_tensors(value)
+        if component.numel()
+    ]
 
 
 def is_strided(tensor: Tensor) -> bool:
@@ -55,16 +64,19 @@ def content_id(tensor: Tensor, digest: int | None = None) -> str:
 
 
 def to_float64_device(tensor: Tensor) -> Tensor:
-    """Move the tensor to a device that has float64: to the CPU from Apple's and some of Intel's GPUs."""
+    """Move the tensor to a device that has float64: to the CPU from Apple's and some of Intel's
+    GPUs.
+    """
     return tensor if tensor.device.type in FLOAT64_DEVICES else tensor.cpu()
 
 
 def sketch(tensor: Tensor) -> np.ndarray:
-    """A small tensor as it is, a large one as `SKETCH_SIZE` sums of its numbers under signs from a hash.
+    """A small tensor as it is, a large one as `SKETCH_SIZE` sums of its numbers under signs from a
+    hash.
 
-    The count sketch (Charikar, Chen, Farach-Colton 2002): linear, so that the distance of two tensors
-    can be told from their sketches; float64. The signs depend on the place alone, on every machine. Infinity
-    counts as `MAX_SKETCHED_NUMBER`, and NaN as nothing.
+    The count sketch (Charikar, Chen, Farach-Colton 2002): linear, so that the distance of two
+    tensors can be told from their sketches; float64. The signs depend on the place alone, on every
+    machine. Infinity counts as `MAX_SKETCHED_NUMBER`, and NaN as nothing.
 
     >>> sketch(torch.arange(5000.0))[:4].tolist()  # as in traces that were recorded elsewhere
     [-6788.0, 10228.0, -36556.0, -14178.0]
@@ -85,24 +97,35 @@ def sketch(tensor: Tensor) -> np.ndarray:
     return (
         sums
         if np.isfinite(sums).all()
-        else _sketch_sums(numbers.double().nan_to_num(0.0).clamp(-MAX_SKETCHED_NUMBER, MAX_SKETCHED_NUMBER))
+        else _sketch_sums(
+            numbers.double().nan_to_num(0.0).clamp(-MAX_SKETCHED_NUMBER, MAX_SKETCHED_NUMBER)
+        )
     )
 
 
 def _sketch_sums(numbers: Tensor) -> np.ndarray:
-    """The sketch of many numbers: the sum of those of all blocks, each with shifts and a sign of its own."""
+    """The sketch of many numbers: the sum of those of all blocks, each with shifts and a sign of
+    its own.
+    """
     if numbers.numel() <= BLOCK_SIZE:
         return _block_sums(numbers, 0)
     blocks = enumerate(numbers.split(BLOCK_SIZE))
-    return np.sum([_block_sums(block, number % SKETCH_SIZE) * (-1) ** number for number, block in blocks], axis=0)
+    return np.sum(
+        [_block_sums(block, number % SKETCH_SIZE) * (-1) ** number for number, block in blocks],
+        axis=0,
+    )
 
 
 def _block_sums(numbers: Tensor, shift: int) -> np.ndarray:
-    """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch shifted by one."""
+    """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch
+    shifted by one.
+    """
     count = numbers.numel()
     if numbers.dtype not in (torch.float32, torch.float64):  # torch cannot multiply all other types
         numbers = numbers.double()
-    signed = numbers.new_empty(SKETCH_SIZE * SKETCH_SIZE * math.ceil(count / SKETCH_SIZE**2), dtype=torch.float64)
+    signed = numbers.new_empty(
+        SKETCH_SIZE * SKETCH_SIZE * math.ceil(count / SKETCH_SIZE**2), dtype=torch.float64
+    )
     torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed[:count])
     signed[count:] = 0.0
     folded = signed.view(SKETCH_SIZE, -1, SKETCH_SIZE).sum(1).cpu().numpy()
@@ -123,11 +146,14 @@ def _signs(device: str) -> Tensor:
         x = (np.arange(BLOCK_SIZE, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return torch.from_numpy(np.where((x ^ (x >> np.uint64(31))) >> np.uint64(63), -1.0, 1.0)).to(device)
+    return torch.from_numpy(np.where((x ^ (x >> np.uint64(31))) >> np.uint64(63), -1.0, 1.0)).to(
+        device
+    )
 
 
 def perturbation_factors(like: Tensor, draw: int, size: float) -> Tensor:
-    """1 plus or minus `size` in float64, with a pseudorandom sign for each number of a tensor and each `draw`.
+    """1 plus or minus `size` in float64, with a pseudorandom sign for each number of a tensor and
+    each `draw`.
 
     >>> perturbation_factors(torch.zeros(8), 3, 0.5).tolist()
     [0.5, 1.5, 1.5, 0.5, 0.5, 0.5, 1.5, 1.5]
@@ -141,7 +167,8 @@ def perturbation_factors(like: Tensor, draw: int, size: float) -> Tensor:
 
 
 def relative_distance(x: np.ndarray, reference: np.ndarray) -> float:
-    """The distance of two sketched values relative to the second, without what is NaN or infinite in both.
+    """The distance of two sketched values relative to the second, without what is NaN or infinite
+    in both.
 
     NaN for other sizes, and where one alone is NaN.
     """
@@ -149,13 +176,17 @@ def relative_distance(x: np.ndarray, reference: np.ndarray) -> float:
         return math.nan
     with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
         same = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
-        size, difference = (float(np.linalg.norm(values[~same])) for values in (reference, x - reference))
+        size, difference = (
+            float(np.linalg.norm(values[~same])) for values in (reference, x - reference)
+        )
     if size:
         return difference / size
     return math.inf if difference else 0.0
 
 
 def max_distance(first: Sequence[np.ndarray], references: Sequence[np.ndarray]) -> float:
-    """The largest distance between the sketches of two executions, relative to those of the second."""
+    """The largest distance between the sketches of two executions, relative to those of the
+    second.
+    """
     distances = (relative_distance(x, y) for x, y in zip(first, references, strict=False))
     return max(distances, default=math.inf)

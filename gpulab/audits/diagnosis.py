@@ -1,9 +1,10 @@
 """What two executions of a step say about each other: one function for each kind of finding.
 
-Where the results agree in float64, each execution is judged by itself: its own errors, number formats, updates that are
-lost, NaN and infinity. Where they differ, the findings are the sources: the first values that the executions do not
-have in common. Each function names a case of `benchmarks/correctness/public_cases.py` that it is for, a question that
-people asked in public, or a fault of `tests/audits/fault_catalogue.py`.
+Where the results agree in float64, each execution is judged by itself: its own errors, number
+formats, updates that are lost, NaN and infinity. Where they differ, the findings are the sources:
+the first values that the executions do not have in common. Each function names a case of
+`benchmarks/correctness/public_cases.py` that it is for, a question that people asked in public, or
+a fault of `tests/audits/fault_catalogue.py`.
 """
 
 from __future__ import annotations
@@ -38,32 +39,46 @@ from gpulab.settings import Setting
 
 OTHER_FUNCTION_ADVICE = "it computes a different function there"
 UNSEEDED_VALUES_ADVICE = (
-    "seed it inside the step, or draw once and reuse the result: an unseeded generator (numpy.random.default_rng(), "
-    "random.Random()), the clock, or a loader that continues gives different values each time; and let the step start "
-    "from the same weights and optimizer state"
+    "seed it inside the step, or draw once and reuse the result: an unseeded generator"
+    " (numpy.random.default_rng(), random.Random()), the clock, or a loader that continues gives"
+    " different values each time; and let the step start from the same weights and optimizer state"
 )
 LOST_UPDATE_ADVICE = (
-    "keep the weights in {how}: a {dtype} number cannot represent a relative change of less than about {unit:.0e}"
+    "keep the weights in {how}: a {dtype} number cannot represent a relative change of less than"
+    " about {unit:.0e}"
 )
 FIX_FIRST = "fix this first, because no difference can be measured beside it: "
-CLEAR = "clear the data and the weights of it before the step; torch.isfinite(x).all() tells which tensor has it"
+CLEAR = (
+    "clear the data and the weights of it before the step; torch.isfinite(x).all() tells which"
+    " tensor has it"
+)
 BEYOND = (
-    "look for numbers beyond the range of {}: scale them down, subtract the largest before an exponential, or compute "
-    "them in a longer format"
+    "look for numbers beyond the range of {}: scale them down, subtract the largest before an"
+    " exponential, or compute them in a longer format"
 )
 LOOK_FOR = (  # what turns finite numbers into NaN or infinity, by the operation that makes it
-    (r"_?(log|log2|log10|log1p|sqrt|rsqrt|lgamma)", "look for a logarithm or square root of zero or less"),
+    (
+        r"_?(log|log2|log10|log1p|sqrt|rsqrt|lgamma)",
+        "look for a logarithm or square root of zero or less",
+    ),
     (r"div|reciprocal", "look for a division by zero"),
     (r".*(softmax|scaled_dot_product|attention).*", "look for a row that is masked out entirely"),
 )
-INTEGER_ADVICE = "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to 2,048"
+INTEGER_ADVICE = (
+    "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to"
+    " 2,048"
+)
 UPDATE_LOST = "update lost"
 GRADIENT_SCALER_OPERATION = "_amp_foreach_non_finite_check_and_unscale"
 
 
 def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
-    """All findings: what either setting shows by itself, where the two differ, and how far rounding went."""
-    findings = _merge_findings([*_overwritten_findings(comparison.a)], [*_overwritten_findings(comparison.b)])
+    """All findings: what either setting shows by itself, where the two differ, and how far
+    rounding went.
+    """
+    findings = _merge_findings(
+        [*_overwritten_findings(comparison.a)], [*_overwritten_findings(comparison.b)]
+    )
     if len(comparison.not_finite) == 2:
         findings += _merge_findings(
             *([_nonfinite_finding(comparison, origin)] for origin in comparison.not_finite.values())
@@ -82,12 +97,19 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
 
 
 def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
-    """Whether one side alone ends in NaN or infinity, and would not in float64: all else that differs follows."""
-    return len(comparison.not_finite) == 1 and not next(iter(comparison.not_finite.values())).is_nonfinite_in_reference
+    """Whether one side alone ends in NaN or infinity, and would not in float64: all else that
+    differs follows.
+    """
+    return (
+        len(comparison.not_finite) == 1
+        and not next(iter(comparison.not_finite.values())).is_nonfinite_in_reference
+    )
 
 
 def find_short_format_origin(comparison: Comparison) -> Operation | None:
-    """The nearest operation before a NaN or infinity of one side alone that computed in a short format, or made it."""
+    """The nearest operation before a NaN or infinity of one side alone that computed in a short
+    format, or made it.
+    """
     if len(comparison.not_finite) != 1:
         return None
     ((side, origin),) = comparison.not_finite.items()
@@ -107,15 +129,28 @@ def find_short_format_origin(comparison: Comparison) -> Operation | None:
     return None
 
 
-# --- under either setting -----------------------------------------------------------------------------------
+# --- under either setting -------------------------------------------------------------------------
 
 
 def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
-    """What the guard found: memory that the backward pass needed had changed (`one_buffer_for_every_frame`)."""
+    """What the guard found: memory that the backward pass needed had changed
+    (`one_buffer_for_every_frame`).
+    """
     for entry in trace.overwritten:
-        detail = f"the backward pass needed memory that had been overwritten since it was saved: {entry['why']}"
+        detail = (
+            "the backward pass needed memory that had been overwritten since it was saved:"
+            f" {entry['why']}"
+        )
         location = (entry["operation"], "backward", "", entry["line"])
-        yield Finding("overwritten", trace.title, *location, math.nan, detail, entry["remedy"], has_bound=False)
+        yield Finding(
+            "overwritten",
+            trace.title,
+            *location,
+            math.nan,
+            detail,
+            entry["remedy"],
+            has_bound=False,
+        )
 
 
 def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
@@ -126,15 +161,23 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
         more = " and 1 more result" if len(others) == 1 else f" and {len(others)} more results"
     detail = f"turns finite numbers into {origin.value_kind}"
     if origin.infinity is not None:
-        detail = f"produces {origin.value_kind} from the infinity that {operation_phrase(origin.infinity)} produced"
+        detail = (
+            f"produces {origin.value_kind} from the infinity that"
+            f" {operation_phrase(origin.infinity)} produced"
+        )
     if not origin.is_produced:
         detail = (
-            f"receives {origin.value_kind}, which no operation of the step produced: it is in the data or the weights"
+            f"receives {origin.value_kind}, which no operation of the step produced: it is in the"
+            " data or the weights"
         )
     detail += f"; it reaches {describe(first)}{more}"
     if origin.cancellation is not None:
-        detail += f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}"
-    if any(op.name == GRADIENT_SCALER_OPERATION for op in comparison.trace_of(origin.op).operations):
+        detail += (
+            f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}"
+        )
+    if any(
+        op.name == GRADIENT_SCALER_OPERATION for op in comparison.trace_of(origin.op).operations
+    ):
         detail += "; the gradient scaler skipped the step"
     if origin.is_nonfinite_in_reference:
         detail += "; the same happens in float64"
@@ -149,7 +192,11 @@ def _advice_on_not_finite(origin: NotFinite) -> str:
         return FIX_FIRST + CLEAR
     if not origin.is_nonfinite_in_reference:
         has_infinity = origin.value_kind == INFINITY or origin.infinity is not None
-        return FIX_FIRST + BEYOND.format(origin.first_operation.dtype) if has_infinity else ADVICE["not finite"]
+        return (
+            FIX_FIRST + BEYOND.format(origin.first_operation.dtype)
+            if has_infinity
+            else ADVICE["not finite"]
+        )
     for op in filter(None, (origin.infinity, origin.op)):
         for pattern, words in LOOK_FOR:
             if re.fullmatch(pattern, op.name.rstrip("_")):
@@ -159,13 +206,19 @@ def _advice_on_not_finite(origin: NotFinite) -> str:
     return ADVICE["not finite"]
 
 
-def _one_sided_nonfinite_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
+def _one_sided_nonfinite_findings(
+    comparison: Comparison, findings: Sequence[Finding]
+) -> list[Finding]:
     """NaN or infinity of one side alone that neither a short format nor a wrong kernel explains."""
     if not is_nonfinite_on_one_side(comparison) or find_short_format_origin(comparison) is not None:
         return []
     (origin,) = comparison.not_finite.values()
     wrong = {finding.op for finding in findings if finding.kind == "mismatch"}
-    return [] if {origin.op, origin.first_operation} & wrong else [_nonfinite_finding(comparison, origin)]
+    return (
+        []
+        if {origin.op, origin.first_operation} & wrong
+        else [_nonfinite_finding(comparison, origin)]
+    )
 
 
 def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Finding]:
@@ -175,14 +228,24 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
     """
     if op.inputs_changed:
         detail = (
-            "received different values or arguments in the second execution, which no operation of the step produced"
+            "received different values or arguments in the second execution, which no operation of"
+            " the step produced"
         )
-        yield _make_finding(comparison, "nondeterminism", op, detail, UNSEEDED_VALUES_ADVICE, is_pairwise=True)
+        yield _make_finding(
+            comparison, "nondeterminism", op, detail, UNSEEDED_VALUES_ADVICE, is_pairwise=True
+        )
     elif op.repeats is False:
         apart = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
         detail = f"gave different bits in the second execution{apart}"
         size = math.nan if op.spread is None else op.spread
-        yield _make_finding(comparison, "nondeterminism", op, detail, _advice_on_repetition(comparison, op), size=size)
+        yield _make_finding(
+            comparison,
+            "nondeterminism",
+            op,
+            detail,
+            _advice_on_repetition(comparison, op),
+            size=size,
+        )
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
     if op.format or (op.dtype in tol.SHORT_FORMATS and op.inputs and op.error is not None):
@@ -194,10 +257,19 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
         elif op.format:
             detail = f"the kernel rounds its factors to {op.format}; error {error:.1e}"
         yield _make_finding(
-            comparison, "reduced precision", op, detail, _advice_on_precision(comparison, op), size=size
+            comparison,
+            "reduced precision",
+            op,
+            detail,
+            _advice_on_precision(comparison, op),
+            size=size,
         )
     elif op.ratio is not None and not op.ratio <= 1:
-        times = "and rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
+        times = (
+            "and rounding explains none"
+            if math.isinf(op.ratio)
+            else f"{op.ratio:.3g} times what rounding explains"
+        )
         detail = f"its error against float64 is {error:.1e}, {times}"
         yield _make_finding(comparison, "mismatch", op, detail, size=size)
     elif (
@@ -207,7 +279,14 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
         and _max_deviation(comparison, op) > tol.REFERENCE_TOLERANCE
     ):
         size = _max_deviation(comparison, op)  # such as positions, counted by `arange`
-        yield _make_finding(comparison, "reduced precision", op, f"computed in {op.dtype}", INTEGER_ADVICE, size=size)
+        yield _make_finding(
+            comparison,
+            "reduced precision",
+            op,
+            f"computed in {op.dtype}",
+            INTEGER_ADVICE,
+            size=size,
+        )
 
 
 def _max_deviation(comparison: Comparison, op: Operation) -> float:
@@ -219,19 +298,25 @@ def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding
     """Updates that float64 makes and that leave the stored bits as they were (pytorch#67590)."""
     trace, graph = comparison.traces[side], comparison.graphs[side]
     updates = [op for op in trace.operations if op.phase == RESULT and op.arguments.get("moved")]
-    lost = [op for op in updates if op.arguments["lost"] >= tol.LOST_UPDATE_SHARE * op.arguments["moved"]]
+    lost = [
+        op
+        for op in updates
+        if op.arguments["lost"] >= tol.LOST_UPDATE_SHARE * op.arguments["moved"]
+    ]
     if not lost:
         return
     makers = [graph.maker.get(value) for op in lost for value in comparison.values(op)]
     first_maker = next((node.op for node in makers if node), lost[0])
     n_lost = sum(op.arguments["lost"] for op in lost)
     n_changed = sum(op.arguments["moved"] for op in lost)
-    names = ", ".join(op.module for op in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+    names = ", ".join(op.module for op in lost[:3]) + (
+        f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+    )
     dtype = comparison.values(lost[0])[0].dtype
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
     detail = (
-        f"{UPDATE_LOST}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in float64 keep their old "
-        f"value (in {len(lost)} of {len(updates)} updated tensors)"
+        f"{UPDATE_LOST}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in float64"
+        f" keep their old value (in {len(lost)} of {len(updates)} updated tensors)"
     )
     how = "float32 and cast them for the forward pass, as autocast does"
     if dtype not in tol.SHORT_FORMATS:
@@ -243,12 +328,18 @@ def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding
 def _rounding_finding(comparison: Comparison) -> Finding:
     """The operation whose error comes closest to the bound that rounding explains."""
     operations = (*comparison.a.operations, *comparison.b.operations)
-    within_bounds = [op for op in operations if op.ratio is not None and op.ratio <= 1 and op.format is None]
+    within_bounds = [
+        op for op in operations if op.ratio is not None and op.ratio <= 1 and op.format is None
+    ]
     if not within_bounds:
-        return Finding("rounding", "", "", "", "", "", math.nan, "no operation was compared with float64", "")
+        return Finding(
+            "rounding", "", "", "", "", "", math.nan, "no operation was compared with float64", ""
+        )
     op = max(within_bounds, key=attrgetter("ratio"))
     count = "1 operation" if len(within_bounds) == 1 else f"{len(within_bounds)} operations"
-    detail = f"rounding explains the errors of {count}; that of this one is {op.ratio:.2f} of its bound"
+    detail = (
+        f"rounding explains the errors of {count}; that of this one is {op.ratio:.2f} of its bound"
+    )
     if len(within_bounds) > 1:
         detail += ", the largest"
     return _make_finding(comparison, "rounding", op, detail)
@@ -284,11 +375,13 @@ def _merge_findings(first: list[Finding], second: list[Finding]) -> list[Finding
     return merged + [finding for finding in second if id(finding) in unmatched_ids]
 
 
-# --- results that do not agree ------------------------------------------------------------------------------
+# --- results that do not agree --------------------------------------------------------------------
 
 
 def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
-    """A gradient or an update that one side alone computes (the faults "a bias without gradient")."""
+    """A gradient or an update that one side alone computes (the faults "a bias without
+    gradient").
+    """
     if is_nonfinite_on_one_side(comparison):
         return
     for result in comparison.differing_results:
@@ -296,7 +389,8 @@ def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
             op = result.representative
             other_title = comparison.other_title(op)
             advice = f"check why {other_title} does not compute it: {OTHER_FUNCTION_ADVICE}"
-            # Of two programs, one may have results of its own, so that other differences come first.
+            # Of two programs, one may have results of its own, so that other differences come
+            # first.
             has_bound = not comparison.is_same_program
             detail = f"{other_title} does not compute it"
             yield _make_finding(comparison, "mismatch", op, detail, advice, has_bound=has_bound)
@@ -305,22 +399,31 @@ def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
 def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
     """A finding for each place where the executions begin to differ, but only one for each line."""
     findings: dict[tuple[str, ...], Finding] = {}
-    has_changed_inputs = any(op.inputs_changed for trace in comparison.traces for op in trace.operations)
-    is_foreign = any(s.data_a or s.data_b or any(node.op.is_random for node in s.nodes) for s in sources)
+    has_changed_inputs = any(
+        op.inputs_changed for trace in comparison.traces for op in trace.operations
+    )
+    is_foreign = any(
+        s.data_a or s.data_b or any(node.op.is_random for node in s.nodes) for s in sources
+    )
     elsewhere = _from_elsewhere(comparison, sources)
     for source in sources:
         is_data = source.data_a is not None or source.data_b is not None
         is_drawn = any(node.op.is_random for node in source.nodes)
         one_kernel = (
-            source.a is not None and source.b is not None and kernel_name(source.a.op) == kernel_name(source.b.op)
+            source.a is not None
+            and source.b is not None
+            and kernel_name(source.a.op) == kernel_name(source.b.op)
         )
         if is_foreign and not (is_data or is_drawn or one_kernel):
-            continue  # beside other numbers nobody can tell another way to compute from another function
+            # beside other numbers nobody can tell another way to compute from another function
+            continue
         if has_changed_inputs and (is_data or any(node.op.inputs_changed for node in source.nodes)):
             continue  # nondeterminism says so
         if not (is_data or is_drawn) and _follows(source, elsewhere):
             continue  # of other numbers it makes other numbers
-        finding = _data_finding(comparison, source) if is_data else _operation_finding(comparison, source)
+        finding = (
+            _data_finding(comparison, source) if is_data else _operation_finding(comparison, source)
+        )
         findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
     if (
         not sources
@@ -332,7 +435,9 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
         paired = [
             result
             for result in comparison.differing_results
-            if result.a and result.b and follow_external_values.isdisjoint(comparison.values(result.a))
+            if result.a
+            and result.b
+            and follow_external_values.isdisjoint(comparison.values(result.a))
         ]
         if paired:
             findings["cause not found",] = _unexplained_finding(comparison, paired)
@@ -340,12 +445,21 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
 
 
 def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
-    """What follows from other data, from values that are given anew, and from random numbers of one side alone."""
+    """What follows from other data, from values that are given anew, and from random numbers of
+    one side alone.
+    """
     drawn = {node for source in sources for node in source.nodes if node.op.is_random}
-    data = {value for source in sources for value in (source.data_a, source.data_b) if value is not None}
+    data = {
+        value for source in sources for value in (source.data_a, source.data_b) if value is not None
+    }
     found: set[Value] = set()
     for graph in comparison.graphs:
-        begin = (value for node in graph.nodes if node.op.inputs_changed or node in drawn for value in node.outputs)
+        begin = (
+            value
+            for node in graph.nodes
+            if node.op.inputs_changed or node in drawn
+            for value in node.outputs
+        )
         found |= graph.following(data.union(begin))
     return found
 
@@ -353,7 +467,12 @@ def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Va
 def _follows(source: Source, elsewhere: set[Value]) -> bool:
     """Whether a source was given such values, and is called as on the other side."""
     a, b = source.a, source.b
-    if a is not None and b is not None and kernel_name(a.op) == kernel_name(b.op) and differing_arguments(a.op, b.op):
+    if (
+        a is not None
+        and b is not None
+        and kernel_name(a.op) == kernel_name(b.op)
+        and differing_arguments(a.op, b.op)
+    ):
         return False
     return any(not elsewhere.isdisjoint(node.inputs) for node in source.nodes)
 
@@ -364,7 +483,10 @@ def _describe_effect(comparison: Comparison) -> str:
     if not paired:
         return ""
     furthest = max(paired, key=lambda result: result.gap)
-    return f"; in float64, {describe(furthest.representative)} differs by {furthest.gap:.1e} (relative)"
+    return (
+        f"; in float64, {describe(furthest.representative)} differs by {furthest.gap:.1e}"
+        " (relative)"
+    )
 
 
 def _data_finding(comparison: Comparison, source: Source) -> Finding:
@@ -375,17 +497,30 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
     op = source.user.op if source.user else comparison.traces[0].operations[0]
     if not all(each.exact for each in (x, y) if each is not None):
         why = next(iter(comparison.trace_of(op).without_reference.values()), "it asks for float32")
-        detail = f"one of its inputs has no float64 reference ({why}), and the recorded numbers differ"
-        return _make_pairwise_finding(comparison, "cannot be told", op, math.nan, detail + _describe_effect(comparison))
+        detail = (
+            f"one of its inputs has no float64 reference ({why}), and the recorded numbers differ"
+        )
+        return _make_pairwise_finding(
+            comparison, "cannot be told", op, math.nan, detail + _describe_effect(comparison)
+        )
     shape = "×".join(map(str, value.shape)) or "one number"
     if x is not None and y is not None:
         gap = comparison.gap(x, y)
-        detail = f"receives data or weights ({shape}) that differ by {gap:.1e} (relative) from those of the other side"
+        detail = (
+            f"receives data or weights ({shape}) that differ by {gap:.1e} (relative) from those of"
+            " the other side"
+        )
     else:
         gap, title = math.nan, comparison.traces[y is not None].title
-        detail = f"receives data or weights ({shape}) under {title} that the other side does not have"
-    advice = "use the same batch, weights and seeds on both sides; everything computed from them differs"
-    return _make_pairwise_finding(comparison, "other data", op, gap, detail + _describe_effect(comparison), advice)
+        detail = (
+            f"receives data or weights ({shape}) under {title} that the other side does not have"
+        )
+    advice = (
+        "use the same batch, weights and seeds on both sides; everything computed from them differs"
+    )
+    return _make_pairwise_finding(
+        comparison, "other data", op, gap, detail + _describe_effect(comparison), advice
+    )
 
 
 def _operation_finding(comparison: Comparison, source: Source) -> Finding:
@@ -400,14 +535,24 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
             return _arguments_finding(comparison, (a, b), arguments, gap)
     if drawn is not None:
         return _random_numbers_finding(comparison, drawn, gap)
-    for node in source.nodes:  # a limit of float32 that limits nothing makes the same values on that side
+    # a limit of float32 that limits nothing makes the same values on that side
+    for node in source.nodes:
         if (other := same_call(comparison, node)) is not None:
             both = (other.op, node.op) if comparison.side_of[node.op] else (node.op, other.op)
             arguments = differing_arguments(*both)
             if _are_of_formats(comparison, both, arguments):
                 return _arguments_finding(comparison, both, arguments, gap)
-    if a is not None and b is not None and are_alike and a.name in DEFINITIONS and _are_within_bounds(a, b):
-        detail = f"both results fit its definition and differ by {gap:.1e} (relative): several answers are right"
+    if (
+        a is not None
+        and b is not None
+        and are_alike
+        and a.name in DEFINITIONS
+        and _are_within_bounds(a, b)
+    ):
+        detail = (
+            f"both results fit its definition and differ by {gap:.1e} (relative): several answers"
+            " are right"
+        )
         return _make_pairwise_finding(comparison, "another valid answer", b, gap, detail)
     if _is_uncertain(comparison, source):
         return _uncertain_finding(comparison, source, gap)
@@ -430,24 +575,37 @@ def _arguments_finding(
     arguments_a = ", ".join(f"{name}={value!r}" for name, (value, _) in arguments.items())
     arguments_b = ", ".join(f"{name}={value!r}" for name, (_, value) in arguments.items())
     line = f", at {a.line}" if a.line != b.line else ""
-    detail = f"called with {arguments_b}; under {comparison.other_title(b)} with {arguments_a}{line}"
+    detail = (
+        f"called with {arguments_b}; under {comparison.other_title(b)} with {arguments_a}{line}"
+    )
     detail += _describe_effect(comparison)
     if _are_of_formats(comparison, operations, arguments):
         detail += "; both are properties of the number formats"
         advice = "take the number from torch.float32 under both settings if it matters"
         return _make_pairwise_finding(comparison, "reduced precision", b, gap, detail, advice)
-    advice = f"check why {_user_location(b)} calls it with different arguments under {comparison.trace_of(b).title}: "
-    return _make_pairwise_finding(comparison, "mismatch", b, gap, detail, advice + OTHER_FUNCTION_ADVICE)
+    advice = (
+        f"check why {_user_location(b)} calls it with different arguments under"
+        f" {comparison.trace_of(b).title}: "
+    )
+    return _make_pairwise_finding(
+        comparison, "mismatch", b, gap, detail, advice + OTHER_FUNCTION_ADVICE
+    )
 
 
 def _are_of_formats(
-    comparison: Comparison, operations: tuple[Operation, Operation], arguments: dict[str, tuple[Json, Json]]
+    comparison: Comparison,
+    operations: tuple[Operation, Operation],
+    arguments: dict[str, tuple[Json, Json]],
 ) -> bool:
-    """Whether arguments differ as the machine epsilons and limits of two formats do, those of what each was given."""
+    """Whether arguments differ as the machine epsilons and limits of two formats do, those of
+    what each was given.
+    """
     formats = [
         {op.dtype, *(value.dtype for value in given)}
         for op in operations
-        for given in [[comparison.traces[comparison.side_of[op]].values[name] for name in op.inputs]]
+        for given in [
+            [comparison.traces[comparison.side_of[op]].values[name] for name in op.inputs]
+        ]
     ]
     return bool(arguments) and all(
         any(_is_format_constant(number, dtype) for dtype in dtypes)
@@ -467,7 +625,9 @@ def _is_format_constant(number: object, dtype: str) -> bool:
 
 
 def _output_gap(comparison: Comparison, source: Source) -> float:
-    """The difference between the outputs of the two operations; NaN if these have different shapes."""
+    """The difference between the outputs of the two operations; NaN if these have different
+    shapes.
+    """
     if source.a is None or source.b is None:
         return math.nan
     pairs = zip(source.a.outputs, source.b.outputs, strict=False)
@@ -476,17 +636,24 @@ def _output_gap(comparison: Comparison, source: Source) -> float:
 
 
 def _is_uncertain(comparison: Comparison, source: Source) -> bool:
-    """Whether what is compared has no exact reference, and does not differ by far more than roundings of float32."""
+    """Whether what is compared has no exact reference, and does not differ by far more than
+    roundings of float32.
+    """
     for node in source.nodes:
         side = comparison.side_of[node.op]
         uncertain = comparison.uncertain[side]
         if uncertain.isdisjoint(node.outputs):
             continue
-        if node.op.name in tol.DISCONTINUOUS_OPERATIONS or node.op.name in comparison.traces[side].without_reference:
+        if (
+            node.op.name in tol.DISCONTINUOUS_OPERATIONS
+            or node.op.name in comparison.traces[side].without_reference
+        ):
             return True
         for value in node.outputs:
             others = [
-                v for v in comparison.graphs[1 - side].values() if v.shape == value.shape and v.dtype == value.dtype
+                v
+                for v in comparison.graphs[1 - side].values()
+                if v.shape == value.shape and v.dtype == value.dtype
             ]
             nearest = min((comparison.gap(value, other) for other in others), default=0.0)
             if nearest <= tol.INEXACT_FAULT_FACTOR * comparison.tolerance(value):
@@ -495,7 +662,9 @@ def _is_uncertain(comparison: Comparison, source: Source) -> bool:
 
 
 def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
-    """The faults in forward and backward code, such as "a transposed weight"; `reset_gate_before_or_after`."""
+    """The faults in forward and backward code, such as "a transposed weight";
+    `reset_gate_before_or_after`.
+    """
     op, title = node.op, comparison.trace_of(node.op).title
     other_title = comparison.other_title(op)
     detail = f"{other_title} has no value equal to its result, although it has all of its inputs"
@@ -506,18 +675,22 @@ def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: f
             detail += f"; the results differ by {gap:.1e} (relative)"
         if not source.share_inputs:
             detail = (
-                f"{other_title} has no value equal to its result; the first value there without a counterpart is that "
-                f"of {counterpart}"
+                f"{other_title} has no value equal to its result; the first value there without a"
+                f" counterpart is that of {counterpart}"
             )
     advice = f"check what {_user_location(op)} does under {title}: {OTHER_FUNCTION_ADVICE}"
-    return _make_pairwise_finding(comparison, "mismatch", op, gap, detail + _describe_effect(comparison), advice)
+    return _make_pairwise_finding(
+        comparison, "mismatch", op, gap, detail + _describe_effect(comparison), advice
+    )
 
 
 def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Finding:
     """An operation without a float64 reference makes something else."""
     op = source.nodes[0].op
     trace = comparison.trace_of(op)
-    one_kernel = source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
+    one_kernel = (
+        source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
+    )
     given = [value for node in source.nodes for value in node.inputs]
     if one_kernel and not any(is_infinite(value.sketch) for value in given):
         bound = tol.BOUND_SLACK * sum(n.op.max_bound or n.op.bound or 0.0 for n in source.nodes)
@@ -529,9 +702,16 @@ def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Fi
             )
             advice = f"compare the kernels registered for both settings: {OTHER_FUNCTION_ADVICE}"
             return _make_pairwise_finding(comparison, "mismatch", op, gap, detail, advice)
-    why = trace.without_reference.get(op.name) or next(iter(trace.without_reference.values()), "it asks for float32")
-    detail = f"it, or one of its inputs, has no float64 reference ({why}), and the recorded numbers differ"
-    return _make_pairwise_finding(comparison, "cannot be told", op, gap, detail + _describe_effect(comparison))
+    why = trace.without_reference.get(op.name) or next(
+        iter(trace.without_reference.values()), "it asks for float32"
+    )
+    detail = (
+        f"it, or one of its inputs, has no float64 reference ({why}), and the recorded numbers"
+        " differ"
+    )
+    return _make_pairwise_finding(
+        comparison, "cannot be told", op, gap, detail + _describe_effect(comparison)
+    )
 
 
 def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -> Finding:
@@ -540,10 +720,14 @@ def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -
     advice = ""
     if op.phase == "backward":
         detail += ", in a forward pass that the backward pass recomputes"
-        advice = "let checkpointing restore the state of the random number generators: preserve_rng_state=True"
+        advice = (
+            "let checkpointing restore the state of the random number generators:"
+            " preserve_rng_state=True"
+        )
     elif len(devices) == 1:
         advice = (
-            "draw from a torch.Generator that the step seeds, in the same order and with the same shapes on both sides"
+            "draw from a torch.Generator that the step seeds, in the same order and with the same"
+            " shapes on both sides"
         )
     return _make_pairwise_finding(comparison, "different random numbers", op, gap, detail, advice)
 
@@ -552,38 +736,54 @@ def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) ->
     """Results differ although the values that they were computed from do not."""
     result = max(differing, key=lambda result: result.gap)
     side = 1 if result.b else 0
-    makers = (comparison.graphs[side].maker.get(value) for value in comparison.values(result.b or result.a))
+    makers = (
+        comparison.graphs[side].maker.get(value)
+        for value in comparison.values(result.b or result.a)
+    )
     op = next((node.op for node in makers if node), result.representative)
     if any(not value.exact for value in comparison.values(result.representative)):
-        reason = next(iter(comparison.trace_of(result.representative).without_reference.values()), "")
+        reason = next(
+            iter(comparison.trace_of(result.representative).without_reference.values()), ""
+        )
         detail = f"{describe(result.representative)} has no exact float64 reference"
         if reason:
             detail += f" ({reason})"
-        detail += f", and the recorded numbers differ by {comparison.recorded_gap(result):.1e} (relative)"
+        detail += (
+            f", and the recorded numbers differ by {comparison.recorded_gap(result):.1e} (relative)"
+        )
         return _make_pairwise_finding(comparison, "cannot be told", op, result.gap, detail)
     detail = (
-        f"{describe(result.representative)} differs by {result.gap:.1e} (relative) in float64, although both sides "
-        "have every value that leads to it: one side leaves out one of them, or uses it for something else"
+        f"{describe(result.representative)} differs by {result.gap:.1e} (relative) in float64,"
+        " although both sides have every value that leads to it: one side leaves out one of them,"
+        " or uses it for something else"
     )
     return _make_pairwise_finding(comparison, "cause not found", op, result.gap, detail)
 
 
 def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:
-    """Recorded answers that differ although both are correct (`signs_of_singular_vectors`, `largest_among_equals`)."""
+    """Recorded answers that differ although both are correct (`signs_of_singular_vectors`,
+    `largest_among_equals`).
+    """
     for a, b in comparison.partners.items():
         if comparison.side_of[a] or a.name not in DEFINITIONS or a.name != b.name:
             continue
         if not _are_within_bounds(a, b):
             continue
-        inputs = [[comparison.traces[side].values[name] for name in op.inputs] for side, op in enumerate((a, b))]
+        inputs = [
+            [comparison.traces[side].values[name] for name in op.inputs]
+            for side, op in enumerate((a, b))
+        ]
         input_gap = max(map(comparison.gap, *inputs), default=0.0)
         gap = max(map(comparison.gap, comparison.values(a), comparison.values(b)), default=0.0)
         if gap > tol.MIN_UNEXPLAINED_DIFFERENCE and input_gap <= tol.SAME_INPUTS_TOLERANCE:
-            detail = f"both results fit its definition and differ by {gap:.1e} (relative): several answers are right"
+            detail = (
+                f"both results fit its definition and differ by {gap:.1e} (relative): several"
+                " answers are right"
+            )
             yield _make_pairwise_finding(comparison, "another valid answer", b, gap, detail)
 
 
-# --- findings made of operations ------------------------------------------------------------------------------
+# --- findings made of operations ------------------------------------------------------------------
 
 
 def _make_finding(
@@ -615,8 +815,12 @@ def _make_finding(
     )
 
 
-def _make_pairwise_finding(comparison: Comparison, kind: str, op: Operation, gap: float, *words: str) -> Finding:
-    """A finding from the comparison of an operation with its counterpart; `words` are its detail and its advice."""
+def _make_pairwise_finding(
+    comparison: Comparison, kind: str, op: Operation, gap: float, *words: str
+) -> Finding:
+    """A finding from the comparison of an operation with its counterpart; `words` are its detail
+    and its advice.
+    """
     return _make_finding(comparison, kind, op, *words, size=gap, is_pairwise=True)
 
 
@@ -630,11 +834,14 @@ def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
     setting = Setting.parse(comparison.trace_of(op).setting)
     if not hasattr(torch.ops.aten, op.name):
         return (
-            "if runs must repeat, let its kernel seed what it draws and add up in a fixed order: deterministic=on "
-            "reaches the operations of torch alone"
+            "if runs must repeat, let its kernel seed what it draws and add up in a fixed order:"
+            " deterministic=on reaches the operations of torch alone"
         )
     if setting.deterministic:
-        return "compare settings only over many seeds, with gpulab.verdict: deterministic=on does not reach it"
+        return (
+            "compare settings only over many seeds, with gpulab.verdict: deterministic=on does not"
+            " reach it"
+        )
     return ADVICE["nondeterminism"]
 
 
@@ -644,10 +851,17 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
     is_convolution = op.name.startswith("convolution")
     here = "this line" if op.line else op.module or "the loss"
     if op.format == FLUSHED:
-        return "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
-    is_of_converted = op.name == "_to_copy" and op.phase == "backward"  # the gradient of a conversion to float32
+        return (
+            "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up"
+            " before this line"
+        )
+    # the gradient of a conversion to float32
+    is_of_converted = op.name == "_to_copy" and op.phase == "backward"
     if is_of_converted and op.dtype in (setting.autocast, setting.precision):
-        return f"nothing here; {setting} rounds what comes before {here} to {op.dtype}: keep that in float32 as well"
+        return (
+            f"nothing here; {setting} rounds what comes before {here} to {op.dtype}: keep that in"
+            " float32 as well"
+        )
     if op.dtype in tol.SHORT_FORMATS and setting.autocast == op.dtype:
         keep = f"torch.autocast({setting.kind!r}, enabled=False) around {here}"
         given = ".float() on what it is given and `backward` outside of autocast"
@@ -660,9 +874,15 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
     if op.dtype in tol.SHORT_FORMATS:
         return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
     if op.has_rounded_factors and op.format in (setting.autocast, setting.precision):
-        return f"nothing here; {setting} rounds what comes before {here} to {op.format}: keep that in float32 as well"
+        return (
+            f"nothing here; {setting} rounds what comes before {here} to {op.format}: keep that in"
+            " float32 as well"
+        )
     if op.has_rounded_factors:
-        return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
+        return (
+            f"look for what rounds to {op.format} before this line: an emulation, or a cast there"
+            " and back"
+        )
     if setting.emulated:
         here = "`backward`, in a step that is a function," if op.phase == "backward" else here
         return f"{setting} asks for it; gpulab.float32_products() around {here} keeps it in float32"

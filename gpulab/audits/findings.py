@@ -1,4 +1,6 @@
-"""What every audit answers with: findings, each of a kind and with an advice; for people, programs and issues."""
+"""What every audit answers with: findings, each of a kind and with an advice; for people,
+programs and issues.
+"""
 
 from __future__ import annotations
 
@@ -30,52 +32,71 @@ KINDS = (
 FAULTS = KINDS[:5]  # what no correct device or compiler explains
 ADVICE = {
     "not finite": (
-        "fix this first, because no difference can be measured beside it: look for a row that is masked out entirely, "
-        "a division by zero, a logarithm or square root of zero or less, or numbers beyond the format's range"
+        "fix this first, because no difference can be measured beside it: look for a row that is"
+        " masked out entirely, a division by zero, a logarithm or square root of zero or less, or"
+        " numbers beyond the format's range"
     ),
-    "mismatch": "look for a bug here: compare this operation's arguments and kernel under both settings",
+    "mismatch": (
+        "look for a bug here: compare this operation's arguments and kernel under both settings"
+    ),
     "nondeterminism": (
-        "if runs must repeat, use deterministic=on (torch.use_deterministic_algorithms); otherwise compare settings "
-        "only over many seeds, with gpulab.verdict"
+        "if runs must repeat, use deterministic=on (torch.use_deterministic_algorithms); otherwise"
+        " compare settings only over many seeds, with gpulab.verdict"
     ),
     "different random numbers": (
-        "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and GPUs differ"
+        "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and"
+        " GPUs differ"
     ),
     "another valid answer": (
-        "nothing, unless the loss depends on signs, on the basis of an eigenspace, or on which of equal numbers comes "
-        "first: then compute it from something that does not, such as the outer product of a vector with itself"
+        "nothing, unless the loss depends on signs, on the basis of an eigenspace, or on which of"
+        " equal numbers comes first: then compute it from something that does not, such as the"
+        " outer product of a vector with itself"
     ),
     "other data": "use the same batch, the same weights and the same seeds on both sides",
     "cannot be told": (
-        "compare this operation by hand, or let it compute in float64 where its inputs are float64, so that it can be "
-        "repeated"
+        "compare this operation by hand, or let it compute in float64 where its inputs are float64,"
+        " so that it can be repeated"
     ),
     "rounding": "nothing to do",
     "cause not found": (
-        "check this line and those before it: the audit does not see what they do outside torch's operations (NumPy, "
-        "hooks, other libraries, control flow)"
+        "check this line and those before it: the audit does not see what they do outside torch's"
+        " operations (NumPy, hooks, other libraries, control flow)"
     ),
 }
 
 
 MAX_MARKDOWN_FINDINGS = 3  # findings in an issue
 MAX_PRINTED_LINES = 12  # of findings that are printed
-FIELDS = ("kind", "setting", "operation", "phase", "module", "line", "detail", "advice", "size", "share", "ratio")
+FIELDS = (
+    "kind",
+    "setting",
+    "operation",
+    "phase",
+    "module",
+    "line",
+    "detail",
+    "advice",
+    "size",
+    "share",
+    "ratio",
+)
 
 
 @dataclass(frozen=True)
 class Finding:
     """What was found about one operation, under `setting`: its `kind` (of `KINDS`) and what to do.
 
-    `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in units of what
-    rounding explains (NaN where it has no float64 reference), `detail` what was seen. `size` is how far the operation's
-    result is off for this reason, relative to it (NaN where that is not known), and `share` how much of the
-    difference in the step's results goes back to that (NaN where it cannot be told, and where there is none). What
-    computed with wrong memory, or is missing, is not `has_bound`: it could explain everything.
+    `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in
+    units of what rounding explains (NaN where it has no float64 reference), `detail` what was seen.
+    `size` is how far the operation's result is off for this reason, relative to it (NaN where that
+    is not known), and `share` how much of the difference in the step's results goes back to that
+    (NaN where it cannot be told, and where there is none). What computed with wrong memory, or is
+    missing, is not `has_bound`: it could explain everything.
 
-    `op` is the operation in its trace. `under_both` says whether both settings show it; `is_pairwise` whether it was
-    found by comparing the two settings, each of which correctly computes what it is asked to. `counterparts` are the
-    operations of the other setting that show the same.
+    `op` is the operation in its trace. `under_both` says whether both settings show it;
+    `is_pairwise` whether it was found by comparing the two settings, each of which correctly
+    computes what it is asked to. `counterparts` are the operations of the other setting that show
+    the same.
     """
 
     kind: str
@@ -98,13 +119,16 @@ class Finding:
     def __str__(self) -> str:
         at = f"\n      at {self.line}" if self.line else ""
         return (
-            f"{self.kind}: {self.operation} ({self.phase}){module_phrase(self.module)}, under {self.setting}{at}"
-            f"\n      {self.detail}{self._effect()}\n      do: {self.advice}"
+            f"{self.kind}: {self.operation} ({self.phase}){module_phrase(self.module)}, under"
+            f" {self.setting}{at}\n      {self.detail}{self._effect()}\n      do: {self.advice}"
         )
 
     def _effect(self) -> str:
         if not self.has_bound:
-            return "\n      its effect has no bound: it could explain all of the difference in the results"
+            return (
+                "\n      its effect has no bound: it could explain all of the difference in the"
+                " results"
+            )
         if math.isnan(self.share) or self.kind == "rounding":
             return ""
         share = f"{self.share:.0%}" if self.share >= 0.01 else "less than 1%"
@@ -134,14 +158,15 @@ def describe(op: Operation) -> str:
     return operation_phrase(op) + (f" at {op.line}" if op.line else "")
 
 
-# --- the answer of an audit -----------------------------------------------------------------------------------
+# --- the answer of an audit -----------------------------------------------------------------------
 
 
 class Answer(report.Report):
     """The answer of an audit.
 
     Attributes:
-        findings: What was found, as a list of `Finding`; what explains most of the difference comes first.
+        findings: What was found, as a list of `Finding`; what explains most of the difference comes
+            first.
         titles: What the two sides are called.
         passports: The machines that they were computed on.
     """
@@ -153,7 +178,9 @@ class Answer(report.Report):
 
     @property
     def kind(self) -> str:
-        """The kind of the first finding, which explains most of the difference; `rounding` when all is well."""
+        """The kind of the first finding, which explains most of the difference; `rounding` when
+        all is well.
+        """
         return self.findings[0].kind
 
     @property
@@ -180,10 +207,10 @@ class Answer(report.Report):
         """The answer for a program, as a dictionary that JSON can hold.
 
         Returns:
-            `format` (1), `headline`, `kind` (of the first finding), `faulty`, `settings` (two), `passports` (two), and
-            `findings`: a list of dictionaries with `kind`, `setting`, `operation`, `phase`, `module`, `line`, `detail`,
-            `advice`, and the numbers `size`, `share` and `ratio`, which are None where they are not known; see
-            `Finding`.
+            `format` (1), `headline`, `kind` (of the first finding), `faulty`, `settings` (two),
+            `passports` (two), and `findings`: a list of dictionaries with `kind`, `setting`,
+            `operation`, `phase`, `module`, `line`, `detail`, `advice`, and the numbers `size`,
+            `share` and `ratio`, which are None where they are not known; see `Finding`.
         """
         return {
             "format": self.FORMAT,
@@ -192,11 +219,16 @@ class Answer(report.Report):
             "faulty": self.faulty,
             "settings": list(self.titles),
             "passports": [dict(passport) for passport in self.passports],
-            "findings": [{name: _plain(getattr(finding, name)) for name in FIELDS} for finding in self.findings],
+            "findings": [
+                {name: _plain(getattr(finding, name)) for name in FIELDS}
+                for finding in self.findings
+            ],
         }
 
     def as_markdown(self) -> str:
-        """What one pastes into an issue: the first line, the first three findings, and both machines."""
+        """What one pastes into an issue: the first line, the first three findings, and both
+        machines.
+        """
         findings = "\n\n".join(map(str, self.findings[:MAX_MARKDOWN_FINDINGS]))
         sides = (
             f"- {title}: {Passport(passport).summary()}"
@@ -211,10 +243,14 @@ def _plain(value: object) -> Json:
 
 
 def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """The findings of one kind, line and advice together, each group where its first finding stands."""
+    """The findings of one kind, line and advice together, each group where its first finding
+    stands.
+    """
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
-        groups.setdefault((f.kind, f.setting, f.line or f.module or f.operation, f.advice), []).append(f)
+        groups.setdefault(
+            (f.kind, f.setting, f.line or f.module or f.operation, f.advice), []
+        ).append(f)
     return list(groups.values())
 
 
@@ -223,8 +259,14 @@ def format_findings(findings: Sequence[Finding]) -> list[str]:
     texts = []
     for first, *alike in group_by_line(findings):
         operations = Counter(f"{f.operation} ({f.phase}){module_phrase(f.module)}" for f in alike)
-        counted = (name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3))
+        counted = (
+            name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3)
+        )
         listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")
         texts.append(f"{first}\n      also in this line: {listed}" if alike else str(first))
-    more = [f"… and {len(texts) - MAX_PRINTED_LINES} more lines"] if len(texts) > MAX_PRINTED_LINES else []
+    more = (
+        [f"… and {len(texts) - MAX_PRINTED_LINES} more lines"]
+        if len(texts) > MAX_PRINTED_LINES
+        else []
+    )
     return texts[:MAX_PRINTED_LINES] + more

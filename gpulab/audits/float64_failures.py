@@ -1,7 +1,9 @@
-"""Why a step cannot be done in float64: the line and the module that ask for float32, or a shorter format, themselves.
+"""Why a step cannot be done in float64: the line and the module that ask for float32, or a shorter
+format, themselves.
 
-Under a setting with `precision=float64` parameters, inputs and torch's default type are float64. A tensor of a shorter
-format is then there because the step asks for it, as `x.float()` and `torch.zeros(3, dtype=torch.float32)` do.
+Under a setting with `precision=float64` parameters, inputs and torch's default type are float64. A
+tensor of a shorter format is then there because the step asks for it, as `x.float()` and
+`torch.zeros(3, dtype=torch.float32)` do.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Request(NamedTuple):
         module: The path of the module, or the class of the whole model.
         is_made: Whether the step makes the tensor.
 
-    >>> print(Request(torch.float32, "net.py:12: return self.head(x.float())", "head", is_made=True))
+    >>> print(
+    ...     Request(torch.float32, "net.py:12: return self.head(x.float())", "head", is_made=True)
+    ... )
     net.py:12: return self.head(x.float()) (in head) asks for float32
     >>> print(Request(torch.float32, "", "head", is_made=False))
     head uses a float32 tensor that was made before the step
@@ -45,10 +49,16 @@ class Request(NamedTuple):
     is_made: bool
 
     def __str__(self) -> str:
-        where = f"{self.line} (in {self.module})" if self.line and self.module else self.line or self.module
+        where = (
+            f"{self.line} (in {self.module})"
+            if self.line and self.module
+            else self.line or self.module
+        )
         format_name = str(self.dtype).removeprefix("torch.")
         does = (
-            f"asks for {format_name}" if self.is_made else f"uses a {format_name} tensor that was made before the step"
+            f"asks for {format_name}"
+            if self.is_made
+            else f"uses a {format_name} tensor that was made before the step"
         )
         return f"{where or 'the step'} {does}"
 
@@ -67,7 +77,9 @@ class ShortFormatRequests(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, calling_file: str) -> None:
         super().__init__()
-        self.names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        self.names = {
+            id(module): name or type(module).__name__ for name, module in model.named_modules()
+        }
         self.calling_file = calling_file
         self.requests: list[Request] = []
         self.failed_input_requests: list[Request] = []
@@ -81,7 +93,9 @@ class ShortFormatRequests(TorchFunctionMode):
         kwargs: Mapping[str, Nested] | None = None,
     ) -> Nested:
         """Call an operation, and note the requests that its short results go back to."""
-        inputs = [self._request_of(tensor, is_made=False) for tensor in _short_tensors((args, kwargs))]
+        inputs = [
+            self._request_of(tensor, is_made=False) for tensor in _short_tensors((args, kwargs))
+        ]
         try:
             output = function(*args, **(kwargs or {}))
         except Exception:
@@ -96,10 +110,16 @@ class ShortFormatRequests(TorchFunctionMode):
         """The request that most likely made the step fail, if there was any."""
         return next(iter([*self.failed_input_requests, *self.requests]), None)
 
-    def _request_of(self, tensor: Tensor, inputs: Sequence[Request] = (), is_made: bool = True) -> Request:
-        """The request that a short tensor goes back to: that of an input, or else one that is made in this line."""
+    def _request_of(
+        self, tensor: Tensor, inputs: Sequence[Request] = (), is_made: bool = True
+    ) -> Request:
+        """The request that a short tensor goes back to: that of an input, or else one that is
+        made in this line.
+        """
         if tensor not in self.request_of_tensor:
-            self.request_of_tensor[tensor] = inputs[0] if inputs else self._new_request(tensor, is_made)
+            self.request_of_tensor[tensor] = (
+                inputs[0] if inputs else self._new_request(tensor, is_made)
+            )
         request: Request = self.request_of_tensor[tensor]
         return request
 
@@ -107,13 +127,17 @@ class ShortFormatRequests(TorchFunctionMode):
         frames = _frames_inside(self.calling_file)
         owners = (self.names.get(id(frame.f_locals.get("self"))) for frame in frames)
         lines = (Line(frame.f_code.co_filename, frame.f_lineno, "") for frame in frames)
-        request = Request(tensor.dtype, _innermost_line(lines), next(filter(None, owners), ""), is_made)
+        request = Request(
+            tensor.dtype, _innermost_line(lines), next(filter(None, owners), ""), is_made
+        )
         self.requests.append(request)
         return request
 
 
 def line_of_error(error: BaseException) -> str:
-    """The innermost line of the user's that an error went through, as `file:line: text`; empty where there is none."""
+    """The innermost line of the user's that an error went through, as `file:line: text`; empty
+    where there is none.
+    """
     lines: list[Line] = []
     traceback = error.__traceback__
     while traceback is not None:
@@ -123,7 +147,11 @@ def line_of_error(error: BaseException) -> str:
 
 
 def _short_tensors(values: Nested) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dtype in BELOW_FLOAT64_DTYPES]
+    return [
+        leaf
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor) and leaf.dtype in BELOW_FLOAT64_DTYPES
+    ]
 
 
 def _frames_inside(calling_file: str) -> list[FrameType]:
@@ -139,7 +167,9 @@ def _frames_inside(calling_file: str) -> list[FrameType]:
 def _innermost_line(lines: Iterable[Line]) -> str:
     """The first of some lines that is neither torch's nor gpulab's, its models apart."""
     for line in lines:
-        if not line.file.startswith((TORCH + os.sep, PACKAGE, "<")) or line.file.startswith(MODELS_DIR):
+        if not line.file.startswith((TORCH + os.sep, PACKAGE, "<")) or line.file.startswith(
+            MODELS_DIR
+        ):
             name = "a notebook cell" if is_notebook_cell(line.file) else Path(line.file).name
             return f"{name}:{line.number}: {line.text}"
     return ""

@@ -1,8 +1,9 @@
 """Operations that have no kernel for float64 on some device, written down as formulas.
 
-Each function takes the arguments of a call by their names in torch's schema, in float64, and returns the results in
-the order of the schema. None stands for what is no number of the network, such as a kernel's notes for its backward
-pass. The backward passes compute everything again from the inputs, because a kernel's notes exist in its own format.
+Each function takes the arguments of a call by their names in torch's schema, in float64, and
+returns the results in the order of the schema. None stands for what is no number of the network,
+such as a kernel's notes for its backward pass. The backward passes compute everything again from
+the inputs, because a kernel's notes exist in its own format.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ Arguments = dict[str, Nested]
 Outputs = tuple[Nested, ...]
 
 
-# --- attention ----------------------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------
 
 
 def _repeat_heads(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, with the heads of key and value repeated where several queries share one."""
+    """Query, key and value, with the heads of key and value repeated where several queries share
+    one.
+    """
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if arguments.get("dropout_p"):
         raise NotImplementedError("the kernel keeps its random numbers to itself")
@@ -40,7 +43,9 @@ def _scale(arguments: Arguments) -> float:
 
 
 def _attention_weights(arguments: Arguments, query: Tensor, key: Tensor) -> Tensor:
-    """The softmax of the scores; a row that is masked out entirely is zero, as in torch's kernels."""
+    """The softmax of the scores; a row that is masked out entirely is zero, as in torch's
+    kernels.
+    """
     scores = _scale(arguments) * query @ key.mT
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     if mask is not None:
@@ -73,12 +78,18 @@ def _attention_backward(arguments: Arguments) -> Outputs:
     gradient = arguments["grad_out"] if "grad_out" in arguments else arguments["grad_out_"]
     weights = _attention_weights(arguments, query, key)
     weights_gradient = gradient @ value.mT
-    scores_gradient = weights * (weights_gradient - (weights_gradient * weights).sum(-1, keepdim=True))
+    scores_gradient = weights * (
+        weights_gradient - (weights_gradient * weights).sum(-1, keepdim=True)
+    )
     query_gradient = _scale(arguments) * scores_gradient @ key
-    key_gradient = _sum_shared_heads(_scale(arguments) * scores_gradient.mT @ query, arguments["key"])
+    key_gradient = _sum_shared_heads(
+        _scale(arguments) * scores_gradient.mT @ query, arguments["key"]
+    )
     value_gradient = _sum_shared_heads(weights.mT @ gradient, arguments["value"])
     asked, bias = arguments.get("grad_input_mask", [False] * 4), arguments.get("attn_bias")
-    bias_gradient = scores_gradient.sum_to_size(bias.shape) if asked[3] and isinstance(bias, Tensor) else None
+    bias_gradient = (
+        scores_gradient.sum_to_size(bias.shape) if asked[3] and isinstance(bias, Tensor) else None
+    )
     return query_gradient, key_gradient, value_gradient, bias_gradient
 
 
@@ -89,19 +100,24 @@ def _sum_shared_heads(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
-# --- oneDNN's LSTM ------------------------------------------------------------------------------------------------
+# --- oneDNN's LSTM --------------------------------------------------------------------------------
 
 _LSTM_MODE = 2  # torch's number of the kind of recurrent network
 
 
 def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...]]:
-    """For each time, in the order of computation: the time, the state before, the gates, the cell and the hidden state.
+    """For each time, in the order of computation: the time, the state before, the gates, the cell
+    and the hidden state.
 
     One layer in one direction: the kernel is called for each direction by itself.
     """
     if arguments["mode"] != _LSTM_MODE or arguments["batch_sizes"]:
         raise NotImplementedError("only an LSTM without packed sequences has a formula")
-    x, hidden, cell = arguments["input"], arguments["hx_"], arguments.get("cx_", arguments.get("cx_tmp"))
+    x, hidden, cell = (
+        arguments["input"],
+        arguments["hx_"],
+        arguments.get("cx_", arguments.get("cx_tmp")),
+    )
     input_weight, hidden_weight, *biases = weights
     steps = []
     times = range(len(x) - 1, -1, -1) if arguments["reverse"] else range(len(x))
@@ -124,19 +140,28 @@ def _lstm_layer(arguments: Arguments) -> Outputs:
 
 
 def _lstm_layer_backward(arguments: Arguments) -> Outputs:
-    """Backpropagation through time. Without biases, the kernel is given the weights in their place."""
+    """Backpropagation through time. Without biases, the kernel is given the weights in their
+    place.
+    """
     weights = [arguments[f"weight{number}"] for number in range(1, 5)]
     input_weight, hidden_weight = weights[:2]
     x, steps = arguments["input"], _lstm(arguments, weights)
     output_gradient, hidden_gradient, cell_gradient = (
         arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")
     )
-    hidden_gradient = torch.zeros_like(steps[-1][-1]) if hidden_gradient is None else hidden_gradient
+    hidden_gradient = (
+        torch.zeros_like(steps[-1][-1]) if hidden_gradient is None else hidden_gradient
+    )
     cell_gradient = torch.zeros_like(steps[-1][-2]) if cell_gradient is None else cell_gradient
-    input_gradient, weights_gradient = torch.zeros_like(x), [torch.zeros_like(weight) for weight in weights[:2]]
+    input_gradient, weights_gradient = (
+        torch.zeros_like(x),
+        [torch.zeros_like(weight) for weight in weights[:2]],
+    )
     weights_gradient += [x.new_zeros(len(input_weight)) for _ in range(2)]
     for time, hidden_before, cell_before, i, f, g, o, cell, _ in reversed(steps):
-        hidden_gradient = hidden_gradient if output_gradient is None else hidden_gradient + output_gradient[time]
+        hidden_gradient = (
+            hidden_gradient if output_gradient is None else hidden_gradient + output_gradient[time]
+        )
         squashed = cell.tanh()
         cell_gradient = cell_gradient + hidden_gradient * o * (1 - squashed.square())
         parts = (
@@ -155,13 +180,20 @@ def _lstm_layer_backward(arguments: Arguments) -> Outputs:
     return input_gradient, *weights_gradient, hidden_gradient, cell_gradient
 
 
-# --- cuDNN's recurrent layers -------------------------------------------------------------------------------------
+# --- cuDNN's recurrent layers ---------------------------------------------------------------------
 
-_LAYER_FUNCTIONS: dict[int, Callable[..., Nested]] = {0: torch.rnn_relu, 1: torch.rnn_tanh, 2: torch.lstm, 3: torch.gru}
+_LAYER_FUNCTIONS: dict[int, Callable[..., Nested]] = {
+    0: torch.rnn_relu,
+    1: torch.rnn_tanh,
+    2: torch.lstm,
+    3: torch.gru,
+}
 
 
 def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """All hidden states, and the last states, by torch's own layers: `leaves` are the input, states and weights."""
+    """All hidden states, and the last states, by torch's own layers: `leaves` are the input,
+    states and weights.
+    """
     if arguments["proj_size"] or (arguments["dropout"] and arguments["train"]):
         raise NotImplementedError("projections, and dropout between layers, have no formula")
     has_cell = arguments["cx"] is not None
@@ -190,7 +222,8 @@ def _copy_leaves(arguments: Arguments) -> list[Tensor]:
 def _run_in_thread(function: Callable[[], Nested]) -> Nested:
     """What a function returns in a thread of its own, where autograd works as usual.
 
-    It computes on the CPU alone, because the thread that waits may be the one that serves autograd on a GPU.
+    It computes on the CPU alone, because the thread that waits may be the one that serves autograd
+    on a GPU.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
@@ -220,17 +253,21 @@ def _cudnn_rnn_backward(arguments: Arguments) -> Outputs:
     return x, hidden, cell, rest
 
 
-# --- fused optimizers -------------------------------------------------------------------------------------------
+# --- fused optimizers -----------------------------------------------------------------------------
 
 
 def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Outputs:
-    """An update by Adam or AdamW, in place, as in torch.optim; some kernels take 1 - beta in float32."""
+    """An update by Adam or AdamW, in place, as in torch.optim; some kernels take 1 - beta in
+    float32.
+    """
     if arguments.get("grad_scale") is not None or arguments.get("found_inf") is not None:
         raise NotImplementedError("a fused optimizer that unscales its gradients has no formula")
     names = ("self", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
     rate, beta1, beta2 = (float(arguments[name]) for name in ("lr", "beta1", "beta2"))
     decay, eps = arguments["weight_decay"], arguments["eps"]
-    largest = arguments["max_exp_avg_sqs"] if arguments["amsgrad"] else [None] * len(arguments["self"])
+    largest = (
+        arguments["max_exp_avg_sqs"] if arguments["amsgrad"] else [None] * len(arguments["self"])
+    )
     for *tensors, most in zip(*(arguments[name] for name in names), largest, strict=True):
         weight, gradient, mean, square, step = tensors
         gradient = -gradient if arguments["maximize"] else gradient
@@ -242,7 +279,9 @@ def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Outputs:
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if most is not None:
             torch.maximum(most, square, out=most)
-        corrected = (square if most is None else most).sqrt() / math.sqrt(1 - beta2 ** float(step)) + eps
+        corrected = (square if most is None else most).sqrt() / math.sqrt(
+            1 - beta2 ** float(step)
+        ) + eps
         weight.addcdiv_(mean, corrected, value=-rate / (1 - beta1 ** float(step)))
     return ()
 
@@ -255,6 +294,11 @@ FORMULAS: dict[str, Callable[[Arguments], Outputs]] = {
     "mkldnn_rnn_layer": _lstm_layer,
     "mkldnn_rnn_layer_backward": _lstm_layer_backward,
 }
-for _kernel in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu"):
+for _kernel in (
+    "efficient_attention",
+    "flash_attention",
+    "cudnn_attention",
+    "flash_attention_for_cpu",
+):
     FORMULAS[f"_scaled_dot_product_{_kernel}"] = _attention
     FORMULAS[f"_scaled_dot_product_{_kernel}_backward"] = _attention_backward

@@ -14,7 +14,8 @@ from gpulab.audits.values import Value
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An operation; or, of an operation on lists of tensors, the part for one position in the lists.
+    """An operation; or, of an operation on lists of tensors, the part for one position in the
+    lists.
 
     Attributes:
         op: The operation.
@@ -50,8 +51,8 @@ class Graph:
     def maker(self) -> dict[Value, Node]:
         """The node that first made a value.
 
-        A node that passes a value on did not make it, nor did one that recreates an earlier value, as by transposing
-        twice.
+        A node that passes a value on did not make it, nor did one that recreates an earlier value,
+        as by transposing twice.
         """
         makers: dict[Value, Node] = {}
         existing_values: set[Value] = set()
@@ -80,7 +81,9 @@ class Graph:
 
     @cached_property
     def pure_rounding_values(self) -> set[Value]:
-        """Values that consist of rounding errors, and those computed from them and zeros, such as running means."""
+        """Values that consist of rounding errors, and those computed from them and zeros, such
+        as running means.
+        """
         pure_rounding: set[Value] = set()
         for node in self.nodes:
             reals = [value for value in node.inputs if value.is_float_or_complex]
@@ -95,12 +98,15 @@ class Graph:
                     and not value.sketch.any()
                     and 0 < _reference_norm(value) <= tol.CANCELLATION_RESIDUE * largest
                 ):
-                    pure_rounding.add(value)  # the recorded sum is zero, and that of the reference is negligible
+                    # the recorded sum is zero, and that of the reference is negligible
+                    pure_rounding.add(value)
         return pure_rounding
 
     def values(self) -> list[Value]:
         """All values that nodes read or wrote, in order."""
-        return list(dict.fromkeys(value for node in self.nodes for value in (*node.inputs, *node.outputs)))
+        return list(
+            dict.fromkeys(value for node in self.nodes for value in (*node.inputs, *node.outputs))
+        )
 
     def following(self, values: set[Value]) -> set[Value]:
         """These values, and all that were computed from them."""
@@ -118,7 +124,17 @@ def _reference_norm(value: Value) -> float:
 def _split_lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
     """The inputs and outputs of each place in the lists of an operation; of most, all of them.
 
-    >>> op = Operation("_foreach_add", "", "", "", ["a", "b", "x", "y", "rate"], ["c", "d"], [], "", lanes=[2, 2])
+    >>> op = Operation(
+    ...     "_foreach_add",
+    ...     "",
+    ...     "",
+    ...     "",
+    ...     ["a", "b", "x", "y", "rate"],
+    ...     ["c", "d"],
+    ...     [],
+    ...     "",
+    ...     lanes=[2, 2],
+    ... )
     >>> _split_lanes(op)
     [(['a', 'x', 'rate'], ['c']), (['b', 'y', 'rate'], ['d'])]
     """

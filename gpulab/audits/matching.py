@@ -1,8 +1,9 @@
-"""Match the values of two executions in float64: equal, equal in another order, or parts of each other.
+"""Match the values of two executions in float64: equal, equal in another order, or parts of each
+other.
 
-Nothing is compared but float64 references, so that two values which are one coincide to some ten digits, whatever the
-precision of the executions. References without rounding are independent of the order and the names of the operations
-that led to them.
+Nothing is compared but float64 references, so that two values which are one coincide to some ten
+digits, whatever the precision of the executions. References without rounding are independent of the
+order and the names of the operations that led to them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,26 @@ Tolerance = Callable[[Value], float]
 MIN_PART_SIZE = 4  # numbers; fewer may match by chance
 MAX_TOLERANCE = 1e6
 MAX_STRETCHES = 1 << 18  # sums that are compared at a time
-NEGLIGIBLE_SQUARES_SHARE = 1e-24  # of the sum of squares: a slice with a smaller share consists of rounding errors
+NEGLIGIBLE_SQUARES_SHARE = (
+    1e-24  # of the sum of squares: a slice with a smaller share consists of rounding errors
+)
 MAX_PART_DEPTH = 12  # operations after a matched value whose results are searched for parts
 
 
 def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
     """Whether two values agree in float64, number by number in the order of memory."""
-    if x.reference is None or y.reference is None or x.reference.shape != y.reference.shape or x.count != y.count:
+    if (
+        x.reference is None
+        or y.reference is None
+        or x.reference.shape != y.reference.shape
+        or x.count != y.count
+    ):
         return False
-    return bool(_are_same_sketches(x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)]))[0])
+    return bool(
+        _are_same_sketches(x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)]))[
+            0
+        ]
+    )
 
 
 def _are_same_sketches(
@@ -46,17 +58,19 @@ def _are_same_sketches(
 
 
 class Matches:
-    """For each value of one execution the values of the other one that are the same, or have the same numbers.
+    """For each value of one execution the values of the other one that are the same, or have the
+    same numbers.
 
     Args:
         graphs: Of the two executions.
         tolerance: How far two references of one value may be apart, relative to it.
 
     Attributes:
-        equal: The counterparts in the same order of memory, by value, for the values of both executions.
+        equal: The counterparts in the same order of memory, by value, for the values of both
+            executions.
         matched_values: The values that have a counterpart in any form.
-        permuted_values: Values with the numbers of a value of the other execution, but in an order that no
-            transposition makes, such as flipped ones.
+        permuted_values: Values with the numbers of a value of the other execution, but in an order
+            that no transposition makes, such as flipped ones.
     """
 
     def __init__(self, graphs: tuple[Graph, Graph], tolerance: Tolerance) -> None:
@@ -84,7 +98,9 @@ class Matches:
             for counterpart in equal:
                 self.equal[value].append(counterpart)
                 self.equal[counterpart].append(value)
-            transposed = [] if equal else [v for v in near if is_transposed(value, v, self.tolerance)]
+            transposed = (
+                [] if equal else [v for v in near if is_transposed(value, v, self.tolerance)]
+            )
             if equal or transposed:
                 self.matched_values |= {value, *equal, *transposed}
             elif not value.is_uninformative:
@@ -93,7 +109,9 @@ class Matches:
                     self.permuted_values.update([value, *permuted])
 
     def match_parts(self) -> None:
-        """Find values that are a slice of a value of the other execution, or are covered by slices of several."""
+        """Find values that are a slice of a value of the other execution, or are covered by
+        slices of several.
+        """
         all_values = [graph.values() for graph in self.graphs]
         for side, graph in enumerate(self.graphs):
             candidates = [v for v in all_values[1 - side] if v.profiles and not v.is_pure_rounding]
@@ -132,11 +150,17 @@ class _ValueTable:
         self.values = values
         self.totals = np.array([value.total for value in values])
         self.are_finite = np.isfinite(self.totals).all(1)
-        self.references = np.stack([value.reference for value in values if value.reference is not None])
+        self.references = np.stack(
+            [value.reference for value in values if value.reference is not None]
+        )
         self.tolerances = np.array([tolerance(value) for value in values])
 
-    def find_near(self, value: Value, reference: np.ndarray, tolerance: float) -> tuple[list[Value], list[Value]]:
-        """Those whose sums are the value's, as far as the tolerances go; and those of them that are the same."""
+    def find_near(
+        self, value: Value, reference: np.ndarray, tolerance: float
+    ) -> tuple[list[Value], list[Value]]:
+        """Those whose sums are the value's, as far as the tolerances go; and those of them that
+        are the same.
+        """
         allowed = np.minimum(4 * np.maximum(self.tolerances, tolerance), 1e9)
         squares = np.maximum(self.totals[:, 1], value.total[1])
         with np.errstate(invalid="ignore", over="ignore"):
@@ -145,13 +169,18 @@ class _ValueTable:
             close = np.abs(self.totals - np.array(value.total)) <= bounds
         is_finite = np.isfinite(value.total).all()
         indices = np.flatnonzero(close.all(1) & self.are_finite if is_finite else ~self.are_finite)
-        are_same = _are_same_sketches(reference, self.references[indices], tolerance, self.tolerances[indices])
+        are_same = _are_same_sketches(
+            reference, self.references[indices], tolerance, self.tolerances[indices]
+        )
         near = [self.values[int(index)] for index in indices]
-        return near, [candidate for candidate, is_same in zip(near, are_same, strict=True) if is_same]
+        return near, [
+            candidate for candidate, is_same in zip(near, are_same, strict=True) if is_same
+        ]
 
 
 def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
-    """Whether one of two values with equal sums may be a transposition of the other, without flipped dimensions.
+    """Whether one of two values with equal sums may be a transposition of the other, without
+    flipped dimensions.
 
     None if they have no dimension of one size, so that it cannot be decided.
     """
@@ -176,9 +205,11 @@ def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
 
 
 class PartSearch:
-    """Search several values for those that contain another value as a slice, or whose union covers it.
+    """Search several values for those that contain another value as a slice, or whose union covers
+    it.
 
-    A slice is recognised by its sum and its sum of squares, which are those of a stretch of the whole's profile.
+    A slice is recognised by its sum and its sum of squares, which are those of a stretch of the
+    whole's profile.
 
     Args:
         values: Those with profiles.
@@ -193,15 +224,24 @@ class PartSearch:
             for dim, profile in value.profiles.items():
                 if np.isfinite(profile).all():
                     wholes[value.count, dim, profile.shape[1]].append(value)
-            if value.count >= MIN_PART_SIZE and not value.is_constant and np.isfinite(value.total).all():
+            if (
+                value.count >= MIN_PART_SIZE
+                and not value.is_constant
+                and np.isfinite(value.total).all()
+            ):
                 parts[value.count].append(value)
         self.wholes = {
-            (count, size, start, dim): _StretchSums(some[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance)
+            (count, size, start, dim): _StretchSums(
+                some[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance
+            )
             for (count, dim, size), some in wholes.items()
             for start in range(0, len(some), max(1, MAX_STRETCHES // size))
         }
         self.parts = {
-            count: (np.array([part.total for part in some]), np.array([tolerance(part) for part in some]))
+            count: (
+                np.array([part.total for part in some]),
+                np.array([tolerance(part) for part in some]),
+            )
             for count, some in sorted(parts.items())
         }
 
@@ -212,7 +252,11 @@ class PartSearch:
         tolerance = np.array([self.tolerance(part)])
         for (count, size, *_), stretches in self.wholes.items():
             length, rest = divmod(part.count, count // size)
-            if part.count < count and not rest and stretches.find(length, np.array([part.total]), tolerance).any():
+            if (
+                part.count < count
+                and not rest
+                and stretches.find(length, np.array([part.total]), tolerance).any()
+            ):
                 return True
         return False
 
@@ -229,7 +273,9 @@ class PartSearch:
             for count, (totals, tolerances) in self.parts.items():
                 length, rest = divmod(count, n_per_index)
                 if count < whole.count and not rest:
-                    for start in np.flatnonzero(stretches.find(length, totals, tolerances).any(axis=0)):
+                    for start in np.flatnonzero(
+                        stretches.find(length, totals, tolerances).any(axis=0)
+                    ):
                         covered[start : start + length] = True
             if covered.all():
                 return True
@@ -241,7 +287,9 @@ class _StretchSums:
 
     def __init__(self, wholes: Sequence[Value], dim: int, tolerance: Tolerance) -> None:
         profiles = np.stack([whole.profiles[dim] for whole in wholes])
-        self.cumulative_sums = np.concatenate([np.zeros((len(wholes), 2, 1)), np.cumsum(profiles, 2)], 2)
+        self.cumulative_sums = np.concatenate(
+            [np.zeros((len(wholes), 2, 1)), np.cumsum(profiles, 2)], 2
+        )
         self.tolerances = np.array([tolerance(whole) for whole in wholes])[:, None]
         squares = np.array([whole.total[1] for whole in wholes])[:, None]
         self.scales = np.sqrt(wholes[0].count * squares), squares
@@ -252,14 +300,17 @@ class _StretchSums:
 
         Args:
             length: Of the stretches. All parts have this length.
-            totals: The sums of the parts, and those of their squares, in two columns. Either there is one part, or
-                one whole.
+            totals: The sums of the parts, and those of their squares, in two columns. Either there
+                is one part, or one whole.
             tolerances: Of the parts.
 
         Returns:
-            A truth value for each part or whole, in rows, and each first index of a stretch, in columns.
+            A truth value for each part or whole, in rows, and each first index of a stretch, in
+            columns.
         """
-        sums, squares = np.moveaxis(self.cumulative_sums[:, :, length:] - self.cumulative_sums[:, :, :-length], 1, 0)
+        sums, squares = np.moveaxis(
+            self.cumulative_sums[:, :, length:] - self.cumulative_sums[:, :, :-length], 1, 0
+        )
         allowed = 4 * np.maximum(np.maximum(tolerances[:, None], self.tolerances), 1e-9)
         total, total_squares = totals[:, :1], totals[:, 1:]
         size = np.sqrt(length * self.n_per_index * total_squares)
@@ -271,9 +322,9 @@ class _StretchSums:
 def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
     """How far another reference of a value may be from this one, relative to it.
 
-    An exact reference coincides with another one to ten digits. Where the operation that made a value loses digits, as
-    by subtracting, so does float64; how many shows in how far the recorded numbers are from the reference. Of values
-    that consist of roundings, two need not coincide.
+    An exact reference coincides with another one to ten digits. Where the operation that made a
+    value loses digits, as by subtracting, so does float64; how many shows in how far the recorded
+    numbers are from the reference. Of values that consist of roundings, two need not coincide.
 
     Args:
         graph: The execution.
@@ -297,8 +348,12 @@ def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
 
 
 def _condition(graph: Graph, value: Value) -> float:
-    """How many times as large as those of its inputs the relative roundings of a value may be, by its error bound."""
+    """How many times as large as those of its inputs the relative roundings of a value may be,
+    by its error bound.
+    """
     node = graph.maker.get(value)
     bound = (node.op.bound or 0.0) if node else 0.0
-    unit = tol.SHORT_FORMAT_ROUNDOFF if value.dtype in tol.SHORT_FORMATS else 64 * tol.FLOAT32_ROUNDOFF
+    unit = (
+        tol.SHORT_FORMAT_ROUNDOFF if value.dtype in tol.SHORT_FORMATS else 64 * tol.FLOAT32_ROUNDOFF
+    )
     return max(1.0, bound / unit) if math.isfinite(bound) else 1.0

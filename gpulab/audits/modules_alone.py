@@ -1,4 +1,6 @@
-"""A step's results by name, whole or of one module alone: what can be seen of a network that is compiled."""
+"""A step's results by name, whole or of one module alone: what can be seen of a network that is
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ from gpulab.settings import Setting
 from gpulab.steps import PreparedStep, Step, explain_step_error, loss_of, seed_generators
 
 NamedTensors = dict[str, Tensor]
-# The tolerance for a correct result in float32, as a multiple of one rounding. Inputs are perturbed by this much,
-# rather than scaling the effect of one rounding, because near a kink, such as ReLU's, two correct results may lie on
-# either side of it.
+# The tolerance for a correct result in float32, as a multiple of one rounding. Inputs are perturbed
+# by this much, rather than scaling the effect of one rounding, because near a kink, such as ReLU's,
+# two correct results may lie on either side of it.
 MAX_ERROR_RATIO = 64.0
 MAX_NUDGE = 2.0**-6  # the largest relative perturbation; 64 roundings of TF32 exceed it
-# In bfloat16 and float16 one rounding is so large that 64 of them say nothing. The inputs are perturbed by one.
+# In bfloat16 and float16 one rounding is so large that 64 of them say nothing. The inputs are
+# perturbed by one.
 MIN_SHORT_ROUNDOFF = 2.0**-11
 
 
@@ -45,13 +48,17 @@ class Execution:
 
 @dataclass(frozen=True)
 class ModuleCall(Step):
-    """A module of a model by its name there, and its first call: `batch` is its arguments and output gradients."""
+    """A module of a model by its name there, and its first call: `batch` is its arguments and
+    output gradients.
+    """
 
     name: str = ""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What decides the code that is compiled for it: equal blocks are compiled once, and tried once."""
+        """What decides the code that is compiled for it: equal blocks are compiled once, and
+        tried once.
+        """
         shapes = [(name, t.shape, t.dtype) for name, t in named_tensors("", self.batch[:2]).items()]
         return type(self.model), repr(self.model), self.model.training, *shapes
 
@@ -63,19 +70,24 @@ class ModuleCall(Step):
 class _StepRun(PreparedStep):
     """Gives the loss, what the model returned, each gradient, and each buffer that was changed.
 
-    With `nudge`, the number of a draw, every number that it begins with is moved by `nudge_size`, up or down. With
-    `first_rounded_to`, every number is rounded to this format first.
+    With `nudge`, the number of a draw, every number that it begins with is moved by `nudge_size`,
+    up or down. With `first_rounded_to`, every number is rounded to this format first.
     """
 
     def __init__(
-        self, step: Step, setting: Setting, nudge: int = 0, first_rounded_to: torch.dtype | None = None
+        self,
+        step: Step,
+        setting: Setting,
+        nudge: int = 0,
+        first_rounded_to: torch.dtype | None = None,
     ) -> None:
         self.first_rounded_to = first_rounded_to
         super().__init__(step, setting)
         self.nudge = nudge
         self.generator = torch.Generator().manual_seed(nudge)
         self.outputs: NamedTensors = {}
-        self.batch = tree_map(self._nudge, self.batch)  # in other memory, since this may be the user's
+        # in other memory, since this may be the user's
+        self.batch = tree_map(self._nudge, self.batch)
 
     def __call__(self) -> NamedTensors:  # type: ignore[override]  # all results in place of the loss
         self._wrap_model(self.model)
@@ -85,8 +97,16 @@ class _StepRun(PreparedStep):
         results = self.results()
         parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
         results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
-        results |= {f"updated {n}": b for n, b in buffers if n not in before or not torch.equal(b, before[n])}
-        return {name: _detached_copy(tensor) for name, tensor in results.items() if is_float_or_complex(tensor)}
+        results |= {
+            f"updated {n}": b
+            for n, b in buffers
+            if n not in before or not torch.equal(b, before[n])
+        }
+        return {
+            name: _detached_copy(tensor)
+            for name, tensor in results.items()
+            if is_float_or_complex(tensor)
+        }
 
     def _convert(self, tensor: Tensor) -> Tensor:
         if self.first_rounded_to is not None and tensor.is_floating_point():
@@ -98,18 +118,24 @@ class _StepRun(PreparedStep):
             return value
         signs = 2 * torch.randint(0, 2, value.shape, generator=self.generator).to(value.device) - 1
         # bfloat16 does not hold 1 + 2**-8, by which its numbers are moved to their neighbours.
-        factors = 1 + nudge_size(self.setting) * signs.to(torch.promote_types(value.dtype, torch.float32))
+        factors = 1 + nudge_size(self.setting) * signs.to(
+            torch.promote_types(value.dtype, torch.float32)
+        )
         return (value * factors).to(value.dtype)
 
     def _wrap_model(self, model: nn.Module) -> None:
-        """Keep what the model returns, and have it compiled under such a setting, until the step has ended."""
+        """Keep what the model returns, and have it compiled under such a setting, until the step
+        has ended.
+        """
 
-        def call(*args: Nested, **kwargs: Nested) -> Nested:  # `compile` of torch's own modules compiles nothing
+        # `compile` of torch's own modules compiles nothing
+        def call(*args: Nested, **kwargs: Nested) -> Nested:
             return _torch_internals.call_as_written(model, *args, **kwargs)
 
         run = self.setting.compiled(call) if self.setting.compile else call
 
-        def call_and_keep(*args: Nested, **kwargs: Nested) -> Nested:  # a hook would be compiled with it
+        # a hook would be compiled with it
+        def call_and_keep(*args: Nested, **kwargs: Nested) -> Nested:
             output = run(*args, **kwargs)
             self.outputs |= named_tensors("output", output)
             return output
@@ -135,11 +161,19 @@ class _IsolatedModuleRun(_StepRun):
         # Clones, since a leaf may not be changed in place, as some modules do to their inputs.
         args, kwargs = tree_map(_clone, (args, kwargs))
         self.model(*args, **kwargs)
-        followed = {name: out for name, out in self.outputs.items() if name in gradients and out.requires_grad}
+        followed = {
+            name: out
+            for name, out in self.outputs.items()
+            if name in gradients and out.requires_grad
+        }
         if followed:
             with torch.autocast(self.setting.kind, enabled=False):
-                torch.autograd.backward([*followed.values()], [gradients[name] for name in followed])
-        return self.outputs | {f"gradient of {name}": t.grad for name, t in inputs.items() if t.grad is not None}
+                torch.autograd.backward(
+                    [*followed.values()], [gradients[name] for name in followed]
+                )
+        return self.outputs | {
+            f"gradient of {name}": t.grad for name, t in inputs.items() if t.grad is not None
+        }
 
 
 def named_tensors(what: str, values: Nested) -> NamedTensors:
@@ -163,7 +197,10 @@ def rounding_unit(setting: Setting) -> float:
 def uses_short_format(setting: Setting) -> bool:
     """Whether a setting computes in bfloat16 or float16, all of a step or its products.
 
-    >>> [uses_short_format(Setting.parse(text)) for text in ("cpu", "cpu:precision=bfloat16", "cpu:autocast=float16")]
+    >>> [
+    ...     uses_short_format(Setting.parse(text))
+    ...     for text in ("cpu", "cpu:precision=bfloat16", "cpu:autocast=float16")
+    ... ]
     [False, True, True]
     """
     dtype = getattr(torch, setting.autocast) if setting.autocast else setting.dtype
@@ -171,9 +208,13 @@ def uses_short_format(setting: Setting) -> bool:
 
 
 def nudge_size(setting: Setting) -> float:
-    """How far the numbers that a step begins with are moved, under a setting that is in force: relative to each.
+    """How far the numbers that a step begins with are moved, under a setting that is in force:
+    relative to each.
 
-    >>> nudge_size(Setting.parse("cpu")) == 2**-18, nudge_size(Setting.parse("cpu:precision=bfloat16")) == 2**-8
+    >>> (
+    ...     nudge_size(Setting.parse("cpu")) == 2**-18,
+    ...     nudge_size(Setting.parse("cpu:precision=bfloat16")) == 2**-8,
+    ... )
     (True, True)
     """
     unit = rounding_unit(setting)
@@ -201,9 +242,10 @@ def execute(
     Args:
         step: What is done.
         setting: What it is done under.
-        nudge: The number of a draw by which all numbers that it begins with are moved by `nudge_size`; 0 moves none.
-        first_rounded_to: The format that all numbers that it begins with are rounded to before they are converted to
-            the setting's; None rounds none.
+        nudge: The number of a draw by which all numbers that it begins with are moved by
+            `nudge_size`; 0 moves none.
+        first_rounded_to: The format that all numbers that it begins with are rounded to before they
+            are converted to the setting's; None rounds none.
         context: A context that the step is done in.
 
     Raises:
@@ -218,11 +260,14 @@ def execute(
         ):
             results: NamedTensors = prepared()  # type: ignore[assignment]  # all results in place of the loss
         state = _random_state(setting)
-    return Execution({name: to_float64_device(tensor).double() for name, tensor in results.items()}, state)
+    return Execution(
+        {name: to_float64_device(tensor).double() for name, tensor in results.items()}, state
+    )
 
 
 def find_failing_request(step: Step, setting: Setting) -> Request | None:
-    """Who asks for a short format in a step, or a module alone, that fails under a setting in float64.
+    """Who asks for a short format in a step, or a module alone, that fails under a setting in
+    float64.
 
     Returns:
         The request; None where the step asks for none, so that it fails for another reason.
@@ -237,19 +282,25 @@ def _random_state(setting: Setting) -> tuple[bytes, ...]:
     """The states of the CPU's generator and the device's."""
     states = [torch.get_rng_state()]
     if setting.kind != "cpu":
-        states.append(torch.get_device_module(setting.kind).get_rng_state(torch.device(setting.device)))
+        states.append(
+            torch.get_device_module(setting.kind).get_rng_state(torch.device(setting.device))
+        )
     return tuple(state.cpu().numpy().tobytes() for state in states)
 
 
 @contextlib.contextmanager
 def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
-    """Errors of torch's compiler and of the step itself are raised as a sentence, with the line that they come from."""
+    """Errors of torch's compiler and of the step itself are raised as a sentence, with the line
+    that they come from.
+    """
     compiler_error = _torch_internals.compiler_error()
     try:
         yield
     except compiler_error as error:
         why = " ".join(str(error).partition("\n\n")[0].split())
-        raise GpulabError(f"setting {str(setting)!r}: torch's compiler fails on this step: {why}") from error
+        raise GpulabError(
+            f"setting {str(setting)!r}: torch's compiler fails on this step: {why}"
+        ) from error
     except GpulabError:
         raise
     except Exception as error:  # of any kind, since the code is the user's
@@ -262,7 +313,9 @@ def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
 
 
 def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
-    """The first call of each module in a step that is done as it is written; inner modules stand before outer ones."""
+    """The first call of each module in a step that is done as it is written; inner modules stand
+    before outer ones.
+    """
     prepared = _StepRun(step, setting)
     calls: dict[nn.Module, ModuleCall] = {}
     inputs: dict[nn.Module, Nested] = {}
@@ -277,12 +330,16 @@ def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
             for place, tensor in named_tensors("output", output).items():
                 if tensor.requires_grad:
                     tensor.register_hook(
-                        lambda gradient, place=place: gradients.update({place: _detached_copy(gradient)})
+                        lambda gradient, place=place: gradients.update(
+                            {place: _detached_copy(gradient)}
+                        )
                     )
 
     with seed_generators(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
         for name, module in prepared.model.named_modules():
-            after = module.register_forward_hook(lambda module, _, output, name=name: end(name, module, output))
+            after = module.register_forward_hook(
+                lambda module, _, output, name=name: end(name, module, output)
+            )
             for handle in (module.register_forward_pre_hook(begin, with_kwargs=True), after):
                 hooks.callback(handle.remove)
         prepared()

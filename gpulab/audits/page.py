@@ -1,7 +1,7 @@
 """The answer of an audit as a page: the answer itself, the figure, findings as cards, and a table.
 
-An audit shows the same in a notebook as in the file that `save` writes. Nothing is shown here that `print`, the fields
-of a `Finding` and the audit's `table` do not say.
+An audit shows the same in a notebook as in the file that `save` writes. Nothing is shown here that
+`print`, the fields of a `Finding` and the audit's `table` do not say.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from gpulab.wording import setting_words
 MAX_CARDS = 12  # findings that are seen before a fold
 MAX_ROWS = 20
 CAPTION = (
-    "A dot is an operation under one of the settings, compared with float64 from the same inputs. Grey dots are what "
-    "rounding explains."
+    "A dot is an operation under one of the settings, compared with float64 from the same inputs."
+    " Grey dots are what rounding explains."
 )
 PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
 BADGE_TEXTS = {"fault": "Fault", "note": "Explained", "ok": "No fault"}
 UNITS_HEADING = Markup("in units of<br>what rounding<br>explains")
-LINE_PATTERN = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)  # a line as findings have it, with its file and number
+# a line as findings have it, with its file and number
+LINE_PATTERN = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)
 
 
 class AnswerPage(Answer):
@@ -62,7 +63,9 @@ class AnswerPage(Answer):
         return style() + self._answer() + self._findings()
 
     def html(self) -> Markup:
-        """The answer as a piece of HTML that needs no other file, with the figure above the findings."""
+        """The answer as a piece of HTML that needs no other file, with the figure above the
+        findings.
+        """
         return style() + self._body()
 
     def save(self, file: str | Path, title: str = "") -> None:
@@ -72,7 +75,9 @@ class AnswerPage(Answer):
             file: Where to; its folder is made if need be.
             title: What it is called; by default the two settings.
         """
-        settings = Markup(" against ").join(Markup("<code>{}</code>").format(breakable(x)) for x in self.titles)
+        settings = Markup(" against ").join(
+            Markup("<code>{}</code>").format(breakable(x)) for x in self.titles
+        )
         page = report.render(
             "result_page.html",
             title=title or f"Audit: {self.titles[0]} against {self.titles[1]}",
@@ -102,7 +107,12 @@ class AnswerPage(Answer):
         rank = "fault" if self.faulty else "note" if notable else "ok"
         first = _make_card([notable[0]], self.titles) if notable else None
         return report.render(
-            "audit_answer.html", rank=rank, badge=BADGE_TEXTS[rank], answer=answer, rest=rest, first=first
+            "audit_answer.html",
+            rank=rank,
+            badge=BADGE_TEXTS[rank],
+            answer=answer,
+            rest=rest,
+            first=first,
         )
 
     def _figure(self) -> Markup:
@@ -132,7 +142,9 @@ class AnswerPage(Answer):
 def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
     """The first sentence of a headline without the two settings, and the other sentences.
 
-    >>> split_headline("cpu against cuda: 1 × mismatch. 9 operations were matched.", ("cpu", "cuda"))
+    >>> split_headline(
+    ...     "cpu against cuda: 1 × mismatch. 9 operations were matched.", ("cpu", "cuda")
+    ... )
     ('1 × mismatch.', '9 operations were matched.')
     >>> split_headline("a against b: all is well: rounding alone", ("a", "b"))
     ('All is well: rounding alone.', '')
@@ -142,18 +154,22 @@ def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
     return _to_sentence(answer), rest
 
 
-# --- what stands below the title ------------------------------------------------------------------------------
+# --- what stands below the title ------------------------------------------------------------------
 
 
 def _describe_setup(answer: AnswerPage) -> list[str]:
-    """The step, the settings in words, the date, the versions, and the machines, which are one if both are the same."""
+    """The step, the settings in words, the date, the versions, and the machines, which are one
+    if both are the same.
+    """
     words = [setting_words(title) for title in answer.titles]
     parts = [answer.step_name] if answer.step_name else []
     if words[0] != words[1] and words != list(answer.titles):
         parts.append(" against ".join(words))
     parts.append(time_text())
     kinds = ["cpu" if title.startswith("cpu") else "" for title in answer.titles]
-    machines = [machine_text(passport, kind) for passport, kind in zip(answer.passports, kinds, strict=True)]
+    machines = [
+        machine_text(passport, kind) for passport, kind in zip(answer.passports, kinds, strict=True)
+    ]
     versions = list(map(versions_text, answer.passports))
     if versions[0] == versions[1]:
         parts.append(versions[0])
@@ -164,7 +180,7 @@ def _describe_setup(answer: AnswerPage) -> list[str]:
     return [*parts, *(f"{title}: {', '.join(filter(None, known))}" for title, *known in sides)]
 
 
-# --- findings --------------------------------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -236,10 +252,16 @@ def _make_card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
 def _describe_share(finding: Finding) -> tuple[str, int | None, str]:
     """How much of the difference a finding explains: as words, as a number and as a clause."""
     if not finding.has_bound:
-        return "may explain all", None, "its effect has no bound: it may explain all of the difference in the results"
+        return (
+            "may explain all",
+            None,
+            "its effect has no bound: it may explain all of the difference in the results",
+        )
     if finding.kind == "rounding":
         return (
-            "" if math.isnan(finding.ratio) else f"{_format_units(finding.ratio)} of what rounding explains",
+            ""
+            if math.isnan(finding.ratio)
+            else f"{_format_units(finding.ratio)} of what rounding explains",
             None,
             "",
         )
@@ -281,7 +303,8 @@ def _split_line(line: str) -> tuple[str, str]:
 
 
 def _to_sentence(text: str, names: Sequence[str] = ()) -> str:
-    """A text with a capital letter at its beginning, unless it begins with a name, and a full stop at its end.
+    """A text with a capital letter at its beginning, unless it begins with a name, and a full stop
+    at its end.
 
     >>> texts = ("computed in bfloat16", "mm gave other bits", "x.weight is NaN")
     >>> tuple(_to_sentence(text, ["mm"]) for text in texts)
@@ -298,20 +321,27 @@ def _to_sentence(text: str, names: Sequence[str] = ()) -> str:
 def _mark_names(text: str, names: Sequence[str]) -> Markup:
     """A text in which names, such as those of settings, stand in code font.
 
-    >>> str(_mark_names("under cpu:threads=1: mm", ["cpu", "cpu:threads=1"])), str(_mark_names("cpu:isa=avx2", ["cpu"]))
+    >>> (
+    ...     str(_mark_names("under cpu:threads=1: mm", ["cpu", "cpu:threads=1"])),
+    ...     str(_mark_names("cpu:isa=avx2", ["cpu"])),
+    ... )
     ('under <code>cpu:threads=1</code>: mm', 'cpu:isa=avx2')
     """
     longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     parts = re.split(rf"(?<![\w.:])({longest_first})(?!:?\w)", text)
     code = Markup("<code>{}</code>")
-    return Markup().join(code.format(breakable(part)) if n % 2 else part for n, part in enumerate(parts))
+    return Markup().join(
+        code.format(breakable(part)) if n % 2 else part for n, part in enumerate(parts)
+    )
 
 
-# --- the table -------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Sequence[str]) -> Rows:
-    """The table of an `Audit`: what was found first, then what comes nearest to what rounding explains."""
+    """The table of an `Audit`: what was found first, then what comes nearest to what rounding
+    explains.
+    """
     names = ["operation", "phase", "module", "line"]
     order: dict[tuple[str, ...], int] = {}
     for index, finding in enumerate(findings):
@@ -330,8 +360,13 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
         where = {"module": breakable(row.module), "line": breakable(_split_line(row.line)[0])}
         cells = [Cell(name, "ga-name"), _kind_cell(row.kind)]
         for error, ratio in ((row.error_a, row.ratio_a), (row.error_b, row.ratio_b)):
-            cells += [number_cell(_format_relative(error)), number_cell(_format_units(ratio), ratio > 1)]
-        cells.append(number_cell("same bits" if row.same_bits else _format_relative(row.difference)))
+            cells += [
+                number_cell(_format_relative(error)),
+                number_cell(_format_units(ratio), ratio > 1),
+            ]
+        cells.append(
+            number_cell("same bits" if row.same_bits else _format_relative(row.difference))
+        )
         rows.append([*cells, *(Cell(where[place], "ga-name") for place in places)])
     under = Markup("own error under<br><code>{}</code>")
     heads = [
@@ -345,15 +380,18 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
         [Head("relative", True), Head(UNITS_HEADING, True)] * 2,
     ]
     note = (
-        "Findings come first, then the operations that come nearest to what rounding explains. The own error is "
-        "against float64 from the same inputs; the difference is between the two settings. Both are relative to the "
-        "size of the result. A result of the step (loss, gradient or update) has no error of its own."
+        "Findings come first, then the operations that come nearest to what rounding explains. The"
+        " own error is against float64 from the same inputs; the difference is between the two"
+        " settings. Both are relative to the size of the result. A result of the step (loss,"
+        " gradient or update) has no error of its own."
     )
     return Rows("Operations", note, heads, rows)
 
 
 def result_rows(table: pd.DataFrame) -> Rows:
-    """The table of a `CompiledAudit`: what is wrong first, then what comes nearest to what rounding explains."""
+    """The table of a `CompiledAudit`: what is wrong first, then what comes nearest to what
+    rounding explains.
+    """
     units = table.difference / table.tolerance
     found = np.where(table.wrong, 0, np.where(table.finite, 2, 1)).tolist()
     table = _sort_by_importance(table.assign(units=units), found, units)
@@ -378,14 +416,18 @@ def result_rows(table: pd.DataFrame) -> Rows:
         [Head(text, True) for text in ("relative", UNITS_HEADING, "compiled", "not compiled")],
     ]
     note = (
-        "Wrong results come first, then those that come nearest to what rounding explains. Differences and errors are "
-        "relative to the size of the result."
+        "Wrong results come first, then those that come nearest to what rounding explains."
+        " Differences and errors are relative to the size of the result."
     )
     return Rows("Results", note, heads, rows)
 
 
-def _sort_by_importance(table: pd.DataFrame, found: Sequence[int], units: pd.Series) -> pd.DataFrame:
-    """A table by the place of each row's finding, then by its error in units of what rounding explains."""
+def _sort_by_importance(
+    table: pd.DataFrame, found: Sequence[int], units: pd.Series
+) -> pd.DataFrame:
+    """A table by the place of each row's finding, then by its error in units of what rounding
+    explains.
+    """
     keys = pd.DataFrame({"found": found, "units": -units.to_numpy(dtype=float)}, index=table.index)
     return table.loc[keys.sort_values(["found", "units"], kind="stable", na_position="last").index]
 
@@ -412,7 +454,10 @@ def _format_relative(value: float) -> str:
 def _format_units(value: float) -> str:
     """An error in units of what rounding explains.
 
-    >>> [_format_units(value) for value in (0.0, 0.001, 0.052, 1.5, 64.4, 12345.6, 3e7, math.nan, math.inf)]
+    >>> [
+    ...     _format_units(value)
+    ...     for value in (0.0, 0.001, 0.052, 1.5, 64.4, 12345.6, 3e7, math.nan, math.inf)
+    ... ]
     ['0', '<0.01', '0.05', '1.50', '64', '12,346', '3e+07', '–', '∞']
     """
     if not math.isfinite(value) or not value:

@@ -1,12 +1,15 @@
-"""Float64 references: each storage that torch touches while a step runs has a copy in float64, which follows it.
+"""Float64 references: each storage that torch touches while a step runs has a copy in float64,
+which follows it.
 
-Every operation of the step is repeated on these copies, with the same random numbers and along the same branches of the
-program. So each value has a reference of its own, by construction: no second program has to be run in float64, and
-nothing has to be paired. An operation that has no kernel for float64, and no formula here, leaves its recorded result
-as the reference, which is then marked as not exact; so is all that follows from it.
+Every operation of the step is repeated on these copies, with the same random numbers and along the
+same branches of the program. So each value has a reference of its own, by construction: no second
+program has to be run in float64, and nothing has to be paired. An operation that has no kernel for
+float64, and no formula here, leaves its recorded result as the reference, which is then marked as
+not exact; so is all that follows from it.
 
-This is shadow-value analysis, as Fpdebug (Benz, Hildebrandt, Hack 2012, PLDI) and Herbgrind (Sanchez-Stern et al. 2018,
-PLDI) do it for each floating-point instruction, done here for each operation on tensors.
+This is shadow-value analysis, as Fpdebug (Benz, Hildebrandt, Hack 2012, PLDI) and Herbgrind
+(Sanchez-Stern et al. 2018, PLDI) do it for each floating-point instruction, done here for each
+operation on tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +41,11 @@ MAX_GROWTH = 1 / 32  # the same, relative to all copies
 MIN_NEW_STORAGES = 64  # before freed storages are looked for, however small they are
 # Operations that return or write numbers of the program's own state, which the reference shares.
 UNREPEATED_OPERATIONS = {"_amp_update_scale", "_cudnn_rnn_flatten_weight"}
-_OTHER_REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
+_OTHER_REALS = {
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.complex32: torch.float16,
+}
 
 
 class Memory:
@@ -46,8 +53,10 @@ class Memory:
 
     Attributes:
         serial: A number of its own; an address may be that of another storage later.
-        numbers: The copy, flat; None for data that no operation has written to, and where there is none.
-        resized_reference: The float64 result of an operation if it has another size, such as a kernel's notes.
+        numbers: The copy, flat; None for data that no operation has written to, and where there is
+            none.
+        resized_reference: The float64 result of an operation if it has another size, such as a
+            kernel's notes.
         version: How often it has been written to.
         maker: The operation that wrote to it last; None for data.
         exact: Whether the copy was computed in float64 all the way.
@@ -69,14 +78,15 @@ class References:
     def __init__(self) -> None:
         self.memories: dict[int, Memory] = {}
         self.serials = itertools.count(1)
-        self.read_numbers: dict[float, float] = {}  # floats that the program read from tensors, and their references
+        # floats that the program read from tensors, and their references
+        self.read_numbers: dict[float, float] = {}
         self.failures: dict[str, str] = {}  # operations without float64, and what torch said
         self.is_disabled = False
         self.new_bytes = 0  # bytes of copies since freed storages were last discarded
         self.next_bytes = MIN_GROWTH  # the number of new bytes at which they are discarded next
         self.next_count = MIN_NEW_STORAGES
 
-    # --- storages -----------------------------------------------------------------------------------------
+    # --- storages ---------------------------------------------------------------------------------
 
     def memory(self, tensor: Tensor) -> Memory:
         """The record of a plain tensor's storage."""
@@ -91,9 +101,17 @@ class References:
         return memory
 
     def _discard_freed(self) -> None:
-        """Discard freed storages and their copies. The larger the rest, the later this is done again."""
-        self.memories = {key: memory for key, memory in self.memories.items() if not memory.weak_reference.expired()}
-        copied_bytes = sum(memory.numbers.nbytes for memory in self.memories.values() if memory.numbers is not None)
+        """Discard freed storages and their copies. The larger the rest, the later this is done
+        again.
+        """
+        self.memories = {
+            key: memory
+            for key, memory in self.memories.items()
+            if not memory.weak_reference.expired()
+        }
+        copied_bytes = sum(
+            memory.numbers.nbytes for memory in self.memories.values() if memory.numbers is not None
+        )
         self.next_count = MIN_NEW_STORAGES + 2 * len(self.memories)
         self.new_bytes = 0
         self.next_bytes = max(MIN_GROWTH, int(MAX_GROWTH * copied_bytes))
@@ -103,18 +121,23 @@ class References:
         return not self.is_disabled and all(self.memory(t).exact for t in tensors)
 
     def has_copy(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor's reference is a copy. If not, the recorded numbers are the reference."""
+        """Whether a plain tensor's reference is a copy. If not, the recorded numbers are the
+        reference.
+        """
         memory = self.memory(tensor)
         return memory.numbers is not None or memory.resized_reference is not None
 
     def of(self, tensor: Tensor, for_writing: bool = False) -> Tensor:
-        """The reference of a plain tensor: a view of its storage's copy. Whole numbers are referred to by a copy.
+        """The reference of a plain tensor: a view of its storage's copy. Whole numbers are referred
+        to by a copy.
 
-        Data have no copy until an operation writes to them. Their numbers are converted to float64 at each call.
+        Data have no copy until an operation writes to them. Their numbers are converted to float64
+        at each call.
 
         Args:
             tensor: A tensor whose numbers lie in memory by its strides.
-            for_writing: Whether what is written to the reference must stay. The storage then gets a copy.
+            for_writing: Whether what is written to the reference must stay. The storage then gets a
+                copy.
         """
         memory, real = self.memory(tensor), _real_type(tensor.dtype)
         if memory.resized_reference is not None:
@@ -122,9 +145,14 @@ class References:
         if self.is_disabled or tensor.device.type not in sketches.FLOAT64_DEVICES:
             return _widened(tensor)
         storage = tensor.untyped_storage()
-        is_outdated = memory.numbers is not None and memory.numbers.numel() * real.itemsize != storage.nbytes()
+        is_outdated = (
+            memory.numbers is not None
+            and memory.numbers.numel() * real.itemsize != storage.nbytes()
+        )
         if is_outdated or (memory.numbers is None and for_writing):
-            memory.numbers = _converted(torch.empty(0, dtype=real, device=tensor.device).set_(storage))
+            memory.numbers = _converted(
+                torch.empty(0, dtype=real, device=tensor.device).set_(storage)
+            )
             self.new_bytes += memory.numbers.nbytes
         if memory.numbers is None:
             return _with_layout_of(tensor, _converted(_span(tensor)), 0)
@@ -134,7 +162,12 @@ class References:
         return _with_layout_of(tensor, memory.numbers, int(tensor.storage_offset()))
 
     def keep(
-        self, tensor: Tensor, reference: Tensor, exact: bool, is_second: bool = False, may_own: bool = False
+        self,
+        tensor: Tensor,
+        reference: Tensor,
+        exact: bool,
+        is_second: bool = False,
+        may_own: bool = False,
     ) -> None:
         """Make a reference that of a new tensor.
 
@@ -143,21 +176,27 @@ class References:
             reference: What it returned in float64.
             exact: Whether that was computed in float64 all the way.
             is_second: Whether another result of the same call lies in the same storage.
-            may_own: Whether nothing else uses the memory of the reference, so that it need not be copied.
+            may_own: Whether nothing else uses the memory of the reference, so that it need not be
+                copied.
         """
         memory, real = self.memory(tensor), _real_type(tensor.dtype)
         memory.exact = exact and (memory.exact or not is_second)
         if is_second and memory.numbers is not None and reference.shape == tensor.shape:
             self.of(tensor).copy_(reference)
             return
-        if tensor.device.type not in sketches.FLOAT64_DEVICES or self.is_disabled or not tensor.numel():
+        if (
+            tensor.device.type not in sketches.FLOAT64_DEVICES
+            or self.is_disabled
+            or not tensor.numel()
+        ):
             return
         if reference.shape != tensor.shape:
             memory.resized_reference = reference
             self.new_bytes += reference.nbytes
             return
         if 0 in tensor.stride():
-            memory.numbers = None  # one number stands at several places; it is read from the tensor when asked for
+            # one number stands at several places; it is read from the tensor when asked for
+            memory.numbers = None
             return
         dtype = torch.float64 if real.is_floating_point else real
         count = tensor.untyped_storage().nbytes() // real.itemsize
@@ -168,14 +207,18 @@ class References:
         memory.numbers = torch.zeros(count, dtype=dtype, device=tensor.device)
         self.of(tensor).copy_(reference)
 
-    def record_write(self, tensor: Tensor, exact: bool, is_repeated: bool, float32_draws: Tensor | None) -> None:
+    def record_write(
+        self, tensor: Tensor, exact: bool, is_repeated: bool, float32_draws: Tensor | None
+    ) -> None:
         """Record that an operation wrote to a tensor.
 
         Args:
             tensor: What it wrote to.
             exact: Whether the references of what it read are exact.
-            is_repeated: Whether it was repeated on the reference. If not, the recorded numbers are the reference.
-            float32_draws: For random numbers in a short format, those that would have been drawn in float32.
+            is_repeated: Whether it was repeated on the reference. If not, the recorded numbers are
+                the reference.
+            float32_draws: For random numbers in a short format, those that would have been drawn in
+                float32.
         """
         memory = self.memory(tensor)
         if self.is_disabled:
@@ -184,10 +227,14 @@ class References:
         fills_storage = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
         memory.exact = exact if fills_storage else exact and memory.exact
         if not is_repeated:
-            self.of(tensor, for_writing=True).copy_(tensor if float32_draws is None else float32_draws)
+            self.of(tensor, for_writing=True).copy_(
+                tensor if float32_draws is None else float32_draws
+            )
 
     def reread(self, tensor: Tensor) -> None:
-        """Take the recorded numbers of a storage for its reference, because something other than torch wrote to it."""
+        """Take the recorded numbers of a storage for its reference, because something other than
+        torch wrote to it.
+        """
         memory = self.memory(tensor)
         memory.exact = memory.exact and memory.maker is None
         memory.version += 1
@@ -197,7 +244,9 @@ class References:
     def record_copy(self, out: Tensor, source: Tensor) -> None:
         """Record that a new tensor is a copy of another one, in whatever format."""
         if sketches.is_strided(out) and sketches.is_strided(source) and out is not source:
-            same_storage = storage_identity(out.untyped_storage()) == storage_identity(source.untyped_storage())
+            same_storage = storage_identity(out.untyped_storage()) == storage_identity(
+                source.untyped_storage()
+            )
             same_numbers = out.dtype == source.dtype and not self.has_copy(source)
             if not same_storage and not same_numbers and out.shape == source.shape:
                 self.keep(out, self.of(source), self.memory(source).exact)
@@ -208,9 +257,11 @@ class References:
         self.is_disabled = True
         self.failures["all operations"] = "there was not enough memory for float64 copies"
 
-    # --- operations ---------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------
 
-    def inputs_of(self, args: Sequence[Nested], kwargs: dict[str, Nested], written: Sequence[Tensor] = ()) -> Nested:
+    def inputs_of(
+        self, args: Sequence[Nested], kwargs: dict[str, Nested], written: Sequence[Tensor] = ()
+    ) -> Nested:
         """The arguments of a call as its reference takes them.
 
         Args:
@@ -225,7 +276,13 @@ class References:
             if isinstance(value, Tensor):
                 return self.of(value) if sketches.is_strided(value) else _widened(value)
             if isinstance(value, torch.dtype):
-                return torch.complex128 if value.is_complex else torch.float64 if value.is_floating_point else value
+                return (
+                    torch.complex128
+                    if value.is_complex
+                    else torch.float64
+                    if value.is_floating_point
+                    else value
+                )
             return value
 
         inputs = map_nested(substitute, (list(args), dict(kwargs)))
@@ -247,7 +304,8 @@ class References:
         out: Nested,
         is_random: bool,
     ) -> Nested | None:
-        """The results of an operation on the references; what it writes to them is written. None if that fails.
+        """The results of an operation on the references; what it writes to them is written. None if
+        that fails.
 
         Args:
             operation: An overload of `torch.ops`.
@@ -273,18 +331,26 @@ class References:
             if name in ("_softmax", "_log_softmax"):
                 args = [*args[:2], False]  # whose last argument says that float16 becomes float32
             makes_reals = any(sketches.is_float_or_complex(t) for t in find_tensors(out))
-            if "dtype" in argument_names(operation) and makes_reals and not find_tensors((args, kwargs)):
+            if (
+                "dtype" in argument_names(operation)
+                and makes_reals
+                and not find_tensors((args, kwargs))
+            ):
                 kwargs = kwargs | {"dtype": torch.float64}
             made = operation(*args, **kwargs)
             return () if made is None else made  # operations on lists return nothing
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no kernel for float64, or a check of torch's own
-            self.failures.setdefault(name, next(iter(str(error).splitlines()), type(error).__name__))
+            self.failures.setdefault(
+                name, next(iter(str(error).splitlines()), type(error).__name__)
+            )
             return None
 
 
-def _with_same_draws(operation: OpOverload, name: str, args: Nested, kwargs: Nested, out: Nested) -> Nested | None:
+def _with_same_draws(
+    operation: OpOverload, name: str, args: Nested, kwargs: Nested, out: Nested
+) -> Nested | None:
     """The reference of an operation that draws: its recorded draws, applied in float64."""
     named = named_arguments(operation, args, kwargs)
     if name == "native_dropout":
@@ -315,9 +381,11 @@ FACTORY_DRAWS = {
 def redraw_in_float32(
     operation: OpOverload, tensor: Tensor, args: Nested, kwargs: Nested, state: Tensor
 ) -> Tensor | None:
-    """What an operation that fills a tensor in a short format would have drawn in float32, from the same state.
+    """What an operation that fills a tensor in a short format would have drawn in float32, from the
+    same state.
 
-    Weights of a model in bfloat16 are drawn as those in float32 are, and rounded. None where the draws are others.
+    Weights of a model in bfloat16 are drawn as those in float32 are, and rounded. None where the
+    draws are others.
     """
     if tensor.device.type != "cpu":
         return None
@@ -336,7 +404,9 @@ def _span(tensor: Tensor) -> Tensor:
     """The real numbers of a storage from the first of a tensor's to its last."""
     real = _real_type(tensor.dtype)
     parts = tensor.dtype.itemsize // real.itemsize
-    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    length = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     flat = torch.empty(0, dtype=real, device=tensor.device).set_(tensor.untyped_storage())
     return flat.narrow(0, tensor.storage_offset() * parts, length * parts if tensor.numel() else 0)
 
@@ -347,7 +417,9 @@ def _converted(numbers: Tensor) -> Tensor:
 
 
 def _with_layout_of(tensor: Tensor, numbers: Tensor, offset: int) -> Tensor:
-    """A view of a flat tensor of real numbers, with the shape, strides and lazy signs of another tensor."""
+    """A view of a flat tensor of real numbers, with the shape, strides and lazy signs of another
+    tensor.
+    """
     flat = torch.view_as_complex(numbers.view(-1, 2)) if tensor.is_complex() else numbers
     view = flat.as_strided(tensor.shape, tensor.stride(), offset)
     view = view.conj() if tensor.is_conj() else view
@@ -355,7 +427,9 @@ def _with_layout_of(tensor: Tensor, numbers: Tensor, offset: int) -> Tensor:
 
 
 def _has_layout(reference: Tensor, tensor: Tensor, count: int) -> bool:
-    """Whether a real reference lies in memory as a tensor does, whose storage has so many numbers."""
+    """Whether a real reference lies in memory as a tensor does, whose storage has so many
+    numbers.
+    """
     same_offset = int(reference.storage_offset()) == int(tensor.storage_offset())
     same_places = same_offset and reference.stride() == tensor.stride()
     same_size = reference.untyped_storage().nbytes() == count * reference.dtype.itemsize
@@ -369,6 +443,9 @@ def _real_type(dtype: torch.dtype) -> torch.dtype:
 def _widened(tensor: Tensor) -> Tensor:
     """The recorded numbers in float64; whole numbers as they are."""
     tensor = tensor.detach()
-    if not sketches.is_float_or_complex(tensor) or tensor.device.type not in sketches.FLOAT64_DEVICES:
+    if (
+        not sketches.is_float_or_complex(tensor)
+        or tensor.device.type not in sketches.FLOAT64_DEVICES
+    ):
         return tensor.clone()
     return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()

@@ -1,8 +1,8 @@
 """Where two executions whose results differ in float64 begin to differ.
 
-A value is certified if it has a counterpart in the other execution, or if all that was made of it has. A source is an
-operation on the way to a differing result whose inputs are all certified, and whose output is not: of the same values
-it makes something that the other execution has not.
+A value is certified if it has a counterpart in the other execution, or if all that was made of it
+has. A source is an operation on the way to a differing result whose inputs are all certified, and
+whose output is not: of the same values it makes something that the other execution has not.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from gpulab.audits.graphs import Graph, Node
 from gpulab.audits.traces import alignment_key
 from gpulab.audits.values import Value, finite_distance
 
-# Operations that read only the shape of an input, or the ranges of its numbers. Their outputs do not certify it.
+# Operations that read only the shape of an input, or the ranges of its numbers. Their outputs do
+# not certify it.
 _SHAPE_READING_OPERATIONS = """
-    empty_like eq full_like ge gt isfinite isinf isnan le lt ne new_full new_ones new_zeros ones_like rand_like
-    randn_like zeros_like
+    empty_like eq full_like ge gt isfinite isinf isnan le lt ne new_full new_ones new_zeros
+    ones_like rand_like randn_like zeros_like
 """
 SHAPE_READING_OPERATIONS = frozenset(_SHAPE_READING_OPERATIONS.split())
 # The positions of inputs of which an operation reads only the shape.
@@ -30,14 +31,16 @@ SHAPE_INPUT_POSITIONS = {"nll_loss_backward": 1, "nll_loss2d_backward": 1}
 # Operations that discard some of their input: a value that they discard may be wrong.
 _SELECTING_OPERATIONS = """
     amax amin clamp_min diagonal embedding gather index index_select kthvalue masked_select max
-    max_pool2d_with_indices min narrow relu select slice split split_with_sizes take topk unbind unsafe_split where
+    max_pool2d_with_indices min narrow relu select slice split split_with_sizes take topk unbind
+    unsafe_split where
 """
 SELECTING_OPERATIONS = frozenset(_SELECTING_OPERATIONS.split())
-# Operations that map distant values to close ones: those of Adam's first update are signs, a normalisation forgets size
-# and offset, a softmax forgets an offset.
+# Operations that map distant values to close ones: those of Adam's first update are signs, a
+# normalisation forgets size and offset, a softmax forgets an offset.
 _SCALE_FORGETTING_OPERATIONS = """
-    addcdiv cudnn_batch_norm _foreach_addcdiv _foreach_sqrt _fused_adam _fused_adamw _log_softmax miopen_batch_norm
-    native_batch_norm native_group_norm native_layer_norm _native_batch_norm_legit sgn sign _softmax sqrt
+    addcdiv cudnn_batch_norm _foreach_addcdiv _foreach_sqrt _fused_adam _fused_adamw
+    _log_softmax miopen_batch_norm native_batch_norm native_group_norm native_layer_norm
+    _native_batch_norm_legit sgn sign _softmax sqrt
 """
 SCALE_FORGETTING_OPERATIONS = frozenset(_SCALE_FORGETTING_OPERATIONS.split())
 
@@ -49,7 +52,8 @@ class Source:
     Attributes:
         a: The first operation of the first side whose result has no counterpart, if there is one.
         b: That of the second side.
-        data_a: The value from outside of the step of the first side that has no counterpart, if there is one.
+        data_a: The value from outside of the step of the first side that has no counterpart, if
+            there is one.
         data_b: That of the second side.
         user: The operation that uses the data.
         share_inputs: Whether the operations of the two sides were given a value that both have.
@@ -69,7 +73,9 @@ class Source:
 
 
 class SideSearch:
-    """One of two executions: which of its values are certified, and where it begins to differ from the other."""
+    """One of two executions: which of its values are certified, and where it begins to differ
+    from the other.
+    """
 
     def __init__(self, comparison: Comparison, side: int) -> None:
         self.comparison, self.side = comparison, side
@@ -78,13 +84,25 @@ class SideSearch:
 
     @cached_property
     def foreign_values(self) -> set[Value]:
-        """Values computed from data, random numbers or an order of numbers that the other execution does not have."""
-        foreign = {value for value in self.graph.values() if value in self.comparison.matches.permuted_values}
+        """Values computed from data, random numbers or an order of numbers that the other
+        execution does not have.
+        """
+        foreign = {
+            value
+            for value in self.graph.values()
+            if value in self.comparison.matches.permuted_values
+        }
         for value in self.graph.users:
-            if value not in self.graph.maker and value not in self.matched_values and value.count > 1:
+            if (
+                value not in self.graph.maker
+                and value not in self.matched_values
+                and value.count > 1
+            ):
                 foreign.add(value)
         for node in self.graph.nodes:
-            draws_other_numbers = node.op.is_random and not all(v in self.matched_values for v in node.outputs)
+            draws_other_numbers = node.op.is_random and not all(
+                v in self.matched_values for v in node.outputs
+            )
             if draws_other_numbers or not foreign.isdisjoint(node.inputs):
                 foreign.update(value for value in node.outputs if value not in self.matched_values)
         return foreign
@@ -93,7 +111,9 @@ class SideSearch:
     def certified_values(self) -> set[Value]:
         """Values that have a counterpart, or lead to one."""
         certified = {
-            value for value in self.graph.values() if value in self.matched_values and self._is_conclusive(value)
+            value
+            for value in self.graph.values()
+            if value in self.matched_values and self._is_conclusive(value)
         }
         for node in self.graph.nodes:
             if not node.op.is_random and (not node.inputs or node.op.name.endswith("_like")):
@@ -110,7 +130,10 @@ class SideSearch:
                 or node.op.name in SCALE_FORGETTING_OPERATIONS
             ):
                 continue
-            if any(self.comparison.tolerance(value) > tol.MAX_CERTIFYING_TOLERANCE for value in node.outputs):
+            if any(
+                self.comparison.tolerance(value) > tol.MAX_CERTIFYING_TOLERANCE
+                for value in node.outputs
+            ):
                 continue  # values that are compared with a wide tolerance may be equal by chance
             used_outputs = [
                 value
@@ -123,20 +146,29 @@ class SideSearch:
                 certified.update(self._implied_inputs(node, used_outputs))
         for node in self.graph.nodes:
             if node.op.is_view and certified.issuperset(node.inputs):
-                certified.update(value for value in node.outputs if value not in self.foreign_values)
+                certified.update(
+                    value for value in node.outputs if value not in self.foreign_values
+                )
         return certified
 
     def _is_conclusive(self, value: Value) -> bool:
-        """Whether the counterpart of a value is no coincidence: it has various numbers, or the same call made it."""
+        """Whether the counterpart of a value is no coincidence: it has various numbers, or the
+        same call made it.
+        """
         if not value.is_uninformative or (value.is_pure_rounding and value.is_float_or_complex):
             return True
         node = self.graph.maker.get(value)
         counterparts = self.comparison.matches.equal.get(value, [])
-        makers = [self.comparison.graphs[1 - self.side].maker.get(counterpart) for counterpart in counterparts]
+        makers = [
+            self.comparison.graphs[1 - self.side].maker.get(counterpart)
+            for counterpart in counterparts
+        ]
         if node is None:
             return None in makers
         return any(
-            maker is not None and maker.op.name == node.op.name and not differing_arguments(node.op, maker.op)
+            maker is not None
+            and maker.op.name == node.op.name
+            and not differing_arguments(node.op, maker.op)
             for maker in makers
         )
 
@@ -153,8 +185,12 @@ class SideSearch:
             and not (is_selecting and n_outputs < value.count)
         ]
 
-    def find_sources(self, differing: Sequence[Value]) -> tuple[list[Node], list[tuple[Value, Node | None]]]:
-        """The operations, and the data with their users, at which the paths to differing values begin to differ."""
+    def find_sources(
+        self, differing: Sequence[Value]
+    ) -> tuple[list[Node], list[tuple[Value, Node | None]]]:
+        """The operations, and the data with their users, at which the paths to differing values
+        begin to differ.
+        """
         nodes: dict[Node, None] = {}
         data: list[tuple[Value, Node | None]] = []
         visited: set[Value] = set()
@@ -162,7 +198,11 @@ class SideSearch:
         while queue:
             value = queue.popleft()
             has_counterpart = value in self.matched_values and self._is_conclusive(value)
-            if value in visited or has_counterpart or (value in self.certified_values and value not in differing):
+            if (
+                value in visited
+                or has_counterpart
+                or (value in self.certified_values and value not in differing)
+            ):
                 continue
             visited.add(value)
             node = self.graph.maker.get(value)
@@ -176,7 +216,9 @@ class SideSearch:
 
 
 def find_sources(comparison: Comparison) -> list[Source]:
-    """Find where the executions begin to differ: data first, then random numbers, then operations in order."""
+    """Find where the executions begin to differ: data first, then random numbers, then
+    operations in order.
+    """
     comparison.matches.match_parts()
     sides = [SideSearch(comparison, side) for side in (0, 1)]
     differing: list[list[Value]] = [[], []]
@@ -187,7 +229,10 @@ def find_sources(comparison: Comparison) -> list[Source]:
             differing[side] += comparison.values(op)
     nodes_a, data_a = sides[0].find_sources(differing[0])
     nodes_b, data_b = sides[1].find_sources(differing[1])
-    return [*_pair_data(comparison, data_a, data_b), *_pair_operations(comparison, nodes_a, nodes_b)]
+    return [
+        *_pair_data(comparison, data_a, data_b),
+        *_pair_operations(comparison, nodes_a, nodes_b),
+    ]
 
 
 def _pair_data(
@@ -199,15 +244,21 @@ def _pair_data(
     sources = []
     unpaired_b = list(data_b)
     for value, user in data_a:
-        candidates = [(value_b, user_b) for value_b, user_b in unpaired_b if value_b.shape == value.shape]
-        value_b, user_b = min(candidates, key=lambda pair: comparison.gap(value, pair[0]), default=(None, None))
+        candidates = [
+            (value_b, user_b) for value_b, user_b in unpaired_b if value_b.shape == value.shape
+        ]
+        value_b, user_b = min(
+            candidates, key=lambda pair: comparison.gap(value, pair[0]), default=(None, None)
+        )
         if value_b is not None:
             unpaired_b.remove((value_b, user_b))
         sources.append(Source(data_a=value, data_b=value_b, user=user_b or user))
     return sources + [Source(data_b=value, user=user) for value, user in unpaired_b]
 
 
-def _pair_operations(comparison: Comparison, nodes_a: Sequence[Node], nodes_b: Sequence[Node]) -> list[Source]:
+def _pair_operations(
+    comparison: Comparison, nodes_a: Sequence[Node], nodes_b: Sequence[Node]
+) -> list[Source]:
     """Pair operations of both sides that have an input in common."""
     graph_a, graph_b = comparison.graphs
 
@@ -215,7 +266,10 @@ def _pair_operations(comparison: Comparison, nodes_a: Sequence[Node], nodes_b: S
         inputs_a = _inputs_and_bases(graph_a, a)
         inputs_b = _inputs_and_bases(graph_b, b)
         counterparts = {
-            w for value in inputs_a if not value.is_uninformative for w in comparison.matches.equal.get(value, ())
+            w
+            for value in inputs_a
+            if not value.is_uninformative
+            for w in comparison.matches.equal.get(value, ())
         }
         has_common_input = not counterparts.isdisjoint(inputs_b)
         is_same_kernel = kernel_name(a.op) == kernel_name(b.op)
@@ -239,18 +293,26 @@ def _pair_operations(comparison: Comparison, nodes_a: Sequence[Node], nodes_b: S
     lengths = [len(graph.nodes) for graph in comparison.graphs]
 
     def sort_key(source: Source) -> tuple[bool, float]:
-        positions = [node.number / length for node, length in zip((source.a, source.b), lengths, strict=True) if node]
+        positions = [
+            node.number / length
+            for node, length in zip((source.a, source.b), lengths, strict=True)
+            if node
+        ]
         return not any(node.op.is_random for node in source.nodes), min(positions)
 
     return _merge_first_sources(sorted(sources, key=sort_key))
 
 
 def _merge_first_sources(sources: list[Source]) -> list[Source]:
-    """The sources, where the first, if of one side only, is merged with the first that only the other side has."""
+    """The sources, where the first, if of one side only, is merged with the first that only the
+    other side has.
+    """
     if not sources or (sources[0].a and sources[0].b):
         return sources
     first = sources[0]
-    counterpart = next((s for s in sources[1:] if len(s.nodes) == 1 and bool(s.a) != bool(first.a)), None)
+    counterpart = next(
+        (s for s in sources[1:] if len(s.nodes) == 1 and bool(s.a) != bool(first.a)), None
+    )
     if counterpart is None or any(node.op.is_random for node in (*first.nodes, *counterpart.nodes)):
         return sources
     merged = Source(a=first.a or counterpart.a, b=first.b or counterpart.b, share_inputs=False)
@@ -258,7 +320,9 @@ def _merge_first_sources(sources: list[Source]) -> list[Source]:
 
 
 def _with_same_call(comparison: Comparison, source: Source) -> Source:
-    """A source of one side alone, with the operation of the same line on the other side, if there is just one."""
+    """A source of one side alone, with the operation of the same line on the other side, if
+    there is just one.
+    """
     if len(source.nodes) == 2:
         return source
     (node,) = source.nodes
@@ -274,7 +338,11 @@ def same_call(comparison: Comparison, node: Node) -> Node | None:
 
     def find_same_calls(graph: Graph) -> list[Node]:
         key = (alignment_key(node.op), node.op.line)
-        return [candidate for candidate in graph.nodes if (alignment_key(candidate.op), candidate.op.line) == key]
+        return [
+            candidate
+            for candidate in graph.nodes
+            if (alignment_key(candidate.op), candidate.op.line) == key
+        ]
 
     same_side_calls = find_same_calls(comparison.graphs[side])
     counterparts = find_same_calls(comparison.graphs[1 - side])
@@ -294,10 +362,12 @@ def _inputs_and_bases(graph: Graph, node: Node) -> set[Value]:
 
 
 def find_external_values(comparison: Comparison, sources: Sequence[Source]) -> dict[Value, float]:
-    """Find values that enter from outside of torch, or by a number that was read, and differ only by rounding.
+    """Find values that enter from outside of torch, or by a number that was read, and differ only
+    by rounding.
 
     Returns:
-        The values of both sides, and the difference between them. Results of nondeterministic operations are included.
+        The values of both sides, and the difference between them. Results of nondeterministic
+        operations are included.
     """
     external_values: dict[Value, float] = {}
     for source in sources:
@@ -319,24 +389,31 @@ def find_external_values(comparison: Comparison, sources: Sequence[Source]) -> d
 
 
 def _max_external_gap(comparison: Comparison, source: Source) -> float:
-    """The largest difference between data that the program may have computed from values that were rounded before."""
+    """The largest difference between data that the program may have computed from values that
+    were rounded before.
+    """
     deviations = [0.0]
     for graph, value in zip(comparison.graphs, (source.data_a, source.data_b), strict=True):
         users = graph.users.get(value, []) if value is not None else []
         first_use = min((node.number for node in users), default=0)
-        earlier_values = (v for node in graph.nodes[:first_use] for v in node.outputs if not v.is_pure_rounding)
+        earlier_values = (
+            v for node in graph.nodes[:first_use] for v in node.outputs if not v.is_pure_rounding
+        )
         deviations += [v.deviation for v in earlier_values if math.isfinite(v.deviation)]
     return max(
         tol.EXTERNAL_DATA_TOLERANCE,
-        min(tol.MAX_EXTERNAL_DATA_TOLERANCE, tol.EXTERNAL_TOLERANCE_PER_DEVIATION * max(deviations)),
+        min(
+            tol.MAX_EXTERNAL_DATA_TOLERANCE, tol.EXTERNAL_TOLERANCE_PER_DEVIATION * max(deviations)
+        ),
     )
 
 
 def _is_negligible_difference(a: Node, b: Node, source: Source) -> bool:
     """Whether two operations differ although they compute the same function.
 
-    They were given floats that differ by rounding, or are nondeterministic, or are kernels of one operation whose
-    results in float64 differ by less than a rounding of float32, because some kernels have constants in float32.
+    They were given floats that differ by rounding, or are nondeterministic, or are kernels of one
+    operation whose results in float64 differ by less than a rounding of float32, because some
+    kernels have constants in float32.
     """
     if _has_rounded_arguments(a, b) or _is_within_spread(source):
         return True
@@ -346,14 +423,19 @@ def _is_negligible_difference(a: Node, b: Node, source: Source) -> bool:
     gaps = [
         finite_distance(y.reference, x.reference)
         for x, y in pairs
-        if x.is_float_or_complex and x.reference is not None and y.reference is not None and x.shape == y.shape
+        if x.is_float_or_complex
+        and x.reference is not None
+        and y.reference is not None
+        and x.shape == y.shape
     ]
     is_same_call = kernel_name(a.op) == kernel_name(b.op) and not differing_arguments(a.op, b.op)
     return is_same_call and bool(gaps) and max(gaps) <= tol.SAME_VALUE_TOLERANCE
 
 
 def _is_within_spread(source: Source) -> bool:
-    """Whether two nondeterministic operations differ by no more than one of them does when it is repeated."""
+    """Whether two nondeterministic operations differ by no more than one of them does when it is
+    repeated.
+    """
     assert source.a is not None
     assert source.b is not None
     spread = max((node.op.spread or 0.0 for node in source.nodes), default=0.0)
@@ -363,15 +445,25 @@ def _is_within_spread(source: Source) -> bool:
         if v.reference is not None and w.reference is not None
     )
     is_same_kernel = kernel_name(source.a.op) == kernel_name(source.b.op)
-    return is_same_kernel and spread > 0 and max(gaps, default=math.inf) <= tol.MAX_REPEAT_SPREAD_RATIO * spread
+    return (
+        is_same_kernel
+        and spread > 0
+        and max(gaps, default=math.inf) <= tol.MAX_REPEAT_SPREAD_RATIO * spread
+    )
 
 
 def _has_rounded_arguments(a: Node, b: Node) -> bool:
-    """Whether two calls have the same arguments, except for floats that differ by rounding, as read from tensors."""
+    """Whether two calls have the same arguments, except for floats that differ by rounding, as
+    read from tensors.
+    """
     if a.op.name != b.op.name or a.op.arguments.keys() != b.op.arguments.keys():
         return False
-    pairs = [(x, b.op.arguments[name]) for name, x in a.op.arguments.items() if x != b.op.arguments[name]]
+    pairs = [
+        (x, b.op.arguments[name]) for name, x in a.op.arguments.items() if x != b.op.arguments[name]
+    ]
     return bool(pairs) and all(
-        isinstance(x, float) and isinstance(y, float) and abs(x - y) <= tol.EXTERNAL_DATA_TOLERANCE * abs(x)
+        isinstance(x, float)
+        and isinstance(y, float)
+        and abs(x - y) <= tol.EXTERNAL_DATA_TOLERANCE * abs(x)
         for x, y in pairs
     )

@@ -1,6 +1,8 @@
-"""One execution of a training step, watched below autograd: every operation that it runs, and what came of it.
+"""One execution of a training step, watched below autograd: every operation that it runs, and what
+came of it.
 
-The results of a step are its loss, gradients and updates. Modules, optimizers and leaves are put back afterwards.
+The results of a step are its loss, gradients and updates. Modules, optimizers and leaves are put
+back afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ from gpulab._torch_internals import (
     written_tensors,
 )
 from gpulab.audits import count_sketch as sketches
-from gpulab.audits.references import HALF_PRECISION_DTYPES, UNREPEATED_OPERATIONS, References, redraw_in_float32
+from gpulab.audits.references import (
+    HALF_PRECISION_DTYPES,
+    UNREPEATED_OPERATIONS,
+    References,
+    redraw_in_float32,
+)
 from gpulab.audits.rounding import forward_error
 from gpulab.audits.traces import RESULT, Operation, as_json
 from gpulab.audits.twins import DEFINITIONS, writes_to_arguments
@@ -52,8 +59,9 @@ from gpulab.numerics.emulation import COMPOSED_OPERATIONS
 from gpulab.steps import Snapshot
 
 IGNORED_OPERATIONS = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
-# What kernels return in addition to their results, by the names of torch's schemas. These are no data, but notes for
-# the backward pass, which are unset if nothing is dropped, or uninitialised memory.
+# What kernels return in addition to their results, by the names of torch's schemas. These are no
+# data, but notes for the backward pass, which are unset if nothing is dropped, or uninitialised
+# memory.
 AUXILIARY_OUTPUTS = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
 AUXILIARY_OUTPUTS |= {
     "weight_buf",
@@ -61,7 +69,8 @@ AUXILIARY_OUTPUTS |= {
     "dropout_state",
 }  # of cuDNN's recurrent layers: the weights again, and its own
 AUXILIARY_OUTPUTS |= {"logsumexp", "log_sumexp", "log_alpha"}  # these are only written in part
-# Kernels that write to an input although their schema does not say so: cuDNN's notes of the forward pass serve once.
+# Kernels that write to an input although their schema does not say so: cuDNN's notes of the forward
+# pass serve once.
 UNDECLARED_WRITERS = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
 MAX_TRACKED_UPDATE_SIZE = 1 << 28  # numbers of a leaf of which lost updates are counted
 MAX_SIMPLE_NUMBER_DIGITS = 5  # of a number that may be a constant
@@ -87,7 +96,9 @@ class Call:
         read_arguments: The arguments that it reads.
     """
 
-    def __init__(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> None:
+    def __init__(
+        self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]
+    ) -> None:
         self.operation = operation
         self.name = name
         self.args = args
@@ -96,13 +107,21 @@ class Call:
         self.arguments = {key: as_json(value) for key, value in self.named_args.items()}
         self.input_tensors = find_tensors((args, kwargs))
         self.mutated_tensors = [
-            t for t in written_tensors(operation, args, kwargs) if sketches.is_strided(t) and t.numel()
+            t
+            for t in written_tensors(operation, args, kwargs)
+            if sketches.is_strided(t) and t.numel()
         ]
         bases = map(base_of, self.mutated_tensors)
-        self.bases = [base for base in bases if base is not None and base.numel() and sketches.is_strided(base)]
+        self.bases = [
+            base
+            for base in bases
+            if base is not None and base.numel() and sketches.is_strided(base)
+        ]
         self.is_mutating = writes_to_arguments(operation) or name in UNDECLARED_WRITERS
         self.is_random = _is_random(operation, self.arguments)
-        overwrites_argument = writes_to_arguments(operation) and (self.is_random or overwrites_first_argument(name))
+        overwrites_argument = writes_to_arguments(operation) and (
+            self.is_random or overwrites_first_argument(name)
+        )
         self.overwritten_argument = args[0] if overwrites_argument else None
         self.read_arguments = [
             v
@@ -116,17 +135,19 @@ class Call:
 
 
 class Tracer(UncompiledDispatchMode):
-    """Notes every operation below autograd, forward and backward; `results` follows what the step is for.
+    """Notes every operation below autograd, forward and backward; `results` follows what the step
+    is for.
 
     Args:
         on_operation: Is called after each operation.
-        is_measuring: Whether each value gets a float64 reference, and each operation is repeated to measure its error.
+        is_measuring: Whether each value gets a float64 reference, and each operation is repeated to
+            measure its error.
 
     Attributes:
         operations: What ran, in order.
         values: What the tensors held, by the names that the operations have for them.
-        is_preparing: Whether what runs belongs to no step: it moves a model and its batch to a setting. Copies get
-            the references of what they are copies of, and nothing is noted.
+        is_preparing: Whether what runs belongs to no step: it moves a model and its batch to a
+            setting. Copies get the references of what they are copies of, and nothing is noted.
     """
 
     def __init__(self, on_operation: Callable[[], object], is_measuring: bool = False) -> None:
@@ -140,7 +161,8 @@ class Tracer(UncompiledDispatchMode):
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
         self.names: dict[tuple[Nested, ...], str] = {}
-        self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}  # by where they lie, whatever their shape
+        # by where they lie, whatever their shape
+        self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}
         self.numbers_read: dict[float, str] = {}
         self.callers = OperationCallers()
 
@@ -167,8 +189,11 @@ class Tracer(UncompiledDispatchMode):
             )  # what lies there is nobody's data
         if has_wrapper_subclass(types):
             self.results.find_leaves(args)
-            return NotImplemented  # such as a nested tensor, whose class calls operations on its parts
-        if name == "_euclidean_dist":  # which has no kernel of its own: the root of a product, each seen by itself
+            return (
+                NotImplemented  # such as a nested tensor, whose class calls operations on its parts
+            )
+        # which has no kernel of its own: the root of a product, each seen by itself
+        if name == "_euclidean_dist":
             with self:
                 return decomposition_of(operation)(*args)
         if name in COMPOSED_OPERATIONS:  # nor have these, and what they call stands for them
@@ -179,12 +204,16 @@ class Tracer(UncompiledDispatchMode):
                 return operation.decompose(*args, **kwargs)
         return self._record_call(operation, name, args, kwargs)
 
-    def _prepare(self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]) -> Nested:
+    def _prepare(
+        self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]
+    ) -> Nested:
         """Run an operation that moves a model or its batch."""
         out = operation(*args, **kwargs)
         if self.is_measuring and name in COPY_OPERATIONS and isinstance(out, Tensor):
             source = args[1] if name == "copy" else args[0]
-            self._try_with_references(partial(as_guard_work(self.references.record_copy), out, source))
+            self._try_with_references(
+                partial(as_guard_work(self.references.record_copy), out, source)
+            )
         return out
 
     @as_guard_work
@@ -202,11 +231,15 @@ class Tracer(UncompiledDispatchMode):
         follows = self.is_measuring and not operation.is_view
         exact = follows and all(map(self._is_exact, find_tensors(call.read_arguments)))
         inputs = (
-            self._try_with_references(lambda: self.references.inputs_of(args, kwargs, call.mutated_tensors))
+            self._try_with_references(
+                lambda: self.references.inputs_of(args, kwargs, call.mutated_tensors)
+            )
             if follows
             else None
         )
-        draws_short = call.is_random and any(t.dtype in HALF_PRECISION_DTYPES for t in call.mutated_tensors)
+        draws_short = call.is_random and any(
+            t.dtype in HALF_PRECISION_DTYPES for t in call.mutated_tensors
+        )
         state = torch.get_rng_state() if draws_short else None
 
         out = self._retry_without_references(lambda: operation(*args, **kwargs))
@@ -217,7 +250,9 @@ class Tracer(UncompiledDispatchMode):
             memory.version, memory.maker = memory.version + 1, op
         reference_out = None
         if inputs is not None:
-            compute_reference = partial(self.references.compute, operation, name, inputs, out, is_random=call.is_random)
+            compute_reference = partial(
+                self.references.compute, operation, name, inputs, out, is_random=call.is_random
+            )
             reference_out = self._try_with_references(compute_reference)
         if follows:
             self._update_written_references(call, reference_out, exact, state)
@@ -229,34 +264,71 @@ class Tracer(UncompiledDispatchMode):
 
     def _start_record(self, call: Call) -> Operation:
         """The record of an operation that is about to run: its caller and its inputs."""
-        caller = self.callers.caller_of_operation(self.results.path[-1] if self.results.path else "")
+        caller = self.callers.caller_of_operation(
+            self.results.path[-1] if self.results.path else ""
+        )
         is_view = call.operation.is_view
-        op = Operation(call.name, *caller, [], [], [], "", call.arguments, is_random=call.is_random, is_view=is_view)
+        op = Operation(
+            call.name,
+            *caller,
+            [],
+            [],
+            [],
+            "",
+            call.arguments,
+            is_random=call.is_random,
+            is_view=is_view,
+        )
         op.inputs = [self.value_of(t) for t in _numeric_tensors(call.read_arguments)]
         op.lanes = _count_lanes(call.name, call.named_args, op.inputs)
         base_values = [self.value_of(base) for base in call.bases]
         op.inputs += [value for value in base_values if value not in op.inputs]
         read = call.args[1:] if call.overwritten_argument is not None else call.args
         self._retry_without_references(lambda: self.results.find_leaves(read))
-        self._retry_without_references(lambda: self.results.save_initial_contents(call.mutated_tensors))
+        self._retry_without_references(
+            lambda: self.results.save_initial_contents(call.mutated_tensors)
+        )
         return op
 
-    def _update_written_references(self, call: Call, made: Nested | None, exact: bool, state: Tensor | None) -> None:
+    def _update_written_references(
+        self, call: Call, made: Nested | None, exact: bool, state: Tensor | None
+    ) -> None:
         """Update the references of what an operation wrote to."""
         float32_draws = None
         if state is not None:
-            float32_draws = redraw_in_float32(call.operation, call.mutated_tensors[0], call.args, call.kwargs, state)
-        is_repeated = made is not None and not call.is_random and call.name not in UNREPEATED_OPERATIONS
+            float32_draws = redraw_in_float32(
+                call.operation, call.mutated_tensors[0], call.args, call.kwargs, state
+            )
+        is_repeated = (
+            made is not None and not call.is_random and call.name not in UNREPEATED_OPERATIONS
+        )
         for t in call.mutated_tensors:
             self._try_with_references(
-                partial(self.references.record_write, t, exact and made is not None, is_repeated, float32_draws)
+                partial(
+                    self.references.record_write,
+                    t,
+                    exact and made is not None,
+                    is_repeated,
+                    float32_draws,
+                )
             )
 
     def _store_new_references(
-        self, call: Call, op: Operation, out: Nested, made: Nested | None, exact: bool, follows: bool, inputs: Nested
+        self,
+        call: Call,
+        op: Operation,
+        out: Nested,
+        made: Nested | None,
+        exact: bool,
+        follows: bool,
+        inputs: Nested,
     ) -> None:
         """Store the references of new tensors, and the operation that made them."""
-        input_storages = {storage_identity(t.untyped_storage()) for t in call.input_tensors if sketches.is_strided(t)}
+        input_storages = {
+            storage_identity(t.untyped_storage())
+            for t in call.input_tensors
+            if sketches.is_strided(t)
+        }
         # Storages that the reference of a result may share with something else.
         others = find_tensors((inputs, call.input_tensors, out))
         shared = {storage_identity(t.untyped_storage()) for t in others if sketches.is_strided(t)}
@@ -273,25 +345,36 @@ class Tracer(UncompiledDispatchMode):
                 content, is_second = t if reference is None else reference, storage in new
                 may_own = storage_identity(content.untyped_storage()) not in shared
                 shared.add(storage_identity(content.untyped_storage()))
-                self._try_with_references(partial(self.references.keep, t, content, is_exact, is_second, may_own))
+                self._try_with_references(
+                    partial(self.references.keep, t, content, is_exact, is_second, may_own)
+                )
             self.references.memory(t).maker = op
             new.add(storage)
         for t in find_tensors(out) if follows else ():
             same_type = bool(call.input_tensors) and t.dtype == call.input_tensors[0].dtype
-            is_copy = same_type and call.name in COPY_OPERATIONS and self._is_exact(call.input_tensors[0])
-            if not sketches.is_strided(t) and not is_copy:  # the references of sparse tensors are not followed
+            is_copy = (
+                same_type and call.name in COPY_OPERATIONS and self._is_exact(call.input_tensors[0])
+            )
+            # the references of sparse tensors are not followed
+            if not sketches.is_strided(t) and not is_copy:
                 for memory in map(self.references.memory, sketches.nonempty_components(t)):
                     memory.exact, memory.maker = False, op
 
     def _record_number_read(self, number: float, value: str) -> None:
-        """Record that the program read a number from a tensor, so that its reference uses the exact number."""
+        """Record that the program read a number from a tensor, so that its reference uses the
+        exact number.
+        """
         self.numbers_read[number] = value
         reference = self.values[value].reference
         if reference is not None and not _is_simple_number(number):
             self.references.read_numbers[number] = float(reference[0])
 
     def _finish_record(
-        self, call: Call, op: Operation, out: Nested, before: tuple[Sequence[Nested], dict[str, Nested]]
+        self,
+        call: Call,
+        op: Operation,
+        out: Nested,
+        before: tuple[Sequence[Nested], dict[str, Nested]],
     ) -> None:
         """Complete the record of an operation that has run, unless it returned no numbers."""
         raw_results = returned_or_written(call.operation, call.args, out)
@@ -314,7 +397,9 @@ class Tracer(UncompiledDispatchMode):
         self.on_operation()
 
     def _try_with_references(self, function: Callable[[], Nested]) -> Nested:
-        """Call a function of the references; if memory runs out, return None and continue without references."""
+        """Call a function of the references; if memory runs out, return None and continue
+        without references.
+        """
         try:
             return function()
         except torch.OutOfMemoryError:
@@ -340,7 +425,9 @@ class Tracer(UncompiledDispatchMode):
         written_to: bool,
         raw_results: Nested,
     ) -> None:
-        """Measure whether an operation returns the same bits when it is repeated, and its error against float64."""
+        """Measure whether an operation returns the same bits when it is repeated, and its error
+        against float64.
+        """
         args, kwargs = map_nested(_copy_tensor, before) if written_to else before
         repeated_out = operation(*args, **kwargs)
         repeated = _numeric_results(operation, returned_or_written(operation, args, repeated_out))
@@ -352,9 +439,11 @@ class Tracer(UncompiledDispatchMode):
             )
         # Tensors of other layouts are compared by their parts alone.
         if all(map(sketches.is_strided, find_tensors((before, raw_results)))):
-            vars(op).update(vars(forward_error(operation, op.name, before[0], before[1], raw_results)))
+            vars(op).update(
+                vars(forward_error(operation, op.name, before[0], before[1], raw_results))
+            )
 
-    # --- values -------------------------------------------------------------------------------------------
+    # --- values -----------------------------------------------------------------------------------
 
     def value_of(self, tensor: Tensor, maker: Operation | None = None) -> str:
         """The name of what a tensor holds now; the value is kept.
@@ -369,7 +458,11 @@ class Tracer(UncompiledDispatchMode):
         name = self.names.get(key)
         if name is not None and sketches.content_id(tensor, digest) == self.values[name].content:
             return name
-        flat = _value_key(tensor.view(-1), memory.serial, memory.version) if tensor.is_contiguous() else ()
+        flat = (
+            _value_key(tensor.view(-1), memory.serial, memory.version)
+            if tensor.is_contiguous()
+            else ()
+        )
         known_digest, same = self.flat_values.get(flat, (digest, None))
         if name is not None or known_digest != digest:
             self.references.reread(tensor)  # NumPy, or another library, has written to it
@@ -394,13 +487,19 @@ class Tracer(UncompiledDispatchMode):
                 return None
             return Value.of(tensor, reference, references.memory(tensor).exact, slabs, digest, same)
 
-        value = self._try_with_references(make_value) if self.is_measuring and not references.is_disabled else None
+        value = (
+            self._try_with_references(make_value)
+            if self.is_measuring and not references.is_disabled
+            else None
+        )
         return value or self._retry_without_references(
             lambda: Value.as_recorded(tensor, self.is_measuring, slabs, digest, same)
         )
 
     def _is_exact(self, tensor: Tensor) -> bool:
-        """Whether a tensor's reference was computed in float64 all the way; of another layout, whether it is data."""
+        """Whether a tensor's reference was computed in float64 all the way; of another layout,
+        whether it is data.
+        """
         if sketches.is_strided(tensor):
             return self.references.is_exact([tensor])
         memories = map(self.references.memory, sketches.nonempty_components(tensor))
@@ -408,12 +507,16 @@ class Tracer(UncompiledDispatchMode):
 
 
 def _is_simple_number(number: float) -> bool:
-    """Whether a number has so few digits that a program may have it from elsewhere, such as one half.
+    """Whether a number has so few digits that a program may have it from elsewhere, such as one
+    half.
 
     >>> _is_simple_number(0.125), _is_simple_number(0.31783719360828)
     (True, False)
     """
-    return len(repr(number).lstrip("-0.").replace(".", "").partition("e")[0]) <= MAX_SIMPLE_NUMBER_DIGITS
+    return (
+        len(repr(number).lstrip("-0.").replace(".", "").partition("e")[0])
+        <= MAX_SIMPLE_NUMBER_DIGITS
+    )
 
 
 def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
@@ -423,7 +526,9 @@ def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
 
 
 def _pair_with_references(out: Nested, made: Nested) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Each tensor of what an operation returned, with what stands in its place among the results of the reference."""
+    """Each tensor of what an operation returned, with what stands in its place among the results
+    of the reference.
+    """
     if isinstance(out, Tensor):
         yield out, made if isinstance(made, Tensor) else None
     elif isinstance(out, list | tuple):
@@ -433,10 +538,14 @@ def _pair_with_references(out: Nested, made: Nested) -> Iterator[tuple[Tensor, T
 
 
 def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
-    """For an operation on lists of tensors: how many tensors a list has, and how many lists there are; else nothing."""
+    """For an operation on lists of tensors: how many tensors a list has, and how many lists
+    there are; else nothing.
+    """
     if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return []
-    lists = [value for value in named.values() if isinstance(value, list | tuple) and find_tensors(value)]
+    lists = [
+        value for value in named.values() if isinstance(value, list | tuple) and find_tensors(value)
+    ]
     lengths = {len(find_tensors(value)) for value in lists}
     if len(lengths) != 1 or len(lists) * min(lengths) > len(inputs):
         return []
@@ -444,10 +553,14 @@ def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) 
 
 
 def _numeric_tensors(values: Nested) -> list[Tensor]:
-    """The tensors among nested values; bytes that a kernel keeps beside numbers are its own affair."""
+    """The tensors among nested values; bytes that a kernel keeps beside numbers are its own
+    affair.
+    """
     tensors = sketches.nonempty_components(values)
     return (
-        [t for t in tensors if t.dtype != torch.uint8] if any(map(sketches.is_float_or_complex, tensors)) else tensors
+        [t for t in tensors if t.dtype != torch.uint8]
+        if any(map(sketches.is_float_or_complex, tensors))
+        else tensors
     )
 
 
@@ -455,7 +568,11 @@ def _numeric_results(operation: OpOverload, raw_results: Nested) -> list[Tensor]
     """What an operation made of tensors, without its notes."""
     names = result_names(operation)
     if isinstance(raw_results, tuple) and len(raw_results) == len(names):
-        raw_results = [value for name, value in zip(names, raw_results, strict=True) if name not in AUXILIARY_OUTPUTS]
+        raw_results = [
+            value
+            for name, value in zip(names, raw_results, strict=True)
+            if name not in AUXILIARY_OUTPUTS
+        ]
     return _numeric_tensors(raw_results)
 
 
@@ -466,11 +583,13 @@ def _has_nan(tensor: Tensor) -> bool:
     (False, True)
     """
     tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
-    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # the sum is quicker, and NaN if any number is
+    # the sum is quicker, and NaN if any number is
+    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
 def _copy_tensor(value: Nested) -> Nested:
-    """Copy a tensor so that it has the same strides, gaps included: another layout may select another kernel.
+    """Copy a tensor so that it has the same strides, gaps included: another layout may select
+    another kernel.
 
     >>> _copy_tensor(torch.arange(6).reshape(2, 3).T).stride()
     (1, 3)
@@ -479,28 +598,34 @@ def _copy_tensor(value: Nested) -> Nested:
         return value
     if not sketches.is_strided(value) or value.is_conj() or value.is_neg() or not value.numel():
         return value.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
     return value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
 
 
 def _is_random(operation: OpOverload, arguments: Mapping[str, object]) -> bool:
-    """Whether an operation draws; attention and an LSTM are marked as drawing also when they drop nothing."""
+    """Whether an operation draws; attention and an LSTM are marked as drawing also when they
+    drop nothing.
+    """
     dropped = (arguments.get(name) for name in ("dropout_p", "dropout"))
     return torch.Tag.nondeterministic_seeded in operation.tags and 0.0 not in dropped
 
 
-# --- what the step is for -------------------------------------------------------------------------------------
+# --- what the step is for -------------------------------------------------------------------------
 
 
 class StepResults:
-    """Follows the modules, leaves and optimizers that a step uses, and says in the end what came of them.
+    """Follows the modules, leaves and optimizers that a step uses, and says in the end what came of
+    them.
 
     Args:
         tracer: Gives values their names.
 
     Attributes:
         path: The modules at work, the innermost last.
-        restores: Whether modules and optimizers that the step uses are put back afterwards, as they were.
+        restores: Whether modules and optimizers that the step uses are put back afterwards, as they
+            were.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -509,23 +634,31 @@ class StepResults:
         self.names: dict[nn.Module, str] = {}
         self.saved_owners: set[nn.Module | Tensor | torch.optim.Optimizer] = set()
         self.undo = contextlib.ExitStack()
-        self.roots: dict[nn.Module, dict[str, list[str]]] = {}  # modules called first, and their buffers
-        # What a gradient is accumulated for, and its content at first; `Module.to` leaves a leaf of another type or
-        # device, which is no update of it.
+        # modules called first, and their buffers
+        self.roots: dict[nn.Module, dict[str, list[str]]] = {}
+        # What a gradient is accumulated for, and its content at first; `Module.to` leaves a leaf of
+        # another type or device, which is no update of it.
         self.leaves: dict[Tensor, dict[tuple[torch.dtype, torch.device], list[str]]] = {}
         self.gradients: dict[Tensor, list[str]] = {}
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
-        self.optimizer_gradients: dict[Tensor, list[str]] = {}  # gradients as an optimizer was given them last
-        self.initial_contents: dict[Tensor, tuple[Tensor, Tensor]] = {}  # what a leaf and its reference held at first
+        # gradients as an optimizer was given them last
+        self.optimizer_gradients: dict[Tensor, list[str]] = {}
+        # what a leaf and its reference held at first
+        self.initial_contents: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Follow which module is running until the step is done, and then restore what it changed."""
+        """Follow which module is running until the step is done, and then restore what it
+        changed.
+        """
 
         def enter(module: nn.Module, inputs: Nested) -> None:  # noqa: ARG001
             if not self.path:
                 own_name = type(module).__name__
-                self.names = {inner: name_as_written(name) or own_name for name, inner in module.named_modules()}
+                self.names = {
+                    inner: name_as_written(name) or own_name
+                    for name, inner in module.named_modules()
+                }
                 if module not in self.roots:
                     self._save_state(module)
                     self.roots[module] = self._buffer_values(module)
@@ -537,7 +670,9 @@ class StepResults:
 
         with self.undo:
             for handle in (
-                register_optimizer_step_pre_hook(lambda optimizer, *_: self._save_optimizer(optimizer)),
+                register_optimizer_step_pre_hook(
+                    lambda optimizer, *_: self._save_optimizer(optimizer)
+                ),
                 hooks.register_module_forward_pre_hook(enter),
                 hooks.register_module_forward_hook(leave, always_call=True),
             ):
@@ -547,26 +682,38 @@ class StepResults:
     def _save_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.setdefault(optimizer)
         self._save_state(optimizer)
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
             if parameter.grad is not None:
                 self.optimizer_gradients[parameter] = self._value_names(parameter.grad)
 
     @as_guard_work
     def _save_state(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
-        """Remember what a module, an optimizer or a tensor holds when the step first uses it, to put it back."""
-        if isinstance(owner, nn.Module) and not all(component_tensors(p) for p in owner.parameters() if p.numel()):
-            return  # `torch.func.functional_call` has put other parameters into it, and takes them out again
+        """Remember what a module, an optimizer or a tensor holds when the step first uses it, to
+        put it back.
+        """
+        if isinstance(owner, nn.Module) and not all(
+            component_tensors(p) for p in owner.parameters() if p.numel()
+        ):
+            # `torch.func.functional_call` has put other parameters into it, and takes them out
+            # again
+            return
         if self.restores and owner not in self.saved_owners:
             self.saved_owners.add(owner)
             self.undo.callback(Snapshot(owner, with_contents=True).restore)
 
     def find_leaves(self, args: Nested) -> None:
-        """Note which of the arguments of an operation are leaves, whose gradients and updates are results."""
+        """Note which of the arguments of an operation are leaves, whose gradients and updates
+        are results.
+        """
         for t in find_tensors(args):
             if not t.requires_grad or is_view(t) or not t.is_leaf or not component_tensors(t):
                 continue  # a tensor inside of a transform of torch.func has no components
             if t not in self.leaves and not t.is_inference():
-                self.undo.callback(t.register_post_accumulate_grad_hook(self._record_gradient).remove)
+                self.undo.callback(
+                    t.register_post_accumulate_grad_hook(self._record_gradient).remove
+                )
                 self._save_state(t)
             contents = self.leaves.setdefault(t, {})
             if (t.dtype, t.device) not in contents:
@@ -577,7 +724,9 @@ class StepResults:
         self.gradients[leaf] = [] if leaf.grad is None else self._value_names(leaf.grad)
 
     def save_initial_contents(self, written: Sequence[Tensor]) -> None:
-        """Keep what leaves hold before they are first written to, to see which of their numbers stay as they were."""
+        """Keep what leaves hold before they are first written to, to see which of their numbers
+        stay as they were.
+        """
         references = self.tracer.references
         if references.is_disabled or not (self.restores and self.tracer.is_measuring):
             return
@@ -591,7 +740,10 @@ class StepResults:
             if not is_known and storage_identity(leaf.untyped_storage()) in storages:
                 recorded = leaf.detach().clone()
                 has_copy = references.has_copy(leaf)
-                self.initial_contents[leaf] = recorded, references.of(leaf.detach()).clone() if has_copy else recorded
+                self.initial_contents[leaf] = (
+                    recorded,
+                    references.of(leaf.detach()).clone() if has_copy else recorded,
+                )
 
     @as_guard_work
     def _value_names(self, tensor: Tensor) -> list[str]:
@@ -600,7 +752,9 @@ class StepResults:
 
     @as_guard_work
     def _count_lost_updates(self, leaf: Tensor) -> dict[str, int]:
-        """How many numbers of a leaf change in the reference, and how many of these kept their recorded bits."""
+        """How many numbers of a leaf change in the reference, and how many of these kept their
+        recorded bits.
+        """
         if leaf not in self.initial_contents or self.tracer.references.is_disabled:
             return {}
         recorded, start = self.initial_contents[leaf]
@@ -627,27 +781,38 @@ class StepResults:
         )
 
     def _buffer_values(self, module: nn.Module) -> dict[str, list[str]]:
-        return {name_as_written(name): self._value_names(buffer) for name, buffer in module.named_buffers()}
+        return {
+            name_as_written(name): self._value_names(buffer)
+            for name, buffer in module.named_buffers()
+        }
 
     def used_modules(self) -> list[nn.Module]:
         """The modules that a step called, and their own."""
         return [submodule for model in self.roots for submodule in model.modules()]
 
     def to_operations(self, returned: Nested) -> list[Operation]:
-        """What the step returned, each gradient, each parameter and buffer that it changed, and what optimizers hold.
+        """What the step returned, each gradient, each parameter and buffer that it changed, and
+        what optimizers hold.
 
-        The `inputs` of gradients and updates are the values that the parameter or buffer began with.
+        The `inputs` of gradients and updates are the values that the parameter or buffer began
+        with.
         """
         entries: list[Operation] = []
         returned_leaves = named_leaves(returned)
         for place, value in returned_leaves:
             if isinstance(value, Tensor | float):
                 label = "loss" if len(returned_leaves) == 1 else f"result {place}"
-                values = self._value_names(value) if isinstance(value, Tensor) else [self._name_of_number(value)]
+                values = (
+                    self._value_names(value)
+                    if isinstance(value, Tensor)
+                    else [self._name_of_number(value)]
+                )
                 entries.append(self._make_result(label, "", values, values))
         names: dict[Tensor, str] = {}
         for root in reversed(self.roots):  # a parameter of two has its name in the first
-            names |= {parameter: name_as_written(name) for name, parameter in root.named_parameters()}
+            names |= {
+                parameter: name_as_written(name) for name, parameter in root.named_parameters()
+            }
         for leaf, contents in self.leaves.items():
             if self._is_alias(leaf, names):
                 continue
@@ -655,7 +820,11 @@ class StepResults:
             start = contents.get((leaf.dtype, leaf.device)) or next(iter(contents.values()))
             entries.append(self._gradient_result(leaf, name, start))
             if self._have_changed(contents.get((leaf.dtype, leaf.device), values), values):
-                entries.append(self._make_result("updated", name, start, values, self._count_lost_updates(leaf)))
+                entries.append(
+                    self._make_result(
+                        "updated", name, start, values, self._count_lost_updates(leaf)
+                    )
+                )
         for module, before in self.roots.items():
             for name, values in self._buffer_values(module).items():
                 if self._have_changed(before.get(name, []), values):
@@ -664,22 +833,36 @@ class StepResults:
             for parameter, state in optimizer.state.items():
                 name = names.get(parameter) or self._number_leaf(parameter)
                 contents = self.leaves.get(parameter, {})
-                start = contents.get((parameter.dtype, parameter.device)) or next(iter(contents.values()), [])
+                start = contents.get((parameter.dtype, parameter.device)) or next(
+                    iter(contents.values()), []
+                )
                 for key, value in state.items():
                     if isinstance(value, Tensor) and sketches.is_float_or_complex(value):
                         values = self._value_names(value)
-                        entries.append(self._make_result("updated", f"{key} of {name}", start, values, {"state": key}))
+                        entries.append(
+                            self._make_result(
+                                "updated", f"{key} of {name}", start, values, {"state": key}
+                            )
+                        )
         return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
 
     def _is_alias(self, leaf: Tensor, names: Mapping[Tensor, str]) -> bool:
-        """Whether a leaf is but another Python object for the memory of one that has a name or a gradient.
+        """Whether a leaf is but another Python object for the memory of one that has a name or a
+        gradient.
 
         A convolution's kernel is given such an object in place of the weight.
         """
         if leaf in names or leaf in self.gradients or not sketches.is_strided(leaf):
             return False
-        others = (t for t in (*names, *self.leaves) if t is not leaf and (t in names or t in self.gradients))
-        return any(sketches.is_strided(t) and t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape for t in others)
+        others = (
+            t
+            for t in (*names, *self.leaves)
+            if t is not leaf and (t in names or t in self.gradients)
+        )
+        return any(
+            sketches.is_strided(t) and t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape
+            for t in others
+        )
 
     def _number_leaf(self, leaf: Tensor) -> str:
         """What a leaf is called that no module has."""
@@ -689,25 +872,40 @@ class StepResults:
     def _gradient_result(self, leaf: Tensor, name: str, start: list[str]) -> Operation:
         """The gradient of a leaf: as an optimizer was given it last; else as it is in the end.
 
-        Some optimizers write to gradients. Where it was removed, it is as the backward pass left it.
+        Some optimizers write to gradients. Where it was removed, it is as the backward pass left
+        it.
         """
         final = [] if leaf.grad is None else self._value_names(leaf.grad)
         values = [self.tracer.values[name] for name in final]
         is_left = any(value.sketch.any() or not value.is_pure_rounding for value in values)
         accumulated = self.gradients.get(leaf, [])
         return self._make_result(
-            "gradient", name, start, self.optimizer_gradients.get(leaf) or (final if is_left else accumulated)
+            "gradient",
+            name,
+            start,
+            self.optimizer_gradients.get(leaf) or (final if is_left else accumulated),
         )
 
     def _make_result(
-        self, label: str, name: str, start: list[str], values: list[str], about: Mapping[str, int | str] | None = None
+        self,
+        label: str,
+        name: str,
+        start: list[str],
+        values: list[str],
+        about: Mapping[str, int | str] | None = None,
     ) -> Operation:
         shape = self.tracer.values[values[-1]].shape if values else []
-        return Operation(label, RESULT, name, "", start, values, list(shape), "float64", dict(about or {}))
+        return Operation(
+            label, RESULT, name, "", start, values, list(shape), "float64", dict(about or {})
+        )
 
     @as_guard_work
     def _name_of_number(self, number: float) -> str:
-        """The value of a number that the step returned: of the tensor that it was read from, or its own."""
+        """The value of a number that the step returned: of the tensor that it was read from, or
+        its own.
+        """
         if number not in self.tracer.numbers_read:
-            self.tracer.numbers_read[number] = self.tracer.value_of(torch.tensor(number, dtype=torch.float64))
+            self.tracer.numbers_read[number] = self.tracer.value_of(
+                torch.tensor(number, dtype=torch.float64)
+            )
         return self.tracer.numbers_read[number]

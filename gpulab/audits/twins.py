@@ -1,9 +1,10 @@
 """What an operation's result is compared with: the same call in float64, on the same arguments.
 
-If an operation has several correct answers, its float64 reference may return another one. The answer is then checked
-against the definition of the operation. Each check gets the call and its results, all in float64, and returns the
-answer's error, relative to its size, with the number of roundings that explain it. It returns None for a call that has
-only one answer, and `UNCHECKABLE` for a call that it cannot follow.
+If an operation has several correct answers, its float64 reference may return another one. The
+answer is then checked against the definition of the operation. Each check gets the call and its
+results, all in float64, and returns the answer's error, relative to its size, with the number of
+roundings that explain it. It returns None for a call that has only one answer, and `UNCHECKABLE`
+for a call that it cannot follow.
 """
 
 from __future__ import annotations
@@ -28,22 +29,28 @@ from gpulab._torch_internals import (
 )
 from gpulab.audits.count_sketch import FLOAT64_DEVICES, is_float_or_complex, to_float64_device
 
-DefinitionCheck = tuple[float | None, float | None]  # the relative error, and the number of roundings that explain it
+# the relative error, and the number of roundings that explain it
+DefinitionCheck = tuple[float | None, float | None]
 UNCHECKABLE: DefinitionCheck = (None, None)
 INVALID: DefinitionCheck = (math.inf, 1.0)
 UNIQUE_INDEX_OPERATIONS = {"sort", "topk"}
-SMALLEST_SUBNORMAL = torch.tensor(1, dtype=torch.int32).view(torch.float32)  # the smallest subnormal number
+# the smallest subnormal number
+SMALLEST_SUBNORMAL = torch.tensor(1, dtype=torch.int32).view(torch.float32)
 
 
 class Float64Reference:
     """An operation and its arguments in float64, to be called on these as they are or changed.
 
-    It returns only the results that are compared, the first `n_results`. `compute` may be another function of the same
-    arguments.
+    It returns only the results that are compared, the first `n_results`. `compute` may be another
+    function of the same arguments.
     """
 
     def __init__(
-        self, operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested], n_results: int
+        self,
+        operation: OpOverload,
+        args: Sequence[Nested],
+        kwargs: dict[str, Nested],
+        n_results: int,
     ) -> None:
         self.operation = operation
         self.n_results = n_results
@@ -62,9 +69,13 @@ class Float64Reference:
         return [t for t in find_tensors((self.args, self.kwargs)) if is_float_or_complex(t)]
 
     def __call__(
-        self, change: Callable[[Tensor], Tensor] | None = None, positions: Sequence[int] | None = None
+        self,
+        change: Callable[[Tensor], Tensor] | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The results of arguments that are changed first: all of them, or those at some positions."""
+        """The results of arguments that are changed first: all of them, or those at some
+        positions.
+        """
 
         def apply_change(value: Nested) -> Nested:
             if change is None or not isinstance(value, Tensor) or not is_float_or_complex(value):
@@ -78,11 +89,16 @@ class Float64Reference:
         if positions is None:
             args, kwargs = map_nested(apply_change, (args, kwargs))
         else:
-            args = [map_nested(apply_change, arg) if i in positions else arg for i, arg in enumerate(args)]
+            args = [
+                map_nested(apply_change, arg) if i in positions else arg
+                for i, arg in enumerate(args)
+            ]
         out = self.compute(*args, **kwargs)
         if has_failed(self.operation, out):
             raise RuntimeError("a factorisation failed")
-        return find_rounded_results(returned_or_written(self.operation, args, out))[: self.n_results]
+        return find_rounded_results(returned_or_written(self.operation, args, out))[
+            : self.n_results
+        ]
 
     def check_definition(self, name: str, out: Nested) -> DefinitionCheck | None:
         """Check what an operation with several correct answers returned against its definition."""
@@ -96,7 +112,9 @@ def _clone_tensor(value: Nested) -> Nested:
 
 
 def to_float64(value: Nested) -> Nested:
-    """Convert a tensor of real or complex numbers to float64; both these and others go to a device that has float64."""
+    """Convert a tensor of real or complex numbers to float64; both these and others go to a
+    device that has float64.
+    """
     if isinstance(value, torch.device):
         return value if value.type in FLOAT64_DEVICES else torch.device("cpu")
     if not isinstance(value, Tensor):
@@ -108,18 +126,26 @@ def to_float64(value: Nested) -> Nested:
     if value.dtype == torch.float32 and not SMALLEST_SUBNORMAL.double():
         bits = value.view(torch.int32)
         sizes = (bits & 0x7FFFFF).double() * 2.0**-149
-        return torch.where(bits & 0x7F800000 == 0, torch.where(bits < 0, -sizes, sizes), value.double())
+        return torch.where(
+            bits & 0x7F800000 == 0, torch.where(bits < 0, -sizes, sizes), value.double()
+        )
     return value.double() if value.is_floating_point() else value
 
 
 def writes_to_arguments(operation: OpOverload) -> bool:
-    """Whether an operation writes to its arguments; batch normalisation does, though its schema does not say so."""
+    """Whether an operation writes to its arguments; batch normalisation does, though its schema
+    does not say so.
+    """
     return is_mutable(operation) or "batch_norm" in schema_name(operation)
 
 
 def find_rounded_results(out: Nested) -> list[Tensor]:
     """The tensors that an operation returned whose numbers are rounded."""
-    return [to_float64_device(t.detach()) for t in find_tensors(out) if is_float_or_complex(t) and t.numel()]
+    return [
+        to_float64_device(t.detach())
+        for t in find_tensors(out)
+        if is_float_or_complex(t) and t.numel()
+    ]
 
 
 def norm(tensor: Tensor) -> float:
@@ -129,7 +155,9 @@ def norm(tensor: Tensor) -> float:
 
 
 def difference_norm(result: Tensor, exact: Tensor) -> float:
-    """The norm of the difference; numbers that are both NaN, or both infinite with one sign, do not differ."""
+    """The norm of the difference; numbers that are both NaN, or both infinite with one sign, do
+    not differ.
+    """
     difference = exact - result
     size = norm(difference)
     if not math.isnan(size):
@@ -138,7 +166,7 @@ def difference_norm(result: Tensor, exact: Tensor) -> float:
     return norm(torch.where(is_equal, 0.0, difference))
 
 
-# --- operations with several correct answers ------------------------------------------------------------------
+# --- operations with several correct answers ------------------------------------------------------
 
 
 def _relative_error(result: Tensor, exact: Tensor) -> float:
@@ -148,16 +176,21 @@ def _relative_error(result: Tensor, exact: Tensor) -> float:
     return error / (size or 1.0)
 
 
-# --- places of numbers, where several are equal ---------------------------------------------------------------
+# --- places of numbers, where several are equal ---------------------------------------------------
 
 
-def _check_selection(reference: Float64Reference, name: str, results: list[Tensor]) -> DefinitionCheck | None:
-    """The numbers at the returned indices are those at the indices of float64, and no index is returned twice."""
+def _check_selection(
+    reference: Float64Reference, name: str, results: list[Tensor]
+) -> DefinitionCheck | None:
+    """The numbers at the returned indices are those at the indices of float64, and no index is
+    returned twice.
+    """
     arguments = reference.arguments
     x = arguments["self"]
     dim = arguments.get("dim")
     *values, indices = results
-    has_no_index = not values and not name.startswith("arg")  # the largest number of all comes without its index
+    # the largest number of all comes without its index
+    has_no_index = not values and not name.startswith("arg")
     if has_no_index or arguments.get("indices") is not None or arguments.get("stable"):
         return None
     exact_results = reference.operation(
@@ -173,11 +206,17 @@ def _check_selection(reference: Float64Reference, name: str, results: list[Tenso
         x, indices, exact_indices = (t.flatten() for t in (x, indices, exact_indices))
         dim = 0
     elif indices.dim() < x.dim():
-        indices, exact_indices, *values = (t.unsqueeze(dim) for t in (indices, exact_indices, *values))
+        indices, exact_indices, *values = (
+            t.unsqueeze(dim) for t in (indices, exact_indices, *values)
+        )
     length = x.shape[dim] if x.dim() else 1
     if indices.shape != exact_indices.shape or bool(((indices < 0) | (indices >= length)).any()):
         return INVALID
-    if name in UNIQUE_INDEX_OPERATIONS and x.dim() and bool((indices.sort(dim).values.diff(dim=dim) == 0).any()):
+    if (
+        name in UNIQUE_INDEX_OPERATIONS
+        and x.dim()
+        and bool((indices.sort(dim).values.diff(dim=dim) == 0).any())
+    ):
         return INVALID
     selected, exact = (x.gather(dim, index) if x.dim() else x for index in (indices, exact_indices))
     error = max((_relative_error(value, selected) for value in values), default=0.0)
@@ -186,11 +225,13 @@ def _check_selection(reference: Float64Reference, name: str, results: list[Tenso
     return max(error, _relative_error(selected, exact)), 1.0
 
 
-# --- several numbers written to one place ---------------------------------------------------------------------
+# --- several numbers written to one place ---------------------------------------------------------
 
 
 def _check_written(reference: Float64Reference, *_: object) -> DefinitionCheck | None:
-    """If an index occurs twice, either number may stay, unless they are summed or one number is written everywhere."""
+    """If an index occurs twice, either number may stay, unless they are summed or one number is
+    written everywhere.
+    """
     arguments = reference.arguments
     is_summed = arguments.get("reduce") is not None or arguments.get("accumulate")
     if is_summed or "value" in arguments or max_index_repeats(arguments) <= 1:
@@ -201,20 +242,28 @@ def _check_written(reference: Float64Reference, *_: object) -> DefinitionCheck |
 def max_index_repeats(arguments: dict[str, Nested]) -> int:
     """How often the most frequent index occurs; a mask has none twice."""
     indices = find_tensors(arguments.get("indices", arguments.get("index")))
-    return min(1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices)
+    return min(
+        1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices
+    )
 
 
-# --- matrices --------------------------------------------------------------------------------------------------
+# --- matrices -------------------------------------------------------------------------------------
 
 
-def _check_factorisation(reference: Float64Reference, name: str, factors: list[Tensor]) -> DefinitionCheck | None:
-    """The factors' product is the matrix, and the bases are orthogonal, whatever their signs and order.
+def _check_factorisation(
+    reference: Float64Reference, name: str, factors: list[Tensor]
+) -> DefinitionCheck | None:
+    """The factors' product is the matrix, and the bases are orthogonal, whatever their signs and
+    order.
 
-    For an n × n matrix, rounding errors amount to about n units in the last place of its size (Higham 2002, Accuracy
-    and Stability of Numerical Algorithms, ch. 19), because these algorithms are backward stable.
+    For an n × n matrix, rounding errors amount to about n units in the last place of its size
+    (Higham 2002, Accuracy and Stability of Numerical Algorithms, ch. 19), because these algorithms
+    are backward stable.
     """
     matrix = reference.arguments["A"]
-    if matrix.is_complex() or not all(t.numel() and bool(t.isfinite().all()) for t in (matrix, *factors)):
+    if matrix.is_complex() or not all(
+        t.numel() and bool(t.isfinite().all()) for t in (matrix, *factors)
+    ):
         return UNCHECKABLE
     bases = factors[:1]
     if name == "linalg_qr":
@@ -230,7 +279,10 @@ def _check_factorisation(reference: Float64Reference, name: str, factors: list[T
         product = factors[1] * factors[0].unsqueeze(-2)
         bases = factors[1:]
     grams = [basis.mT @ basis for basis in bases]
-    identities = [torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram) for gram in grams]
+    identities = [
+        torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+        for gram in grams
+    ]
     error = max(map(_relative_error, [product, *grams], [matrix, *identities]))
     return error, float(max(matrix.shape[-2:]))
 
@@ -241,8 +293,8 @@ def _reject_check(*_: object) -> DefinitionCheck:
 
 
 _SELECTIONS = """
-    adaptive_max_pool2d adaptive_max_pool3d argmax argmin cummax cummin kthvalue max max_pool2d_with_indices
-    max_pool3d_with_indices median min nanmedian sort topk
+    adaptive_max_pool2d adaptive_max_pool3d argmax argmin cummax cummin kthvalue max
+    max_pool2d_with_indices max_pool3d_with_indices median min nanmedian sort topk
 """
 DEFINITIONS: dict[str, Callable[[Float64Reference, str, list[Tensor]], DefinitionCheck | None]] = (
     dict.fromkeys(_SELECTIONS.split(), _check_selection)

@@ -1,8 +1,9 @@
-"""A value of a training step: what a tensor held at one moment, and what its float64 reference held.
+"""A value of a training step: what a tensor held at one moment, and what its float64 reference
+held.
 
-A trace keeps no tensors. It keeps a sketch of the recorded numbers, a sketch of the reference, and sums of the
-reference, from which two values of different executions can be recognised as the same, as the same in another order,
-or as a part of each other.
+A trace keeps no tensors. It keeps a sketch of the recorded numbers, a sketch of the reference, and
+sums of the reference, from which two values of different executions can be recognised as the same,
+as the same in another order, or as a part of each other.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Array = np.ndarray
 class Slabs:
     """Memory for small arrays that stay, taken in large pieces.
 
-    Allocated one by one between large temporary arrays, they would keep the memory of these from being used again: the
-    heap of a process that recorded a transformer grew five times as much.
+    Allocated one by one between large temporary arrays, they would keep the memory of these from
+    being used again: the heap of a process that recorded a transformer grew five times as much.
     """
 
     def __init__(self) -> None:
@@ -61,9 +62,10 @@ class Value:
         sketch: Of the recorded numbers; see `count_sketch`.
         reference: The sketch of the float64 reference. None where references were not followed.
         total: The sum of the reference's numbers, and of their squares.
-        profiles: For each dimension, by its number, the sums over all others: of the numbers and of the squares.
-        exact: Whether the reference was computed in float64 all the way. If not, the recorded numbers stood in
-            somewhere, and the reference is as uncertain as they are.
+        profiles: For each dimension, by its number, the sums over all others: of the numbers and of
+            the squares.
+        exact: Whether the reference was computed in float64 all the way. If not, the recorded
+            numbers stood in somewhere, and the reference is as uncertain as they are.
     """
 
     content: str
@@ -93,7 +95,8 @@ class Value:
             exact: Whether the reference was computed in float64 all the way.
             slabs: Memory for sketches and profiles.
             digest: Of the tensor's content, if that is known.
-            same: A value that has the same numbers and the same reference, in the same order, in another shape.
+            same: A value that has the same numbers and the same reference, in the same order, in
+                another shape.
         """
         slabs = slabs or Slabs()
         value = cls._recorded(tensor, exact, slabs, digest, same)
@@ -111,7 +114,12 @@ class Value:
 
     @classmethod
     def as_recorded(
-        cls, tensor: Tensor, stands_in: bool, slabs: Slabs, digest: int | None = None, same: Value | None = None
+        cls,
+        tensor: Tensor,
+        stands_in: bool,
+        slabs: Slabs,
+        digest: int | None = None,
+        same: Value | None = None,
     ) -> Value:
         """The value of a tensor without a reference; the recorded numbers may stand in for it."""
         value = cls._recorded(tensor, not stands_in, slabs, digest, same)
@@ -119,7 +127,11 @@ class Value:
             real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             wide = torch.float64 if real.device.type in sketches.FLOAT64_DEVICES else None
             value.reference = value.sketch
-            norm = float(torch.linalg.vector_norm(real, dtype=wide)) if sketches.is_float_or_complex(real) else math.nan
+            norm = (
+                float(torch.linalg.vector_norm(real, dtype=wide))
+                if sketches.is_float_or_complex(real)
+                else math.nan
+            )
             value.total = (
                 [float(real.sum(dtype=wide)), norm**2]
                 if sketches.is_float_or_complex(real)
@@ -128,10 +140,14 @@ class Value:
         return value
 
     @classmethod
-    def _recorded(cls, tensor: Tensor, exact: bool, slabs: Slabs, digest: int | None, same: Value | None) -> Value:
+    def _recorded(
+        cls, tensor: Tensor, exact: bool, slabs: Slabs, digest: int | None, same: Value | None
+    ) -> Value:
         dtype = str(tensor.dtype).removeprefix("torch.")
         sketch = slabs.keep(sketches.sketch(tensor)) if same is None else same.sketch
-        return cls(sketches.content_id(tensor, digest), list(tensor.shape), dtype, sketch, exact=exact)
+        return cls(
+            sketches.content_id(tensor, digest), list(tensor.shape), dtype, sketch, exact=exact
+        )
 
     @cached_property
     def count(self) -> int:
@@ -151,26 +167,43 @@ class Value:
     @cached_property
     def is_pure_rounding(self) -> bool:
         """Whether it consists of rounding errors, or zeros."""
-        return self.reference is None or self.deviation > tol.PURE_ROUNDING_RATIO or not self.reference.any()
+        return (
+            self.reference is None
+            or self.deviation > tol.PURE_ROUNDING_RATIO
+            or not self.reference.any()
+        )
 
     @cached_property
     def is_constant(self) -> bool:
         """Whether its numbers are all equal."""
         total, squares = self.total or (0.0, 0.0)
-        return self.count > 1 and abs(squares * self.count - total * total) <= 1e-9 * squares * self.count
+        return (
+            self.count > 1
+            and abs(squares * self.count - total * total) <= 1e-9 * squares * self.count
+        )
 
     @cached_property
     def is_integral(self) -> bool:
         """Whether all its numbers are whole, as far as the sketch shows."""
-        return self.reference is not None and bool((np.round(self.reference) == self.reference).all())
+        return self.reference is not None and bool(
+            (np.round(self.reference) == self.reference).all()
+        )
 
     @cached_property
     def is_uninformative(self) -> bool:
-        """Whether an equal value elsewhere may be a coincidence: an integer, equal numbers, or rounding errors."""
+        """Whether an equal value elsewhere may be a coincidence: an integer, equal numbers, or
+        rounding errors.
+        """
         is_infinite = bool(self.total) and not math.isfinite(self.total[0])
         is_single_integer = self.count == 1 and (self.is_integral or is_infinite)
         is_short_mask = self.dtype == "bool" and self.count < MIN_MASK_SIZE
-        return self.count == 0 or is_short_mask or self.is_pure_rounding or is_single_integer or self.is_constant
+        return (
+            self.count == 0
+            or is_short_mask
+            or self.is_pure_rounding
+            or is_single_integer
+            or self.is_constant
+        )
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -194,7 +227,8 @@ def _profiles(numbers: Tensor) -> dict[int, Array]:
         return {}
     dims = range(numbers.dim())
     profiled_dims = [dim for dim in dims if 2 <= numbers.shape[dim] <= MAX_PROFILE_SIZE]
-    # The first and the last dimensions are each summed out once, so that the data are not read once for each profile.
+    # The first and the last dimensions are each summed out once, so that the data are not read once
+    # for each profile.
     middle = (numbers.dim() + 1) // 2
     halves = [list(dims[:middle]), list(dims[middle:])]
     profiles: dict[int, list[Tensor]] = {}
@@ -205,7 +239,9 @@ def _profiles(numbers: Tensor) -> dict[int, Array]:
                 continue
             half_sums = power.sum(other_half) if other_half else power
             for dim in half_profiled:
-                summed_positions = [position for position, half_dim in enumerate(half) if half_dim != dim]
+                summed_positions = [
+                    position for position, half_dim in enumerate(half) if half_dim != dim
+                ]
                 sums = half_sums.sum(summed_positions) if summed_positions else half_sums
                 profiles.setdefault(dim, []).append(sums)
     return {dim: torch.stack(pair).cpu().numpy() for dim, pair in sorted(profiles.items())}

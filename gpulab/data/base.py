@@ -1,4 +1,6 @@
-"""What data are: streams of frames of any length, or sets of images, as bytes, with a training and a held-out part."""
+"""What data are: streams of frames of any length, or sets of images, as bytes, with a training
+and a held-out part.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,16 @@ class Data(ABC):
 
     @property
     def content(self) -> str | None:
-        """A SHA-256 (hex) of what the frames are made from; `""` if from no file, `None` if that cannot be known."""
+        """A SHA-256 (hex) of what the frames are made from; `""` if from no file, `None` if that
+        cannot be known.
+        """
         # Of the images of a folder the names count, too: they say in which order the frames come.
         return content_of(self.stamps) if self.stamps else None
 
     def check_unchanged(self) -> None:
-        """Raise `DataError`, naming the file, if one that is read has changed since the data were loaded."""
+        """Raise `DataError`, naming the file, if one that is read has changed since the data
+        were loaded.
+        """
         check_unchanged(self.stamps)
 
     @abstractmethod
@@ -75,19 +81,25 @@ class Data(ABC):
         noun = "frames" if self.sequential else "images"
         heldout_count = self.options()["heldout"]
         shape = f"{self.channels}×{self.size[0]}×{self.size[1]}"
-        return f"{self.name}: {len(self):,} {noun} of {shape} to train on, {heldout_count:,} held out"
+        return (
+            f"{self.name}: {len(self):,} {noun} of {shape} to train on, {heldout_count:,} held out"
+        )
 
 
 class Sequence(Data):
-    """Frames in order, (C, H, W) each: `frames` to train on, then `heldout_count` that are held out.
+    """Frames in order, (C, H, W) each: `frames` to train on, then `heldout_count` that are held
+    out.
 
-    As in the published loop, the first window of a pass has `length` frames, and each later one begins with
-    the last frame of the one before. A sequence shorter than the training is passed over again.
+    As in the published loop, the first window of a pass has `length` frames, and each later one
+    begins with the last frame of the one before. A sequence shorter than the training is passed
+    over again.
     """
 
     sequential = True
 
-    def __init__(self, name: str, channels: int, size: tuple[int, int], frames: int, heldout_count: int) -> None:
+    def __init__(
+        self, name: str, channels: int, size: tuple[int, int], frames: int, heldout_count: int
+    ) -> None:
         self.name = name
         self.channels = channels
         self.size = size
@@ -105,40 +117,56 @@ class Sequence(Data):
         """Windows in order, endlessly, whatever the seed."""
         windows_per_pass = self.frames // length
         if windows_per_pass == 0:
-            raise DataError(f"{self.name}: {self.frames} frames to train on; a window needs {length}")
+            raise DataError(
+                f"{self.name}: {self.frames} frames to train on; a window needs {length}"
+            )
         for number in itertools.chain([start % windows_per_pass], itertools.repeat(0)):
             yield from self._iterate_windows(length, number, windows_per_pass, offset=0)
 
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out frames in windows, the state beginning anew at the first."""
         if self.heldout_count < 2:
-            raise DataError(f"{self.name}: {self.heldout_count} held-out frames; a prediction needs 2")
+            raise DataError(
+                f"{self.name}: {self.heldout_count} held-out frames; a prediction needs 2"
+            )
         length = min(length, self.heldout_count)
-        yield from self._iterate_windows(length, 0, self.heldout_count // length, offset=self.frames)
+        yield from self._iterate_windows(
+            length, 0, self.heldout_count // length, offset=self.frames
+        )
 
     def repeat_loss(self) -> float:
-        """The mean squared error, of frames in [0, 1], of repeating the last held-out frame: to be beaten."""
+        """The mean squared error, of frames in [0, 1], of repeating the last held-out frame: to
+        be beaten.
+        """
         frames = (window.frames / 255 for window in self.heldout(HELDOUT_WINDOW))
         losses = [np.square(np.diff(window, axis=0)).mean((1, 2, 3)) for window in frames]
         return float(np.concatenate(losses).mean())
 
     def missing_colour_loss(self) -> float:
-        """The least mean squared error, over the held-out frames, that a network with one dead output channel has.
+        """The least mean squared error, over the held-out frames, that a network with one dead
+        output channel has.
 
         >>> import gpulab as gl
         >>> walk = gl.load("walk", frames=300, size=(24, 32))
         >>> round(walk.missing_colour_loss(), 6), round(walk.repeat_loss(), 6)
         (0.069993, 0.007511)
         """
-        squares = [np.square(window.frames / 255).mean((0, 2, 3)) for window in self.heldout(HELDOUT_WINDOW)]
+        squares = [
+            np.square(window.frames / 255).mean((0, 2, 3))
+            for window in self.heldout(HELDOUT_WINDOW)
+        ]
         return float(np.mean(squares, axis=0).min() / self.channels)
 
     def options(self) -> dict[str, JSON]:
         """The size and the numbers of frames."""
         return super().options() | {"frames": self.frames, "heldout": self.heldout_count}
 
-    def _iterate_windows(self, length: int, first_window: int, stop: int, offset: int) -> Iterator[Window]:
-        """Windows number `first_window` to `stop` of the frames from `offset` on, with `length` new frames each."""
+    def _iterate_windows(
+        self, length: int, first_window: int, stop: int, offset: int
+    ) -> Iterator[Window]:
+        """Windows number `first_window` to `stop` of the frames from `offset` on, with `length`
+        new frames each.
+        """
         frames = self.stream(offset + max(0, first_window * length - 1), offset + stop * length)
         window = [next(frames)] if first_window else []
         for number in range(first_window, stop):

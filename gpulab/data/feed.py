@@ -1,4 +1,6 @@
-"""How frames reach the device: a window copied at once, or frame by frame through one buffer on the host."""
+"""How frames reach the device: a window copied at once, or frame by frame through one buffer on
+the host.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,13 @@ class _Batching(Protocol):
 
 
 class Feed:
-    """Frames, (1, C, H, W) each, read through a buffer on the host when asked for; `to_device` makes tensors of it."""
+    """Frames, (1, C, H, W) each, read through a buffer on the host when asked for; `to_device`
+    makes tensors of it.
+    """
 
-    def __init__(self, frames: np.ndarray, buffer: np.ndarray, to_device: Callable[[np.ndarray], Tensor]) -> None:
+    def __init__(
+        self, frames: np.ndarray, buffer: np.ndarray, to_device: Callable[[np.ndarray], Tensor]
+    ) -> None:
         self.frames = frames
         self.buffer = buffer
         self.to_device = to_device
@@ -47,11 +53,12 @@ class Loader:
     """Brings windows of bytes (t, C, H, W) to the device of a setting, scaled to [0, 1].
 
     - `window`: the whole window in one copy from host to device; gpulab's own way.
-    - `reused`: the published loop: one NumPy buffer is filled and wrapped, `torch.as_tensor(buffer, device=device)`,
-      frame by frame. On a CPU that copies nothing, so every time step of the graph holds the same memory.
+    - `reused`: the published loop: one NumPy buffer is filled and wrapped, `torch.as_tensor(buffer,
+      device=device)`, frame by frame. On a CPU that copies nothing, so every time step of the graph
+      holds the same memory.
     - `copied`: the same, from a copy of the buffer.
-    - `imitated`: what `reused` does on a CPU, on any device: every frame is written into the same memory of the
-      device, behind autograd's back.
+    - `imitated`: what `reused` does on a CPU, on any device: every frame is written into the same
+      memory of the device, behind autograd's back.
 
     Args:
         name: Which of these.
@@ -81,8 +88,8 @@ class Loader:
         """The frames as one new tensor."""
         if self.quotients is None:
             return torch.from_numpy(frames.astype(np.float32)).div_(255).to(self.device, self.dtype)
-        # Bytes are less to move. A division on a GPU may round differently from one on the CPU, so the quotients are
-        # looked up.
+        # Bytes are less to move. A division on a GPU may round differently from one on the CPU, so
+        # the quotients are looked up.
         return self.quotients[torch.from_numpy(frames).to(self.device).int()]
 
     def feed(self, frames: np.ndarray) -> Feed:
@@ -99,7 +106,8 @@ class Loader:
 
     def _to_device(self, buffer: np.ndarray) -> Tensor:
         if self.device_buffer is not None:
-            self.device_buffer.data.copy_(torch.from_numpy(buffer))  # `.data` has a version counter of its own
+            # `.data` has a version counter of its own
+            self.device_buffer.data.copy_(torch.from_numpy(buffer))
             return self.device_buffer
         host = buffer if self.name == "reused" else buffer.copy()
         tensor = torch.as_tensor(host, device=self.device, dtype=self.dtype)
@@ -110,13 +118,17 @@ class Loader:
 def has_exclusive_device(setting: Setting) -> bool:
     """Whether no other training uses the GPU: trainings that share one have a stream each."""
     device = setting.device
-    return setting.kind != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+    return setting.kind != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(
+        device
+    )
 
 
 def prefetch(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[Window]:
-    """The windows of data; if another device computes, several threads make the next one in the meantime.
+    """The windows of data; if another device computes, several threads make the next one in the
+    meantime.
 
-    Trainings that share a device need no such threads: while one makes a window, others keep the device busy.
+    Trainings that share a device need no such threads: while one makes a window, others keep the
+    device busy.
 
     >>> windows = iter(())
     >>> prefetch(windows, Setting.parse("cpu"), None) is windows
@@ -129,7 +141,9 @@ def prefetch(windows: Iterator[Window], setting: Setting, data: Data) -> Iterato
 
 
 def _prefetch_in_thread(windows: Iterator[Window]) -> Iterator[Window]:
-    """The same windows, each made while this thread waits for the device to finish the previous one."""
+    """The same windows, each made while this thread waits for the device to finish the previous
+    one.
+    """
     with ThreadPoolExecutor(1) as pool:
         window = pool.submit(next, windows, None).result()
         while window is not None:

@@ -27,26 +27,41 @@ MAX_PIXELS = 1 << 27  # of a frame or an image
 EXIF_ORIENTATION = 0x0112  # the number of this note in Exif
 IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # EPS would start Ghostscript
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
-# Not those that open further files or addresses, which their content names: playlists, and lists of images.
-VIDEO_FORMATS = "asf,avi,dv,flv,gif,h264,hevc,m4v,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,mxf,ogg,wav,yuv4mpegpipe"
+# Not those that open further files or addresses, which their content names: playlists, and lists of
+# images.
+VIDEO_FORMATS = (
+    "asf,avi,dv,flv,gif,h264,hevc,m4v,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,mxf,ogg,wav,"
+    "yuv4mpegpipe"
+)
 NOT_A_VIDEO = "not a video that can be read"
 DEMUXER_OPTIONS = {"protocol_whitelist": "file", "format_whitelist": VIDEO_FORMATS}
 GREY_REMEDY = "ask for grey=True (--option grey=true) to read one channel"
-ALPHA_NOT_READ = "which is not read; put a background behind the frames and save the film without transparency"
+ALPHA_NOT_READ = (
+    "which is not read; put a background behind the frames and save the film without transparency"
+)
 TRANSPARENT = "has transparent places, and nothing says what is behind them;"
-TRANSPARENT_FILM = f"{TRANSPARENT} put a background behind the frames and save the film without transparency"
+TRANSPARENT_FILM = (
+    f"{TRANSPARENT} put a background behind the frames and save the film without transparency"
+)
 TRANSPARENT_IMAGE = (
-    f"{TRANSPARENT} save it with a background, which Pillow adds by "
-    "Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image.convert('RGBA')).convert('RGB')"
+    f"{TRANSPARENT} save it with a background, which Pillow adds by"
+    " Image.alpha_composite(Image.new('RGBA', image.size, 'white'),"
+    " image.convert('RGBA')).convert('RGB')"
 )
 SIXTEEN_BITS = {"I;16", "I;16L", "I;16B", "I;16N"}  # modes of Pillow
 GREY_MODES = {"1", "L", "LA", "La", "I", "F"}  # of Pillow, without what follows a semicolon
 UNREADABLE_MODES = {  # whose numbers do not say how they are to be shown
-    "CMYK": "holds amounts of ink (CMYK), and a screen's colours depend on the printer; save it as RGB",
+    "CMYK": (
+        "holds amounts of ink (CMYK), and a screen's colours depend on the printer; save it as RGB"
+    ),
     "LAB": "holds colours as L*a*b*; save it as RGB",
     "HSV": "holds colours as hue, saturation and value; save it as RGB",
 }
-WIDE_MODES = ("I", "F")  # of Pillow: whole numbers of 32 bits or with a sign, and floating-point numbers
+# of Pillow: whole numbers of 32 bits or with a sign, and floating-point numbers
+WIDE_MODES = (
+    "I",
+    "F",
+)
 TIFF_PHOTOMETRIC = 262  # the number of a tag in TIFF
 TIFF_WHITE_IS_ZERO = 0  # a value of that tag
 
@@ -81,7 +96,9 @@ class Folder(Sequence):
         name = f"frames:{folder}"
         self.stamps = _image_files(folder, grey)
         self.grey = grey
-        super().__init__(name, 1 if grey else 3, size, *_split_counts(name, len(self.stamps), frames))
+        super().__init__(
+            name, 1 if grey else 3, size, *_split_counts(name, len(self.stamps), frames)
+        )
 
     def stream(self, start: int, stop: int) -> Iterator[Bytes]:
         """Frames `start` to `stop`, read as they are asked for."""
@@ -90,12 +107,13 @@ class Folder(Sequence):
                 yield _crop_and_scale(image, self.size, self.grey)
 
 
-# --- films ---------------------------------------------------------------------------------------------
+# --- films ----------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=256)  # an experiment asks for its film once a run
 def _inspect_film(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
-    """How many frames a film has, all of which are decoded, and the format of its grey pixels; "" if it has colour.
+    """How many frames a film has, all of which are decoded, and the format of its grey pixels; ""
+    if it has colour.
 
     Raises:
         DataError: For a film with transparent places, or one that ends within a frame.
@@ -104,12 +122,17 @@ def _inspect_film(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG00
     grey_pixels = ""
     with _open_film(file) as film:
         if film.streams.video[0].metadata.get("alpha_mode", "0") != "0":
-            raise DataError(f"{file}: says beside its frames what is transparent (alpha_mode), {ALPHA_NOT_READ}")
+            raise DataError(
+                f"{file}: says beside its frames what is transparent (alpha_mode), {ALPHA_NOT_READ}"
+            )
         for frame in film.decode(video=0):
             if _has_alpha(frame.format) and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
                 raise DataError(f"{file}: frame {count} {TRANSPARENT_FILM}")
             if frame.is_corrupt:
-                raise DataError(f"{file}: frame {count} is damaged or incomplete; cut the film before it, or mend it")
+                raise DataError(
+                    f"{file}: frame {count} is damaged or incomplete; cut the film before it, or"
+                    " mend it"
+                )
             count += 1
             if not grey_pixels and _is_grey(frame.format):
                 grey_pixels = frame.format.name
@@ -128,26 +151,33 @@ def _is_grey(pixels: av.VideoFormat) -> bool:
 
 
 def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
-    """A frame as it is to be shown: a telephone writes down how it was held, and leaves the pixels as they are."""
+    """A frame as it is to be shown: a telephone writes down how it was held, and leaves the
+    pixels as they are.
+    """
     from PIL import Image
 
     pixels = frame.to_ndarray(format="rgb24")
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is not None:
-        # A pixel at (x, y) is shown at (a x + c y, b x + d y), in numbers of 16 bits before and after the point.
-        # PyAV's stub knows of motion vectors only, and not that side data are buffers.
+        # A pixel at (x, y) is shown at (a x + c y, b x + d y), in numbers of 16 bits before and
+        # after the point. PyAV's stub knows of motion vectors only, and not that side data are
+        # buffers.
         a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()  # type: ignore[call-overload]
         if not (a or d):
             pixels, a, d = pixels.swapaxes(0, 1), c, b
         elif b or c:
-            raise DataError(f"{file}: is to be shown turned by {frame.rotation}°; quarter turns can be read")
+            raise DataError(
+                f"{file}: is to be shown turned by {frame.rotation}°; quarter turns can be read"
+            )
         pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
     return Image.fromarray(np.ascontiguousarray(pixels))
 
 
 @contextlib.contextmanager
 def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
-    """A film as PyAV's container, which opens nothing but this file, nor frames of more than `MAX_PIXELS`."""
+    """A film as PyAV's container, which opens nothing but this file, nor frames of more than
+    `MAX_PIXELS`.
+    """
     import av
 
     with (
@@ -164,13 +194,16 @@ def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
         yield film
 
 
-# --- both, and folders of images -------------------------------------------------------------------------
+# --- both, and folders of images ------------------------------------------------------------------
 
 
 def _split_counts(name: str, count: int, frames: int | None) -> tuple[int, int]:
     """How many of `count` frames to train on and to hold out: the last tenth, or as many as asked.
 
-    >>> [_split_counts("film", 100, frames) for frames in (None, 30, 95)], _split_counts("film", 22, 19)
+    >>> (
+    ...     [_split_counts("film", 100, frames) for frames in (None, 30, 95)],
+    ...     _split_counts("film", 22, 19),
+    ... )
     ([(91, 9), (30, 3), (91, 9)], (19, 2))
     """
     if count < 4:
@@ -184,7 +217,10 @@ def _split_counts(name: str, count: int, frames: int | None) -> tuple[int, int]:
 def _image_files(folder: Path, grey: bool) -> Stamps:
     """The images of a folder by name, as they are now, after a look at the header of each."""
     check_folder(folder, "'frames:DIR' reads a folder of images, 'video:FILE' a film")
-    images = sorted((file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES), key=_natural_key)
+    images = sorted(
+        (file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES),
+        key=_natural_key,
+    )
     if not images:
         raise DataError(f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
     stamps = {file: stamp(file) for file in images}
@@ -194,7 +230,10 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
             shown_size = "{}×{}".format(*_oriented_size(image))
             size = size or shown_size
             if shown_size != size:
-                raise DataError(f"{file}: is {shown_size} pixels, the images before it {size}; all must have one size")
+                raise DataError(
+                    f"{file}: is {shown_size} pixels, the images before it {size}; all must have"
+                    " one size"
+                )
             mode = image.mode.partition(";")[0]
             if mode in UNREADABLE_MODES:
                 raise DataError(f"{file}: {UNREADABLE_MODES[mode]}")
@@ -208,18 +247,23 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
 
 
 def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
-    """Raise `DataError` unless numbers of any size are shades of grey from 0 to 255, as far as can be told."""
+    """Raise `DataError` unless numbers of any size are shades of grey from 0 to 255, as far as
+    can be told.
+    """
     lowest, highest = shades.min(), shades.max()
-    if (1 < highest <= 255 and lowest >= 0) or not shades.any():  # with numbers up to 1, 1 may be white
+    # with numbers up to 1, 1 may be white
+    if (1 < highest <= 255 and lowest >= 0) or not shades.any():
         return
     raise DataError(
-        f"{file}: holds numbers ({shades.dtype}) from {lowest:.3g} to {highest:.3g}, and nothing says which is white; "
-        "save it with 8 or 16 bits, or with numbers from 0 to 255"
+        f"{file}: holds numbers ({shades.dtype}) from {lowest:.3g} to {highest:.3g}, and nothing"
+        " says which is white; save it with 8 or 16 bits, or with numbers from 0 to 255"
     )
 
 
 def _is_transparent(image: PIL.Image.Image) -> bool:
-    """Whether an image lets something be seen that is behind it. Its pixels are read only if they might."""
+    """Whether an image lets something be seen that is behind it. Its pixels are read only if
+    they might.
+    """
     if not image.has_transparency_data:
         return False
     if image.mode in SIXTEEN_BITS:  # one shade of grey stands for nothing
@@ -235,14 +279,19 @@ def _natural_key(file: Path) -> tuple[list[str | int], str]:
 
 @contextlib.contextmanager
 def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
-    """An image whose pixels are read inside the block; whatever is wrong with it is said with its name."""
+    """An image whose pixels are read inside the block; whatever is wrong with it is said with
+    its name.
+    """
     from PIL import Image
 
     no_image = f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"
-    no_warnings = warnings.catch_warnings(action="ignore")  # of sizes below the bound, and of what surrounds the pixels
+    # of sizes below the bound, and of what surrounds the pixels
+    no_warnings = warnings.catch_warnings(action="ignore")
     with reading(file, no_image), no_warnings, Image.open(file, formats=IMAGE_FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
-            raise DataError(f"{file}: has {image.width:,}×{image.height:,} pixels; it may have {MAX_PIXELS:,}")
+            raise DataError(
+                f"{file}: has {image.width:,}×{image.height:,} pixels; it may have {MAX_PIXELS:,}"
+            )
         # A photograph's second picture is its preview, or what another lens saw.
         count = getattr(image, "n_frames", 1)
         if image.format != "MPO" and count > 1:
@@ -251,25 +300,33 @@ def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
 
 
 def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
-    """(width, height) of an image as it is to be shown: a camera notes (in Exif) how it was held."""
-    # Pillow says the size of a TIFF so already. Of a PNG without a note before its pixels it would read all of them.
+    """(width, height) of an image as it is to be shown: a camera notes (in Exif) how it was
+    held.
+    """
+    # Pillow says the size of a TIFF so already. Of a PNG without a note before its pixels it would
+    # read all of them.
     has_orientation = image.format != "TIFF" and ("exif" in image.info or "xmp" in image.info)
     is_sideways = has_orientation and image.getexif().get(EXIF_ORIENTATION, 1) > 4
     return (image.height, image.width) if is_sideways else image.size
 
 
 def _crop_and_scale(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
-    """Cut the middle out in the shape of `size` and scale it, as it is to be shown: (C, H, W) bytes."""
+    """Cut the middle out in the shape of `size` and scale it, as it is to be shown: (C, H, W)
+    bytes.
+    """
     from PIL import Image, ImageOps
 
     is_negative = False
     if image.format == "TIFF":
         is_negative = image.tag_v2.get(TIFF_PHOTOMETRIC) == TIFF_WHITE_IS_ZERO  # type: ignore[attr-defined]
     image = ImageOps.exif_transpose(image)
-    if image.mode in SIXTEEN_BITS:  # Pillow would cut 16 bits off at 255, and leaves a negative as it is
+    # Pillow would cut 16 bits off at 255, and leaves a negative as it is
+    if image.mode in SIXTEEN_BITS:
         shades = np.asarray(image).astype(np.uint32)
         if is_negative:
             shades = 65535 - shades
         image = Image.fromarray(((shades + 128) // 257).astype(np.uint8))
-    image = ImageOps.fit(image.convert("L" if grey else "RGB"), size[::-1], Image.Resampling.BILINEAR)
+    image = ImageOps.fit(
+        image.convert("L" if grey else "RGB"), size[::-1], Image.Resampling.BILINEAR
+    )
     return np.ascontiguousarray(np.atleast_3d(np.asarray(image)).transpose(2, 0, 1))

@@ -19,9 +19,14 @@ from gpulab.errors import DataError
 from gpulab.files import JSON, reading
 
 MAX_UNPACKED_BYTES = 1 << 28  # of MNIST's images, unpacked
-MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
+MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
 SHA256 = {  # of MNIST's images, as they are downloaded
-    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-images-idx3-ubyte.gz": (
+        "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"
+    ),
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
 }
 
@@ -43,7 +48,9 @@ class Images(Data):
         """The SHA-256 of the images, of both parts."""
         parts = self.train, self.heldout_images
         shapes = repr([(images.dtype.str, images.shape) for images in parts]).encode()
-        return hashlib.sha256(b"".join([shapes, *(images.tobytes() for images in parts)])).hexdigest()
+        return hashlib.sha256(
+            b"".join([shapes, *(images.tobytes() for images in parts)])
+        ).hexdigest()
 
     def __len__(self) -> int:
         return len(self.train)
@@ -54,9 +61,12 @@ class Images(Data):
 
         first_pass, images_done = divmod(start * length, len(self))
         generators = (
-            torch.Generator().manual_seed(seed * 1_000_003 + number) for number in itertools.count(first_pass)
+            torch.Generator().manual_seed(seed * 1_000_003 + number)
+            for number in itertools.count(first_pass)
         )
-        orders = (torch.randperm(len(self), generator=generator).tolist() for generator in generators)
+        orders = (
+            torch.randperm(len(self), generator=generator).tolist() for generator in generators
+        )
         remaining = itertools.islice(itertools.chain.from_iterable(orders), images_done, None)
         while True:
             yield Window(self.train[list(itertools.islice(remaining, length))], restart=True)
@@ -77,47 +87,74 @@ def digits() -> Bytes:
     from PIL import Image
 
     # Only the file is wanted; importing scikit-learn for it costs a process 70 MB and a second.
-    file = importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    file = importlib.metadata.distribution("scikit-learn").locate_file(
+        "sklearn/datasets/data/digits.csv.gz"
+    )
     table = np.loadtxt(str(file), delimiter=",")
-    small_digits = map(Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8))
-    return np.stack([np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small_digits])[:, None]
+    small_digits = map(
+        Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8)
+    )
+    return np.stack(
+        [np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small_digits]
+    )[:, None]
 
 
 def mnist(folder: str) -> Images:
-    """MNIST's images: both splits, or the test split alone, as found in a folder; with none, downloaded."""
+    """MNIST's images: both splits, or the test split alone, as found in a folder; with none,
+    downloaded.
+    """
     files = _find_mnist(Path(folder)) if folder else list(map(_download, SHA256))
     parts = [_read_idx(file) for file in files]
     if len(parts) == 1:
         parts = np.split(parts[0], [-max(1, len(parts[0]) // HELD_OUT)])
     if len(parts[0]) == 0 or parts[0].shape[1:] != parts[1].shape[1:]:
-        raise DataError(f"{files[-1]}: a single image, or images of another size than in {files[0]}")
+        raise DataError(
+            f"{files[-1]}: a single image, or images of another size than in {files[0]}"
+        )
     return Images("mnist", *parts)
 
 
 def _find_mnist(folder: Path) -> list[Path]:
-    """The files of the training and of the test images, as far as they are there, in one of their usual places."""
+    """The files of the training and of the test images, as far as they are there, in one of
+    their usual places.
+    """
     check_folder(folder, "'mnist:DIR' reads a folder with MNIST's files, 'mnist' downloads them")
-    for location in (folder, folder / "raw", folder / "MNIST" / "raw"):  # the latter two are torchvision's
+    # the latter two are torchvision's
+    for location in (
+        folder,
+        folder / "raw",
+        folder / "MNIST" / "raw",
+    ):
         files: list[Path] = []
         for split in ("train", "t10k"):
-            names = (f"{split}-images{dot}idx3-ubyte{suffix}" for dot in "-." for suffix in ("", ".gz"))
+            names = (
+                f"{split}-images{dot}idx3-ubyte{suffix}" for dot in "-." for suffix in ("", ".gz")
+            )
             files += itertools.islice(filter(os.path.isfile, map(location.joinpath, names)), 1)
         if files:
             return files
     listing = ", ".join(sorted(os.listdir(folder))[:5]) or "nothing"
     missing = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
-    raise DataError(f"{folder}: holds {listing}, but {missing}, here or in MNIST/raw; 'mnist' downloads them")
+    raise DataError(
+        f"{folder}: holds {listing}, but {missing}, here or in MNIST/raw; 'mnist' downloads them"
+    )
 
 
 def _download(name: str) -> Path:
-    """A file of MNIST in the user's cache, fetched from the first mirror that has it if it is not there yet."""
+    """A file of MNIST in the user's cache, fetched from the first mirror that has it if it is
+    not there yet.
+    """
     import pooch
 
     folder = pooch.os_cache("gpulab") / "mnist"
     reasons = []
     for mirror in MIRRORS:
         try:
-            return Path(pooch.retrieve(mirror + name, f"sha256:{SHA256[name]}", name, folder, progressbar=True))
+            return Path(
+                pooch.retrieve(
+                    mirror + name, f"sha256:{SHA256[name]}", name, folder, progressbar=True
+                )
+            )
         except (OSError, ValueError) as error:
             reasons.append(f"{mirror}: {error!r:.200}")
     raise DataError(f"{name} could not be downloaded to {folder}: {'; '.join(reasons)}")
@@ -131,7 +168,10 @@ def _read_idx(file: Path) -> Bytes:
         size = count * height * width
         promise = f"promises {count} images of {height}×{width}"
         if magic != 2051 or not 0 < size <= MAX_UNPACKED_BYTES:
-            header = f"begins with {magic} (expected 2051) and {promise} (1 to {MAX_UNPACKED_BYTES:,} bytes are read)"
+            header = (
+                f"begins with {magic} (expected 2051) and {promise} (1 to {MAX_UNPACKED_BYTES:,}"
+                " bytes are read)"
+            )
             raise DataError(f"{file}: no IDX file of images that can be read: {header}")
         content = stream.read(size + 1)
     if len(content) != size:

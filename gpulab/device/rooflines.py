@@ -1,4 +1,5 @@
-"""How fast a device can compute and move data, its roofline, and where a training step stands under it.
+"""How fast a device can compute and move data, its roofline, and where a training step stands under
+it.
 
 Source: Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
 """
@@ -43,21 +44,26 @@ from gpulab.store.recorded import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
 MAX_MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
-PRODUCT_NAMES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
+# what should have a formula
+PRODUCT_NAMES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")
 MIN_PRODUCT_SECONDS = 0.02  # of a product that is large enough
 ROOFLINE_KINDS = ("memory", "matrix", "network")  # what the setting's own ceilings are drawn over
 
 
-def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = True) -> pd.DataFrame:
+def roofline(
+    setting: Setting | str = "cpu", repeats: int = 7, progress: bool = True
+) -> pd.DataFrame:
     """Measure how fast a device computes and moves data, in some ten seconds.
 
-    Measured are copies in memory, matrix products of growing size and in several formats, layers of the autoencoder and
-    of PredNet, and the launch of an operation. From these follow the ceilings of the roofline model: what a computation
-    can reach at most, by how many operations it does for each byte it moves.
+    Measured are copies in memory, matrix products of growing size and in several formats, layers of
+    the autoencoder and of PredNet, and the launch of an operation. From these follow the ceilings
+    of the roofline model: what a computation can reach at most, by how many operations it does for
+    each byte it moves.
 
     Args:
         setting: Where and how to compute.
-        repeats: How many batches of calls are timed, at least 2. Each takes a few hundredths of a second.
+        repeats: How many batches of calls are timed, at least 2. Each takes a few hundredths of a
+            second.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -66,12 +72,13 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
         It has these columns:
 
         - `operation`: The name of what was measured.
-        - `kind`: `memory` (a copy, an addition), `matrix` (products of growing size) and `network` (layers), all in the
-          setting's own format; `launch` (an operation on a single number, which is what calling one costs at least);
-          and `precision` (a large product in each format that the device has: float32, tf32 on CUDA, bfloat16, float16,
-          and float64, which Apple's GPUs lack). A CPU without instructions for a format is slow in it.
-        - `flop`, `bytes`: What the operation computes and moves, by count. Each input is read once, each output written
-          once.
+        - `kind`: `memory` (a copy, an addition), `matrix` (products of growing size) and `network`
+          (layers), all in the setting's own format; `launch` (an operation on a single number,
+          which is what calling one costs at least); and `precision` (a large product in each format
+          that the device has: float32, tf32 on CUDA, bfloat16, float16, and float64, which Apple's
+          GPUs lack). A CPU without instructions for a format is slow in it.
+        - `flop`, `bytes`: What the operation computes and moves, by count. Each input is read once,
+          each output written once.
         - `seconds`: The median time of one call, after a warm-up.
         - `spread`: The interquartile range of that time, over the median.
         - `precision`: The format of a product, else an empty text.
@@ -103,9 +110,16 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
         with work_setting.apply():
             for work in Progress(works, unit="operation", leave=False, disable=not progress):
                 rows.append(
-                    (work.operation, work.kind, *_count_work(work), *time_calls(work_setting, work.call, repeats))
+                    (
+                        work.operation,
+                        work.kind,
+                        *_count_work(work),
+                        *time_calls(work_setting, work.call, repeats),
+                    )
                 )
-    frame = pd.DataFrame(rows, columns=["operation", "kind", "flop", "bytes", "precision", "seconds", "spread"])
+    frame = pd.DataFrame(
+        rows, columns=["operation", "kind", "flop", "bytes", "precision", "seconds", "spread"]
+    )
     frame["intensity"] = frame.flop / frame.bytes
     frame["gflops"] = frame.flop / frame.seconds / 1e9
     frame["gigabytes_per_second"] = frame.bytes / frame.seconds / 1e9
@@ -113,16 +127,18 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
 
 
 def bounds(frame: pd.DataFrame) -> pd.DataFrame:
-    """Say what holds each layer of the two networks back, memory or arithmetic, by measured ceilings.
+    """Say what holds each layer of the two networks back, memory or arithmetic, by measured
+    ceilings.
 
     Args:
         frame: A data frame from `gpulab.roofline`, of one setting or several of one machine.
 
     Returns:
-        A data frame with a row for each layer and setting. `operation`, `setting` and `intensity` (flop per byte) are
-        as in `frame`. `ridge` is the intensity at which the ceilings of memory and arithmetic meet. `bound` is `memory`
-        below it and `arithmetic` from it on. `reached` is the measured rate over the ceiling at that intensity; it can
-        be above 1, where a layer fits into a cache.
+        A data frame with a row for each layer and setting. `operation`, `setting` and `intensity`
+        (flop per byte) are as in `frame`. `ridge` is the intensity at which the ceilings of memory
+        and arithmetic meet. `bound` is `memory` below it and `arithmetic` from it on. `reached` is
+        the measured rate over the ceiling at that intensity; it can be above 1, where a layer fits
+        into a cache.
 
     Examples:
         >>> import gpulab as gl
@@ -134,7 +150,9 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
     """
     frame = frame[frame.kind.isin(ROOFLINE_KINDS)]
     layers = frame[frame.kind == "network"]
-    bandwidth = layers.setting.map(frame[frame.kind == "memory"].groupby("setting").gigabytes_per_second.max())
+    bandwidth = layers.setting.map(
+        frame[frame.kind == "memory"].groupby("setting").gigabytes_per_second.max()
+    )
     peak = layers.setting.map(frame.groupby("setting").gflops.max())
     rows = layers[["operation", "setting", "intensity"]].assign(
         ridge=peak / bandwidth,
@@ -148,8 +166,9 @@ def recorded_rooflines() -> pd.DataFrame:
     """Read the rooflines that are shipped with gpulab.
 
     Returns:
-        A data frame with the columns of `gpulab.roofline`, and `machine`, the name of the chip. Beside its operations
-        there are copies between host and GPU (the kind `transfer`), and a launch that is waited for.
+        A data frame with the columns of `gpulab.roofline`, and `machine`, the name of the chip.
+        Beside its operations there are copies between host and GPU (the kind `transfer`), and a
+        launch that is waited for.
 
     Examples:
         >>> import gpulab as gl
@@ -160,49 +179,62 @@ def recorded_rooflines() -> pd.DataFrame:
     return recorded_table("rooflines").drop(columns="recorded")
 
 
-# --- where a step stands ---------------------------------------------------------------------------------
+# --- where a step stands --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Placement(Report):
-    """Where a training step stands under a device's roofline: what `place` returns. `print` says it in sentences.
+    """Where a training step stands under a device's roofline: what `place` returns. `print` says it
+    in sentences.
 
     Attributes:
         setting: The setting that the step was done under.
-        operations: How many calls of torch's operations compute or move something. One call may be several kernels.
-        flop: Floating-point operations by precision, such as `{"float32": 256}`. They are those of products,
-            convolutions and attention, by torch's own formulas (`torch.utils.flop_counter`), two for a multiplication
-            with its addition. Nothing else counts.
-        moved: The bytes that each operation reads and writes, added up. What stays in a cache between two operations is
-            counted all the same.
+        operations: How many calls of torch's operations compute or move something. One call may be
+            several kernels.
+        flop: Floating-point operations by precision, such as `{"float32": 256}`. They are those of
+            products, convolutions and attention, by torch's own formulas
+            (`torch.utils.flop_counter`), two for a multiplication with its addition. Nothing else
+            counts.
+        moved: The bytes that each operation reads and writes, added up. What stays in a cache
+            between two operations is counted all the same.
         seconds: The median time of one step, after a warm-up.
         spread: The interquartile range of that time, over the median.
-        at_least: The seconds that its bytes (`memory`), its floating-point operations (`arithmetic`) and its `launches`
-            would take, each alone at its measured ceiling.
+        at_least: The seconds that its bytes (`memory`), its floating-point operations
+            (`arithmetic`) and its `launches` would take, each alone at its measured ceiling.
         unknown: The names of operations that multiply and for which torch has no formula.
         roofline: The ceilings, as `gpulab.roofline` measures them.
 
     Examples:
         >>> import pandas as pd
         >>> import gpulab as gl
-        >>> counts = {"operations": 3, "flop": {"float32": 10**9}, "moved": 10**8, "seconds": 0.01, "spread": 0.02}
+        >>> counts = {
+        ...     "operations": 3,
+        ...     "flop": {"float32": 10**9},
+        ...     "moved": 10**8,
+        ...     "seconds": 0.01,
+        ...     "spread": 0.02,
+        ... }
         >>> floors = {"memory": 0.004, "arithmetic": 0.005, "launches": 0.001}
-        >>> found = gl.device.Placement("cpu", **counts, at_least=floors, unknown=(), roofline=pd.DataFrame())
+        >>> found = gl.device.Placement(
+        ...     "cpu", **counts, at_least=floors, unknown=(), roofline=pd.DataFrame()
+        ... )
         >>> found.intensity, found.gflops, found.bound, found.reached
         (10.0, 100.0, 'arithmetic', 0.5)
     """
 
     setting: str  # what it was done under
-    operations: int  # calls of torch's operations that compute or move something; one may be several kernels
-    # By precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and attention, two for
-    # a multiplication with its addition; nothing else counts.
+    # calls of torch's operations that compute or move something; one may be several kernels
+    operations: int
+    # By precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and
+    # attention, two for a multiplication with its addition; nothing else counts.
     flop: dict[str, int]
-    # Bytes that each operation reads and writes. What stays in a cache between two operations is counted all the same.
+    # Bytes that each operation reads and writes. What stays in a cache between two operations is
+    # counted all the same.
     moved: int
     seconds: float  # the median of one step after a warm-up
     spread: float  # the interquartile range over that
-    # The seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take, each alone at its
-    # measured ceiling.
+    # The seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take,
+    # each alone at its measured ceiling.
     at_least: dict[str, float]
     unknown: tuple[str, ...]  # operations that multiply, for which torch has no formula
     roofline: pd.DataFrame  # the ceilings, from `gpulab.roofline`
@@ -219,7 +251,8 @@ class Placement(Report):
 
     @property
     def reached(self) -> float:
-        """The share of the roof that the step reached; more than 1 where caches are faster than the memory measured.
+        """The share of the roof that the step reached; more than 1 where caches are faster than the
+        memory measured.
 
         Arithmetic in the step's precisions sets the roof, or memory at the step's intensity.
         """
@@ -232,45 +265,63 @@ class Placement(Report):
 
     @property
     def bound(self) -> str:
-        """What would take longest, each at its ceiling, of `memory`, `arithmetic` and `launches`."""
+        """What would take longest, each at its ceiling, of `memory`, `arithmetic` and
+        `launches`.
+        """
         return max(self.at_least, key=self.at_least.__getitem__)
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {flop / 1e9:.3g}" for name, flop in self.flop.items())
-        floors = ", ".join(f"its {name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items())
+        floors = ", ".join(
+            f"its {name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items()
+        )
         lines = [
-            f"The step takes {1e3 * self.seconds:.3g} ms (spread {self.spread:.0%}) under {self.setting}: "
-            f"{self.operations} operations, {self.moved / 1e6:.3g} MB moved, Gflop: {kinds or 'none'}.",
+            (
+                f"The step takes {1e3 * self.seconds:.3g} ms (spread {self.spread:.0%}) under"
+                f" {self.setting}: {self.operations} operations, {self.moved / 1e6:.3g} MB moved,"
+                f" Gflop: {kinds or 'none'}."
+            ),
             f"At the ceilings measured, each alone: {floors}. It is bound by {self.bound}.",
-            f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s, {self.reached:.0%} of the roof; launches "
-            f"take {self.launch_share:.0%} of the time or more.",
+            (
+                f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s, {self.reached:.0%}"
+                f" of the roof; launches take {self.launch_share:.0%} of the time or more."
+            ),
         ]
         if self.reached > 1:
-            lines.append("More than the roof: between operations, tensors stay in a cache faster than memory.")
+            lines.append(
+                "More than the roof: between operations, tensors stay in a cache faster than"
+                " memory."
+            )
         if self.unknown:
-            lines.append(f"Not counted, for torch has no formula: the FLOP of {', '.join(self.unknown)}.")
+            lines.append(
+                f"Not counted, for torch has no formula: the FLOP of {', '.join(self.unknown)}."
+            )
         return "\n".join(lines)
 
 
-def place(step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7) -> Placement:
-    """Find out what holds a training step back: memory, arithmetic, or the launching of its operations.
+def place(
+    step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7
+) -> Placement:
+    """Find out what holds a training step back: memory, arithmetic, or the launching of its
+    operations.
 
-    The step's operations and bytes are counted, its time is measured, and both are compared with what the device can do
-    at most. The step is done a dozen times and more, and once of these under torch's FLOP counter. A `Step` is left as
-    it was, and begins without gradients each time. Of a function of your own, the model trains on.
+    The step's operations and bytes are counted, its time is measured, and both are compared with
+    what the device can do at most. The step is done a dozen times and more, and once of these under
+    torch's FLOP counter. A `Step` is left as it was, and begins without gradients each time. Of a
+    function of your own, the model trains on.
 
     Args:
         step: A `Step`, or a function that does one training step, as for `gpulab.record`.
-        ceilings: What the device can do: a data frame from `gpulab.roofline` on this machine, of one setting, under
-            which the step is done. Or a setting, whose roofline is measured now.
+        ceilings: What the device can do: a data frame from `gpulab.roofline` on this machine, of
+            one setting, under which the step is done. Or a setting, whose roofline is measured now.
         repeats: How many batches of calls are timed, at least 2.
 
     Returns:
         The `Placement`, which prints as sentences.
 
     Raises:
-        UsageError: For ceilings of several settings or of another machine, for fewer than 2 repeats, and for products
-            in a format whose ceiling was not measured.
+        UsageError: For ceilings of several settings or of another machine, for fewer than 2
+            repeats, and for products in a format whose ceiling was not measured.
         GpulabError: For a setting that cannot run here.
 
     Examples:
@@ -289,7 +340,9 @@ def place(step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = 
         ...     }
         ... )
         >>> weight = torch.ones(8, 4, requires_grad=True)
-        >>> found = gl.device.place(lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), ceilings)
+        >>> found = gl.device.place(
+        ...     lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), ceilings
+        ... )
         >>> found.flop, found.bound
         ({'float32': 256}, 'launches')
 
@@ -299,13 +352,16 @@ def place(step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = 
     frame = roofline(ceilings) if isinstance(ceilings, Setting | str) else ceilings
     settings = list(frame.setting.unique())
     if len(settings) != 1:
-        raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")
+        raise UsageError(
+            f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting"
+        )
     setting = Setting.parse(settings[0])
     this_machine = machine(passport(), setting.kind)
     other_machines = sorted(set(frame.get("machine", ())) - {this_machine})
     if other_machines:
         raise UsageError(
-            f"ceilings of {other_machines[0]}: the step runs on {this_machine}; measure gpulab.roofline here"
+            f"ceilings of {other_machines[0]}: the step runs on {this_machine}; measure"
+            " gpulab.roofline here"
         )
     default_dtype = torch.get_default_dtype()
     with setting.apply(), prepare_step(step, setting, default_dtype) as prepared_step:
@@ -316,12 +372,15 @@ def place(step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = 
             prepared_step()
 
         seconds, spread = time_calls(setting, run_step, repeats)
-        with OperationCounter() as counter:  # after a first step, which alone makes such things as Adam's moments
+        # after a first step, which alone makes such things as Adam's moments
+        with OperationCounter() as counter:
             run_step()
     flop = dict(counter.flop.most_common())
     peaks = frame[frame.precision != ""].groupby("precision").gflops.max()
     if flop.keys() - set(peaks.index):
-        raise UsageError(f"products in {', '.join(flop)}: there are ceilings of {', '.join(peaks.index)} alone")
+        raise UsageError(
+            f"products in {', '.join(flop)}: there are ceilings of {', '.join(peaks.index)} alone"
+        )
     at_least = {
         "memory": counter.moved / (1e9 * frame[frame.kind == "memory"].gigabytes_per_second.max()),
         "arithmetic": sum(number / (1e9 * peaks[precision]) for precision, number in flop.items()),
@@ -340,7 +399,7 @@ def place(step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = 
     )
 
 
-# --- what is measured ------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 class Work(NamedTuple):
@@ -387,7 +446,9 @@ def _precisions(setting: Setting) -> dict[str, Setting]:
 
 
 def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
-    """A product as large as it takes to be at work for a while: some CPUs compute in float16 a number at a time."""
+    """A product as large as it takes to be at work for a while: some CPUs compute in float16 a
+    number at a time.
+    """
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     edge = 32
     seconds = 0.0
@@ -419,7 +480,7 @@ def _timer(setting: Setting, work: Callable[[], object]) -> timeit.Timer:
     return timeit.Timer(work, timer=clock)
 
 
-# --- what operations compute and move --------------------------------------------------------------------
+# --- what operations compute and move -------------------------------------------------------------
 
 
 def _count_work(work: Work) -> tuple[float, float, str]:
@@ -454,7 +515,9 @@ class OperationCounter(UncompiledDispatchMode):
         name = operation_name(operation)
         written_bytes = _distinct_bytes(returned_or_written(operation, args, out))
         inputs = {key: value for key, value in kwargs.items() if key != "out"}
-        read_bytes = _distinct_bytes((args[1:] if overwrites_first_argument(name) else args, inputs))
+        read_bytes = _distinct_bytes(
+            (args[1:] if overwrites_first_argument(name) else args, inputs)
+        )
         is_view = written_bytes.keys() <= read_bytes.keys() and not is_mutable(operation)
         if is_view or only_allocates(name):
             return out
@@ -477,7 +540,9 @@ def _precision(name: str, args: Sequence[Nested]) -> str:
 
 
 def _distinct_bytes(values: Nested) -> dict[int, int]:
-    """The bytes of each piece of memory among the tensors of nested values, each once; an expanded one as it lies."""
+    """The bytes of each piece of memory among the tensors of nested values, each once; an
+    expanded one as it lies.
+    """
     sizes: dict[int, int] = {}
     for tensor in find_tensors(values):
         if tensor.layout == torch.strided:

@@ -1,9 +1,11 @@
-"""Optional, faster engines. Without this package everything works, only slower (`tests/engines/test_hidden.py`).
+"""Optional, faster engines. Without this package everything works, only slower
+(`tests/engines/test_hidden.py`).
 
-`fastest` computes the windows of a training: PredNet's gradient by formulas in fewer operations (`prednet_windows`,
-`prednet_kernels`), and on a GPU a window's updates as one CUDA graph (`graphs`). `hessian_product` works out the
-derivative of a gradient once, for any number of vectors (`hessian_forward`). No other package uses an engine by name.
-This package does not import trainings or stores: the protocols here list the attributes that it uses.
+`fastest` computes the windows of a training: PredNet's gradient by formulas in fewer operations
+(`prednet_windows`, `prednet_kernels`), and on a GPU a window's updates as one CUDA graph
+(`graphs`). `hessian_product` works out the derivative of a gradient once, for any number of vectors
+(`hessian_forward`). No other package uses an engine by name. This package does not import trainings
+or stores: the protocols here list the attributes that it uses.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ class NotingEngine(WindowEngine, Protocol):
 
 
 class FastestEngine:
-    """Computes each window by the fastest engine that gives the same up to rounding, and notes which it was.
+    """Computes each window by the fastest engine that gives the same up to rounding, and notes
+    which it was.
 
     Args:
-        autograd_engine: The engine that computes windows as they were published, with its `model`, `loader` and
-            `update`; see `gpulab.training.loop.BatchEngine`.
+        autograd_engine: The engine that computes windows as they were published, with its `model`,
+            `loader` and `update`; see `gpulab.training.loop.BatchEngine`.
         has_exclusive_device: Whether no other training keeps the device busy.
     """
 
@@ -43,11 +46,13 @@ class FastestEngine:
         self.autograd_engine = autograd_engine
         self.loader = autograd_engine.loader
         self.on_gpu = self.loader.device.startswith("cuda")
-        # On a CPU, autograd computes reused buffers, because their effect is to be shown, and the comparison to them.
+        # On a CPU, autograd computes reused buffers, because their effect is to be shown, and the
+        # comparison to them.
         supported_loaders = ("window", "copied", "imitated") if self.on_gpu else ("window",)
         self.supports_loader = self.loader.name in supported_loaders
         self.analytic_engine = AnalyticEngine(autograd_engine, streams=has_exclusive_device)
-        self.graph_engines: dict[WindowEngine, CudaGraphEngine] = {}  # by the engine whose updates each captures
+        # by the engine whose updates each captures
+        self.graph_engines: dict[WindowEngine, CudaGraphEngine] = {}
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
         """As of `gpulab.training.loop.Engine`."""
@@ -56,14 +61,18 @@ class FastestEngine:
         return engine.train_window(frames, state)
 
     def choose_engine(self, state: Nested) -> WindowEngine | CudaGraphEngine:
-        """The engine for the next window, which begins from `state`; it may change when an observer is activated."""
+        """The engine for the next window, which begins from `state`; it may change when an
+        observer is activated.
+        """
         engine = self.choose_uncaptured_engine()
         if not self.on_gpu or not self.may_be_fast():
             return engine
         # A graph is captured for a state of tensors; with None, a sequence begins.
         model = self.autograd_engine.model
         begins_sequence = model.sequential and state is None
-        is_known = engine is self.analytic_engine or (type(model) in MODELS.values() and is_unmodified(model))
+        is_known = engine is self.analytic_engine or (
+            type(model) in MODELS.values() and is_unmodified(model)
+        )
         if begins_sequence or not is_known:
             return engine
         return self.graph_engines.setdefault(engine, CudaGraphEngine(engine))
@@ -76,16 +85,19 @@ class FastestEngine:
     def may_be_fast(self) -> bool:
         """Whether nobody has to see every operation, and no frames have to go through a buffer."""
         is_unobserved = self.supports_loader and not has_computation_observers()
-        return is_unobserved and (self.loader.name == "window" or Windows.supports(self.autograd_engine.model))
+        return is_unobserved and (
+            self.loader.name == "window" or Windows.supports(self.autograd_engine.model)
+        )
 
 
 class AnalyticEngine:
     """Computes windows of a PredNet that `Windows.supports`.
 
     Args:
-        autograd_engine: The engine whose updates are made, with analytic gradients. The loader is `window` or `copied`;
-            or `imitated`, for the gradients of frames that share memory.
-        streams: Whether kernels run concurrently on a GPU, which helps only if no other network keeps it busy.
+        autograd_engine: The engine whose updates are made, with analytic gradients. The loader is
+            `window` or `copied`; or `imitated`, for the gradients of frames that share memory.
+        streams: Whether kernels run concurrently on a GPU, which helps only if no other network
+            keeps it busy.
     """
 
     gradient_methods = frozenset({"written out"})
@@ -105,10 +117,15 @@ class AnalyticEngine:
         return self.update(self.model.batches(self.loader.window(frames)), state)
 
     def gradients(self, batch: Tensor, state: Nested) -> tuple[Tensor, Nested]:
-        """Put the gradients of a batch's loss into `.grad`: the loss of each frame, and the state after it."""
+        """Put the gradients of a batch's loss into `.grad`: the loss of each frame, and the
+        state after it.
+        """
         if self.windows is None or self.windows[0] != batch.shape:
             assert isinstance(self.model, PredNet), "`Windows` follows no other network"
-            self.windows = batch.shape, Windows(self.model, batch, self.loader.name == "imitated", self.streams)
+            self.windows = (
+                batch.shape,
+                Windows(self.model, batch, self.loader.name == "imitated", self.streams),
+            )
         return self.windows[1](batch, state)
 
 

@@ -17,7 +17,8 @@ from gpulab.models.base import Trainable
 # What `torch.cuda.graph_pool_handle` returns. Its class is private, and torch 2.6 has none.
 GraphPool: TypeAlias = Any
 
-# Capturing waits for the whole device and changes what all graphs share, so threads do it one at a time.
+# Capturing waits for the whole device and changes what all graphs share, so threads do it one at a
+# time.
 CAPTURE_LOCK = threading.Lock()
 
 
@@ -45,10 +46,11 @@ class WindowEngine(Protocol):
 
 
 class CudaGraphEngine:
-    """An engine that computes windows as another one does, whose updates it captures for each new shape of windows.
+    """An engine that computes windows as another one does, whose updates it captures for each new
+    shape of windows.
 
-    Of that engine it uses `update` and the window on the device: one that overrides `batches` to change frames, or
-    parameters' buffers, cannot be captured.
+    Of that engine it uses `update` and the window on the device: one that overrides `batches` to
+    change frames, or parameters' buffers, cannot be captured.
     """
 
     def __init__(self, engine: WindowEngine) -> None:
@@ -65,10 +67,14 @@ class CudaGraphEngine:
         return self.graph[1](window, state)
 
     def _update(self, window: Tensor, state: Nested) -> tuple[Tensor, Nested]:
-        """What is captured: from bytes to losses, with the state left where the next window finds it."""
+        """What is captured: from bytes to losses, with the state left where the next window
+        finds it.
+        """
         scaled = self.engine.loader.quotients
         assert scaled is not None, "graphs are captured on a GPU, where quotients are looked up"
-        losses, new_state = self.engine.update(self.engine.model.batches(scaled[window.int()]), state)
+        losses, new_state = self.engine.update(
+            self.engine.model.batches(scaled[window.int()]), state
+        )
         _copy_into(state, new_state)
         return losses, state
 
@@ -85,14 +91,17 @@ class Graph:
     """`function(*inputs)`, captured for inputs of one shape: it does the same, to the same bits.
 
     Args:
-        function: It may not wait for the device. What it reads and writes has to stay as long as this: a graph knows
-            addresses, and holds on to nothing.
+        function: It may not wait for the device. What it reads and writes has to stay as long as
+            this: a graph knows addresses, and holds on to nothing.
         inputs: Tensors on a CUDA device, also in lists and tuples; and None.
-        changed_tensors: Every tensor that `function` changes. It is called once to warm up, and these are restored.
-        pool: Of the memory that it works in, which graphs can share that are replayed one after the other.
+        changed_tensors: Every tensor that `function` changes. It is called once to warm up, and
+            these are restored.
+        pool: Of the memory that it works in, which graphs can share that are replayed one after the
+            other.
 
     References:
-        Gray 2019, *Getting started with CUDA graphs*; Nguyen et al. 2021, *Accelerating PyTorch with CUDA graphs*.
+        Gray 2019, *Getting started with CUDA graphs*; Nguyen et al. 2021, *Accelerating PyTorch
+            with CUDA graphs*.
     """
 
     def __init__(
@@ -105,8 +114,11 @@ class Graph:
         self.inputs = tree_map_only(Tensor, torch.clone, tuple(inputs))
         saved = [(tensor, tensor.detach().clone()) for tensor in changed_tensors]
         current_stream = torch.cuda.current_stream()
-        # The current stream of a thread, or a new one in place of the default stream, which cannot be captured.
-        side_stream = current_stream if current_stream != torch.cuda.default_stream() else torch.cuda.Stream()
+        # The current stream of a thread, or a new one in place of the default stream, which cannot
+        # be captured.
+        side_stream = (
+            current_stream if current_stream != torch.cuda.default_stream() else torch.cuda.Stream()
+        )
         side_stream.wait_stream(current_stream)
         with torch.cuda.stream(side_stream):
             function(*self.inputs)
@@ -118,7 +130,9 @@ class Graph:
         with CAPTURE_LOCK:
             # cuBLAS has a workspace a stream: another graph captured on this one would use it, too.
             clear_cublas_workspaces()
-            with torch.cuda.graph(self.graph, pool=pool, stream=side_stream, capture_error_mode="relaxed"):
+            with torch.cuda.graph(
+                self.graph, pool=pool, stream=side_stream, capture_error_mode="relaxed"
+            ):
                 self.outputs = function(*self.inputs)
             clear_cublas_workspaces()
 

@@ -1,4 +1,6 @@
-"""What the written-out gradient of PredNet is made of: a convolution and the cell of the LSTM, forward and back."""
+"""What the written-out gradient of PredNet is made of: a convolution and the cell of the LSTM,
+forward and back.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,19 @@ from gpulab.numerics.flags import precision_allowed
 tanh_backward = torch.ops.aten.tanh_backward.grad_input
 sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
 PEEPHOLE_GATES = (0, 1, 3)  # the input, forget and output gates, among the four
-# Weights of a convolution from which it is computed as a product. With fewer, in PredNet's published and quick sizes,
-# cuDNN is faster on an H200.
+# Weights of a convolution from which it is computed as a product. With fewer, in PredNet's
+# published and quick sizes, cuDNN is faster on an H200.
 MIN_PRODUCT_WEIGHTS = 300_000
 
 
-Groups = Sequence[tuple[int, int]]  # the number of channels of each group, and that number after padding
+# the number of channels of each group, and that number after padding
+Groups = Sequence[tuple[int, int]]
 
 
 def pad_group(count: int, by_pixel: bool) -> tuple[int, int]:
-    """A group of `count` channels, padded to a multiple of four where the channels of a pixel are adjacent."""
+    """A group of `count` channels, padded to a multiple of four where the channels of a pixel
+    are adjacent.
+    """
     return count, -(-count // 4) * 4 if by_pixel else count
 
 
@@ -37,16 +42,25 @@ def channel_indices(groups: Groups) -> Tensor:
         tensor([0, 1, 2, 4, 5])
     """
     starts = itertools.accumulate((padded for _, padded in groups), initial=0)
-    return torch.cat([torch.arange(start, start + count) for start, (count, _) in zip(starts, groups, strict=False)])
+    return torch.cat(
+        [
+            torch.arange(start, start + count)
+            for start, (count, _) in zip(starts, groups, strict=False)
+        ]
+    )
 
 
 class LstmCell:
-    """Forward and backward pass of the LSTM's cell, from gates before their nonlinearities and without peepholes."""
+    """Forward and backward pass of the LSTM's cell, from gates before their nonlinearities and
+    without peepholes.
+    """
 
     def __init__(self, peepholes: Float[Tensor, "1 4 c h w"]) -> None:
         self.peepholes = peepholes
 
-    def forward(self, gates: Tensor, cell_before: Tensor, cell_after: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, gates: Tensor, cell_before: Tensor, cell_after: Tensor, r: Tensor
+    ) -> tuple[Tensor, ...]:
         """Write the cell `after`, and R; what `backward` needs."""
         split_gates(gates).addcmul_(self.peepholes, cell_before[:, None])
         i, f, g, o = gates.chunk(4, 1)
@@ -58,9 +72,16 @@ class LstmCell:
         return gates, tanh
 
     def backward(
-        self, d_r: Tensor, d_cell: Tensor, cell_before: Tensor, saved: tuple[Tensor, ...], buffer: Tensor | None = None
+        self,
+        d_r: Tensor,
+        d_cell: Tensor,
+        cell_before: Tensor,
+        saved: tuple[Tensor, ...],
+        buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of the gates, in `buffer` if one is given, and of `cell_before`. Overwrites `d_r`."""
+        """The gradients of the gates, in `buffer` if one is given, and of `cell_before`.
+        Overwrites `d_r`.
+        """
         gates, tanh = saved
         d_gates = torch.empty_like(gates) if buffer is None else buffer
         i, f, g, o = gates.chunk(4, 1)
@@ -85,14 +106,20 @@ class FusedLstmCell(LstmCell):
     The gates come to it before their bias, too.
     """
 
-    def __init__(self, peepholes: Float[Tensor, "1 4 c h w"], bias: Float[Tensor, " 4c"], by_pixel: bool) -> None:
+    def __init__(
+        self, peepholes: Float[Tensor, "1 4 c h w"], bias: Float[Tensor, " 4c"], by_pixel: bool
+    ) -> None:
         super().__init__(peepholes)
         self.bias = bias.view(1, 4, -1, 1, 1)
         self.by_pixel = by_pixel
 
-    def forward(self, gates: Tensor, cell_before: Tensor, cell_after: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, gates: Tensor, cell_before: Tensor, cell_after: Tensor, r: Tensor
+    ) -> tuple[Tensor, ...]:
         """Write the cell `after`, and R; what `backward` needs."""
-        peephole_gates = torch.addcmul(self.bias, self.peepholes, cell_before[:, None]).flatten(1, 2)
+        peephole_gates = torch.addcmul(self.bias, self.peepholes, cell_before[:, None]).flatten(
+            1, 2
+        )
         vectors = map(self._vectors, (gates, peephole_gates, cell_before))
         new_r, new_cell, activated = fused_lstm_cell(*vectors, None, None)
         cell_after.copy_(self._maps(new_cell, cell_after))
@@ -100,7 +127,12 @@ class FusedLstmCell(LstmCell):
         return activated, cell_after
 
     def backward(
-        self, d_r: Tensor, d_cell: Tensor, cell_before: Tensor, saved: tuple[Tensor, ...], buffer: Tensor | None = None
+        self,
+        d_r: Tensor,
+        d_cell: Tensor,
+        cell_before: Tensor,
+        saved: tuple[Tensor, ...],
+        buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The gradients of the gates and of `cell_before`."""
         assert buffer is None, "torch's kernel makes its own"
@@ -114,7 +146,11 @@ class FusedLstmCell(LstmCell):
         return d_gates, d_before
 
     def _vectors(self, maps: Tensor) -> Tensor:
-        return maps.permute(0, 2, 3, 1).reshape(-1, maps.shape[1]) if self.by_pixel else maps.reshape(len(maps), -1)
+        return (
+            maps.permute(0, 2, 3, 1).reshape(-1, maps.shape[1])
+            if self.by_pixel
+            else maps.reshape(len(maps), -1)
+        )
 
     def _maps(self, vectors: Tensor, like: Tensor) -> Tensor:
         if not self.by_pixel:
@@ -132,13 +168,19 @@ class PaddedConvolution:
         by_pixel: Whether the channels of a pixel lie side by side.
     """
 
-    def __init__(self, conv: nn.Conv2d, outputs: Groups, inputs_read: Groups, by_pixel: bool) -> None:
+    def __init__(
+        self, conv: nn.Conv2d, outputs: Groups, inputs_read: Groups, by_pixel: bool
+    ) -> None:
         self.conv = conv
         self.padding = [conv.kernel_size[0] // 2] * 2
         device = conv.weight.device
         self.output_indices = channel_indices(outputs).to(device)[:, None]
         self.input_indices = channel_indices(inputs_read).to(device)
-        shape = sum(padded for _, padded in outputs), sum(padded for _, padded in inputs_read), *conv.kernel_size
+        shape = (
+            sum(padded for _, padded in outputs),
+            sum(padded for _, padded in inputs_read),
+            *conv.kernel_size,
+        )
         layout = torch.channels_last if by_pixel else torch.contiguous_format
         self.weight = conv.weight.detach()
         self.is_padded = shape != conv.weight.shape
@@ -149,8 +191,11 @@ class PaddedConvolution:
         is_float32 = conv.weight.dtype == torch.float32
         # For a small input torch chooses a kernel that does not profit from a second thread.
         on_cpu = device.type == "cpu" and is_float32
-        self.uses_mkldnn = on_cpu and torch.get_num_threads() > 1 and torch.backends.mkldnn.is_available()
-        # cuDNN uses only a part of the GPU for many channels of one small map; cuBLAS splits their sum.
+        self.uses_mkldnn = (
+            on_cpu and torch.get_num_threads() > 1 and torch.backends.mkldnn.is_available()
+        )
+        # cuDNN uses only a part of the GPU for many channels of one small map; cuBLAS splits their
+        # sum.
         has_many_weights = conv.weight.numel() >= MIN_PRODUCT_WEIGHTS
         self.uses_product = conv.weight.is_cuda and is_float32 and not by_pixel and has_many_weights
 
@@ -175,12 +220,18 @@ class PaddedConvolution:
         """The gradient of its input."""
         return self._convolve(gradient, self.transposed_weight, None)
 
-    def add_gradients(self, inputs: Float[Tensor, "n c h w"], gradients: Float[Tensor, "n d h w"]) -> None:
+    def add_gradients(
+        self, inputs: Float[Tensor, "n c h w"], gradients: Float[Tensor, "n d h w"]
+    ) -> None:
         """Add the gradients of weights and bias for these inputs and gradients of the output."""
         arguments = gradients, inputs, self.weight, [len(self.bias)]
         options = [1, 1], self.padding, [1, 1], False, [0, 0], 1, [False, True, True]
         _, weight, bias = torch.ops.aten.convolution_backward(*arguments, *options)
-        weight = weight[self.output_indices, self.input_indices] if self.is_padded else weight.contiguous()
+        weight = (
+            weight[self.output_indices, self.input_indices]
+            if self.is_padded
+            else weight.contiguous()
+        )
         add_gradient(self.conv.weight, weight)
         add_gradient(self.conv.bias, bias[self.output_indices[:, 0]])
 
@@ -188,7 +239,9 @@ class PaddedConvolution:
         if self.uses_mkldnn:
             return torch.mkldnn_convolution(x, weight, bias, self.padding, [1, 1], [1, 1], 1)
         if self.uses_product and len(x) == 1:
-            product = weight.flatten(1) @ F.unfold(x, self.conv.kernel_size, padding=self.padding[0])[0]
+            product = (
+                weight.flatten(1) @ F.unfold(x, self.conv.kernel_size, padding=self.padding[0])[0]
+            )
             convolved = product.view(1, -1, *x.shape[2:])
             return convolved if bias is None else convolved.add_(bias[:, None, None])
         return F.conv2d(x, weight, bias, padding=self.padding)
@@ -200,7 +253,9 @@ def split_gates(gates: Float[Tensor, "b 4c h w"]) -> Float[Tensor, "b 4 c h w"]:
 
 
 def uses_tf32(like: Tensor) -> bool:
-    """Whether convolutions of such a tensor on a GPU are allowed to be TF32, which is faster pixel by pixel."""
+    """Whether convolutions of such a tensor on a GPU are allowed to be TF32, which is faster
+    pixel by pixel.
+    """
     return like.is_cuda and like.dtype == torch.float32 and precision_allowed("conv") == "tf32"
 
 
@@ -210,8 +265,12 @@ def add_gradient(parameter: Tensor | None, gradient: Tensor) -> None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def empty_maps(like: Tensor, shape: tuple[int, int, int, int, int], by_pixel: bool) -> Float[Tensor, "t b c h w"]:
-    """Maps in which the channels of a pixel lie side by side (`by_pixel`), or the pixels of a channel do."""
+def empty_maps(
+    like: Tensor, shape: tuple[int, int, int, int, int], by_pixel: bool
+) -> Float[Tensor, "t b c h w"]:
+    """Maps in which the channels of a pixel lie side by side (`by_pixel`), or the pixels of a
+    channel do.
+    """
     if not by_pixel:
         return like.new_empty(shape)
     t, b, c, h, w = shape

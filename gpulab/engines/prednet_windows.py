@@ -1,9 +1,11 @@
-"""Backpropagation through time in the published PredNet, written out: losses and gradients without autograd.
+"""Backpropagation through time in the published PredNet, written out: losses and gradients without
+autograd.
 
-This gives what `PredNet.training_loss` and `backward()` compute, up to rounding, in fewer operations. The inputs of the
-gates are views of one buffer, so nothing is concatenated. The gradient of a weight is one convolution over many steps:
-over the whole window on a CPU, over a fifth of it on a GPU, so that memory is freed. On a GPU the cell is one kernel,
-and predictions and the gradients of weights are computed concurrently with what does not depend on them.
+This gives what `PredNet.training_loss` and `backward()` compute, up to rounding, in fewer
+operations. The inputs of the gates are views of one buffer, so nothing is concatenated. The
+gradient of a weight is one convolution over many steps: over the whole window on a CPU, over a
+fifth of it on a GPU, so that memory is freed. On a GPU the cell is one kernel, and predictions and
+the gradients of weights are computed concurrently with what does not depend on them.
 """
 
 from __future__ import annotations
@@ -38,23 +40,29 @@ pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
 
 
 def is_unmodified(model: nn.Module) -> bool:
-    """Whether a network computes what its class says: no hook sees or changes it, no part has another `forward`."""
-    is_changed = any("forward" in vars(module) or has_module_hooks(module) for module in model.modules())
+    """Whether a network computes what its class says: no hook sees or changes it, no part has
+    another `forward`.
+    """
+    is_changed = any(
+        "forward" in vars(module) or has_module_hooks(module) for module in model.modules()
+    )
     is_watched = any(map(has_tensor_hooks, model.parameters()))
     return not (is_changed or is_watched or has_global_module_hooks())
 
 
 class Windows:
-    """Losses and gradients of windows of one shape. Every call overwrites the gradients of the network's parameters.
+    """Losses and gradients of windows of one shape. Every call overwrites the gradients of the
+    network's parameters.
 
     Args:
         net: A network that `supports` accepts.
         frames: An example of the windows to come: their shape, device and type.
-        frames_share_memory: Compute what all frames of a window in one memory lead to (see `gpulab.data.feed`): the
-            gradients, but not the losses, are of an error to the last frame, because `mse_loss` saves the frame that it
-            compares with. (A loss that saves something else is affected in another way, or, as that of absolute errors,
-            not at all.)
-        streams: Whether kernels run concurrently on a GPU, which helps only if no other network keeps it busy.
+        frames_share_memory: Compute what all frames of a window in one memory lead to (see
+            `gpulab.data.feed`): the gradients, but not the losses, are of an error to the last
+            frame, because `mse_loss` saves the frame that it compares with. (A loss that saves
+            something else is affected in another way, or, as that of absolute errors, not at all.)
+        streams: Whether kernels run concurrently on a GPU, which helps only if no other network
+            keeps it busy.
 
     Examples:
         >>> from gpulab.models import PredNet
@@ -65,7 +73,11 @@ class Windows:
     """
 
     def __init__(
-        self, net: PredNet, frames: Float[Tensor, "t b c h w"], frames_share_memory: bool = False, streams: bool = True
+        self,
+        net: PredNet,
+        frames: Float[Tensor, "t b c h w"],
+        frames_share_memory: bool = False,
+        streams: bool = True,
     ) -> None:
         self.net = net
         self.steps = len(frames) - 1
@@ -73,22 +85,36 @@ class Windows:
         self.layers: list[WindowLayer] = []
         for _ in net.channels:
             self.layers.append(WindowLayer(net, self.layers, self.steps, frames, streams))
-        # The number of steps for which the gradient of a weight is computed at once, while the backward pass goes on.
+        # The number of steps for which the gradient of a weight is computed at once, while the
+        # backward pass goes on.
         self.gradient_span = -(-self.steps // 5) if frames.is_cuda else self.steps
 
     @staticmethod
     def supports(model: nn.Module) -> bool:
-        """Whether these are the formulas of a model on its device; a subclass of `PredNet` may have other formulas."""
-        if type(model) is not PredNet or model.truncation not in SUPPORTED_TRUNCATIONS or not is_unmodified(model):
+        """Whether these are the formulas of a model on its device; a subclass of `PredNet` may
+        have other formulas.
+        """
+        if (
+            type(model) is not PredNet
+            or model.truncation not in SUPPORTED_TRUNCATIONS
+            or not is_unmodified(model)
+        ):
             return False
-        other_types = {type(module) for module in model.modules()} - {PredNet, ConvLSTM, nn.Conv2d, nn.ModuleList}
+        other_types = {type(module) for module in model.modules()} - {
+            PredNet,
+            ConvLSTM,
+            nn.Conv2d,
+            nn.ModuleList,
+        }
         parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
         has_own_parameters = len(set(parameters)) == len(parameters)
         is_supported_device = model.conv_p[0].weight.device.type in ("cpu", "cuda")
         return not other_types and has_own_parameters and is_supported_device
 
     @torch.no_grad()
-    def __call__(self, frames: Float[Tensor, "t b c h w"], state: State | None) -> tuple[Float[Tensor, " t-1"], State]:
+    def __call__(
+        self, frames: Float[Tensor, "t b c h w"], state: State | None
+    ) -> tuple[Float[Tensor, " t-1"], State]:
         """The mean squared error of each prediction, and the state after the last."""
         previous_state = self.net.initial_state(frames[0]) if state is None else state
         for layer, (r, c, p) in zip(self.layers, previous_state, strict=True):
@@ -132,7 +158,9 @@ class Windows:
         return losses.detach()
 
     def _backward_step(self, step: int) -> None:
-        """Compute the gradients of a step's units from those of its predictions, down to the previous predictions."""
+        """Compute the gradients of a step's units from those of its predictions, down to the
+        previous predictions.
+        """
         for layer in self.layers:
             layer.prediction_backward(step)
         d_above = None
@@ -144,9 +172,11 @@ class Windows:
 
 
 class SideStream:
-    """A stream of a GPU for work that runs concurrently with what follows, until `join`; elsewhere it is done at once.
+    """A stream of a GPU for work that runs concurrently with what follows, until `join`; elsewhere
+    it is done at once.
 
-    Tensors that are read on the stream have to live until then, because the memory of freed ones may be reused at once.
+    Tensors that are read on the stream have to live until then, because the memory of freed ones
+    may be reused at once.
     """
 
     def __init__(self, like: Tensor, streams: bool) -> None:
@@ -169,14 +199,18 @@ class SideStream:
 
 
 class WindowLayer:
-    """The buffers of one layer, (steps, batch, channels, height, width), and its forward and backward pass in a step.
+    """The buffers of one layer, (steps, batch, channels, height, width), and its forward and
+    backward pass in a step.
 
-    Buffers of the recurrent state have one step more, the first, for the state before the window. Where the channels of
-    a pixel are adjacent, they are padded with zeros: on an H200 cuDNN is up to three times as fast where groups of
-    channels begin at multiples of 4, and the number of channels that the gates read is a multiple of 16.
+    Buffers of the recurrent state have one step more, the first, for the state before the window.
+    Where the channels of a pixel are adjacent, they are padded with zeros: on an H200 cuDNN is up
+    to three times as fast where groups of channels begin at multiples of 4, and the number of
+    channels that the gates read is a multiple of 16.
     """
 
-    def __init__(self, net: PredNet, below: list[WindowLayer], steps: int, like: Tensor, streams: bool) -> None:
+    def __init__(
+        self, net: PredNet, below: list[WindowLayer], steps: int, like: Tensor, streams: bool
+    ) -> None:
         number = len(below)
         self.lstm = net.lstm[number]
         self.steps = steps
@@ -189,28 +223,39 @@ class WindowLayer:
         # The gates read positive and negative errors, R of the layer above, and R of this layer.
         gate_inputs = [self.group, self.group, group_above, self.group]
         n_spare = -sum(padded for _, padded in gate_inputs) % 16 if by_pixel else 0
-        self.gate_conv = PaddedConvolution(self.lstm.gates, 4 * [self.group], [*gate_inputs, (0, n_spare)], by_pixel)
-        self.prediction_conv = PaddedConvolution(net.conv_p[number], [self.group], [self.group], by_pixel)
+        self.gate_conv = PaddedConvolution(
+            self.lstm.gates, 4 * [self.group], [*gate_inputs, (0, n_spare)], by_pixel
+        )
+        self.prediction_conv = PaddedConvolution(
+            net.conv_p[number], [self.group], [self.group], by_pixel
+        )
         self.below = below[-1] if below else None
         self.target_conv: PaddedConvolution | None = None  # from the errors of the layer below
         if self.below:
             inputs_below = 2 * [self.below.group]
-            self.target_conv = PaddedConvolution(net.conv_a[number - 1], [self.group], inputs_below, by_pixel)
+            self.target_conv = PaddedConvolution(
+                net.conv_a[number - 1], [self.group], inputs_below, by_pixel
+            )
         self.prediction_stream = SideStream(like, streams)
         self.weight_stream = SideStream(like, streams)
 
         def buffer(count: int, channels: int, scale: int = 1) -> Tensor:
             height, width = net.layer_size(number)
-            return empty_maps(like, (count, like.shape[1], channels, scale * height, scale * width), by_pixel)
+            return empty_maps(
+                like, (count, like.shape[1], channels, scale * height, scale * width), by_pixel
+            )
 
         self.buffer = buffer
         self.group_sizes = (2 * self.padded_channels, group_above[1], self.padded_channels, n_spare)
         self.inputs = buffer(steps + 1, sum(self.group_sizes)).zero_()
         self.errors, self.above, self.hidden, _ = self.inputs.split(self.group_sizes, 2)
-        self.cells, self.d_predictions = buffer(2 * (steps + 1), self.padded_channels).zero_().chunk(2)
+        self.cells, self.d_predictions = (
+            buffer(2 * (steps + 1), self.padded_channels).zero_().chunk(2)
+        )
         self.peepholes = buffer(1, 4 * self.padded_channels).zero_()[0, :1].unflatten(1, (4, -1))
         self.is_fused = like.is_cuda
-        # Allocation takes time on a CPU. On a GPU it reuses the memory that steps of the backward pass have freed.
+        # Allocation takes time on a CPU. On a GPU it reuses the memory that steps of the backward
+        # pass have freed.
         self.gate_gradient_buffer: Tensor | None = None
         self.unpooled_gradient_buffer: Tensor | None = None
         if not self.is_fused:
@@ -247,7 +292,10 @@ class WindowLayer:
 
     def final_state(self) -> LayerState:
         """The state after the window."""
-        r, c, p = (maps[:, : self.n_channels] for maps in (self.hidden[-1], self.cells[-1], self.predictions[-1]))
+        r, c, p = (
+            maps[:, : self.n_channels]
+            for maps in (self.hidden[-1], self.cells[-1], self.predictions[-1])
+        )
         return LayerState(r.clone(), c.clone(), p)
 
     def pad_channels(self, maps: Float[Tensor, "... c h w"]) -> Float[Tensor, "... d h w"]:
@@ -259,7 +307,8 @@ class WindowLayer:
         """The error units, from the frame, or from the error units of the layer below."""
         target = below
         if self.target_conv:
-            # On a GPU the bias is a separate operation, which takes a quarter of the time after the pooling.
+            # On a GPU the bias is a separate operation, which takes a quarter of the time after the
+            # pooling.
             unpooled = self.target_conv.forward(below, not self.is_fused)
             pooled, pooling_indices = F.max_pool2d(unpooled, 2, return_indices=True)
             del unpooled
@@ -307,9 +356,13 @@ class WindowLayer:
         self.prediction_stream.join()
         d_r = self.d_r if d_above is None else self.d_r.add_(d_above)
         buffer = None if self.gate_gradient_buffer is None else self.gate_gradient_buffer[step]
-        d_gates, self.d_cell = self.cell.backward(d_r, self.d_cell, self.cells[step], self.saved.pop(), buffer)
+        d_gates, self.d_cell = self.cell.backward(
+            d_r, self.d_cell, self.cells[step], self.saved.pop(), buffer
+        )
         self.d_gates.append(d_gates)
-        self.d_errors, d_above, self.d_hidden, _ = self.gate_conv.backward(d_gates).split(self.group_sizes, 1)
+        self.d_errors, d_above, self.d_hidden, _ = self.gate_conv.backward(d_gates).split(
+            self.group_sizes, 1
+        )
         if not d_above.shape[1]:
             return d_above
         if not self.is_fused:
@@ -319,7 +372,9 @@ class WindowLayer:
         return columns[..., 0] + columns[..., 1]
 
     def errors_backward(self, step: int, from_above: Tensor | None) -> Tensor | None:
-        """Add to the gradient of the previous prediction, and return that of the error units below."""
+        """Add to the gradient of the previous prediction, and return that of the error units
+        below.
+        """
         d_errors = self.d_errors if from_above is None else from_above.add_(self.d_errors)
         d_positive, d_negative = relu_backward(d_errors, self.errors[step], 0).chunk(2, 1)
         d_target = d_positive - d_negative
@@ -332,7 +387,9 @@ class WindowLayer:
         else:
             d_unpooled = self.unpooled_gradient_buffer[step]
         pooling = ([2, 2], [2, 2], [0, 0], [1, 1], False)
-        pool_backward(d_target, d_unpooled, *pooling, self.pooling_indices.pop(), grad_input=d_unpooled)
+        pool_backward(
+            d_target, d_unpooled, *pooling, self.pooling_indices.pop(), grad_input=d_unpooled
+        )
         self.d_unpooled.append(d_unpooled)
         return self.target_conv.backward(d_unpooled)
 
@@ -345,26 +402,38 @@ class WindowLayer:
         first_prediction = 0 if span.start == 0 else span.start + 1
         predictions_slice = slice(first_prediction, span.stop + 1)
         self.weight_stream.join()
-        self.side_stream_inputs = (self.d_gates, self.d_unpooled)  # in place of those of the last call, which are freed
+        # in place of those of the last call, which are freed
+        self.side_stream_inputs = (
+            self.d_gates,
+            self.d_unpooled,
+        )
         with self.weight_stream.activate():
             d_gates = concatenate_steps(self.d_gates, self.gate_gradient_buffer)
             self.gate_conv.add_gradients(self.inputs[inputs_slice].flatten(0, 1), d_gates)
             products = split_gates(d_gates) * self.cells[inputs_slice].flatten(0, 1)[:, None]
-            peephole_gradients = torch.sum(products, 0, keepdim=True, out=torch.empty_like(self.peepholes))
+            peephole_gradients = torch.sum(
+                products, 0, keepdim=True, out=torch.empty_like(self.peepholes)
+            )
             del products  # convolutions need memory of their own
             for gate, letter in zip(PEEPHOLE_GATES, "ifo", strict=True):
                 gradient = peephole_gradients[:, gate, : self.n_channels].contiguous()
                 add_gradient(getattr(self.lstm, f"peep_{letter}"), gradient)
             if self.target_conv and self.below:
                 d_unpooled = concatenate_steps(self.d_unpooled, self.unpooled_gradient_buffer)
-                self.target_conv.add_gradients(self.below.errors[inputs_slice].flatten(0, 1), d_unpooled)
+                self.target_conv.add_gradients(
+                    self.below.errors[inputs_slice].flatten(0, 1), d_unpooled
+                )
             initial_gradient = self.d_predictions[0]
             if span.start == 0 and self.is_chained:
-                relu_backward.grad_input(initial_gradient, self.predictions[0], 0, grad_input=initial_gradient)
+                relu_backward.grad_input(
+                    initial_gradient, self.predictions[0], 0, grad_input=initial_gradient
+                )
             elif span.start == 0:
                 initial_gradient.zero_()
             hidden = self.hidden[predictions_slice].flatten(0, 1)
-            self.prediction_conv.add_gradients(hidden, self.d_predictions[predictions_slice].flatten(0, 1))
+            self.prediction_conv.add_gradients(
+                hidden, self.d_predictions[predictions_slice].flatten(0, 1)
+            )
         self.d_gates = []
         self.d_unpooled = []
 

@@ -1,4 +1,6 @@
-"""The guard: refuses tensors that something overwrites before autograd uses them. It needs torch alone."""
+"""The guard: refuses tensors that something overwrites before autograd uses them. It needs torch
+alone.
+"""
 
 import lazy_loader
 

@@ -1,10 +1,12 @@
-"""Asynchronous copies between pinned memory and a GPU, and memory that is touched before the copy is known to be done.
+"""Asynchronous copies between pinned memory and a GPU, and memory that is touched before the copy
+is known to be done.
 
-With `non_blocking=True` and pinned memory, a copy between the host and a GPU is only queued when the call returns.
-Until it is done, its source may not be written and its destination may not be read; torch checks neither. Whether the
-copy was done in time depends on timing, so the guard does not ask that. It reports a write or a read in a program that
-did not wait first (a happens-before relation): by synchronising a device, a stream or an event, by `query()`, or by an
-operation that waits, such as `.item()`.
+With `non_blocking=True` and pinned memory, a copy between the host and a GPU is only queued when
+the call returns. Until it is done, its source may not be written and its destination may not be
+read; torch checks neither. Whether the copy was done in time depends on timing, so the guard does
+not ask that. It reports a write or a read in a program that did not wait first (a happens-before
+relation): by synchronising a device, a stream or an event, by `query()`, or by an operation that
+waits, such as `.item()`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class _Copy:
     was_waited_for: bool = False
 
     def is_complete(self) -> bool:
-        """Whether nothing can go wrong any more: it was waited for and is done, or its memory is gone."""
+        """Whether nothing can go wrong any more: it was waited for and is done, or its memory is
+        gone.
+        """
         return self.storage.expired() or (self.was_waited_for and is_event_finished(self.event))
 
     def is_overwritten(self) -> bool:
@@ -59,8 +63,8 @@ class _Copy:
 class AsyncCopyTracker:
     """What is being copied, as far as operations that are given to `record_copy` have asked for it.
 
-    `report` is called with every finding. A finding of a wait is reported by the next `check_host_reads` or `flush`,
-    because torch lets nothing be raised while it waits.
+    `report` is called with every finding. A finding of a wait is reported by the next
+    `check_host_reads` or `flush`, because torch lets nothing be raised while it waits.
     """
 
     def __init__(self, report: Callable[[Overwritten], None]) -> None:
@@ -71,12 +75,18 @@ class AsyncCopyTracker:
         _trackers.add(self)
 
     def record_copy(
-        self, operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested], result: Nested
+        self,
+        operation: OpOverload,
+        args: Sequence[Nested],
+        kwargs: dict[str, Nested],
+        result: Nested,
     ) -> None:
         """Look at an operation that was just run: is it a copy that goes on after it?"""
         if operation is TO_COPY and kwargs.get("non_blocking"):
             target, source = result, args[0]
-        elif operation is torch.ops.aten.copy_.default and (kwargs.get("non_blocking") or args[2:] == (True,)):
+        elif operation is torch.ops.aten.copy_.default and (
+            kwargs.get("non_blocking") or args[2:] == (True,)
+        ):
             target, source = args[:2]
         else:
             return
@@ -97,8 +107,12 @@ class AsyncCopyTracker:
         name = operation.overloadpacket.__name__
         finding = Overwritten.of(cause, name, host, {"copied by": user_line()})
         with self.lock:
-            self.check_overwritten(name, [copy for copy in self.pending_copies() if overlap(copy.span, span)])
-            self.copies.append(_Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event))
+            self.check_overwritten(
+                name, [copy for copy in self.pending_copies() if overlap(copy.span, span)]
+            )
+            self.copies.append(
+                _Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event)
+            )
 
     def pending_copies(self) -> list[_Copy]:
         """The copies with which something can still go wrong; the others are forgotten."""
@@ -106,13 +120,17 @@ class AsyncCopyTracker:
         return self.copies
 
     def check_host_reads(self, tensors: list[Tensor], name: str) -> None:
-        """Tell of tensors of the host that are about to be read and have not arrived, and of what waits have found."""
+        """Tell of tensors of the host that are about to be read and have not arrived, and of
+        what waits have found.
+        """
         if not self.copies and not self.unreported:
             return
         with self.lock:
             spans = [span_of(tensor) for tensor in tensors]
             for copy in self.pending_copies():
-                if copy.finding.cause == "arriving" and any(overlap(copy.span, span) for span in spans):
+                if copy.finding.cause == "arriving" and any(
+                    overlap(copy.span, span) for span in spans
+                ):
                     self.add_finding(copy, name)
         self.flush()
 
@@ -162,5 +180,7 @@ def on_gpu_wait(*_: object) -> None:
 
 @functools.cache
 def _observe_gpu_waits() -> None:
-    """Have torch tell of every wait for a GPU from here on: there is no way to end that, hence once."""
+    """Have torch tell of every wait for a GPU from here on: there is no way to end that, hence
+    once.
+    """
     register_gpu_wait_callback(on_gpu_wait)

@@ -1,6 +1,8 @@
-"""What runs inside a guard and is not watched, or runs otherwise than without it: counted, and said in the report.
+"""What runs inside a guard and is not watched, or runs otherwise than without it: counted, and said
+in the report.
 
-While a guard is entered, the functions by which a program does such things are replaced by ones that count first.
+While a guard is entered, the functions by which a program does such things are replaced by ones
+that count first.
 """
 
 from __future__ import annotations
@@ -22,21 +24,26 @@ POOL_MODULES = ("concurrent.futures.thread", "multiprocessing.pool")
 COMPILED_CODE = "compiled code"
 SENTENCES = {  # by what it is, with its number
     COMPILED_CODE: (
-        'torch.compile was switched off: compiled code ran as if it were not compiled, because reads="any" '
-        'watches each operation; reads="backward" (gpulab guard --reads backward) guards it compiled'
+        "torch.compile was switched off: compiled code ran as if it were not compiled, because"
+        ' reads="any" watches each operation; reads="backward" (gpulab guard --reads backward)'
+        " guards it compiled"
     ),
     "processes": (
-        "not watched: {count} that this program started, such as the workers of a DataLoader; with num_workers=0 they "
-        "are part of it"
+        "not watched: {count} that this program started, such as the workers of a DataLoader; with"
+        " num_workers=0 they are part of it"
     ),
     "threads": "not watched: {count} that this program started; enter the same guard in them, too",
     "hooks": (
-        "not watched: what was saved inside {count} of other hooks for saved tensors, such as save_on_cpu, because "
-        "torch calls the innermost hooks alone"
+        "not watched: what was saved inside {count} of other hooks for saved tensors, such as"
+        " save_on_cpu, because torch calls the innermost hooks alone"
     ),
-    "CUDA graphs": "not watched: what {count} of a CUDA graph read and wrote, which are no operations of this program",
+    "CUDA graphs": (
+        "not watched: what {count} of a CUDA graph read and wrote, which are no operations of this"
+        " program"
+    ),
     "TorchScript": (
-        "not watched: what {count} of torch.jit save for themselves; call the function as it is written instead"
+        "not watched: what {count} of torch.jit save for themselves; call the function as it is"
+        " written instead"
     ),
 }
 COUNT_PHRASES = {  # singular and plural
@@ -50,7 +57,8 @@ COUNT_PHRASES = {  # singular and plural
 
 
 class BlindSpots:
-    """Counts what a guard does not watch, between `start` and `stop`, which may be called by several threads.
+    """Counts what a guard does not watch, between `start` and `stop`, which may be called by
+    several threads.
 
     Attributes:
         counts: How often, by what it is: a key of `SENTENCES`.
@@ -75,7 +83,9 @@ class BlindSpots:
             for owner, name, kind in COUNTED_FUNCTIONS:
                 self._call_before(owner, name, self._counter_of(kind))
             self._call_before(threading.Thread, "start", self._record_thread)
-            self._call_before(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._record_hooks)
+            self._call_before(
+                torch.autograd.graph.saved_tensors_hooks, "__enter__", self._record_hooks
+            )
             if not keeps_compiled:
                 for owner in (torch, torch.nn.Module):
                     self._call_before(owner, "compile", self._on_compile)
@@ -93,7 +103,9 @@ class BlindSpots:
     def sentences(self) -> list[str]:
         """What was not watched, or ran otherwise, a sentence each."""
         counts = dict(self.counts)
-        unguarded = [thread for thread in self._started_threads if thread.ident not in self.guarded_threads]
+        unguarded = [
+            thread for thread in self._started_threads if thread.ident not in self.guarded_threads
+        ]
         if unguarded:
             counts["threads"] = len(unguarded)
         return [
@@ -107,7 +119,9 @@ class BlindSpots:
         with self._lock:
             self.counts[kind] = self.counts.get(kind, 0) + 1
 
-    def _call_before(self, owner: type | types.ModuleType, name: str, before: Callable[..., None]) -> None:
+    def _call_before(
+        self, owner: type | types.ModuleType, name: str, before: Callable[..., None]
+    ) -> None:
         """Have a function called before another one, with its arguments."""
         original = vars(owner).get(name)
         if original is None:  # another version of torch
@@ -125,9 +139,14 @@ class BlindSpots:
         return lambda *_: self.count(kind)
 
     def _record_thread(self, thread: threading.Thread, *_: object) -> None:
-        """Note a thread that the user's program starts, by itself or by a pool; those of libraries do no work of it."""
+        """Note a thread that the user's program starts, by itself or by a pool; those of
+        libraries do no work of it.
+        """
         caller = sys._getframe(2)  # beyond the function that was put in the place of `Thread.start`
-        if is_user_file(caller.f_code.co_filename) or caller.f_globals.get("__name__") in POOL_MODULES:
+        if (
+            is_user_file(caller.f_code.co_filename)
+            or caller.f_globals.get("__name__") in POOL_MODULES
+        ):
             self._started_threads.append(thread)
 
     def _record_hooks(self, hooks: object, *_: object) -> None:
@@ -142,7 +161,9 @@ class BlindSpots:
     def _listen_to_compiler(self) -> None:
         if not self._is_listening_to_compiler:
             self._is_listening_to_compiler = True
-            self._originals.callback(report_skipped_frames(functools.partial(self.count, COMPILED_CODE)))
+            self._originals.callback(
+                report_skipped_frames(functools.partial(self.count, COMPILED_CODE))
+            )
 
 
 COUNTED_FUNCTIONS: list[tuple[type | types.ModuleType, str, str]] = [

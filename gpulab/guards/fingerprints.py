@@ -13,26 +13,33 @@ from torch import Tensor
 from gpulab._torch_internals import component_tensors, dispatch_disabled
 
 MAX_ROW_WORDS = 1 << 16  # random numbers, one for each place in a row of words
-MIN_ROW_WORDS = 1 << 6  # words in a row; a tensor that would have shorter ones is filled up with zeros
+# words in a row; a tensor that would have shorter ones is filled up with zeros
+MIN_ROW_WORDS = 1 << 6
 MAX_CHUNK_WORDS = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
-WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes: the widest that a tensor consists of
+# by their bytes: the widest that a tensor consists of
+WORD_DTYPES = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+}
 MAX_HASHED_ON_HOST = 1 << 12  # numbers that are brought from a GPU to be hashed
 
 
 def fingerprint(tensor: Tensor) -> int | Tensor | None:
     """A number that stands for the content of a tensor, bit by bit and place by place.
 
-    On a CPU it is the XXH3 hash of the tensor's memory. On another device it is the sum of the 32-bit words, each times
-    a random 64-bit number of its place, modulo 2^64; of a large tensor each row has such a sum, and then the sums have
-    one. Two contents share a fingerprint by accident with a probability of about 2^-32. Dense memory is read where it
-    lies; a view with gaps is copied.
+    On a CPU it is the XXH3 hash of the tensor's memory. On another device it is the sum of the
+    32-bit words, each times a random 64-bit number of its place, modulo 2^64; of a large tensor
+    each row has such a sum, and then the sums have one. Two contents share a fingerprint by
+    accident with a probability of about 2^-32. Dense memory is read where it lies; a view with gaps
+    is copied.
 
     Args:
         tensor: of any shape, type and layout.
 
     Returns:
-        On a CPU a whole number; elsewhere an int64 tensor () that stays there, so that nobody has to wait for it;
-        None where torch gives no content away.
+        On a CPU a whole number; elsewhere an int64 tensor () that stays there, so that nobody has
+        to wait for it; None where torch gives no content away.
 
     Examples:
         >>> x = torch.arange(6.0)
@@ -56,9 +63,13 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements in the order in which they lie in memory, each once; a copy only if there are gaps.
+    """The elements in the order in which they lie in memory, each once; a copy only if there are
+    gaps.
 
-    >>> _flat(torch.arange(6).reshape(2, 3).T).tolist(), _flat(torch.ones(1, 1).expand(4, 1)).tolist()
+    >>> (
+    ...     _flat(torch.arange(6).reshape(2, 3).T).tolist(),
+    ...     _flat(torch.ones(1, 1).expand(4, 1)).tolist(),
+    ... )
     ([0, 1, 2, 3, 4, 5], [1.0])
     """
     if not tensor.is_contiguous():
@@ -66,7 +77,9 @@ def _flat(tensor: Tensor) -> Tensor:
             if stride == 0 and tensor.shape[dim] > 1:
                 tensor = tensor.narrow(dim, 0, 1)
         strides = tensor.stride()
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).contiguous()
+        tensor = tensor.permute(
+            sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+        ).contiguous()
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -77,7 +90,9 @@ def memory(begin: int, end: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def memory_digest(begin: int, end: int) -> int:
-    """A number of 64 bits that stands for what lies in the host's memory from one address to before another."""
+    """A number of 64 bits that stands for what lies in the host's memory from one address to
+    before another.
+    """
     return xxhash.xxh3_64_intdigest(memory(begin, end))
 
 
@@ -86,7 +101,11 @@ def content(tensor: Tensor) -> int:
 
     A large tensor has one on a CPU and another on a GPU, where it is not worth to be brought from.
 
-    >>> content(torch.arange(3.0)), content(torch.arange(2**24 + 1))  # which the names of recorded values come from
+    >>> # Which the names of recorded values come from
+    >>> (
+    ...     content(torch.arange(3.0)),
+    ...     content(torch.arange(2**24 + 1)),
+    ... )
     (7541795801147682588, 12559343085713087326)
     """
     ordered = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -102,8 +121,12 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
     if len(words) <= MAX_ROW_WORDS:
         return (words * table[: len(words)]).sum()
     if len(words) > MAX_CHUNK_WORDS:
-        return _digest(torch.stack([_digest(chunk, level) for chunk in words.split(MAX_CHUNK_WORDS)]), level + 2)
-    width = min(len(words) & -len(words), MAX_ROW_WORDS)  # the largest power of two that leaves no rest
+        return _digest(
+            torch.stack([_digest(chunk, level) for chunk in words.split(MAX_CHUNK_WORDS)]),
+            level + 2,
+        )
+    # the largest power of two that leaves no rest
+    width = min(len(words) & -len(words), MAX_ROW_WORDS)
     if width < MIN_ROW_WORDS:
         words = torch.nn.functional.pad(words, (0, -len(words) % MAX_ROW_WORDS))
         width = MAX_ROW_WORDS
@@ -113,4 +136,6 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
 @functools.cache
 def _table(device: str, level: int) -> Tensor:
     generator = torch.Generator().manual_seed(level)  # the user's random numbers are left alone
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (MAX_ROW_WORDS,), generator=generator).to(device)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (MAX_ROW_WORDS,), generator=generator).to(
+        device
+    )

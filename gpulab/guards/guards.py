@@ -1,10 +1,11 @@
 """A guard around a training step: nothing that autograd saved may be overwritten before it is used.
 
-Autograd counts the in-place operations that torch itself does. It does not see NumPy writing into a buffer that a
-tensor shares, a write through `.data`, or a loader that fills one buffer again and again: `backward` then computes
-with whatever lies there. The guard takes a fingerprint of every tensor when it is saved, in the hooks of
-`torch.autograd.graph.saved_tensors_hooks`, and compares it when it is used. While such hooks are in force torch skips
-its own check of the version counter, so the guard does that as well.
+Autograd counts the in-place operations that torch itself does. It does not see NumPy writing into a
+buffer that a tensor shares, a write through `.data`, or a loader that fills one buffer again and
+again: `backward` then computes with whatever lies there. The guard takes a fingerprint of every
+tensor when it is saved, in the hooks of `torch.autograd.graph.saved_tensors_hooks`, and compares it
+when it is used. While such hooks are in force torch skips its own check of the version counter, so
+the guard does that as well.
 """
 
 from __future__ import annotations
@@ -50,17 +51,23 @@ from gpulab.guards.reentrancy import as_guard_work, is_guard_running
 from gpulab.guards.shared_reads import SharedReads
 from gpulab.guards.write_lines import next_time
 
-FORBIDDEN = "torch forbids the guard's hooks here ({}); put it around what calls backward, not around torch.func"
+FORBIDDEN = (
+    "torch forbids the guard's hooks here ({}); put it around what calls backward, not around"
+    " torch.func"
+)
 
 
 @as_guard_work
 def drain_ready_queue() -> None:
-    """Drop what a failed `backward` has left in this thread's ready queue: the next `backward` in the thread does.
+    """Drop what a failed `backward` has left in this thread's ready queue: the next `backward` in
+    the thread does.
 
-    What stays there keeps its memory. What is there when the thread or Python ends is destroyed by torch without
-    Python, and with it the hooks of the guard: with torch 2.15 the process may die of it, with a segmentation fault.
+    What stays there keeps its memory. What is there when the thread or Python ends is destroyed by
+    torch without Python, and with it the hooks of the guard: with torch 2.15 the process may die of
+    it, with a segmentation fault.
     """
-    with contextlib.suppress(RuntimeError):  # inside a transform of torch.func, where there is nothing to drop
+    # inside a transform of torch.func, where there is nothing to drop
+    with contextlib.suppress(RuntimeError):
         torch.ones((), device="cpu", requires_grad=True).backward()
 
 
@@ -69,7 +76,8 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
-        self.lifetime: set[None] = set()  # ends with the thread, before torch destroys the thread's queue
+        # ends with the thread, before torch destroys the thread's queue
+        self.lifetime: set[None] = set()
         # The finalizer of the main thread's set runs when Python ends.
         weakref.finalize(self.lifetime, drain_ready_queue)
 
@@ -81,48 +89,54 @@ _thread = _ThreadState()
 def guard(on: str = "raise", reads: str = "backward") -> Guard:
     """Refuse, inside the `with` block, tensors that something overwrites before they are used.
 
-    Autograd saves tensors in the forward pass and uses them in `backward`; the guard compares their content in
-    between. What is saved inside the block is compared even where `backward` is called after it. A tensor that is
-    overwritten and never used is no error. Gradients are the same bits with and without the guard.
+    Autograd saves tensors in the forward pass and uses them in `backward`; the guard compares their
+    content in between. What is saved inside the block is compared even where `backward` is called
+    after it. A tensor that is overwritten and never used is no error. Gradients are the same bits
+    with and without the guard.
 
     What never passes torch's hooks for saved tensors is not seen:
 
-    - what was overwritten before the forward pass read it, as in a list of frames that share one buffer (with
-      `reads="any"` it is, see `gpulab.guards.shared_reads`);
-    - what a `torch.autograd.Function` keeps as an attribute (`ctx.x = x`; say `ctx.save_for_backward(x)`), or one
-      written in C++ as a member of its own;
+    - what was overwritten before the forward pass read it, as in a list of frames that share one
+      buffer (with `reads="any"` it is, see `gpulab.guards.shared_reads`);
+    - what a `torch.autograd.Function` keeps as an attribute (`ctx.x = x`; say
+      `ctx.save_for_backward(x)`), or one written in C++ as a member of its own;
     - what a hook of a tensor or module, or any other closure, keeps for backward;
     - a graph that another thread builds: enter the same guard in that thread, too;
-    - what a graph that `torch.compile` made keeps for itself; what it saves through autograd is compared. With
-      `reads="any"` torch compiles nothing inside the block, so there a compiled model runs as if it were not.
-      Torch 2.6 compiles the guard itself, which then fails or blames what is right, where a compiled function calls
-      `backward`: compile the model alone there;
-    - what is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies the innermost hooks alone. A
-      guard inside `save_on_cpu` takes its place.
+    - what a graph that `torch.compile` made keeps for itself; what it saves through autograd is
+      compared. With `reads="any"` torch compiles nothing inside the block, so there a compiled
+      model runs as if it were not. Torch 2.6 compiles the guard itself, which then fails or blames
+      what is right, where a compiled function calls `backward`: compile the model alone there;
+    - what is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies the innermost
+      hooks alone. A guard inside `save_on_cpu` takes its place.
 
-    Where such things occur inside the block and can be noticed, the report says so (`Guard.unwatched`). With
-    `reads="any"` a finding names the line that wrote (`Overwritten.writers`), unless a debugger or a measurement of
-    coverage follows the program's lines already.
+    Where such things occur inside the block and can be noticed, the report says so
+    (`Guard.unwatched`). With `reads="any"` a finding names the line that wrote
+    (`Overwritten.writers`), unless a debugger or a measurement of coverage follows the program's
+    lines already.
 
     Args:
-        on: `raise` raises `OverwrittenError` where the first one is about to be used, which ends `backward`; `warn`
-            lets `backward` go on, collects into the `Guard` that the block yields, and warns once at its end.
-        reads: `backward` compares what autograd has saved. `any` compares, too, what any operation reads of memory that
-            a tensor shares with NumPy or another library: a tensor is refused that was made there earlier than
-            another one, and whose content has changed since. With CUDA, pinned memory is refused, too, that is written
-            or read between a copy with `non_blocking=True` and the next wait. `.numpy()` is a read. Not seen are what
-            NumPy reads later through the view that it gave, what `torch.save` writes, other processes, views of one
-            memory that begin at different places, `torch.from_file` twice of one file, `frombuffer` and `from_dlpack`
-            under a name that was imported before, and a single tensor that is read before and after its memory was
-            written, which may be meant. Two tensors of one array that are both meant as views of it are
-            blamed; so may be, in a memory above 64 KiB, a tensor beside whose elements others have changed.
+        on: `raise` raises `OverwrittenError` where the first one is about to be used, which ends
+            `backward`; `warn` lets `backward` go on, collects into the `Guard` that the block
+            yields, and warns once at its end.
+        reads: `backward` compares what autograd has saved. `any` compares, too, what any operation
+            reads of memory that a tensor shares with NumPy or another library: a tensor is refused
+            that was made there earlier than another one, and whose content has changed since. With
+            CUDA, pinned memory is refused, too, that is written or read between a copy with
+            `non_blocking=True` and the next wait. `.numpy()` is a read. Not seen are what NumPy
+            reads later through the view that it gave, what `torch.save` writes, other processes,
+            views of one memory that begin at different places, `torch.from_file` twice of one file,
+            `frombuffer` and `from_dlpack` under a name that was imported before, and a single
+            tensor that is read before and after its memory was written, which may be meant. Two
+            tensors of one array that are both meant as views of it are blamed; so may be, in a
+            memory above 64 KiB, a tensor beside whose elements others have changed.
 
     Returns:
         A `Guard`, to be used in a `with` statement.
 
     Raises:
         UsageError: for another `on` or `reads`.
-        GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on it).
+        GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on
+            it).
 
     Examples:
         >>> import warnings
@@ -146,28 +160,34 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
 
 
 def is_forbidden(error: Exception) -> bool:
-    """Whether an error says that torch forbids the guard's hooks, as inside of `torch.func.grad`."""
-    return isinstance(error.__cause__, RuntimeError) and "saved tensor hooks" in str(error.__cause__)
+    """Whether an error says that torch forbids the guard's hooks, as inside of
+    `torch.func.grad`.
+    """
+    return isinstance(error.__cause__, RuntimeError) and "saved tensor hooks" in str(
+        error.__cause__
+    )
 
 
 class Guard:
     """What `guard` returns: a context manager, and at the same time the report of what it found.
 
-    `len` is the number of findings, so a report is true when something was found; `print` says them. A guard may be
-    entered again, inside itself, and in several threads. On an accelerator the answers are read once, when `backward`
-    ends, so the error comes then, before the optimizer's step, and the operand is not named.
+    `len` is the number of findings, so a report is true when something was found; `print` says
+    them. A guard may be entered again, inside itself, and in several threads. On an accelerator the
+    answers are read once, when `backward` ends, so the error comes then, before the optimizer's
+    step, and the operand is not named.
 
     Attributes:
         on: `raise` or `warn`, as for `guard`.
         reads: `backward` or `any`, as for `guard`.
         findings: What was found, as a list of `Overwritten`.
         checked: how many uses of saved tensors were compared.
-        unchecked: how many were not, because torch does not give their content away (meta tensors, inside a
-            transform such as vmap, while a CUDA graph is being captured). With `reads="any"` it counts, too, the reads
-            of tensors that are no plain memory, such as those of a subclass. `print` says how many there were.
-        unwatched: What ran inside the block and was not watched (other processes and threads, other hooks for saved
-            tensors, CUDA graphs, TorchScript), or ran otherwise because of the guard (compiled code, under
-            `reads="any"`), a sentence each. `print` says them.
+        unchecked: how many were not, because torch does not give their content away (meta tensors,
+            inside a transform such as vmap, while a CUDA graph is being captured). With
+            `reads="any"` it counts, too, the reads of tensors that are no plain memory, such as
+            those of a subclass. `print` says how many there were.
+        unwatched: What ran inside the block and was not watched (other processes and threads, other
+            hooks for saved tensors, CUDA graphs, TorchScript), or ran otherwise because of the
+            guard (compiled code, under `reads="any"`), a sentence each. `print` says them.
 
     Examples:
         >>> import torch
@@ -193,7 +213,8 @@ class Guard:
         self._lock = threading.RLock()
         self._threads: list[int] = []  # who is inside the block
         self._holders: dict[Line, Holder | None] = {}  # who shared the memory of what a line saved
-        # What was compared on an accelerator, and what tells of a difference, by autograd's number of a backward pass.
+        # What was compared on an accelerator, and what tells of a difference, by autograd's number
+        # of a backward pass.
         self._pending: dict[int, list[tuple[Tensor, Tensor, Callable[[], None]]]] = {}
 
     @property
@@ -208,7 +229,9 @@ class Guard:
 
     @property
     def unwatched(self) -> list[str]:
-        """What ran inside and was not watched, or ran otherwise because of the guard: a sentence each."""
+        """What ran inside and was not watched, or ran otherwise because of the guard: a sentence
+        each.
+        """
         return self._blind_spots.sentences()
 
     def __len__(self) -> int:
@@ -217,7 +240,9 @@ class Guard:
     def __str__(self) -> str:
         uses = f"{self.checked} uses of saved tensors"
         if self.reads == "any":
-            uses += f" and {self._shared_reads.checked} reads of memory that tensors share with others"
+            uses += (
+                f" and {self._shared_reads.checked} reads of memory that tensors share with others"
+            )
         lines = list(map(str, self.findings)) or [f"nothing was overwritten in {uses}"]
         if self.unchecked:
             why = "because torch does not give the tensor's content away"
@@ -241,7 +266,10 @@ class Guard:
 
     @uncompiled
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
     ) -> None:
         pop_saved_tensor_hooks()
         self._threads.remove(_thread.ident)
@@ -261,7 +289,8 @@ class Guard:
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor, user_line(self._last_thread), self._step_count)
         foreign = saved.span[1] and not saved.tensor.untyped_storage().resizable()
-        # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
+        # Asked now, once a line: the loader that has filled the array may be gone when the tensor
+        # is used.
         if foreign and saved.line not in self._holders:
             self._holders[saved.line] = nearest_holder(saved.span, self._last_thread)
         return saved
@@ -320,29 +349,48 @@ class Guard:
     def _record_step(self, optimizer: Optimizer, *_: object) -> None:
         """An optimizer has made a step: it changed the parameters that have a gradient."""
         self._step_count += 1
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         changed = [span_of(parameter) for parameter in parameters if parameter.grad is not None]
         self._latest_steps[id(optimizer)] = OptimizerStep(
             self._step_count, type(optimizer).__name__, user_line(), changed
         )
 
     def _report(self, finding: Overwritten, span: Span, steps: int, time: int) -> None:
-        """Tell of a finding of the backward pass, which may be due to a step of an optimizer after so many others."""
+        """Tell of a finding of the backward pass, which may be due to a step of an optimizer
+        after so many others.
+        """
         newer_steps = (step for step in self._latest_steps.values() if step.number > steps)
-        step = next((step for step in newer_steps if any(overlap(span, changed) for changed in step.changed)), None)
+        step = next(
+            (
+                step
+                for step in newer_steps
+                if any(overlap(span, changed) for changed in step.changed)
+            ),
+            None,
+        )
         if step:
             finding = finding.with_optimizer_step(step)
         self._add_finding(finding, span, time)
         if not self._threads:
             self._warn()
 
-    def _add_finding(self, finding: Overwritten, span: Span = (0, 0), since: int | None = None) -> None:
-        """Keep a finding, with who shares the memory, and end what goes on with an error, if that was wanted.
+    def _add_finding(
+        self, finding: Overwritten, span: Span = (0, 0), since: int | None = None
+    ) -> None:
+        """Keep a finding, with who shares the memory, and end what goes on with an error, if that
+        was wanted.
 
-        It is of memory that was right at a time, so the line that wrote there after it is looked for.
+        It is of memory that was right at a time, so the line that wrote there after it is looked
+        for.
         """
         with self._lock:
-            key = finding.operation, *finding.lines.items()  # what findings have in common that are told as one
+            # what findings have in common that are told as one
+            key = (
+                finding.operation,
+                *finding.lines.items(),
+            )
             previous_finding = self._findings.get(key)
             if previous_finding:
                 finding = replace(previous_finding, count=previous_finding.count + 1)
@@ -374,8 +422,9 @@ class _Saved:
     __slots__ = ("digest", "is_parameter", "line", "span", "steps", "tensor", "time", "version")
 
     def __init__(self, tensor: Tensor, line: Line, steps: int) -> None:
-        # A leaf is kept itself, as without a guard, and sees what is assigned to its `.data`. Others are detached: an
-        # operation that keeps its own output would otherwise keep itself alive for ever.
+        # A leaf is kept itself, as without a guard, and sees what is assigned to its `.data`.
+        # Others are detached: an operation that keeps its own output would otherwise keep itself
+        # alive for ever.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = version_of(tensor)
         base = base_of(tensor)
@@ -398,27 +447,37 @@ class _Saved:
 
 
 def _current_node(caller: types.FrameType | None) -> Node | None:
-    """The operation whose backward pass uses a saved tensor; None for a recomputation, and outside of backward."""
+    """The operation whose backward pass uses a saved tensor; None for a recomputation, and
+    outside of backward.
+    """
     node = current_node()
-    if is_checkpoint_frame(caller) and not isinstance(node, torch.autograd.function.BackwardCFunction):
+    if is_checkpoint_frame(caller) and not isinstance(
+        node, torch.autograd.function.BackwardCFunction
+    ):
         return None
     return node
 
 
 def _saved_names(node: Node | None, tensor: Tensor, among: Iterable[str] = ()) -> Iterator[str]:
-    """Under which names a node has saved this tensor: what has its shape, and lies where it does in memory."""
+    """Under which names a node has saved this tensor: what has its shape, and lies where it does
+    in memory.
+    """
     span = span_of(tensor)
     for name, value in saved_values(node, among):
         with contextlib.suppress(RuntimeError):  # some nested tensors have no shape
-            if isinstance(value, Tensor) and value.shape == tensor.shape and span_of(value) == span != (0, 0):
+            if (
+                isinstance(value, Tensor)
+                and value.shape == tensor.shape
+                and span_of(value) == span != (0, 0)
+            ):
                 yield name
 
 
 def _is_scratch(node: Node | None, tensor: Tensor) -> bool:
     """Whether the operation itself writes there after saving, as its backward pass expects.
 
-    Batch normalisation moves its running mean and variance, which its backward pass never uses; a randomised leaky
-    ReLU keeps the tensor that it is about to fill with its noise.
+    Batch normalisation moves its running mean and variance, which its backward pass never uses; a
+    randomised leaky ReLU keeps the tensor that it is about to fill with its noise.
     """
     is_training = any(value for _, value in saved_values(node, ["training"]))
     return is_training and any(_saved_names(node, tensor, ("running_mean", "running_var", "noise")))

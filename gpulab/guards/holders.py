@@ -30,7 +30,10 @@ def nearest_holder(span: Span, thread: int) -> Holder | None:
         value_span = np.lib.array_utils.byte_bounds(value) if array else span_of(value)
         if overlap(value_span, span):
             kind = "NumPy array" if array else "tensor"
-            words = f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {line_of(frame)}"
+            words = (
+                f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in"
+                f" {line_of(frame)}"
+            )
             holder = Holder(array, words, value_span)
             if array:
                 return holder
@@ -44,19 +47,29 @@ def overlap(first: Span, second: Span) -> bool:
 
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
-    """(frame, name, value) of what the user's frames reach, the innermost first, and one level down in it."""
+    """(frame, name, value) of what the user's frames reach, the innermost first, and one level
+    down in it.
+    """
     for frame in itertools.chain(stack_frames(thread), _suspended_frames()):
         if not is_user_file(frame.f_code.co_filename):
             continue
         for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
             yield frame, name, value
             if isinstance(value, list | tuple):
-                yield from ((frame, f"{name}[{index}]", item) for index, item in enumerate(value[:1000]))
-            elif not isinstance(value, types.ModuleType | type) and isinstance(getattr(value, "__dict__", None), dict):
-                yield from ((frame, f"{name}.{key}", item) for key, item in list(vars(value).items()))
+                yield from (
+                    (frame, f"{name}[{index}]", item) for index, item in enumerate(value[:1000])
+                )
+            elif not isinstance(value, types.ModuleType | type) and isinstance(
+                getattr(value, "__dict__", None), dict
+            ):
+                yield from (
+                    (frame, f"{name}.{key}", item) for key, item in list(vars(value).items())
+                )
 
 
 def _suspended_frames() -> Iterator[types.FrameType]:
-    """The frames of suspended generators: a loader that a `for` loop draws from has no name in any other frame."""
+    """The frames of suspended generators: a loader that a `for` loop draws from has no name in
+    any other frame.
+    """
     generators = (thing for thing in gc.get_objects() if type(thing) is types.GeneratorType)
     yield from (generator.gi_frame for generator in generators if generator.gi_suspended)  # type: ignore[misc]

@@ -15,10 +15,13 @@ from gpulab.guards.guards import Guard
 RUNNER_MODULES = ("runpy", "gpulab._torch_internals")  # besides those of gpulab.guards
 
 
-def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: bool = False) -> bool:
+def run_script(
+    script: str, arguments: Sequence[str], report: Guard, is_module: bool = False
+) -> bool:
     """Run a script or a module as Python would, with its arguments, inside the guard `report`.
 
-    What Python knows of the program, `sys.argv` and the first of `sys.path`, is the script's from here on.
+    What Python knows of the program, `sys.argv` and the first of `sys.path`, is the script's from
+    here on.
 
     Args:
         script: a file, or the name of a module, as for `python -m`.
@@ -27,7 +30,8 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
         is_module: whether `script` is the name of a module.
 
     Returns:
-        Whether an error ended the script. Its traceback is printed as Python would print it. `SystemExit` comes out.
+        Whether an error ended the script. Its traceback is printed as Python would print it.
+        `SystemExit` comes out.
     """
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path.cwd() if is_module else Path(script).resolve().parent)
@@ -49,7 +53,8 @@ def run_script(script: str, arguments: Sequence[str], report: Guard, is_module: 
 def remove_guard_frames(error: BaseException) -> None:
     """Leave in the traceback of a script's error what it would have without runpy and the guard.
 
-    The guard calls the operations that it watches, and torch calls them through a module of its own.
+    The guard calls the operations that it watches, and torch calls them through a module of its
+    own.
     """
     script_traces: list[types.TracebackType] = []
     trace = error.__traceback__

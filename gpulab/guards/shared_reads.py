@@ -1,14 +1,15 @@
 """Tensors over memory that others write, read after it was written.
 
-`torch.from_numpy`, `as_tensor`, `frombuffer` and DLPack copy nothing: the tensor is the array's memory. Who fills one
-array again and again, and makes a tensor of it each time, has many tensors with one content, the last. No gradient
-need be involved: a replay buffer, a list of observations that is stacked later. Torch's own count of changes does not
-see it, because torch did not write.
+`torch.from_numpy`, `as_tensor`, `frombuffer` and DLPack copy nothing: the tensor is the array's
+memory. Who fills one array again and again, and makes a tensor of it each time, has many tensors
+with one content, the last. No gradient need be involved: a replay buffer, a list of observations
+that is stacked later. Torch's own count of changes does not see it, because torch did not write.
 
-The guard tracks each tensor over such memory from its creation. A read is *stale* if the content differs from what it
-was at the creation or the last read, and another tensor has since been created over the same memory. Creating it shows
-that new content was intended, so the earlier tensor was meant to keep its values. A single tensor that is filled
-through NumPy and read again and again is a view on purpose, and no finding.
+The guard tracks each tensor over such memory from its creation. A read is *stale* if the content
+differs from what it was at the creation or the last read, and another tensor has since been created
+over the same memory. Creating it shows that new content was intended, so the earlier tensor was
+meant to keep its values. A single tensor that is filled through NumPy and read again and again is a
+view on purpose, and no finding.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from gpulab.guards.fingerprints import memory, memory_digest
 from gpulab.guards.torch_patches import add_listener, is_copying, is_listening, remove_listener
 from gpulab.guards.write_lines import WriteLines, next_time
 
-LIFT_FRESH = torch.ops.aten.lift_fresh.default  # by `from_numpy` and `as_tensor`, whatever name they were imported by
+# by `from_numpy` and `as_tensor`, whatever name they were imported by
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
 OVERWRITING_OPERATIONS = {"copy_", "fill_", "zero_"}  # whose first argument is not read
 BLOCK_BYTES = 1 << 16  # bytes that have one number
 PRUNE_INTERVAL = 1000  # pieces of memory, after which those are dropped that are gone
@@ -55,13 +57,16 @@ _tracked_lock = threading.Lock()  # held while the notes on tensors over foreign
 
 @dataclass
 class _TrackedBuffer:
-    """A tensor over foreign memory: its memory, its content at the last valid read, and the line that created it."""
+    """A tensor over foreign memory: its memory, its content at the last valid read, and the line
+    that created it.
+    """
 
     storage: StorageWeakRef
     memory: Span
     version: int
     line: Line
-    digests: dict[int, int] = field(default_factory=dict)  # for each block of the memory, by its address
+    # for each block of the memory, by its address
+    digests: dict[int, int] = field(default_factory=dict)
     content: bytes = b""  # of a small memory
     time: int = field(default_factory=next_time)  # when its content was last remembered
 
@@ -73,7 +78,9 @@ class _TrackedBuffer:
             self.content = bytes(memory(*self.memory))
 
     def digest_blocks(self, span: Span) -> dict[int, int]:
-        """The digests of the present content of the blocks that a part of the memory overlaps, by address."""
+        """The digests of the present content of the blocks that a part of the memory overlaps,
+        by address.
+        """
         begin, end = self.memory
         begins = range(begin + (span[0] - begin) // BLOCK_BYTES * BLOCK_BYTES, span[1], BLOCK_BYTES)
         return {begin: memory_digest(begin, min(begin + BLOCK_BYTES, end)) for begin in begins}
@@ -81,27 +88,36 @@ class _TrackedBuffer:
     def differs(self, tensor: Tensor) -> bool:
         """Whether a tensor's content is another than is remembered.
 
-        Of a memory above `BLOCK_BYTES` bytes only digests are kept: there a change beside the tensor counts, too.
+        Of a memory above `BLOCK_BYTES` bytes only digests are kept: there a change beside the
+        tensor counts, too.
         """
-        if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():  # no block has changed
+        # no block has changed
+        if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():
             return False
         current_memory = memory(*self.memory)
-        return not self.content or self.elements(tensor, current_memory) != self.elements(tensor, self.content)
+        return not self.content or self.elements(tensor, current_memory) != self.elements(
+            tensor, self.content
+        )
 
     def elements(self, tensor: Tensor, source: bytes | ctypes.Array[ctypes.c_char]) -> bytes:
-        """A tensor's elements as bytes, read from `source`: the memory itself, or the copy kept of it."""
+        """A tensor's elements as bytes, read from `source`: the memory itself, or the copy kept
+        of it.
+        """
         width = tensor.element_size()
         strides = tuple(width * stride for stride in tensor.stride())
         offset = tensor.data_ptr() - self.memory[0]
-        return np.ndarray(tuple(tensor.shape), f"V{width}", memoryview(source), offset, strides).tobytes()
+        return np.ndarray(
+            tuple(tensor.shape), f"V{width}", memoryview(source), offset, strides
+        ).tobytes()
 
 
 class SharedReads(UncompiledDispatchMode):
-    """Inside, tensors that are made without a copy are noted, and what every operation reads is checked.
+    """Inside, tensors that are made without a copy are noted, and what every operation reads is
+    checked.
 
-    `report` is called with every stale read, and with every use of memory whose copy from or to a GPU goes on. A read
-    takes time in proportion to what is read, whatever the size of the memory. It may be entered again, and in several
-    threads.
+    `report` is called with every stale read, and with every use of memory whose copy from or to a
+    GPU goes on. A read takes time in proportion to what is read, whatever the size of the memory.
+    It may be entered again, and in several threads.
     """
 
     def __init__(self, report: Callable[..., None]) -> None:
@@ -111,7 +127,8 @@ class SharedReads(UncompiledDispatchMode):
         self.checked = 0
         self.unchecked = 0
         self.write_lines = WriteLines()
-        self.tracked: dict[int, list[_TrackedBuffer]] = {}  # by address: the buffers that are alive, and the latest
+        # by address: the buffers that are alive, and the latest
+        self.tracked: dict[int, list[_TrackedBuffer]] = {}
 
     def __enter__(self) -> Self:
         add_listener(self)
@@ -146,7 +163,10 @@ class SharedReads(UncompiledDispatchMode):
         if not operation.is_view:  # a view reads no number
             name = operation.overloadpacket.__name__
             inputs = args[1:] if name in OVERWRITING_OPERATIONS else args
-            lists = (value if isinstance(value, list | tuple) else (value,) for value in (*inputs, *kwargs.values()))
+            lists = (
+                value if isinstance(value, list | tuple) else (value,)
+                for value in (*inputs, *kwargs.values())
+            )
             values = itertools.chain.from_iterable(lists)
             tensors = [value for value in values if isinstance(value, Tensor) and value.is_cpu]
             self.check(tensors, name)
@@ -157,7 +177,9 @@ class SharedReads(UncompiledDispatchMode):
         return result
 
     def track(self, tensor: Tensor) -> _TrackedBuffer | None:
-        """The tracked buffer under a tensor, tracked from now on; None if torch itself owns the memory."""
+        """The tracked buffer under a tensor, tracked from now on; None if torch itself owns the
+        memory.
+        """
         if not tensor.is_cpu or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -175,7 +197,9 @@ class SharedReads(UncompiledDispatchMode):
             with _tracked_lock:
                 if len(self.tracked) % PRUNE_INTERVAL == 0:
                     self.tracked = {
-                        key: buffers for key, buffers in self.tracked.items() if any(map(_is_alive, buffers))
+                        key: buffers
+                        for key, buffers in self.tracked.items()
+                        if any(map(_is_alive, buffers))
                     }
                 self.tracked[address] = [*filter(_is_alive, self.tracked.get(address, ())), buffer]
         return buffer
@@ -211,8 +235,14 @@ class SharedReads(UncompiledDispatchMode):
                 buffer.remember(span_of(tensor))
             else:
                 cause = "together" if addresses.count(buffer.memory[0]) > 1 else "stale"
-                lines = {"made by": buffer.line, "made again by": latest.line, "read by": user_line()}
-                self.report(Overwritten.of(cause, name, tensor, lines), span_of(tensor), buffer.time)
+                lines = {
+                    "made by": buffer.line,
+                    "made again by": latest.line,
+                    "read by": user_line(),
+                }
+                self.report(
+                    Overwritten.of(cause, name, tensor, lines), span_of(tensor), buffer.time
+                )
         self.async_copies.check_host_reads(tensors, name)
 
 

@@ -1,8 +1,9 @@
 """Replacements of torch's functions that a dispatch mode does not see, while a guard listens.
 
-Three kinds of calls matter to a guard and are no operations of torch's dispatcher: creating a tensor over memory of
-another library (`torch.from_numpy`), reading a tensor without torch (`Tensor.numpy`), and asking whether a GPU is done
-(`Event.query`). While there is a listener, each of these functions is replaced by one that tells the listeners first.
+Three kinds of calls matter to a guard and are no operations of torch's dispatcher: creating a
+tensor over memory of another library (`torch.from_numpy`), reading a tensor without torch
+(`Tensor.numpy`), and asking whether a GPU is done (`Event.query`). While there is a listener, each
+of these functions is replaced by one that tells the listeners first.
 """
 
 from __future__ import annotations
@@ -48,12 +49,16 @@ def is_listening(listener: Listener) -> bool:
 
 
 def is_copying() -> bool:
-    """Whether this thread is inside `torch.tensor`, which creates a tensor over foreign memory only to copy it."""
+    """Whether this thread is inside `torch.tensor`, which creates a tensor over foreign memory
+    only to copy it.
+    """
     return getattr(_thread, "is_copying", False)
 
 
 def add_listener(listener: Listener) -> None:
-    """Tell a listener of the calls from now on. Threads may remove listeners in another order than they add them."""
+    """Tell a listener of the calls from now on. Threads may remove listeners in another order
+    than they add them.
+    """
     with _lock:
         if not _listeners:
             for owner, name, replacement in REPLACEMENTS:
@@ -64,14 +69,18 @@ def add_listener(listener: Listener) -> None:
 
 
 def remove_listener(listener: Listener) -> None:
-    """End what one call of `add_listener` began. Without any listener, torch has its own functions again."""
+    """End what one call of `add_listener` began. Without any listener, torch has its own
+    functions again.
+    """
     with _lock:
         _listeners.remove(listener)
         if not _listeners:
             _originals.close()
 
 
-def _wrap(original: Callable[..., Nested], replacement: Callable[..., Nested]) -> Callable[..., Nested]:
+def _wrap(
+    original: Callable[..., Nested], replacement: Callable[..., Nested]
+) -> Callable[..., Nested]:
     """Return a function that calls `replacement` with the original function and the arguments."""
 
     @functools.wraps(original)
@@ -96,7 +105,9 @@ def _on_copy_created(original: Callable[..., Tensor], *args: Nested, **kwargs: N
         _thread.is_copying = False
 
 
-def _on_host_read(original: Callable[..., Nested], tensor: Tensor, *args: Nested, **kwargs: Nested) -> Nested:
+def _on_host_read(
+    original: Callable[..., Nested], tensor: Tensor, *args: Nested, **kwargs: Nested
+) -> Nested:
     for listener in list(_listeners):
         listener.on_tensor_read(tensor, original.__name__)
     returned = original(tensor, *args, **kwargs)
@@ -114,7 +125,10 @@ def _on_query(original: Callable[[StreamOrEvent], bool], stream_or_event: Stream
 
 
 REPLACEMENTS: list[tuple[types.ModuleType | type, str, Callable[..., Nested]]] = [
-    *((torch, name, _on_alias_created) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")),
+    *(
+        (torch, name, _on_alias_created)
+        for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")
+    ),
     (torch, "tensor", _on_copy_created),
     (torch.utils.dlpack, "from_dlpack", _on_alias_created),
     *((Tensor, name, _on_host_read) for name in ("numpy", "tolist")),

@@ -1,10 +1,11 @@
 """Which lines of the user's program write into memory that a guard watches.
 
-Torch's own writes are seen as operations. What NumPy or another library writes is no operation; it is noticed by the
-first line of the user's that begins, or the first function that returns, after it: some bytes of each watched memory
-are compared then, and the line that was at work before is the one that wrote. Where several threads are at work, it is
-one of their lines. Only lines of files that are not installed are followed, and none where a debugger or a measurement
-of coverage follows them already.
+Torch's own writes are seen as operations. What NumPy or another library writes is no operation; it
+is noticed by the first line of the user's that begins, or the first function that returns, after
+it: some bytes of each watched memory are compared then, and the line that was at work before is the
+one that wrote. Where several threads are at work, it is one of their lines. Only lines of files
+that are not installed are followed, and none where a debugger or a measurement of coverage follows
+them already.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ def next_time() -> int:
 
 @dataclass
 class _WatchedMemory:
-    """A piece of memory, some of its bytes as they were last seen, and the lines that may have changed it since."""
+    """A piece of memory, some of its bytes as they were last seen, and the lines that may have
+    changed it since.
+    """
 
     span: Span
     storages: list[StorageWeakRef]  # over this memory, any of which keeps it
     sample: bytes = b""  # every so many bytes of the memory
-    writes: list[tuple[int, list[Line]]] = field(default_factory=list)  # the time, and the lines that may have written
+    # the time, and the lines that may have written
+    writes: list[tuple[int, list[Line]]] = field(default_factory=list)
 
     def has_changed(self) -> bool:
         """Whether one of the sampled bytes has changed since the last call."""
@@ -55,7 +59,8 @@ class _WatchedMemory:
         if storage is None:
             return False
         begin, end = self.span
-        step = (end - begin) // COMPARED_BYTES | 1  # odd, so that not always the same byte of a number is seen
+        # odd, so that not always the same byte of a number is seen
+        step = (end - begin) // COMPARED_BYTES | 1
         previous_sample = self.sample
         self.sample = bytes(memoryview(memory(begin, end))[::step])
         return bool(previous_sample) and previous_sample != self.sample
@@ -69,7 +74,8 @@ class WriteLines:
     """The lines that wrote, as far as they are known; `writers_since` tells them.
 
     Attributes:
-        is_tracing: Whether lines of the user's program are followed, so that writes of NumPy can be placed.
+        is_tracing: Whether lines of the user's program are followed, so that writes of NumPy can be
+            placed.
     """
 
     def __init__(self) -> None:
@@ -81,7 +87,9 @@ class WriteLines:
         self.is_tracing = False
 
     def start(self) -> None:
-        """Follow the lines of this thread, and of those that it starts, once there is something to watch."""
+        """Follow the lines of this thread, and of those that it starts, once there is something
+        to watch.
+        """
         with self.lock:
             self.start_count += 1
 
@@ -105,7 +113,10 @@ class WriteLines:
             watched = self.watched.pop(span[0], None)
             if watched is None or watched.span != span:
                 watched = _WatchedMemory(span, [])
-            watched.storages = [storage, *(known for known in watched.storages if not known.expired())]
+            watched.storages = [
+                storage,
+                *(known for known in watched.storages if not known.expired()),
+            ]
             if watched.has_changed():  # the previous content is gone
                 watched.add_write(self._candidate_lines(threading.get_ident()))
             self.watched[span[0]] = watched
@@ -124,13 +135,17 @@ class WriteLines:
                 self.torch_writes.pop(span, None)
                 self.torch_writes[span] = next_time(), line
             if len(self.torch_writes) > MAX_WRITES:
-                self.torch_writes = dict(itertools.islice(self.torch_writes.items(), MAX_WRITES // 2, None))
+                self.torch_writes = dict(
+                    itertools.islice(self.torch_writes.items(), MAX_WRITES // 2, None)
+                )
             for watched in self.watched.values():
                 if any(overlap(watched.span, span) for span in spans) and watched.has_changed():
                     watched.add_write([line])
 
     def writers_since(self, span: Span, since: int) -> list[Line]:
-        """The lines of which one has written into a piece of memory last, after a time that `next_time` gave."""
+        """The lines of which one has written into a piece of memory last, after a time that
+        `next_time` gave.
+        """
         self._attribute_changes(threading.get_ident())
         writes: list[tuple[int, list[Line]]] = []
         with self.lock:
@@ -143,7 +158,7 @@ class WriteLines:
         time, lines = max(writes, key=lambda write: write[0], default=(-1, []))
         return lines if time > since else []
 
-    # --- following lines ------------------------------------------------------------------------------------
+    # --- following lines --------------------------------------------------------------------------
 
     def _start_tracing(self) -> None:
         """Follow the lines of this thread, unless somebody else follows them."""
@@ -160,7 +175,9 @@ class WriteLines:
 
     @uncompiled
     def _trace(self, frame: types.FrameType, event: str, _: object) -> TraceFunction | None:
-        """What Python calls where a function begins, and in those of the user's where a line begins or one returns."""
+        """What Python calls where a function begins, and in those of the user's where a line
+        begins or one returns.
+        """
         if not is_user_file(frame.f_code.co_filename):
             return None
         if not self.is_tracing:
@@ -173,8 +190,12 @@ class WriteLines:
             self._attribute_changes(thread, next_line, has_ended=next_frame is None)
         return self._trace
 
-    def _attribute_changes(self, thread: int, next_line: Line | None = None, has_ended: bool = False) -> None:
-        """Attribute what has changed to the current lines; then `next_line` is this thread's, or none if it ended."""
+    def _attribute_changes(
+        self, thread: int, next_line: Line | None = None, has_ended: bool = False
+    ) -> None:
+        """Attribute what has changed to the current lines; then `next_line` is this thread's, or
+        none if it ended.
+        """
         with self.lock:
             for watched in self.watched.values():
                 if watched.has_changed():

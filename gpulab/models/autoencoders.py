@@ -1,4 +1,6 @@
-"""Autoencoders for images: the paper's control experiment, a linear one, and one whose code is whitened."""
+"""Autoencoders for images: the paper's control experiment, a linear one, and one whose code is
+whitened.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,21 @@ EPSILON = 1e-5  # added to every variance, as batch normalisation does
 
 
 class _Images(Trainable):
-    """A network of linear layers for images of one `size`, trained on the mean squared error of reconstructing them."""
+    """A network of linear layers for images of one `size`, trained on the mean squared error of
+    reconstructing them.
+    """
 
     size: Size
-    threads: ClassVar[int | None] = 1  # a layer is done before a second has begun, and both wait where others compute
+    threads: ClassVar[int | None] = (
+        1  # a layer is done before a second has begun, and both wait where others compute
+    )
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """Draw LeCun-normal weights from a generator, and set all biases to zero.
 
         Args:
-            generator: Where the random numbers come from; they are drawn in float32 on its own device.
+            generator: Where the random numbers come from; they are drawn in float32 on its own
+                device.
         """
         draw_linear_(self, generator)
 
@@ -48,19 +55,24 @@ class _Images(Trainable):
             UsageError: For images of another shape than the network's `size`.
         """
         if tuple(images.shape[1:]) != (1, *self.size):
-            raise UsageError(f"images of shape {tuple(images.shape)}: expected (B, 1, {self.size[0]}, {self.size[1]})")
+            raise UsageError(
+                f"images of shape {tuple(images.shape)}: expected (B, 1, {self.size[0]},"
+                f" {self.size[1]})"
+            )
         return images.flatten(1)
 
 
 class Autoencoder(_Images):
     """A fully connected autoencoder for images, by default 784 → 128 → 32 → 128 → 784 units.
 
-    Every layer ends in a ReLU but the last, which ends in a sigmoid. `gpulab.train` trains the network as the article
-    describes: one image per update, on the mean squared error of the reconstruction. A new object has weights drawn
-    from seed 0; `gpulab.train` draws others from the seed of its run.
+    Every layer ends in a ReLU but the last, which ends in a sigmoid. `gpulab.train` trains the
+    network as the article describes: one image per update, on the mean squared error of the
+    reconstruction. A new object has weights drawn from seed 0; `gpulab.train` draws others from the
+    seed of its run.
 
     Args:
-        hidden: The widths of the layers from the first to the code, in units; the layers after the code mirror them.
+        hidden: The widths of the layers from the first to the code, in units; the layers after the
+            code mirror them.
         size: (height, width) of an image in pixels.
         batch_size: How many images an update sees.
 
@@ -70,7 +82,8 @@ class Autoencoder(_Images):
         batch_size: How many images an update sees.
 
     Raises:
-        UsageError: For no widths at all, and for a width, a size or a batch size that is no whole number from 1.
+        UsageError: For no widths at all, and for a width, a size or a batch size that is no whole
+            number from 1.
 
     Examples:
         >>> import torch
@@ -80,11 +93,14 @@ class Autoencoder(_Images):
         torch.Size([5, 1, 28, 28])
 
     References:
-        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks* (arXiv
+        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural
+            networks* (arXiv
         2109.01451, since retracted).
     """
 
-    def __init__(self, hidden: Sequence[int] = (128, 32), size: Size = (28, 28), batch_size: int = 1) -> None:
+    def __init__(
+        self, hidden: Sequence[int] = (128, 32), size: Size = (28, 28), batch_size: int = 1
+    ) -> None:
         super().__init__()
         hidden = check_counts("hidden", hidden)
         check_count("batch_size", batch_size)
@@ -93,7 +109,9 @@ class Autoencoder(_Images):
         self.batch_size = int(batch_size)
         widths = [height * width, *hidden]
         widths += widths[-2::-1]
-        layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+        layers = [
+            layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())
+        ]
         self.layers = nn.Sequential(*layers[:-1], nn.Sigmoid())
         self.draw_weights(torch.Generator().manual_seed(0))
 
@@ -112,7 +130,8 @@ class Autoencoder(_Images):
         return self.layers(self.flat(images)).view_as(images)
 
     def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
-        """Cut a window of images into pieces of `batch_size`; the last one is smaller where the window leaves a rest.
+        """Cut a window of images into pieces of `batch_size`; the last one is smaller where the
+        window leaves a rest.
 
         Args:
             window: (T, 1, height, width).
@@ -130,7 +149,8 @@ class Autoencoder(_Images):
             state: Not used: images have no order.
 
         Returns:
-            The loss, a scalar to differentiate; the same number once for each image, (B,), for the history; None.
+            The loss, a scalar to differentiate; the same number once for each image, (B,), for the
+            history; None.
         """
         loss = (self(batch) - batch).square().mean()
         return loss, loss.detach().expand(len(batch)), None
@@ -145,10 +165,11 @@ class Autoencoder(_Images):
 
 
 class LinearAutoencoder(nn.Module):
-    """A linear autoencoder without biases: it maps x to decoder(encoder(x)), features → hidden → features.
+    """A linear autoencoder without biases: it maps x to decoder(encoder(x)), features → hidden →
+    features.
 
-    `gpulab.saddles.linear_autoencoder_saddle` builds critical points of its mean squared error in closed form. A new
-    object has weights drawn from seed 0.
+    `gpulab.saddles.linear_autoencoder_saddle` builds critical points of its mean squared error in
+    closed form. A new object has weights drawn from seed 0.
 
     Args:
         features: The width of input and output.
@@ -168,7 +189,8 @@ class LinearAutoencoder(nn.Module):
         torch.Size([7, 5])
 
     References:
-        Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53).
+        Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks
+            2:53).
     """
 
     def __init__(self, features: int, hidden: int) -> None:
@@ -183,7 +205,8 @@ class LinearAutoencoder(nn.Module):
         """Draw LeCun-normal weights from a generator.
 
         Args:
-            generator: Where the random numbers come from; they are drawn in float32 on its own device.
+            generator: Where the random numbers come from; they are drawn in float32 on its own
+                device.
         """
         draw_linear_(self, generator)
 
@@ -200,22 +223,24 @@ class LinearAutoencoder(nn.Module):
 
 
 class Whitener(_Images):
-    """An autoencoder that whitens its code: over a batch its numbers become uncorrelated, and of variance one.
+    """An autoencoder that whitens its code: over a batch its numbers become uncorrelated, and of
+    variance one.
 
-    The layers are fully connected, by default 784 → 128 → 24 → 128 → 784. The two hidden layers end in a ReLU, the code
-    and the output in a sigmoid. Because of the whitening, no number of the code can repeat another. It computes z = L⁻¹
-    (h − m), where m is the mean of the batch's codes h, and L Lᵀ their covariance (Cholesky decomposition). Before
-    that, 1e-5 is added to each variance, as batch normalisation does. `covariance` says how the covariance of n codes
-    is computed:
+    The layers are fully connected, by default 784 → 128 → 24 → 128 → 784. The two hidden layers end
+    in a ReLU, the code and the output in a sigmoid. Because of the whitening, no number of the code
+    can repeat another. It computes z = L⁻¹ (h − m), where m is the mean of the batch's codes h, and
+    L Lᵀ their covariance (Cholesky decomposition). Before that, 1e-5 is added to each variance, as
+    batch normalisation does. `covariance` says how the covariance of n codes is computed:
 
-    - `one-pass`: hᵀh / n − m mᵀ, for which sums over the batch suffice. Where a variance is small, rounding of the
-      product can leave a negative number. Then there is no L, and the loss is NaN.
-    - `float32`: the same formula, but this one product is in float32, whatever the setting allows (see
-      `gpulab.float32_products`).
-    - `centred`: (h − m)ᵀ(h − m) / n. Whatever the factors are rounded to, no variance comes out negative.
+    - `one-pass`: hᵀh / n − m mᵀ, for which sums over the batch suffice. Where a variance is small,
+      rounding of the product can leave a negative number. Then there is no L, and the loss is NaN.
+    - `float32`: the same formula, but this one product is in float32, whatever the setting allows
+      (see `gpulab.float32_products`).
+    - `centred`: (h − m)ᵀ(h − m) / n. Whatever the factors are rounded to, no variance comes out
+      negative.
 
-    `gpulab.train` trains it on the mean squared error of the reconstruction. A new object has weights drawn from seed
-    0; `gpulab.train` draws others from the seed of its run.
+    `gpulab.train` trains it on the mean squared error of the reconstruction. A new object has
+    weights drawn from seed 0; `gpulab.train` draws others from the seed of its run.
 
     Args:
         hidden: The width of the layer on either side of the code, in units.
@@ -232,8 +257,8 @@ class Whitener(_Images):
         covariance: How the covariance is computed.
 
     Raises:
-        UsageError: For an unknown `covariance`, for widths or a size that are no whole numbers from 1, and for a batch
-            that is not larger than the code.
+        UsageError: For an unknown `covariance`, for widths or a size that are no whole numbers from
+            1, and for a batch that is not larger than the code.
 
     Examples:
         >>> import torch
@@ -244,10 +269,14 @@ class Whitener(_Images):
         (torch.Size([100, 1, 28, 28]), True)
 
     References:
-        Huang, Yang, Lang, Deng 2018, *Decorrelated batch normalization* (CVPR, arXiv 1804.08450). By Cholesky:
-        Siarohin, Sangineto, Sebe 2019, *Whitening and coloring batch transform for GANs* (ICLR, arXiv 1806.00420);
-        Ermolov et al. 2021, *Whitening for self-supervised representation learning* (ICML, arXiv 2007.06346). On one
-        pass and its dangers: Chan, Golub, LeVeque 1983, *Algorithms for computing the sample variance*.
+        Huang, Yang, Lang, Deng 2018, *Decorrelated batch normalization* (CVPR, arXiv 1804.08450).
+            By Cholesky:
+        Siarohin, Sangineto, Sebe 2019, *Whitening and coloring batch transform for GANs* (ICLR,
+            arXiv 1806.00420);
+        Ermolov et al. 2021, *Whitening for self-supervised representation learning* (ICML, arXiv
+            2007.06346). On one
+        pass and its dangers: Chan, Golub, LeVeque 1983, *Algorithms for computing the sample
+            variance*.
     """
 
     def __init__(
@@ -264,14 +293,20 @@ class Whitener(_Images):
         for name, count in (("hidden", hidden), ("code", code), ("batch_size", batch_size)):
             check_count(name, count)
         if batch_size <= code:
-            raise UsageError(f"batch_size={batch_size!r}: to whiten {code} numbers takes more than {code} images")
+            raise UsageError(
+                f"batch_size={batch_size!r}: to whiten {code} numbers takes more than {code} images"
+            )
         height, width = check_counts("size", size, ("height", "width"))
         self.size = (height, width)
         self.batch_size = int(batch_size)
         self.covariance = covariance
         pixels = height * width
-        self.encoder = nn.Sequential(nn.Linear(pixels, hidden), nn.ReLU(), nn.Linear(hidden, code), nn.Sigmoid())
-        self.decoder = nn.Sequential(nn.Linear(code, hidden), nn.ReLU(), nn.Linear(hidden, pixels), nn.Sigmoid())
+        self.encoder = nn.Sequential(
+            nn.Linear(pixels, hidden), nn.ReLU(), nn.Linear(hidden, code), nn.Sigmoid()
+        )
+        self.decoder = nn.Sequential(
+            nn.Linear(code, hidden), nn.ReLU(), nn.Linear(hidden, pixels), nn.Sigmoid()
+        )
         self.draw_weights(torch.Generator().manual_seed(0))
 
     def forward(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b 1 h w"]:
@@ -281,7 +316,8 @@ class Whitener(_Images):
             images: (B, 1, height, width), numbers in [0, 1].
 
         Returns:
-            The reconstructions, in the same shape and range; all NaN where the code cannot be whitened.
+            The reconstructions, in the same shape and range; all NaN where the code cannot be
+            whitened.
 
         Raises:
             UsageError: For images of another shape than the network's `size`.
@@ -312,7 +348,8 @@ class Whitener(_Images):
         return whiten(codes, covariance(codes, self.covariance))
 
     def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
-        """Cut a window into nearly equal pieces of at least `batch_size` images, so that each can be whitened.
+        """Cut a window into nearly equal pieces of at least `batch_size` images, so that each can
+        be whitened.
 
         Args:
             window: (T, 1, height, width). One with fewer than `batch_size` images stays one piece.
@@ -330,7 +367,8 @@ class Whitener(_Images):
             state: Not used: images have no order.
 
         Returns:
-            The loss, a scalar to differentiate; the error of each image, (B,), for the history; None.
+            The loss, a scalar to differentiate; the error of each image, (B,), for the history;
+            None.
         """
         per_image = (self(batch) - batch).square().flatten(1).mean(1)
         return per_image.mean(), per_image.detach(), None
@@ -353,10 +391,14 @@ def covariance(codes: Float[Tensor, "b k"], method: str) -> Float[Tensor, "k k"]
 
 
 def whiten(codes: Float[Tensor, "b k"], covariance: Float[Tensor, "k k"]) -> Float[Tensor, "b k"]:
-    """Codes, uncorrelated and of variance one; all NaN where the covariance has no Cholesky factor."""
-    regularized = covariance + EPSILON * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+    """Codes, uncorrelated and of variance one; all NaN where the covariance has no Cholesky
+    factor.
+    """
+    regularized = covariance + EPSILON * torch.eye(
+        len(covariance), dtype=covariance.dtype, device=covariance.device
+    )
     factor, failed = torch.linalg.cholesky_ex(regularized)
-    # The content of a failed factor differs between libraries, and raising an error would mean waiting for the device
-    # at every step.
+    # The content of a failed factor differs between libraries, and raising an error would mean
+    # waiting for the device at every step.
     factor = factor.masked_fill(failed != 0, math.nan)
     return torch.linalg.solve_triangular(factor, (codes - codes.mean(0)).T, upper=False).T

@@ -24,19 +24,21 @@ ModelState = Any
 class Trainable(nn.Module):
     """The base class of gpulab's networks, which `gpulab.train` trains.
 
-    Its loop hands windows of frames to the model. A derived class says how they are used, by three methods: `batches`
-    cuts a window into the pieces that one update sees, `training_loss` computes what is differentiated, and
-    `draw_weights` draws the initial weights. To compare what the model makes with held-out data (`Run.predict`), it
-    also needs a `forward`. A network of your own is trained by a function of yours: see `gpulab.train`.
+    Its loop hands windows of frames to the model. A derived class says how they are used, by three
+    methods: `batches` cuts a window into the pieces that one update sees, `training_loss` computes
+    what is differentiated, and `draw_weights` draws the initial weights. To compare what the model
+    makes with held-out data (`Run.predict`), it also needs a `forward`. A network of your own is
+    trained by a function of yours: see `gpulab.train`.
 
     Attributes:
-        sequential: Whether the order of the frames matters, and a state goes from piece to piece. False unless a class
-            says otherwise.
-        threads: The number of CPU threads beyond which the model gains nothing; None where that is not known.
+        sequential: Whether the order of the frames matters, and a state goes from piece to piece.
+            False unless a class says otherwise.
+        threads: The number of CPU threads beyond which the model gains nothing; None where that is
+            not known.
         compiled_part: The method that is compiled under a setting with `compile`.
         size: The height and width of the frames that it learns from.
-        fresh: Whether the weights are still to be drawn from the seed of a run. `load_state_dict` makes it False:
-            training then starts from the loaded weights.
+        fresh: Whether the weights are still to be drawn from the seed of a run. `load_state_dict`
+            makes it False: training then starts from the loaded weights.
     """
 
     sequential: ClassVar[bool] = False
@@ -61,19 +63,22 @@ class Trainable(nn.Module):
 
         Args:
             batch: A piece of a window, a tensor; or what gives its frames one after the other.
-            state: What this method returned as state for the piece before; None at the beginning of a sequence.
+            state: What this method returned as state for the piece before; None at the beginning of
+                a sequence.
 
         Returns:
-            Three things: the loss to differentiate, a scalar; the mean squared error of each frame, (n,), for the
-            history; and the next state, detached from the graph. A state is None, or for each layer a
-            list of tensors.
+            Three things: the loss to differentiate, a scalar; the mean squared error of each frame,
+            (n,), for the history; and the next state, detached from the graph. A state is None, or
+            for each layer a list of tensors.
         """
         raise NotImplementedError
 
     def check_state(self, state: ModelState) -> None:
-        """Check a state that comes from a file, such as a checkpoint, before training goes on from it.
+        """Check a state that comes from a file, such as a checkpoint, before training goes on from
+        it.
 
-        A tensor of another shape may broadcast, and then nothing else would notice. By default every state is taken.
+        A tensor of another shape may broadcast, and then nothing else would notice. By default
+        every state is taken.
 
         Args:
             state: What `training_loss` may have returned.
@@ -86,7 +91,8 @@ class Trainable(nn.Module):
         """Draw the initial weights.
 
         Args:
-            generator: Where the random numbers come from. Draw in float32 on its own device, whatever the setting is.
+            generator: Where the random numbers come from. Draw in float32 on its own device,
+                whatever the setting is.
         """
         raise NotImplementedError
 
@@ -108,7 +114,9 @@ class Trainable(nn.Module):
 
 
 def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:
-    """Fill with a normal of variance 1 / fan_in (LeCun et al. 1998), drawn on the generator's device in float32."""
+    """Fill with a normal of variance 1 / fan_in (LeCun et al. 1998), drawn on the generator's
+    device in float32.
+    """
     normal_values = torch.randn(
         parameter.shape, generator=generator, dtype=torch.float32, device=generator.device
     ).cpu()
@@ -126,11 +134,13 @@ def draw_linear_(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def flip_bit(model: Model, weight: int = 0) -> Model:
-    """Change the last bit of one weight of a model in place, the smallest change that there is. Twice undoes it.
+    """Change the last bit of one weight of a model in place, the smallest change that there is.
+    Twice undoes it.
 
     Args:
         model: A network with float32 weights.
-        weight: The number of the weight, from 0, counted through all of the model's parameters in their order.
+        weight: The number of the weight, from 0, counted through all of the model's parameters in
+            their order.
 
     Returns:
         The same model.
@@ -148,7 +158,8 @@ def flip_bit(model: Model, weight: int = 0) -> Model:
         1.0000001192092896
 
     References:
-        Summers, Dinneen 2021, *Nondeterminism and instability in neural network optimization* (arXiv 2103.04514).
+        Summers, Dinneen 2021, *Nondeterminism and instability in neural network optimization*
+            (arXiv 2103.04514).
     """
     check_weight(model, weight)
     for parameter in model.parameters():

@@ -43,13 +43,16 @@ Network = TypeVar("Network", bound=_PredNet)
 
 
 def read_chainer(file: str | Path, network: type[Network]) -> Network:
-    """The `network` in a `.model` file; `DataError`, naming the file, for anything that is not one."""
+    """The `network` in a `.model` file; `DataError`, naming the file, for anything that is not
+    one.
+    """
     arrays = _read_arrays(Path(file))
     layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
     try:
         channels = [arrays[f"ConvP{layer}/W"].shape[0] for layer in range(layers)]
         height, width = arrays["ConvLSTM0/c_i/W"].shape[2:]
-        # A network without memory or random numbers shows whether the file holds a network of its size.
+        # A network without memory or random numbers shows whether the file holds a network of its
+        # size.
         shape_only = type(network.__name__, (network,), {"draw_weights": lambda *_: None})
         with torch.device("meta"):
             empty_net = shape_only(channels, (height, width))
@@ -61,11 +64,13 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
     expected_views = chainer_views(empty_net, lambda parameter: parameter)
     expected = {name: tuple(view.shape) for name, view in expected_views.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
-    mismatched = sorted(name for name in expected | shapes if expected.get(name) != shapes.get(name))
+    mismatched = sorted(
+        name for name in expected | shapes if expected.get(name) != shapes.get(name)
+    )
     if mismatched:
         raise DataError(
-            f"{file}: not a PredNet of {len(channels)} layers: of its arrays these are missing, unknown or of another "
-            f"shape: {', '.join(mismatched)}"
+            f"{file}: not a PredNet of {len(channels)} layers: of its arrays these are missing,"
+            f" unknown or of another shape: {', '.join(mismatched)}"
         )
     net = network(channels, (height, width))
     for name, view in chainer_views(net, lambda parameter: parameter.data).items():
@@ -75,7 +80,8 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
 
 
 def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Chainer's name → the part of a parameter that it names, of its data or gradient: `select(parameter)`.
+    """Chainer's name → the part of a parameter that it names, of its data or gradient:
+    `select(parameter)`.
 
     Chainer gives each gate a convolution per group of inputs; here one convolution holds them all.
     """
@@ -111,14 +117,20 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
             if sum(entry.file_size for entry in archive.zip.infolist()) > MAX_FILE_BYTES:
                 raise ValueError(f"it unpacks to more than {MAX_FILE_BYTES:,} bytes")
             # The authors wrap the network in a classifier, which adds a prefix to every name.
-            arrays = {printable(name.removeprefix("predictor/")): archive[name] for name in archive.files}
+            arrays = {
+                printable(name.removeprefix("predictor/")): archive[name] for name in archive.files
+            }
         for name, array in arrays.items():
             if array.dtype.kind != "f":
-                raise ValueError(f"{name} is of type {array.dtype}; expected floating-point numbers")
+                raise ValueError(
+                    f"{name} is of type {array.dtype}; expected floating-point numbers"
+                )
             with np.errstate(over="ignore"):
                 arrays[name] = array.astype(np.float32)
             if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"{name} holds numbers that are not finite in float32")
     except Exception as error:  # zipfile and NumPy raise almost anything at a broken file
-        raise DataError(f"{file}: not a model saved by Chainer (a NumPy archive): {in_one_line(error)}") from None
+        raise DataError(
+            f"{file}: not a model saved by Chainer (a NumPy archive): {in_one_line(error)}"
+        ) from None
     return arrays

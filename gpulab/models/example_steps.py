@@ -1,9 +1,11 @@
-"""Training steps of well-known networks, the same on every machine: for `gpulab record` and the tests.
+"""Training steps of well-known networks, the same on every machine: for `gpulab record` and the
+tests.
 
     gpulab record gpulab.models.example_steps:resnet18 resnet18.trace --setting cuda:tf32=off
 
-Each name of `STEPS` is an attribute of this module, a `gpulab.Step` that is made when it is asked for. Weights and data
-are drawn by one plain generator from a seed, because the initial weights of libraries change between versions.
+Each name of `STEPS` is an attribute of this module, a `gpulab.Step` that is made when it is asked
+for. Weights and data are drawn by one plain generator from a seed, because the initial weights of
+libraries change between versions.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def _sequence_step(model: nn.Module, length: int, batch: int, width: int) -> Ste
 
 
 def _draw_weights(model: nn.Module) -> nn.Module:
-    """Draw matrices and kernels with variance 1 / fan-in; leave vectors of zeros or ones as they are."""
+    """Draw matrices and kernels with variance 1 / fan-in; leave vectors of zeros or ones as they
+    are.
+    """
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -61,14 +65,18 @@ def _prednet_step() -> Step:
     frames = torch.from_numpy(window.frames).float().div(255)
     model = PredNet(channels=(3, 16, 32), size=(48, 64))
     return Step(
-        model, (frames[:-1, None], frames[1:, None]), lambda outputs, next_frames: F.mse_loss(outputs[0], next_frames)
+        model,
+        (frames[:-1, None], frames[1:, None]),
+        lambda outputs, next_frames: F.mse_loss(outputs[0], next_frames),
     )
 
 
 STEPS: dict[str, Callable[[], Step]] = {
     "resnet18": lambda: _image_step(lambda models: models.resnet18(), 64, 4),
     "mobilenet_v3_small": lambda: _image_step(lambda models: models.mobilenet_v3_small(), 64, 4),
-    "vit_b_16": lambda: _image_step(lambda models: models.VisionTransformer(32, 16, 12, 12, 768, 3072), 32, 2),
+    "vit_b_16": lambda: _image_step(
+        lambda models: models.VisionTransformer(32, 16, 12, 12, 768, 3072), 32, 2
+    ),
     "lstm": lambda: _sequence_step(nn.LSTM(16, 32, 2), 12, 4, 16),
     "transformer": lambda: _sequence_step(_transformer(), 10, 4, 64),
     "prednet": _prednet_step,

@@ -41,35 +41,42 @@ KERNEL_WIDTH = 3  # the width of every convolution
 
 
 class PredNet(Trainable):
-    """A network that predicts the next frame of a film from the errors of its last prediction (predictive coding).
+    """A network that predicts the next frame of a film from the errors of its last prediction
+    (predictive coding).
 
-    Call it on frames (T, B, C, H, W) in [0, 1], and on the state that an earlier call returned, or none. It returns the
-    predictions, in the same shape, and the new state. Prediction t is made after frame t, for frame t + 1.
+    Call it on frames (T, B, C, H, W) in [0, 1], and on the state that an earlier call returned, or
+    none. It returns the predictions, in the same shape, and the new state. Prediction t is made
+    after frame t, for frame t + 1.
 
-    It is the network of the article of 2021, whose code is written in Chainer. Unlike that of Lotter, Kreiman and Cox,
-    it has peepholes, sigmoid gates and LeCun-normal weights, and is trained on the squared error of the predicted
-    frame. A new object has weights drawn from seed 0; `gpulab.train` draws others from the seed of its run.
+    It is the network of the article of 2021, whose code is written in Chainer. Unlike that of
+    Lotter, Kreiman and Cox, it has peepholes, sigmoid gates and LeCun-normal weights, and is
+    trained on the squared error of the predicted frame. A new object has weights drawn from seed 0;
+    `gpulab.train` draws others from the seed of its run.
 
     Args:
-        channels: How many channels each layer has, from the bottom up; the first number is that of the frames.
-        size: (height, width) of a frame in pixels. Both halve from layer to layer: with n layers they must be multiples
-            of 2 to the power of n − 1.
-        truncation: Where backpropagation through time is cut off between two windows. `loss`, the published way, does
-            what Chainer's `loss.unchain_backward()` does: it cuts off everything that the window's loss depends on. The
-            window's last predictions in the layers above the lowest are not part of that. So the gradient of the next
-            window still reaches the convolutions that made them. `state` cuts off the whole state.
+        channels: How many channels each layer has, from the bottom up; the first number is that of
+            the frames.
+        size: (height, width) of a frame in pixels. Both halve from layer to layer: with n layers
+            they must be multiples of 2 to the power of n − 1.
+        truncation: Where backpropagation through time is cut off between two windows. `loss`, the
+            published way, does what Chainer's `loss.unchain_backward()` does: it cuts off
+            everything that the window's loss depends on. The window's last predictions in the
+            layers above the lowest are not part of that. So the gradient of the next window still
+            reaches the convolutions that made them. `state` cuts off the whole state.
 
     Attributes:
         channels: The channels of each layer.
         size: (height, width) of a frame in pixels.
         truncation: Where backpropagation through time is cut off.
-        conv_a: For each layer but the lowest, the convolution that makes its target from the errors below.
+        conv_a: For each layer but the lowest, the convolution that makes its target from the errors
+            below.
         conv_p: For each layer, the convolution that makes its prediction.
         lstm: For each layer, its convolutional LSTM.
 
     Raises:
-        UsageError: For a size that cannot be halved so often (the message names the nearest that can), for channels or
-            a size that are no whole numbers from 1, and for an unknown truncation.
+        UsageError: For a size that cannot be halved so often (the message names the nearest that
+            can), for channels or a size that are no whole numbers from 1, and for an unknown
+            truncation.
 
     Examples:
         >>> import torch
@@ -80,8 +87,10 @@ class PredNet(Trainable):
         torch.Size([5, 1, 3, 12, 16])
 
     References:
-        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks* (arXiv
-        2109.01451, since retracted); Lotter, Kreiman, Cox 2016, *Deep predictive coding networks for video prediction
+        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural
+            networks* (arXiv
+        2109.01451, since retracted); Lotter, Kreiman, Cox 2016, *Deep predictive coding networks
+            for video prediction
         and unsupervised learning* (arXiv 1605.08104).
     """
 
@@ -122,7 +131,8 @@ class PredNet(Trainable):
         """Load a network from a `.model` file that the authors' Chainer code has saved.
 
         Args:
-            file: The file; its arrays say how many layers and channels there are, and the size of a frame.
+            file: The file; its arrays say how many layers and channels there are, and the size of a
+                frame.
 
         Returns:
             The network, from whose weights training starts.
@@ -136,7 +146,8 @@ class PredNet(Trainable):
         """Draw LeCun-normal weights from a generator, and set all biases to zero.
 
         Args:
-            generator: Where the random numbers come from; they are drawn in float32 on its own device.
+            generator: Where the random numbers come from; they are drawn in float32 on its own
+                device.
         """
         for conv in (*self.conv_a, *self.conv_p):
             draw_normal_(conv.weight, conv.in_channels * KERNEL_WIDTH**2, generator)
@@ -154,8 +165,8 @@ class PredNet(Trainable):
             state: The state that an earlier call returned; None begins with zeros.
 
         Returns:
-            The predictions, (T, B, C, H, W), of which prediction t is for frame t + 1; and the state after the last
-            frame, a `LayerState` for each layer.
+            The predictions, (T, B, C, H, W), of which prediction t is for frame t + 1; and the
+            state after the last frame, a `LayerState` for each layer.
 
         Raises:
             UsageError: For frames of another shape.
@@ -163,14 +174,23 @@ class PredNet(Trainable):
         Examples:
             >>> import torch
             >>> import gpulab as gl
-            >>> predictions, state = gl.models.PredNet((3, 4), (16, 16))(torch.zeros(1, 1, 3, 16, 16))
+            >>> predictions, state = gl.models.PredNet((3, 4), (16, 16))(
+            ...     torch.zeros(1, 1, 3, 16, 16)
+            ... )
             >>> predictions.shape, len(state)
             (torch.Size([1, 1, 3, 16, 16]), 2)
         """
         expected = (self.channels[0], *self.size)
         if frames.ndim != 5 or tuple(frames.shape[2:]) != expected:
-            raise UsageError(f"frames of shape {tuple(frames.shape)}: expected (T, B, {', '.join(map(str, expected))})")
-        state = self.initial_state(frames[0]) if state is None else [LayerState(*layer) for layer in state]
+            raise UsageError(
+                f"frames of shape {tuple(frames.shape)}: expected (T, B,"
+                f" {', '.join(map(str, expected))})"
+            )
+        state = (
+            self.initial_state(frames[0])
+            if state is None
+            else [LayerState(*layer) for layer in state]
+        )
         predictions = []
         for frame in frames:
             state = self.step(frame, state)
@@ -181,12 +201,16 @@ class PredNet(Trainable):
         """Make a state in which everything is zero.
 
         Args:
-            frame: One frame (B, C, H, W), which says how many films there are, the type of the numbers and the device.
+            frame: One frame (B, C, H, W), which says how many films there are, the type of the
+                numbers and the device.
 
         Returns:
             A `LayerState` for each layer, from the bottom up.
         """
-        shapes = [(len(frame), channels, *self.layer_size(layer)) for layer, channels in enumerate(self.channels)]
+        shapes = [
+            (len(frame), channels, *self.layer_size(layer))
+            for layer, channels in enumerate(self.channels)
+        ]
         return [LayerState(zeros, zeros, zeros) for zeros in map(frame.new_zeros, shapes)]
 
     def check_state(self, state: State | None) -> None:
@@ -201,12 +225,16 @@ class PredNet(Trainable):
         if state is None:
             return
         shapes = [[tuple(tensor.shape) for tensor in layer] for layer in state]
-        expected = [3 * [(1, channels, *self.layer_size(layer))] for layer, channels in enumerate(self.channels)]
+        expected = [
+            3 * [(1, channels, *self.layer_size(layer))]
+            for layer, channels in enumerate(self.channels)
+        ]
         if shapes != expected:
             raise UsageError(f"a state of the shapes {shapes}: expected {expected}")
 
     def step(self, frame: Frame, state: State) -> State:
-        """Take in one frame: up, where each layer compares its last prediction, and down, where it makes the next.
+        """Take in one frame: up, where each layer compares its last prediction, and down, where it
+        makes the next.
 
         Args:
             frame: (B, C, H, W), numbers in [0, 1].
@@ -225,8 +253,8 @@ class PredNet(Trainable):
             state: The state after the frame before.
 
         Returns:
-            The error units of each layer, from the bottom up, (B, 2C, H, W) each: the rectified differences of either
-            sign.
+            The error units of each layer, from the bottom up, (B, 2C, H, W) each: the rectified
+            differences of either sign.
         """
         errors: list[Tensor] = []
         for layer, (_, _, prediction) in enumerate(state):
@@ -238,7 +266,8 @@ class PredNet(Trainable):
         return errors
 
     def top_down(self, errors: list[Tensor], state: State) -> State:
-        """Compute the next state, from the top layer down: in each its representation, and from that its prediction.
+        """Compute the next state, from the top layer down: in each its representation, and from
+        that its prediction.
 
         Args:
             errors: What `bottom_up` returned.
@@ -271,15 +300,16 @@ class PredNet(Trainable):
     def training_loss(
         self, batch: Float[Tensor, "t b c h w"] | Feed, state: State | None
     ) -> tuple[Tensor, Tensor, State | None]:
-        """Predict every frame of the batch but the first, each from the frames before it, and compare.
+        """Predict every frame of the batch but the first, each from the frames before it, and
+        compare.
 
         Args:
             batch: Frames (T, B, C, H, W), or a `Feed`, which gives them one after the other.
             state: The state that this method returned for the window before; None at the beginning.
 
         Returns:
-            The sum of the frames' mean squared errors, a scalar to differentiate; these errors, (T − 1,); and the next
-            state, detached from the graph.
+            The sum of the frames' mean squared errors, a scalar to differentiate; these errors, (T
+            − 1,); and the next state, detached from the graph.
         """
         if state is not None and self.truncation == "loss":
             state = self._chain_to_predictions(state)
@@ -290,20 +320,31 @@ class PredNet(Trainable):
         return errors.sum(), errors.detach(), detach_state(next_state)
 
     def _chain_to_predictions(self, state: State) -> State:
-        """The same numbers, each P but the lowest depending once more on the convolution that made it, not on R."""
+        """The same numbers, each P but the lowest depending once more on the convolution that
+        made it, not on R.
+        """
         lowest_layer, *upper_layers = (LayerState(*layer) for layer in state)
         chained_layers = [lowest_layer]
         for conv, layer in zip(self.conv_p[1:], upper_layers, strict=True):
             recomputed = conv(layer.r)
-            # The weights have changed since: only the gradient of the convolution is used, not its values.
-            chained_layers.append(layer._replace(p=layer.p + (layer.p > 0) * (recomputed - recomputed.detach())))
+            # The weights have changed since: only the gradient of the convolution is used, not its
+            # values.
+            chained_layers.append(
+                layer._replace(p=layer.p + (layer.p > 0) * (recomputed - recomputed.detach()))
+            )
         return chained_layers
 
-    def _published_loop(self, frames: Feed, state: State | None) -> tuple[Tensor, Tensor, State | None]:
+    def _published_loop(
+        self, frames: Feed, state: State | None
+    ) -> tuple[Tensor, Tensor, State | None]:
         """Frame by frame: a prediction is compared with the next frame as soon as that arrives."""
         losses: list[Tensor] = []
         for number, frame in enumerate(frames):
-            state = self.initial_state(frame) if state is None else [LayerState(*layer) for layer in state]
+            state = (
+                self.initial_state(frame)
+                if state is None
+                else [LayerState(*layer) for layer in state]
+            )
             if number > 0:
                 losses.append(frame_errors(state[0].p[None], frame[None]))
             if number < len(frames) - 1:  # the last frame is the first of the next window
@@ -323,11 +364,14 @@ class PredNet(Trainable):
         return self.size[0] >> layer, self.size[1] >> layer
 
 
-def frame_errors(predictions: Float[Tensor, "t b c h w"], frames: Float[Tensor, "t b c h w"]) -> Float[Tensor, " t"]:
-    """The loss: the mean squared error of each predicted frame. What is differentiated is their sum.
+def frame_errors(
+    predictions: Float[Tensor, "t b c h w"], frames: Float[Tensor, "t b c h w"]
+) -> Float[Tensor, " t"]:
+    """The loss: the mean squared error of each predicted frame. What is differentiated is their
+    sum.
 
-    Every engine uses this function and takes its gradient from autograd. As in the published loop, the gradient needs
-    the frames again, and reads whatever lies in their memory by then.
+    Every engine uses this function and takes its gradient from autograd. As in the published loop,
+    the gradient needs the frames again, and reads whatever lies in their memory by then.
     """
     return F.mse_loss(predictions, frames, reduction="none").flatten(1).mean(1)
 
@@ -335,18 +379,25 @@ def frame_errors(predictions: Float[Tensor, "t b c h w"], frames: Float[Tensor, 
 class ConvLSTM(nn.Module):
     """A convolutional LSTM (Shi et al. 2015), whose four gates i, f, c, o one convolution computes.
 
-    Its inputs are groups of `in_channels` channels and its own hidden state. The gates see the cell through peepholes:
-    weights by which it is multiplied element by element, of the cell's full shape.
+    Its inputs are groups of `in_channels` channels and its own hidden state. The gates see the cell
+    through peepholes: weights by which it is multiplied element by element, of the cell's full
+    shape.
     """
 
     def __init__(self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int]) -> None:
         super().__init__()
         self.groups = (*in_channels, channels)
-        self.gates = nn.Conv2d(sum(self.groups), 4 * channels, KERNEL_WIDTH, padding=KERNEL_WIDTH // 2)
-        self.peep_i, self.peep_f, self.peep_o = (nn.Parameter(torch.empty(1, channels, *size)) for _ in range(3))
+        self.gates = nn.Conv2d(
+            sum(self.groups), 4 * channels, KERNEL_WIDTH, padding=KERNEL_WIDTH // 2
+        )
+        self.peep_i, self.peep_f, self.peep_o = (
+            nn.Parameter(torch.empty(1, channels, *size)) for _ in range(3)
+        )
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """Draw weights as if each gate had a convolution of its own for each group of inputs; biases are zero."""
+        """Draw weights as if each gate had a convolution of its own for each group of inputs;
+        biases are zero.
+        """
         for group in self.gates.weight.split(self.groups, dim=1):
             if group.shape[1]:
                 draw_normal_(group, group.shape[1] * KERNEL_WIDTH**2, generator)
@@ -355,7 +406,9 @@ class ConvLSTM(nn.Module):
         nn.init.zeros_(self.gates.bias)  # type: ignore[arg-type]
 
     def forward(self, inputs: list[Tensor], hidden: Frame, cell: Frame) -> tuple[Frame, Frame]:
-        """Compute the new hidden state and cell from the groups of inputs, the hidden state and the cell."""
+        """Compute the new hidden state and cell from the groups of inputs, the hidden state and
+        the cell.
+        """
         i, f, g, o = self.gates(torch.cat([*inputs, hidden], 1)).chunk(4, dim=1)
         i = i + self.peep_i * cell
         f = f + self.peep_f * cell
@@ -375,5 +428,8 @@ def _check_divisible(size: tuple[int, int], layers: int) -> None:
     rounded_down = tuple(max(divisor, edge // divisor * divisor) for edge in size)
     rounded_up = tuple(max(divisor, -(-edge // divisor) * divisor) for edge in size)
     halve = f"{layers} layers halve a frame {layers - 1} times"
-    multiples = f"height and width must be multiples of {divisor}, for example {rounded_down} or {rounded_up}"
+    multiples = (
+        f"height and width must be multiples of {divisor}, for example {rounded_down} or"
+        f" {rounded_up}"
+    )
     raise UsageError(f"size={tuple(size)}: {halve}, so {multiples}")

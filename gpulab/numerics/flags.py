@@ -1,8 +1,8 @@
 """Flags of the arithmetic that take more than a line: TF32, and denormal numbers.
 
-Whether products may use TF32 is said by both of torch's interfaces, of which torch 2.6 has the old one alone; no other
-module reads or writes these flags. Denormal numbers, those below 1.2e-38 in float32, are kept or taken for zero in
-every thread that computes.
+Whether products may use TF32 is said by both of torch's interfaces, of which torch 2.6 has the old
+one alone; no other module reads or writes these flags. Denormal numbers, those below 1.2e-38 in
+float32, are kept or taken for zero in every thread that computes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch.backends import cuda, cudnn
 
 from gpulab.errors import GpulabError
 
-# --- TF32 ------------------------------------------------------------------------------------------------
+# --- TF32 -----------------------------------------------------------------------------------------
 
 
 def _old_interface() -> tuple[bool, str] | None:
-    """What the old interface reports; None after the new one was used, since torch then refuses to read the old one."""
+    """What the old interface reports; None after the new one was used, since torch then refuses
+    to read the old one.
+    """
     try:
         return cudnn.allow_tf32, torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -35,16 +37,25 @@ class _HasPrecision(Protocol):
 
 
 def _new_interface() -> dict[str, _HasPrecision]:
-    """What it sets, by the kind of product: all that `set_float32_matmul_precision` sets, too; nothing in torch 2.6."""
+    """What it sets, by the kind of product: all that `set_float32_matmul_precision` sets, too;
+    nothing in torch 2.6.
+    """
     if not hasattr(torch.backends, "fp32_precision"):
         return {}
-    backends: Any = torch.backends  # torch adds these attributes when it runs, so mypy knows none of them
+    # torch adds these attributes when it runs, so mypy knows none of them
+    backends: Any = torch.backends
     conv, rnn = backends.cudnn.conv, backends.cudnn.rnn
-    return {"matmul": backends.cuda.matmul, "conv": conv, "rnn": rnn, "onednn": backends.mkldnn.matmul}
+    return {
+        "matmul": backends.cuda.matmul,
+        "conv": conv,
+        "rnn": rnn,
+        "onednn": backends.mkldnn.matmul,
+    }
 
 
 def precision_allowed(product: str) -> str:
-    """What torch allows a GPU for float32 products of a kind, `matmul` or `conv`: `tf32`, or another of its words.
+    """What torch allows a GPU for float32 products of a kind, `matmul` or `conv`: `tf32`, or
+    another of its words.
 
     Where there is the new interface it says so, whichever was used.
     """
@@ -66,7 +77,9 @@ def switch_tf32(allowed: bool) -> None:
 
 @contextlib.contextmanager
 def restore_tf32_on_exit() -> Iterator[None]:
-    """Restore both interfaces afterwards. Values that have not changed are not written, because writing pins them."""
+    """Restore both interfaces afterwards. Values that have not changed are not written, because
+    writing pins them.
+    """
     backends = list(_new_interface().values())
     old_flags = _old_interface()
     precisions = [backend.fp32_precision for backend in backends]
@@ -75,27 +88,30 @@ def restore_tf32_on_exit() -> Iterator[None]:
     finally:
         if old_flags is not None and old_flags != _old_interface():
             cudnn.allow_tf32, matmul_precision = old_flags
-            torch.set_float32_matmul_precision(matmul_precision)  # sets `cuda.matmul.allow_tf32` as well
+            # sets `cuda.matmul.allow_tf32` as well
+            torch.set_float32_matmul_precision(matmul_precision)
         for backend, precision in zip(backends, precisions, strict=True):
             if backend.fp32_precision != precision:
                 backend.fp32_precision = precision
 
 
-# --- denormal numbers ------------------------------------------------------------------------------------
+# --- denormal numbers -----------------------------------------------------------------------------
 
 
 def switch_denormals(kept: bool, stack: contextlib.ExitStack) -> None:
-    """Keep denormal numbers in all threads, or flush them to zero, and let the stack restore the flags.
+    """Keep denormal numbers in all threads, or flush them to zero, and let the stack restore the
+    flags.
 
-    Every thread has a flag of its own, and `torch.set_flush_denormal` sets it in the thread that calls it alone.
+    Every thread has a flag of its own, and `torch.set_flush_denormal` sets it in the thread that
+    calls it alone.
     """
     stack.callback(_flush_denormals, not _keeps_denormals(1))
     _flush_denormals(not kept)
     threads = torch.get_num_threads()
     if _keeps_denormals(threads) != kept:
         raise GpulabError(
-            f"denormals={'on' if kept else 'off'}: this machine cannot switch denormal numbers off in all of its "
-            f"{threads} threads; one may be enough: add threads=1"
+            f"denormals={'on' if kept else 'off'}: this machine cannot switch denormal numbers off"
+            f" in all of its {threads} threads; one may be enough: add threads=1"
         )
 
 
@@ -105,7 +121,8 @@ def _keeps_denormals(threads: int) -> bool | None:
     >>> _keeps_denormals(2)
     True
     """
-    numbers = torch.full((threads << 16,), 1e-30, dtype=torch.float32)  # long enough for all threads to compute a part
+    # long enough for all threads to compute a part
+    numbers = torch.full((threads << 16,), 1e-30, dtype=torch.float32)
     is_kept = (numbers * 1e-10).ne(0)
     return bool(is_kept[0]) if is_kept.min() == is_kept.max() else None
 
@@ -122,11 +139,14 @@ def _flush_denormals(flush: bool) -> None:
 
     for library in threadpool_info():
         if library["user_api"] == "openmp":
-            with contextlib.suppress(AttributeError):  # a runtime without it: whether all has been switched is checked
-                ctypes.CDLL(library["filepath"]).GOMP_parallel(flush_in_thread, None, torch.get_num_threads(), 0)
+            # a runtime without it: whether all has been switched is checked
+            with contextlib.suppress(AttributeError):
+                ctypes.CDLL(library["filepath"]).GOMP_parallel(
+                    flush_in_thread, None, torch.get_num_threads(), 0
+                )
 
 
-# --- all active flags --------------------------------------------------------------------------------
+# --- all active flags -----------------------------------------------------------------------------
 
 
 def arithmetic() -> dict[str, bool | int | str]:

@@ -1,4 +1,6 @@
-"""Number formats: rounding to them, distances in them, and telling that a tensor's numbers were rounded."""
+"""Number formats: rounding to them, distances in them, and telling that a tensor's numbers were
+rounded.
+"""
 
 from __future__ import annotations
 
@@ -50,18 +52,20 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
 
     Args:
         x: float32 numbers, in any shape.
-        name: The format, one of `gpulab.numerics.FORMATS`. `float32` leaves the numbers as they are.
-        mode: `nearest` (ties to even, IEEE 754). Formats with float32's exponents, such as `tf32` and `bfloat16`, have
-            `away` (nearest, ties away from zero, as `cvt.rna` on a GPU) and `truncate` (toward zero: the bits that the
-            format lacks are dropped), too.
+        name: The format, one of `gpulab.numerics.FORMATS`. `float32` leaves the numbers as they
+            are.
+        mode: `nearest` (ties to even, IEEE 754). Formats with float32's exponents, such as `tf32`
+            and `bfloat16`, have `away` (nearest, ties away from zero, as `cvt.rna` on a GPU) and
+            `truncate` (toward zero: the bits that the format lacks are dropped), too.
 
     Returns:
-        The rounded numbers, as float32, in the same shape. What rounds beyond the format's largest number becomes
-        infinite; with `truncate`, a finite number becomes the largest one instead. `float8_e4m3fn` has no infinities,
-        and takes its largest number for all of these.
+        The rounded numbers, as float32, in the same shape. What rounds beyond the format's largest
+        number becomes infinite; with `truncate`, a finite number becomes the largest one instead.
+        `float8_e4m3fn` has no infinities, and takes its largest number for all of these.
 
     Raises:
-        UsageError: For an unknown format, a mode that it does not have, and for numbers that are not float32.
+        UsageError: For an unknown format, a mode that it does not have, and for numbers that are
+            not float32.
 
     Examples:
         >>> import torch
@@ -70,17 +74,23 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
         0.333251953125
 
     References:
-        Micikevicius et al. 2022, *FP8 formats for deep learning* (arXiv 2209.05433); NVIDIA, *A100 Tensor Core GPU
+        Micikevicius et al. 2022, *FP8 formats for deep learning* (arXiv 2209.05433); NVIDIA, *A100
+            Tensor Core GPU
         Architecture* (TF32).
     """
     if name not in FORMATS or mode not in MODES:
-        raise UsageError(f"format {name!r}, mode {mode!r}: expected {', '.join(FORMATS)}, and {', '.join(MODES)}")
+        raise UsageError(
+            f"format {name!r}, mode {mode!r}: expected {', '.join(FORMATS)}, and {', '.join(MODES)}"
+        )
     if x.dtype != torch.float32:
-        raise UsageError(f"numbers to round must be float32, and these are {str(x.dtype).removeprefix('torch.')}")
+        raise UsageError(
+            f"numbers to round must be float32, and these are {str(x.dtype).removeprefix('torch.')}"
+        )
     target = FORMATS[name]
     if mode != "nearest" and target.minexp > -126:
         raise UsageError(f"mode {mode!r}: numbers are rounded to {name} to nearest alone")
-    if name == "float32" or is_zero_tensor(x):  # forward mode's zeros, which have no memory to be looked at
+    # forward mode's zeros, which have no memory to be looked at
+    if name == "float32" or is_zero_tensor(x):
         return x.clone()
     if target.dtype is None or mode != "nearest":
         return _round_bits(x, 24 - target.precision, mode)
@@ -92,44 +102,64 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
 def _round_bits(x: Tensor, n_dropped: int, mode: str) -> Tensor:
     """Round off the last bits of float32's significand, in a format with float32's exponents."""
     bits = x.view(torch.int32)
-    half = {"nearest": (1 << (n_dropped - 1)) - 1, "away": 1 << (n_dropped - 1), "truncate": 0}[mode]
-    even = (bits >> n_dropped).bitwise_and_(1) if mode == "nearest" else 0  # the last bit that stays
+    half = {"nearest": (1 << (n_dropped - 1)) - 1, "away": 1 << (n_dropped - 1), "truncate": 0}[
+        mode
+    ]
+    # the last bit that stays
+    even = (bits >> n_dropped).bitwise_and_(1) if mode == "nearest" else 0
     rounded = (bits + half).add_(even).bitwise_and_(-(1 << n_dropped)).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)  # a NaN whose payload carries over would be a number
 
 
 def rounded_format(x: Tensor) -> str | None:
-    """The format that a float32 tensor's numbers were rounded to, judging by their ends: `tf32`, `bfloat16` or None.
+    """The format that a float32 tensor's numbers were rounded to, judging by their ends: `tf32`,
+    `bfloat16` or None.
 
-    float16 keeps as many bits as `tf32`. Whole numbers and their like are short by nature, and give None.
+    float16 keeps as many bits as `tf32`. Whole numbers and their like are short by nature, and give
+    None.
 
     >>> numbers = torch.tensor([0.1, 0.2, 0.7, 0.3])
-    >>> rounded_format(numbers.bfloat16().float()), rounded_format(numbers), rounded_format(torch.arange(9.0))
+    >>> (
+    ...     rounded_format(numbers.bfloat16().float()),
+    ...     rounded_format(numbers),
+    ...     rounded_format(torch.arange(9.0)),
+    ... )
     ('bfloat16', None, None)
     >>> rounded_format(numbers[:3].bfloat16().float()) is None  # so few may be short by chance
     True
     """
     flat = x.detach().reshape(-1)
-    if flat.numel() > SAMPLE_SIZE and _bit_length(_significands(flat[:SAMPLE_SIZE])[0]) > FORMATS["tf32"].precision:
+    if (
+        flat.numel() > SAMPLE_SIZE
+        and _bit_length(_significands(flat[:SAMPLE_SIZE])[0]) > FORMATS["tf32"].precision
+    ):
         return None  # there is no need to look at all numbers
     significands, exponents = _significands(flat)
     if significands.size < 4:
         return None
     length = _bit_length(significands)
-    lowest = (exponents + np.log2(significands & -significands)).min()  # the exponent of the last place of all numbers
+    # the exponent of the last place of all numbers
+    lowest = (exponents + np.log2(significands & -significands)).min()
     if exponents.max() + 24 - lowest <= length + 2:
-        return None  # whole numbers and other multiples of one number: short without having been rounded
-    return next((name for name in ("bfloat16", "tf32") if 0 <= FORMATS[name].precision - length <= 2), None)
+        # whole numbers and other multiples of one number: short without having been rounded
+        return None
+    return next(
+        (name for name in ("bfloat16", "tf32") if 0 <= FORMATS[name].precision - length <= 2), None
+    )
 
 
 def _significands(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Significands and exponents of float32 numbers that are neither zero nor subnormal, which are short by nature."""
+    """Significands and exponents of float32 numbers that are neither zero nor subnormal, which
+    are short by nature.
+    """
     bits = x.to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy()
     bits = bits[(bits & 0x7F800000) != 0]
     return (bits & 0x7FFFFF) | 0x800000, (bits & 0x7F800000) >> 23
 
 
 def _bit_length(significands: np.ndarray) -> int:
-    """The number of places that significands use, from the first to the last that any of them uses."""
+    """The number of places that significands use, from the first to the last that any of them
+    uses.
+    """
     used = int(np.bitwise_or.reduce(significands, initial=0))
     return used.bit_length() - (used & -used).bit_length() + 1

@@ -1,7 +1,8 @@
 """Figures, one visual language for all notebooks: from finished results only.
 
-`theme` holds colours, axes and legends; the other modules draw runs, saddle points and instruments with seaborn and
-matplotlib. They are imported when a figure is first drawn; `__init__.pyi` lists the public functions.
+`theme` holds colours, axes and legends; the other modules draw runs, saddle points and instruments
+with seaborn and matplotlib. They are imported when a figure is first drawn; `__init__.pyi` lists
+the public functions.
 """
 
 import lazy_loader

@@ -8,4 +8,8 @@ from .runs import losses as losses
 from .saddles import escape_law as escape_law
 from .saddles import saddle_surface as saddle_surface
 from .saddles import spectrum as spectrum
-from .theme import Picture as Picture  # defined in gpulab.picture; lazy_loader takes names of this package only
+
+# defined in gpulab.picture; lazy_loader takes names of this package only
+from .theme import (
+    Picture as Picture,
+)

@@ -18,17 +18,19 @@ NO_AXES = {"frame_on": False, "xticks": [], "yticks": []}
 def predictions(run: Run) -> Picture:
     """Draw what a trained PredNet predicted, at five moments of the held-out film.
 
-    The rows are the frame before, the frame that came, the prediction of it, and the difference of the two.
+    The rows are the frame before, the frame that came, the prediction of it, and the difference of
+    the two.
 
     Args:
         run: A run of PredNet from `gpulab.train`.
 
     Returns:
-        A `gpulab.plots.Picture`. The title has the mean squared error of these predictions, and that of repeating the
-        frame before.
+        A `gpulab.plots.Picture`. The title has the mean squared error of these predictions, and
+        that of repeating the frame before.
 
     Raises:
-        UsageError: For a run of a training function of your own, whose network gpulab does not know.
+        UsageError: For a run of a training function of your own, whose network gpulab does not
+            know.
 
     Examples:
         >>> import gpulab as gl
@@ -51,7 +53,10 @@ def predictions(run: Run) -> Picture:
     }
     error = ((predictions_shown - frames_after) ** 2).mean()
     repeat_error = ((frames_before - frames_after) ** 2).mean()
-    headline = f"Mean squared error of these predictions {error:.3g}; of repeating frame t {repeat_error:.3g}"
+    headline = (
+        f"Mean squared error of these predictions {error:.3g}; of repeating frame t"
+        f" {repeat_error:.3g}"
+    )
     return in_rows(rows, [f"t = {t}" for t in moment], headline)
 
 
@@ -67,7 +72,8 @@ def reconstructions(run: Run) -> Picture:
         A `gpulab.plots.Picture`. The title has the mean squared error of these images.
 
     Raises:
-        UsageError: For a run of a training function of your own, whose network gpulab does not know.
+        UsageError: For a run of a training function of your own, whose network gpulab does not
+            know.
 
     Examples:
         >>> import gpulab as gl
@@ -87,7 +93,8 @@ def frames(data: Data, every: int = 30) -> Picture:
 
     Args:
         data: From `gpulab.load`.
-        every: How many frames lie between two that are drawn, from the first one on. Images come in a random order.
+        every: How many frames lie between two that are drawn, from the first one on. Images come in
+            a random order.
 
     Returns:
         A `gpulab.plots.Picture`.
@@ -107,16 +114,23 @@ def frames(data: Data, every: int = 30) -> Picture:
 
 @theme.with_theme
 def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
-    """Rows of pictures (N, C, H, W) of numbers from 0 to 1, by what they show; `titles` stand above the first."""
+    """Rows of pictures (N, C, H, W) of numbers from 0 to 1, by what they show; `titles` stand
+    above the first.
+    """
     count = max(map(len, rows.values()))
     height, width = next(iter(rows.values())).shape[-2:]
-    figure, panels = theme.canvas(count, 7.2 / count * height / width * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES)
+    figure, panels = theme.canvas(
+        count, 7.2 / count * height / width * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES
+    )
     for row, (name, pictures) in enumerate(rows.items()):
         panel_row = panels[row * count : (row + 1) * count]
-        panel_row[0].text(-0.06, 0.5, name, transform=panel_row[0].transAxes, ha="right", va="center")
+        panel_row[0].text(
+            -0.06, 0.5, name, transform=panel_row[0].transAxes, ha="right", va="center"
+        )
         for axes, picture in zip(panel_row, pictures, strict=False):
             pixels = picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy()
-            axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")  # as they are, and a small file
+            # as they are, and a small file
+            axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     for axes, title in zip(panels, titles, strict=False):
         axes.set_title(title)
     names = ", ".join(name.strip() or "frames" for name in rows)

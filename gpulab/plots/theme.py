@@ -1,7 +1,9 @@
-"""The theme of all figures: colours, filled and hollow markers, axes and legends. seaborn and matplotlib draw.
+"""The theme of all figures: colours, filled and hollow markers, axes and legends. seaborn and
+matplotlib draw.
 
-A setting has the same colour in every figure; CPU settings are blue and green, GPU settings orange and purple. Runs
-made on this machine are filled, recorded runs are hollow, emulated runs are dashed. Every seed is a point.
+A setting has the same colour in every figure; CPU settings are blue and green, GPU settings orange
+and purple. Runs made on this machine are filled, recorded runs are hollow, emulated runs are
+dashed. Every seed is a point.
 """
 
 from __future__ import annotations
@@ -48,22 +50,37 @@ PAGE = 7.2  # inches, the width of a figure
 INK, FAINT = "#262626", "#999999"
 ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
 Look = dict[str, Any]  # how matplotlib is to draw a thing: keywords, whose values are of every type
-RIGHT_OF_AXES: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
-THEME: Look = {**sns.axes_style("ticks"), **sns.plotting_context("paper", font_scale=0.9), "figure.titlesize": 10}
-THEME |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False)
-# Decorates each function that draws. `rc_context` makes a new context for each call, so such functions may be nested.
+RIGHT_OF_AXES: Look = {
+    "xycoords": ("axes fraction", "data"),
+    "va": "center",
+    "annotation_clip": False,
+}
+THEME: Look = {
+    **sns.axes_style("ticks"),
+    **sns.plotting_context("paper", font_scale=0.9),
+    "figure.titlesize": 10,
+}
+THEME |= dict.fromkeys(
+    ("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False
+)
+# Decorates each function that draws. `rc_context` makes a new context for each call, so such
+# functions may be nested.
 with_theme: ContextDecorator = rc_context(THEME)
 
 
 def canvas(
     panels: int = 1, height: float = 3.6, rows: int = 1, width: float = PAGE, **shared: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure as wide as a page, or `width` inches, with panels side by side, in one row or more."""
+    """A figure as wide as a page, or `width` inches, with panels side by side, in one row or
+    more.
+    """
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, panels, squeeze=False, **shared).flat)
 
 
-def finish_figure(figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), columns: int = 2) -> Picture:
+def finish_figure(
+    figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), columns: int = 2
+) -> Picture:
     """The figure with its title above and its text alternative, title included.
 
     Below it stand the keys: of all that has a label in a panel, and of what is given.
@@ -71,7 +88,9 @@ def finish_figure(figure: Figure, title: str, alt: str, keys: Iterable[Artist] =
     figure.suptitle(title)
     labelled: dict[str, Artist] = {}
     for axes in figure.axes:
-        labelled |= {label: artist for artist, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        labelled |= {
+            label: artist for artist, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
         legend = axes.get_legend()
         if legend:
             handles = zip(legend.texts, legend.legend_handles, strict=True)
@@ -83,7 +102,7 @@ def finish_figure(figure: Figure, title: str, alt: str, keys: Iterable[Artist] =
     return Picture(figure, alt if title in alt else f"{alt} {title}.")
 
 
-# --- colours and marks -----------------------------------------------------------------------------------
+# --- colours and marks ----------------------------------------------------------------------------
 
 
 def colour(setting: str) -> str:
@@ -99,7 +118,8 @@ def colour(setting: str) -> str:
 
 
 def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
-    """A colour for each level of a factor: a setting's own, or one after the other, of which none stands for a device.
+    """A colour for each level of a factor: a setting's own, or one after the other, of which none
+    stands for a device.
 
     Blue is a CPU and orange a GPU in all figures.
     """
@@ -109,23 +129,32 @@ def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
     return dict(zip(levels, itertools.cycle(other_colours), strict=False))
 
 
-def name_levels(frame: pd.DataFrame, factor: str = "setting") -> tuple[pd.DataFrame, dict[str, str]]:
-    """The frame with a column `name`, what each level is called, and the colour of each name, for seaborn's `hue`.
+def name_levels(
+    frame: pd.DataFrame, factor: str = "setting"
+) -> tuple[pd.DataFrame, dict[str, str]]:
+    """The frame with a column `name`, what each level is called, and the colour of each name, for
+    seaborn's `hue`.
 
-    Settings come in the order of the palette, the unknown ones last; other levels as they stand in the frame.
+    Settings come in the order of the palette, the unknown ones last; other levels as they stand in
+    the frame.
     """
     levels = list(frame[factor].unique())
     if factor == "setting":
         levels.sort(key=[*COLOURS, *sorted(levels)].index)
     level_names = names(levels, factor)
     tints = level_colours(factor, levels)
-    return frame.assign(name=frame[factor].map(level_names)), {level_names[level]: tints[level] for level in levels}
+    return frame.assign(name=frame[factor].map(level_names)), {
+        level_names[level]: tints[level] for level in levels
+    }
 
 
 def is_recorded(frame: pd.DataFrame) -> pd.Series:
     """Which rows were recorded elsewhere; none where the frame does not say.
 
-    >>> [is_recorded(pd.DataFrame(table)).tolist() for table in ({"recorded": [True, False]}, {"seed": [0]})]
+    >>> [
+    ...     is_recorded(pd.DataFrame(table)).tolist()
+    ...     for table in ({"recorded": [True, False]}, {"seed": [0]})
+    ... ]
     [[True, False], [False]]
     """
     return frame.get("recorded", pd.Series(False, frame.index)).astype(bool)
@@ -139,10 +168,23 @@ def draw_points(
     is_hollow: ArrayLike = False,
     **look: Any,
 ) -> None:
-    """Points of one colour, or each of its own: filled for what was made here, hollow for what was recorded."""
+    """Points of one colour, or each of its own: filled for what was made here, hollow for what
+    was recorded.
+    """
     faces = np.atleast_1d(np.where(is_hollow, "white", tint))
     edges = np.atleast_1d(tint)
-    axes.scatter(x, y, **{"s": 26, "facecolors": faces, "edgecolors": edges, "linewidths": 1.1, "zorder": 3, **look})
+    axes.scatter(
+        x,
+        y,
+        **{
+            "s": 26,
+            "facecolors": faces,
+            "edgecolors": edges,
+            "linewidths": 1.1,
+            "zorder": 3,
+            **look,
+        },
+    )
 
 
 def legend_key(label: str, **look: Any) -> Line2D:
@@ -157,12 +199,15 @@ def origin_keys(frame: pd.DataFrame) -> list[Line2D]:
     for is_hollow in sorted(recorded.unique()):
         label = "recorded" if is_hollow else "made here"
         if "machine" in frame:
-            label += f" on {', '.join(sorted(set(map(str, frame.machine[recorded == is_hollow].dropna()))))}"
-        keys.append(legend_key(label, ls="", marker="o", ms=5, mec=INK, mfc="white" if is_hollow else FAINT))
+            machines = frame.machine[recorded == is_hollow].dropna().astype(str)
+            label += f" on {', '.join(sorted(machines.unique()))}"
+        keys.append(
+            legend_key(label, ls="", marker="o", ms=5, mec=INK, mfc="white" if is_hollow else FAINT)
+        )
     return keys
 
 
-# --- axes ------------------------------------------------------------------------------------------------
+# --- axes -----------------------------------------------------------------------------------------
 
 
 def power_of_ten(value: float, _: float | None = None) -> str:
@@ -173,18 +218,24 @@ def power_of_ten(value: float, _: float | None = None) -> str:
     """
     if value == 0:
         return "0"
-    exponent = str(round(np.log10(abs(value)))).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    exponent = str(round(np.log10(abs(value)))).translate(
+        str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    )
     sign = "−" if value < 0 else ""
     return f"{sign}10{exponent}"
 
 
 def log_scale(axis: XAxis | YAxis, least: float = 2.0) -> None:
-    """Logarithmic where what is drawn spans a factor of `least` or more; ticks at 1, 2 and 5 where they have room."""
+    """Logarithmic where what is drawn spans a factor of `least` or more; ticks at 1, 2 and 5
+    where they have room.
+    """
     low, high = getattr(axis.axes.dataLim, f"interval{axis.axis_name}")
     if not low > 0 or high / low < least:
         return
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=9))
+    axis.set_major_locator(
+        LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=9)
+    )
     axis.set_major_formatter("{x:,g}" if low > 1e-4 and high < 1e6 else power_of_ten)
     axis.set_minor_locator(NullLocator())
 

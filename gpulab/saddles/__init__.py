@@ -1,4 +1,6 @@
-"""Saddle points: Hessians as linear operators, their spectra, critical points, and ways out of them."""
+"""Saddle points: Hessians as linear operators, their spectra, critical points, and ways out of
+them.
+"""
 
 import lazy_loader
 

@@ -1,8 +1,10 @@
-"""The curvature of a loss along a training: how many directions lead down, and how steeply, from beginning to end.
+"""The curvature of a loss along a training: how many directions lead down, and how steeply, from
+beginning to end.
 
-The trainings are real ones under a setting; the instrument is the same for all: the Hessian of one fixed batch,
-in float32 without TF32, on the device that trained. The picture is that of Dauphin, Pascanu, Gulcehre, Cho, Ganguli,
-Bengio 2014, *Identifying and attacking the saddle point problem* (arXiv 1406.2572).
+The trainings are real ones under a setting; the instrument is the same for all: the Hessian of one
+fixed batch, in float32 without TF32, on the device that trained. The picture is that of Dauphin,
+Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle point problem*
+(arXiv 1406.2572).
 """
 
 from __future__ import annotations
@@ -32,9 +34,14 @@ from gpulab.training.run import Run, train
 if TYPE_CHECKING:
     import pandas as pd
 
-# One thread gives the same bits on every CPU with the same instructions, and does not wait for a busy second core.
+# One thread gives the same bits on every CPU with the same instructions, and does not wait for a
+# busy second core.
 INSTRUMENT_SETTINGS = {"cpu": "{}:threads=1", "cuda": "{}:tf32=off"}
-BATCH_FRAMES = {True: 10, False: 200}  # frames of a sequence, or images, in the batch that the Hessian is of
+# frames of a sequence, or images, in the batch that the Hessian is of
+BATCH_FRAMES = {
+    True: 10,
+    False: 200,
+}
 MEASUREMENTS = ("loss", "index_fraction", "index_error", "zero_fraction", "smallest", "largest")
 SPECTRUM_COLUMNS = ("nodes", "node_weights")  # arrays (probes, steps), which a file keeps as lists
 
@@ -52,44 +59,49 @@ def curvature_along(
     command: str | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Train a network from several seeds under one or more settings, and measure its loss's curvature along the way.
+    """Train a network from several seeds under one or more settings, and measure its loss's
+    curvature along the way.
 
-    At moments spaced logarithmically, from before the first update to the end of the training, it looks at the Hessian
-    of the training's objective on one fixed batch: 200 training images, or the first 10 training frames, for which the
-    network begins with an empty state (of PredNet, the sum over the frames). That is always measured in the
-    same way, whatever the training's setting is: in float32, on the device that trained, with one thread on a CPU and
-    without TF32 on a GPU.
+    At moments spaced logarithmically, from before the first update to the end of the training, it
+    looks at the Hessian of the training's objective on one fixed batch: 200 training images, or the
+    first 10 training frames, for which the network begins with an empty state (of PredNet, the sum
+    over the frames). That is always measured in the same way, whatever the training's setting is:
+    in float32, on the device that trained, with one thread on a CPU and without TF32 on a GPU.
 
     Args:
         net: The name of the network: `autoencoder`, `prednet` or `whitener`.
         setting: One setting to train under, or several, such as `["cpu", "cpu:precision=float64"]`.
         seeds: The seeds to train from, or how many: 3 stands for 0, 1 and 2.
         profile: How long to train and on what: `smoke`, `quick` or `paper`, as for `gpulab.train`.
-        snapshots: At how many moments to look. Moments that coincide are one; a single one is the end.
+        snapshots: At how many moments to look. Moments that coincide are one; a single one is the
+            end.
         probes: How many random vectors `gpulab.saddles.spectral_density` begins with.
         steps: How many steps of Lanczos it makes from each.
-        store: A folder in which what was seen of each training is kept. A training that is there is not made again.
+        store: A folder in which what was seen of each training is kept. A training that is there is
+            not made again.
         command: Noted in what is kept: how it was made.
         progress: Whether to show a progress bar.
 
     Returns:
         A data frame with a row for each setting, seed and snapshot.
 
-        - Which training: `experiment` (the network), `profile`, `frames`, `setting`, `seed`, `machine`, `id`, `weights`
-          (the SHA-256 of the trained weights), `status` (`finished` or `diverged`), `recorded` (False).
-        - Which moment: `step` (updates so far); `final`, whether it is the training's last row: `frame[frame.final]` is
-          what `gpulab.verdict` takes.
+        - Which training: `experiment` (the network), `profile`, `frames`, `setting`, `seed`,
+          `machine`, `id`, `weights` (the SHA-256 of the trained weights), `status` (`finished` or
+          `diverged`), `recorded` (False).
+        - Which moment: `step` (updates so far); `final`, whether it is the training's last row:
+          `frame[frame.final]` is what `gpulab.verdict` takes.
         - Of the batch: `loss`, the mean squared error per frame or image.
-        - Of the Hessian: `size`, the number of its rows; `smallest` and `largest`, the outermost nodes of its spectrum;
-          `index_fraction`, the share of eigenvalues below −1e-2 of the largest |λ|, with its standard error
-          `index_error`; `zero_fraction`, the share of those closer to zero; `nodes` and `node_weights`, the estimated
-          spectrum, arrays (probes, steps).
+        - Of the Hessian: `size`, the number of its rows; `smallest` and `largest`, the outermost
+          nodes of its spectrum; `index_fraction`, the share of eigenvalues below −1e-2 of the
+          largest |λ|, with its standard error `index_error`; `zero_fraction`, the share of those
+          closer to zero; `nodes` and `node_weights`, the estimated spectrum, arrays (probes,
+          steps).
 
         A training that diverged has a last row without numbers, whose `size` is 0.
 
     Raises:
-        UsageError: For an unknown network, profile or setting, for no setting or no seed, and for numbers that are no
-            whole numbers from 1.
+        UsageError: For an unknown network, profile or setting, for no setting or no seed, and for
+            numbers that are no whole numbers from 1.
         DataError: For a damaged file in the store; the message names it.
         GpulabError: For a setting that cannot run here.
 
@@ -101,7 +113,8 @@ def curvature_along(
         (2, True)
 
     References:
-        Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle point problem*
+        Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle
+            point problem*
         (arXiv 1406.2572).
     """
     import pandas as pd
@@ -123,7 +136,8 @@ def curvature_along(
 
 
 def recorded_curvature() -> pd.DataFrame:
-    """Read the curvature along trainings that was recorded on other machines and is shipped with gpulab.
+    """Read the curvature along trainings that was recorded on other machines and is shipped with
+    gpulab.
 
     The files are in `data/saddles/curvature`.
 
@@ -153,7 +167,13 @@ def _curvature_of_training(
     if file is not None and file.is_file():
         return _frame(*read_table(file))
     table, run = _train_and_measure(planned, measuring)
-    record = {**identity, "looked": measuring, "tolerance": ZERO_SHARE, "status": run.status, "command": command}
+    record = {
+        **identity,
+        "looked": measuring,
+        "tolerance": ZERO_SHARE,
+        "status": run.status,
+        "command": command,
+    }
     record |= {"passport": dict(machine_passport), "weights": run.record["summary"]["weights"]}
     if file is not None:
         write_table(file, table, record)
@@ -172,31 +192,45 @@ def _train_and_measure(planned: NetworkRun, measuring: dict[str, int]) -> tuple[
 
     def watch(model: Trainable, step: int) -> None:
         if next(watch_count) in moments:
-            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+            copies = {
+                name: tensor.detach().to("cpu", copy=True)
+                for name, tensor in model.state_dict().items()
+            }
             if all(tensor.isfinite().all() for tensor in copies.values()):
                 snapshots[step] = copies
 
     arguments = planned.experiment, planned.data, planned.setting, planned.seed, planned.profile
     run = train(*arguments, frames=planned.frames, watch=watch, progress=False)
-    rows = [{"step": step, **_measure(planned, snapshot, measuring)} for step, snapshot in snapshots.items()]
+    rows = [
+        {"step": step, **_measure(planned, snapshot, measuring)}
+        for step, snapshot in snapshots.items()
+    ]
     if run.status == "diverged":
         rows.append({"step": run.record["diverged_at"], "size": 0})  # without numbers
     return pd.DataFrame(rows, columns=["step", "size", *MEASUREMENTS, *SPECTRUM_COLUMNS]), run
 
 
-def _measure(planned: NetworkRun, state: dict[str, Tensor], measuring: dict[str, int]) -> dict[str, float | np.ndarray]:
+def _measure(
+    planned: NetworkRun, state: dict[str, Tensor], measuring: dict[str, int]
+) -> dict[str, float | np.ndarray]:
     """What the instrument says of these weights."""
     device = planned.setting.device
-    with Setting.parse(INSTRUMENT_SETTINGS.get(planned.setting.kind, "{}").format(device)).apply() as instrument:
+    with Setting.parse(
+        INSTRUMENT_SETTINGS.get(planned.setting.kind, "{}").format(device)
+    ).apply() as instrument:
         model = planned.model.to(device, torch.float32)
         torch.nn.Module.load_state_dict(model, state)
-        batch = Loader("window", instrument).window(next(planned.data.windows(measuring["evaluated"], 0)).frames)
+        batch = Loader("window", instrument).window(
+            next(planned.data.windows(measuring["evaluated"], 0)).frames
+        )
         if model.sequential:
             batch = next(iter(model.batches(batch)))
         H = hessian(model, lambda: model.training_loss(batch, None)[0])
         with torch.no_grad():
             losses = model.training_loss(batch, None)[1]
-        spectrum = spectral_density(H, probes=measuring["probes"], steps=measuring["steps"], progress=False)
+        spectrum = spectral_density(
+            H, probes=measuring["probes"], steps=measuring["steps"], progress=False
+        )
     index, (smallest, largest) = spectrum.index(), spectrum.extremes
     return {
         "loss": float(losses.double().mean()),
@@ -211,10 +245,14 @@ def _measure(planned: NetworkRun, state: dict[str, Tensor], measuring: dict[str,
     }
 
 
-def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:  # a record is JSON from a file
+# a record is JSON from a file
+def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
     """The rows of a training as a file keeps them, with what is common to them."""
     shape = record["looked"]["probes"], record["looked"]["steps"]
-    spectra = {name: [np.resize(row, shape).astype(float) for row in table[name]] for name in SPECTRUM_COLUMNS}
+    spectra = {
+        name: [np.resize(row, shape).astype(float) for row in table[name]]
+        for name in SPECTRUM_COLUMNS
+    }
     names = ("experiment", "profile", "setting", "seed", "status", "weights", "id")
     return table.assign(
         **spectra,

@@ -47,7 +47,9 @@ Product = Callable[..., list[Tensor]]
 Linearize = Callable[[Callable[[], Tensor], list[Tensor]], tuple[Tensor, list[Tensor], Product]]
 FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
 SECOND_DERIVATIVES = {  # how to have them, by a word of torch's error
-    "attention": "use the math kernel: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
+    "attention": (
+        "use the math kernel: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+    ),
     "inplace": "use the operation that is not in place",
     "": "write it with operations that torch can differentiate twice",
 }
@@ -55,27 +57,30 @@ MAX_BATCHED_VECTORS = 10
 
 
 class Hessian:
-    """The Hessian of a loss, the symmetric (n, n) matrix of its second derivatives, as a linear operator.
+    """The Hessian of a loss, the symmetric (n, n) matrix of its second derivatives, as a linear
+    operator.
 
-    `gpulab.hessian` makes one. The matrix is never written out, unless `dense` asks for it: `H @ v` is its product with
-    a vector (n,), or with k vectors at once (n, k), which costs much less than k products one by one. Vectors have the
-    operator's `dtype` and are on its `device`; `H @ v` raises `UsageError` for others. The operator keeps a copy of the
-    weights it was made from: a model that goes on training does not change it.
+    `gpulab.hessian` makes one. The matrix is never written out, unless `dense` asks for it: `H @ v`
+    is its product with a vector (n,), or with k vectors at once (n, k), which costs much less than
+    k products one by one. Vectors have the operator's `dtype` and are on its `device`; `H @ v`
+    raises `UsageError` for others. The operator keeps a copy of the weights it was made from: a
+    model that goes on training does not change it.
 
     Attributes:
-        parameters: The tensors by which the loss was differentiated, by name. A vector is all of them, flattened, in
-            this order.
+        parameters: The tensors by which the loss was differentiated, by name. A vector is all of
+            them, flattened, in this order.
         loss: The loss at these weights.
         gradient: The gradient there, (n,).
         shape: (n, n).
         dtype: The type of parameters and vectors, float32 or float64.
         device: Where they are.
-        method: How products are made. `forward over reverse`: the gradient was written down as a list of operations,
-            and each product is its derivative along the vector, on a GPU in a CUDA graph. `reverse over reverse`:
-            autograd's own graph of the gradient is kept, and differentiated each time. So it is done where the first
-            cannot follow an operation.
-        at_once: How many vectors of `H @ V` go through together: as many as fit into 256 MiB on a CPU and 3 GiB on a
-            GPU, ten at most; with reverse over reverse, one. More are faster and take more memory.
+        method: How products are made. `forward over reverse`: the gradient was written down as a
+            list of operations, and each product is its derivative along the vector, on a GPU in a
+            CUDA graph. `reverse over reverse`: autograd's own graph of the gradient is kept, and
+            differentiated each time. So it is done where the first cannot follow an operation.
+        at_once: How many vectors of `H @ V` go through together: as many as fit into 256 MiB on a
+            CPU and 3 GiB on a GPU, ten at most; with reverse over reverse, one. More are faster and
+            take more memory.
 
     Examples:
         >>> import torch
@@ -115,7 +120,9 @@ class Hessian:
             loss, gradients, self._product = linearize(objective, list(self.parameters.values()))
         self.method = method
         self.loss = float(loss)
-        self.gradient: Float[Tensor, " n"] = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self.gradient: Float[Tensor, " n"] = torch.cat(
+            [gradient.reshape(-1) for gradient in gradients]
+        )
         max_tangent_bytes = 3 * 2**30 if self.device.type == "cuda" else 2**28
         bytes_of_vector = max(1, getattr(self._product, "bytes", max_tangent_bytes))
         self.at_once = max(1, min(MAX_BATCHED_VECTORS, max_tangent_bytes // bytes_of_vector))
@@ -128,18 +135,31 @@ class Hessian:
         except RuntimeError as error:
             raise UnsupportedError(f"{method}: {str(error).partition(chr(10))[0]}") from error
         except DataError as error:
-            reason = "what torch computes as the gradient is not that of the loss, or has no derivative here"
-            remedy = "look for hooks on tensors, backward functions of your own, scale_grad_by_freq, square roots of 0"
+            reason = (
+                "what torch computes as the gradient is not that of the loss, or has no derivative"
+                " here"
+            )
+            remedy = (
+                "look for hooks on tensors, backward functions of your own, scale_grad_by_freq,"
+                " square roots of 0"
+            )
             raise DataError(f"{error}: {reason}; {remedy}") from None
 
     def __matmul__(self, vectors: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        if not isinstance(vectors, Tensor) or vectors.shape[:1] != self.shape[:1] or vectors.ndim > 2:
+        if (
+            not isinstance(vectors, Tensor)
+            or vectors.shape[:1] != self.shape[:1]
+            or vectors.ndim > 2
+        ):
             shape = tuple(getattr(vectors, "shape", ())) or type(vectors).__name__
-            raise UsageError(f"H @ {shape}: expected a tensor of shape ({self.shape[0]},) or ({self.shape[0]}, k)")
+            raise UsageError(
+                f"H @ {shape}: expected a tensor of shape ({self.shape[0]},) or"
+                f" ({self.shape[0]}, k)"
+            )
         if (vectors.dtype, vectors.device) != (self.dtype, self.device):
             raise UsageError(
-                f"H @ v: v is {vectors.dtype} on {vectors.device}, H {self.dtype} on {self.device}: use "
-                "v.to(H.device, H.dtype)"
+                f"H @ v: v is {vectors.dtype} on {vectors.device}, H {self.dtype} on {self.device}:"
+                " use v.to(H.device, H.dtype)"
             )
         if vectors.ndim == 1:
             return self._multiply_rows(vectors[None])[0]
@@ -153,7 +173,9 @@ class Hessian:
     def _multiply_rows(self, vectors: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
         shapes = [tensor.shape for tensor in self.parameters.values()]
         blocks = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
-        tangents = [block.reshape(len(vectors), *shape) for block, shape in zip(blocks, shapes, strict=True)]
+        tangents = [
+            block.reshape(len(vectors), *shape) for block, shape in zip(blocks, shapes, strict=True)
+        ]
         with self.bound_weights() if self.method == REVERSE else contextlib.nullcontext():
             products = self._product(*tangents)
         return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
@@ -167,7 +189,10 @@ class Hessian:
         return self @ torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
 
     def __repr__(self) -> str:
-        return f"Hessian of {self.shape[0]:,} parameters, {self.dtype} on {self.device}, loss {self.loss:.6g}"
+        return (
+            f"Hessian of {self.shape[0]:,} parameters, {self.dtype} on {self.device}, loss"
+            f" {self.loss:.6g}"
+        )
 
 
 def hessian(
@@ -179,33 +204,38 @@ def hessian(
 ) -> Hessian:
     """Make the Hessian of a loss, as a linear operator: products `H @ v` without the matrix.
 
-    The loss is `loss(model(inputs), targets)` for `batch = (inputs, targets)`, or any function that returns a scalar.
-    `find_critical_point` and `landscape` accept the same batches.
+    The loss is `loss(model(inputs), targets)` for `batch = (inputs, targets)`, or any function that
+    returns a scalar. `find_critical_point` and `landscape` accept the same batches.
 
     Args:
         model: A network with parameters in float32 or float64, on any device.
-        loss: A function of the model's outputs and the targets; without a batch, a function of nothing that asks the
-            model itself. It returns a scalar.
-        batch: A pair of inputs and targets; a tensor of inputs, of which the loss gets the outputs alone; or a mapping,
-            such as a tokenizer's, of which the model gets what its `forward` names, and the loss the outputs and the
-            whole mapping. Or a `DataLoader` of such batches: all of them, drawn once. The loss is then the mean over
-            their examples, if `loss` is the mean over those of a batch; their graphs are in memory together.
-        parameters: The names of the parameters to differentiate by, or of the layers that hold them (`"layers.0"`); the
-            others are constants. By default all that require gradients. A tied parameter counts once, under its first
-            name; parameters that merely share memory are two, as for autograd. The row of an embedding that stands for
-            padding is a constant to torch.
+        loss: A function of the model's outputs and the targets; without a batch, a function of
+            nothing that asks the model itself. It returns a scalar.
+        batch: A pair of inputs and targets; a tensor of inputs, of which the loss gets the outputs
+            alone; or a mapping, such as a tokenizer's, of which the model gets what its `forward`
+            names, and the loss the outputs and the whole mapping. Or a `DataLoader` of such
+            batches: all of them, drawn once. The loss is then the mean over their examples, if
+            `loss` is the mean over those of a batch; their graphs are in memory together.
+        parameters: The names of the parameters to differentiate by, or of the layers that hold them
+            (`"layers.0"`); the others are constants. By default all that require gradients. A tied
+            parameter counts once, under its first name; parameters that merely share memory are
+            two, as for autograd. The row of an embedding that stands for padding is a constant to
+            torch.
 
     Returns:
-        The operator, a `gpulab.saddles.Hessian`, with `H @ v`, `H.gradient` and `H.loss`. Two products were used to see
-        that it is symmetric. This finds a gradient that belongs to no function at all. It does not find one that
-        belongs to another function: if a backward function or hook of your own is off by a factor, so is the Hessian.
+        The operator, a `gpulab.saddles.Hessian`, with `H @ v`, `H.gradient` and `H.loss`. Two
+        products were used to see that it is symmetric. This finds a gradient that belongs to no
+        function at all. It does not find one that belongs to another function: if a backward
+        function or hook of your own is off by a factor, so is the Hessian.
 
     Raises:
-        UsageError: For a model in training mode that draws random numbers or keeps statistics; for a loss that comes
-            out differently each time, is not a scalar, does not depend on the parameters, holds them itself instead of
-            asking the model, or has no second derivatives; for embeddings that change their weights when they are used
-            (`max_norm`); for a batch that the loss does not fit, and for unknown parameters.
-        DataError: For weights or a loss that are not finite, and for an operator that is not symmetric.
+        UsageError: For a model in training mode that draws random numbers or keeps statistics; for
+            a loss that comes out differently each time, is not a scalar, does not depend on the
+            parameters, holds them itself instead of asking the model, or has no second derivatives;
+            for embeddings that change their weights when they are used (`max_norm`); for a batch
+            that the loss does not fit, and for unknown parameters.
+        DataError: For weights or a loss that are not finite, and for an operator that is not
+            symmetric.
 
     Examples:
         >>> import torch
@@ -222,14 +252,23 @@ def hessian(
     objective_of = Objective.of(loss, batch)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            reason = f"{name or 'the model'} shortens its own weights when it is used (max_norm={module.max_norm})"
-            cure = "shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm = None"
+            reason = (
+                f"{name or 'the model'} shortens its own weights when it is used"
+                f" (max_norm={module.max_norm})"
+            )
+            cure = (
+                "shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm ="
+                " None"
+            )
             raise UsageError(f"{reason}: {cure}")
         has_dropout = isinstance(module, DropoutModule) and module.p > 0
         has_dropout = has_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
         if module.training and (has_dropout or isinstance(module, BatchNormModule)):
             # The loss would be another function each time.
-            raise UsageError(f"{name or 'the model'} ({type(module).__name__}) is in training mode: call model.eval()")
+            raise UsageError(
+                f"{name or 'the model'} ({type(module).__name__}) is in training mode: call"
+                " model.eval()"
+            )
     selected = _select(model, parameters)
     model_tensors = dict([*model.named_parameters(), *model.named_buffers()])
     # The operator has copies, because the model may go on training.
@@ -237,7 +276,9 @@ def hessian(
     points = {name: copies[name].requires_grad_() for name in selected}
     for name, tensor in points.items():
         if not tensor.isfinite().all():
-            raise DataError(f"{name} has {int((~tensor.isfinite()).sum())} values that are not finite")
+            raise DataError(
+                f"{name} has {int((~tensor.isfinite()).sum())} values that are not finite"
+            )
 
     def objective() -> Tensor:
         value = objective_of(model)
@@ -249,16 +290,21 @@ def hessian(
             if is_once_differentiable(node):  # autograd would take its gradients for constants
                 line = _line_of_node(lambda: objective_of(model), type(node).__name__)
                 raise UsageError(
-                    f"{type(node).__name__} has no second derivatives: it is marked once_differentiable; if torch "
-                    f"can differentiate all that its backward does, remove the mark{line}"
+                    f"{type(node).__name__} has no second derivatives: it is marked"
+                    " once_differentiable; if torch can differentiate all that its backward does,"
+                    f" remove the mark{line}"
                 )
         captured = [name for name, tensor in selected.items() if id(tensor) in leaves]
         if captured:
             raise UsageError(
-                f"the loss holds {captured[0]} itself: ask the model for it each time (model.{captured[0]})"
+                f"the loss holds {captured[0]} itself: ask the model for it each time"
+                f" (model.{captured[0]})"
             )
         if not value.requires_grad:
-            raise UsageError("the loss does not depend on the parameters by operations that torch can differentiate")
+            raise UsageError(
+                "the loss does not depend on the parameters by operations that torch can"
+                " differentiate"
+            )
         if not math.isfinite(float(value.detach())):
             raise DataError(f"the loss is {float(value.detach())}: expected a finite number")
         return value
@@ -268,9 +314,14 @@ def hessian(
         second_loss = float(objective().detach())
     for name, tensor in model_tensors.items():
         if tensor.layout == torch.strided and ((tensor != copies[name]) & ~tensor.isnan()).any():
-            raise UsageError(f"{name} changes each time that the loss is computed: call model.eval()")
+            raise UsageError(
+                f"{name} changes each time that the loss is computed: call model.eval()"
+            )
     if abs(second_loss - H.loss) > 1e3 * torch.finfo(H.dtype).eps * abs(H.loss):
-        message = f"the loss is {H.loss:.6g} at first and {second_loss:.6g} then: it draws random numbers; "
+        message = (
+            f"the loss is {H.loss:.6g} at first and {second_loss:.6g} then: it draws random"
+            " numbers; "
+        )
         raise UsageError(message + "call model.eval(), or draw them beforehand")
     return H
 
@@ -282,27 +333,42 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
     selected = trainable
     if names is not None:
         selected_ids: set[int] = set()
-        aliases = list(model.named_parameters(remove_duplicate=False))  # a tied one has several names
+        # a tied one has several names
+        aliases = list(model.named_parameters(remove_duplicate=False))
         for prefix in [names] if isinstance(names, str) else names:
-            matching = {id(t) for name, t in aliases if t.requires_grad and f"{name}.".startswith(f"{prefix}.")}
+            matching = {
+                id(t)
+                for name, t in aliases
+                if t.requires_grad and f"{name}.".startswith(f"{prefix}.")
+            }
             if not matching:
                 raise UsageError(
-                    f"parameters={prefix!r}: expected one of {', '.join(trainable)}, or a module of theirs"
+                    f"parameters={prefix!r}: expected one of {', '.join(trainable)}, or a module of"
+                    " theirs"
                 )
             selected_ids |= matching
-        selected = {name: tensor for name, tensor in trainable.items() if id(tensor) in selected_ids}
+        selected = {
+            name: tensor for name, tensor in trainable.items() if id(tensor) in selected_ids
+        }
     if not selected:
         name = type(model).__name__
-        raise UsageError(f"{name} has no parameters that require gradients: call requires_grad_() on those meant")
+        raise UsageError(
+            f"{name} has no parameters that require gradients: call requires_grad_() on those meant"
+        )
     kinds = {(tensor.dtype, tensor.device) for tensor in selected.values()}
     if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
-        raise UsageError(f"parameters of {sorted(map(str, kinds))}: expected float32 or float64, all on one device")
+        raise UsageError(
+            f"parameters of {sorted(map(str, kinds))}: expected float32 or float64, all on one"
+            " device"
+        )
     return selected
 
 
 @contextlib.contextmanager
 def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
-    """The model holds copies of its tensors, and chooses kernels that can be differentiated twice."""
+    """The model holds copies of its tensors, and chooses kernels that can be differentiated
+    twice.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(reparametrized(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -316,7 +382,9 @@ def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
 
 
 class _UnfusedWeightNorm(TorchFunctionMode):
-    """Has a weight's norm computed by operations whose second derivatives are right: torch's of the kernel are not."""
+    """Has a weight's norm computed by operations whose second derivatives are right: torch's of
+    the kernel are not.
+    """
 
     def __torch_function__(
         self,
@@ -331,8 +399,12 @@ class _UnfusedWeightNorm(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _linearize_by_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[Tensor, list[Tensor], Product]:
-    """The loss, its gradients, and products of tangents (k, …) of the points by autograd's graph of the gradients."""
+def _linearize_by_graph(
+    objective: Callable[[], Tensor], points: list[Tensor]
+) -> tuple[Tensor, list[Tensor], Product]:
+    """The loss, its gradients, and products of tangents (k, …) of the points by autograd's graph
+    of the gradients.
+    """
     try:
         with torch.enable_grad():
             loss = objective()
@@ -348,7 +420,11 @@ def _linearize_by_graph(objective: Callable[[], Tensor], points: list[Tensor]) -
             rows = []
             for row in range(len(tangents[0])):
                 vectors = [tangents[index][row] for index in varying]
-                rows.append(torch.autograd.grad(outputs, points, vectors, retain_graph=True, materialize_grads=True))
+                rows.append(
+                    torch.autograd.grad(
+                        outputs, points, vectors, retain_graph=True, materialize_grads=True
+                    )
+                )
             return [torch.stack(column) for column in zip(*rows, strict=True)]
 
         product(*[torch.zeros_like(point)[None] for point in points])  # to fail here and not later
@@ -358,20 +434,26 @@ def _linearize_by_graph(objective: Callable[[], Tensor], points: list[Tensor]) -
         reason = str(error).partition("\n")[0]
         line = _line_of_failure(objective, points)
         cure = next(words for cause, words in SECOND_DERIVATIVES.items() if cause in reason)
-        message = f"the loss has no second derivatives that torch can compute: {reason}; {cure}{line}"
+        message = (
+            f"the loss has no second derivatives that torch can compute: {reason}; {cure}{line}"
+        )
         raise UsageError(message) from error
     return loss.detach(), [gradient.detach() for gradient in gradients], product
 
 
 def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> str:
-    """The user's line whose operation has no second derivative, for the end of an error: torch keeps it if asked to."""
+    """The user's line whose operation has no second derivative, for the end of an error: torch
+    keeps it if asked to.
+    """
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
         torch.autograd.detect_anomaly(check_nan=False),
         torch.enable_grad(),
         contextlib.suppress(RuntimeError),
     ):
-        gradients = torch.autograd.grad(objective(), points, create_graph=True, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            objective(), points, create_graph=True, materialize_grads=True
+        )
         varying = [gradient.sum() for gradient in gradients if gradient.requires_grad]
         torch.autograd.grad(varying, points, materialize_grads=True)
     lines = [line_of_forward_call(str(warning.message)) for warning in caught]
@@ -380,7 +462,11 @@ def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> s
 
 def _line_of_node(objective: Callable[[], Tensor], name: str) -> str:
     """The user's line that made a node of autograd's graph, for the end of an error."""
-    with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly(check_nan=False), torch.enable_grad():
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch.autograd.detect_anomaly(check_nan=False),
+        torch.enable_grad(),
+    ):
         nodes = [node for node in graph_nodes(objective()) if type(node).__name__ == name]
     notes: Nested = nodes[0].metadata if nodes else {}
     line = line_of_forward_call("".join(notes.get("traceback_", ())))

@@ -1,4 +1,6 @@
-"""What a loss is computed on: which batches `hessian`, `find_critical_point` and `landscape` accept, decided once."""
+"""What a loss is computed on: which batches `hessian`, `find_critical_point` and `landscape`
+accept, decided once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from gpulab.errors import UsageError
 from gpulab.steps import loss_of
 
 Loss = Callable[..., Tensor]
-Batch: TypeAlias = Nested  # as the user has it: a tensor, a pair, a mapping, or a DataLoader of these
+Batch: TypeAlias = (
+    Nested  # as the user has it: a tensor, a pair, a mapping, or a DataLoader of these
+)
 MISMATCHES = (  # of a loss that does not take so many arguments
     "takes arguments, and there is no batch: give (inputs, targets)",
     "needs targets, and the batch is a tensor: the batch is (inputs, targets), or fits the loss",
@@ -30,8 +34,8 @@ class Objective:
 
     Attributes:
         loss: The loss, as it was given.
-        batches: What it is computed on: one batch, or all those of a `DataLoader`. Empty where the loss is a function
-            of nothing, which asks the model itself.
+        batches: What it is computed on: one batch, or all those of a `DataLoader`. Empty where the
+            loss is a function of nothing, which asks the model itself.
     """
 
     loss: Loss
@@ -44,15 +48,22 @@ class Objective:
         if isinstance(batch, DataLoader):
             with torch.random.fork_rng(devices=[]):
                 batches = tuple(batch)  # drawn once: the loss is the same each time
-        batches = tuple(dict(item) if isinstance(item, Mapping) else item for item in batches)  # such as a tokenizer's
-        with_tensors = [any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)) for item in batches]
+        # such as a tokenizer's
+        batches = tuple(dict(item) if isinstance(item, Mapping) else item for item in batches)
+        with_tensors = [
+            any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)) for item in batches
+        ]
         if batch is not None and not (batches and all(with_tensors)):
-            raise UsageError(f"batch is a {type(batch).__name__} without tensors: expected (inputs, targets)")
+            raise UsageError(
+                f"batch is a {type(batch).__name__} without tensors: expected (inputs, targets)"
+            )
         count = 0
         if batch is not None:
             count = 1 if isinstance(batches[0], Tensor) else 2
         if not _accepts_arguments(loss, count):
-            raise UsageError(f"loss={getattr(loss, '__name__', type(loss).__name__)} {MISMATCHES[count]}")
+            raise UsageError(
+                f"loss={getattr(loss, '__name__', type(loss).__name__)} {MISMATCHES[count]}"
+            )
         return cls(loss, batches)
 
     def __call__(self, model: nn.Module) -> Tensor:
@@ -60,21 +71,33 @@ class Objective:
         if len(self.batches) < 2:
             return self._batch_loss(model, *self.batches)
         sizes = [_count_examples(batch) for batch in self.batches]
-        losses = [size * self._batch_loss(model, batch) for size, batch in zip(sizes, self.batches, strict=True)]
+        losses = [
+            size * self._batch_loss(model, batch)
+            for size, batch in zip(sizes, self.batches, strict=True)
+        ]
         return torch.stack(losses).sum() / sum(sizes)
 
     def _batch_loss(self, model: nn.Module, batch: Batch = None) -> Tensor:
         if batch is None:
             value = self.loss()
         else:
-            value = self.loss(model(batch)) if isinstance(batch, Tensor) else loss_of(model, batch, self.loss)[0]
+            value = (
+                self.loss(model(batch))
+                if isinstance(batch, Tensor)
+                else loss_of(model, batch, self.loss)[0]
+            )
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise UsageError(f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar tensor")
+            raise UsageError(
+                f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar"
+                " tensor"
+            )
         return value
 
     def double(self) -> Objective:
         """The same on numbers in float64."""
-        batches = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, self.batches)
+        batches = tree_map_only(
+            Tensor, lambda x: x.double() if x.is_floating_point() else x, self.batches
+        )
         return replace(self, batches=batches)
 
 
@@ -94,6 +117,7 @@ def _count_examples(batch: Batch) -> int:
     sizes = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if len(sizes) != 1:
         raise UsageError(
-            f"a batch of the DataLoader has tensors of {sorted(sizes)} rows: expected one for each example"
+            f"a batch of the DataLoader has tensors of {sorted(sizes)} rows: expected one for each"
+            " example"
         )
     return sizes.pop()

@@ -14,7 +14,8 @@ from gpulab.numerics.emulation import float32_products
 
 
 class Operator(Protocol):
-    """A symmetric (n, n) matrix that multiplies vectors: a `Hessian`, a dense tensor, or anything with these.
+    """A symmetric (n, n) matrix that multiplies vectors: a `Hessian`, a dense tensor, or anything
+    with these.
 
     Attributes:
         shape: (n, n).
@@ -46,19 +47,26 @@ def check_square(A: Operator) -> int:
 def check_products(products: Float[Tensor, "n k"]) -> None:
     """`DataError` when a product is not finite."""
     if not products.isfinite().all():
-        raise DataError(f"H @ v has {int((~products.isfinite()).sum()):,} values that are not finite")
+        raise DataError(
+            f"H @ v has {int((~products.isfinite()).sum()):,} values that are not finite"
+        )
 
 
 @float32_products()
-def check_symmetric(A: Operator, vectors: Float[Tensor, "n k"], products: Float[Tensor, "n k"]) -> None:
-    """`DataError` unless the products are finite, and uᵀ(Av) = vᵀ(Au) for every two of the vectors, but for rounding.
+def check_symmetric(
+    A: Operator, vectors: Float[Tensor, "n k"], products: Float[Tensor, "n k"]
+) -> None:
+    """`DataError` unless the products are finite, and uᵀ(Av) = vᵀ(Au) for every two of the vectors,
+    but for rounding.
 
-    The numbers uᵀ(Av) of all pairs are a (k, k) matrix, which is symmetric if A is. Its asymmetry is compared with two
-    sizes:
+    The numbers uᵀ(Av) of all pairs are a (k, k) matrix, which is symmetric if A is. Its asymmetry
+    is compared with two sizes:
 
-    1. The size that these numbers have where u and Av point anywhere. An asymmetry below half of its digits is none.
-    2. The size that rounding has. Three times the product with a third of a vector is the product with the vector,
-       rounded otherwise; an asymmetry a hundred times as large as the difference between these two is no rounding.
+    1. The size that these numbers have where u and Av point anywhere. An asymmetry below half of
+      its digits is none.
+    2. The size that rounding has. Three times the product with a third of a vector is the product
+       with the vector, rounded otherwise; an asymmetry a hundred times as large as the difference
+       between these two is no rounding.
     """
     check_products(products)
     dtype = torch.float32 if products.device.type == "mps" else torch.float64
@@ -70,7 +78,9 @@ def check_symmetric(A: Operator, vectors: Float[Tensor, "n k"], products: Float[
     asymmetry = float((pairs - pairs.T).abs().max())
 
     def typical_product(columns: Tensor) -> float:
-        """What the product of a vector with such a column is, where it points anywhere: their lengths over √n."""
+        """What the product of a vector with such a column is, where it points anywhere: their
+        lengths over √n.
+        """
         return float(u.norm(dim=0).max()) / len(u) ** 0.5 * float(columns.norm(dim=0).max())
 
     if asymmetry <= torch.finfo(vectors.dtype).eps ** 0.5 * typical_product(Av):
@@ -79,12 +89,17 @@ def check_symmetric(A: Operator, vectors: Float[Tensor, "n k"], products: Float[
     if asymmetry > 100 * rounding:
         difference = asymmetry * float(scale)
         size = typical_product(Av) * float(scale)
-        raise DataError(f"the operator is not symmetric: uᵀAv and vᵀAu differ by {difference:.3g}, of {size:.3g}")
+        raise DataError(
+            f"the operator is not symmetric: uᵀAv and vᵀAu differ by {difference:.3g}, of"
+            f" {size:.3g}"
+        )
 
 
 def random_signs(n: int, k: int, A: Operator, seed: int) -> Float[Tensor, "n k"]:
     """Vectors of +1 and −1 (Rademacher), drawn on the CPU: the same ones on every device."""
-    bits = torch.randint(0, 2, (k, n), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(
+        0, 2, (k, n), dtype=torch.int8, generator=torch.Generator().manual_seed(seed)
+    )
     return (2 * bits - 1).T.to(A.device).to(A.dtype).contiguous()
 
 

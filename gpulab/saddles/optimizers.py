@@ -1,17 +1,20 @@
 """The optimisers that can be let go at a saddle, and the laws by which they leave it.
 
-Along a direction of curvature −λ the gradient at a distance x is −λx. With a momentum μ a step of rate η is
-x₊ = x + μ (x − x₋) + ηλ x (Polyak's heavy ball), so that x grows by the factor ρ, the larger root of
+Along a direction of curvature −λ the gradient at a distance x is −λx. With a momentum μ a step of
+rate η is x₊ = x + μ (x − x₋) + ηλ x (Polyak's heavy ball), so that x grows by the factor ρ, the
+larger root of
 
     ρ² − (1 + μ + ηλ) ρ + μ = 0,        ρ = 1 + ηλ without momentum.
 
-Adam and RMSprop divide a weight's gradient g by the size of its past ones, plus ε. Where |g| is far below ε that is
-momentum, or gradient descent, with the rate η/ε; above it, a weight moves by about η whatever the gradient is, and a
-network along the unit vector v by η‖v‖₁. That is rough: steps are longer while gradients grow, and with a large η the
-gradients of the other directions, which it shakes, come first. In the median the recorded escapes of Adam took 0.9
-times the expected steps at η = 1e-5, and 14 times at 1e-2.
+Adam and RMSprop divide a weight's gradient g by the size of its past ones, plus ε. Where |g| is far
+below ε that is momentum, or gradient descent, with the rate η/ε; above it, a weight moves by about
+η whatever the gradient is, and a network along the unit vector v by η‖v‖₁. That is rough: steps are
+longer while gradients grow, and with a large η the gradients of the other directions, which it
+shakes, come first. In the median the recorded escapes of Adam took 0.9 times the expected steps at
+η = 1e-5, and 14 times at 1e-2.
 
-A step is rounded away where it is below half of what separates a weight from the next number of its format.
+A step is rounded away where it is below half of what separates a weight from the next number of its
+format.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from gpulab.errors import UsageError
 
 OptimizerFactory = Callable[..., optim.Optimizer]
 
-SETTLING_STEPS = 500  # steps after which an optimiser has forgotten how it began: 0.99 to this power is below 1 %
+# steps after which an optimiser has forgotten how it began: 0.99 to this power is below 1 %
+SETTLING_STEPS = 500
 # One implementation on all devices: `foreach` would be another on a GPU.
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": functools.partial(optim.SGD, foreach=False),
@@ -39,12 +43,21 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "rmsprop": functools.partial(optim.RMSprop, foreach=False),
     "adam": functools.partial(optim.Adam, foreach=False),
 }
-IMPLEMENTATION_OPTIONS = {"lr", "foreach", "fused", "capturable", "differentiable"}  # options that change no formula
+# options that change no formula
+IMPLEMENTATION_OPTIONS = {
+    "lr",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+}
 # Options that change the law.
 UNMODELLED_OPTIONS = ("weight_decay", "dampening", "nesterov", "centered", "amsgrad", "maximize")
 
 
-def build_optimizer(optimizer: str | OptimizerFactory, weights: Sequence[Tensor], rate: float) -> optim.Optimizer:
+def build_optimizer(
+    optimizer: str | OptimizerFactory, weights: Sequence[Tensor], rate: float
+) -> optim.Optimizer:
     """An optimiser of these weights; `UsageError` for an unknown name and for what is none."""
     prefix = f"optimizer={optimizer!r}:"
     factory = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
@@ -55,13 +68,19 @@ def build_optimizer(optimizer: str | OptimizerFactory, weights: Sequence[Tensor]
         built = factory(weights, lr=rate)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{prefix} not called with weights and lr={rate:g}: {error}") from None
-    if not isinstance(built, optim.Optimizer) or any(group.get("lr") != rate for group in built.param_groups):
-        raise UsageError(f"{prefix} expected a torch.optim.Optimizer that uses the learning rate it is given, {rate:g}")
+    if not isinstance(built, optim.Optimizer) or any(
+        group.get("lr") != rate for group in built.param_groups
+    ):
+        raise UsageError(
+            f"{prefix} expected a torch.optim.Optimizer that uses the learning rate it is given,"
+            f" {rate:g}"
+        )
     return built
 
 
 def optimizer_name(optimizer: str | OptimizerFactory, built: optim.Optimizer) -> str:
-    """A name for tables: the one given, or the class of what a function built with what is unusual about it.
+    """A name for tables: the one given, or the class of what a function built with what is unusual
+    about it.
 
     Examples:
         >>> small_steps = functools.partial(torch.optim.Adam, eps=1e-4)
@@ -74,7 +93,9 @@ def optimizer_name(optimizer: str | OptimizerFactory, built: optim.Optimizer) ->
     unusual = {
         name: value
         for name, value in built.defaults.items()
-        if name in parameters and name not in IMPLEMENTATION_OPTIONS and value != parameters[name].default
+        if name in parameters
+        and name not in IMPLEMENTATION_OPTIONS
+        and value != parameters[name].default
     }
     class_name = type(built).__name__.lower()
     if not unusual:
@@ -87,14 +108,16 @@ class EscapeLaw:
     """How displacements along directions that lead down grow, to first order.
 
     Examples:
-        >>> EscapeLaw(rate=0.5, momentum=0.9).growth(torch.tensor([0.1]))  # the larger root of ρ² − 1.95 ρ + 0.9 = 0
+        >>> # The larger root of ρ² − 1.95 ρ + 0.9 = 0
+        >>> EscapeLaw(rate=0.5, momentum=0.9).growth(torch.tensor([0.1]))
         tensor([1.2000])
     """
 
     rate: float  # η, or η/ε
     momentum: float = 0.0
     max_step: float = math.inf  # about how far one step can move a weight
-    saturation_gradient: float = math.inf  # the gradient of a weight at which the step reaches `max_step`
+    # the gradient of a weight at which the step reaches `max_step`
+    saturation_gradient: float = math.inf
 
     @classmethod
     def of_optimizer(cls, optimizer: optim.Optimizer) -> EscapeLaw | None:
@@ -109,7 +132,11 @@ class EscapeLaw:
         True
         """
         options = optimizer.param_groups[0]
-        if any(map(options.get, UNMODELLED_OPTIONS)) or not options.get("eps", 1) or len(optimizer.param_groups) > 1:
+        if (
+            any(map(options.get, UNMODELLED_OPTIONS))
+            or not options.get("eps", 1)
+            or len(optimizer.param_groups) > 1
+        ):
             return None
         rate = float(options["lr"])
         if type(optimizer) is optim.SGD:
@@ -134,17 +161,24 @@ class EscapeLaw:
         return 2 * a / (b + (b.square() + 4 * a).sqrt())
 
     def accumulated_push(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-        """What a push adds in the long run, as a multiple of what it does at once: 1 / (1 − μ) for a small ηλ."""
+        """What a push adds in the long run, as a multiple of what it does at once: 1 / (1 − μ)
+        for a small ηλ.
+        """
         growth = self.growth(curvature)
         return growth / (growth - self.momentum)
 
     def expected_steps(
-        self, start: Float[Tensor, " m"], curvature: Float[Tensor, " m"], steepest: Float[Tensor, " n"], radius: float
+        self,
+        start: Float[Tensor, " m"],
+        curvature: Float[Tensor, " m"],
+        steepest: Float[Tensor, " n"],
+        radius: float,
     ) -> float:
-        """The step at which the displacements from `start`, at rest, are together as long as the radius.
+        """The step at which the displacements from `start`, at rest, are together as long as the
+        radius.
 
-        `start` is along each direction, its absolute value; `curvature` their λ, the largest first; `steepest` the unit
-        vector v of the first one.
+        `start` is along each direction, its absolute value; `curvature` their λ, the largest first;
+        `steepest` the unit vector v of the first one.
         """
         if start.isnan().any():
             return math.nan
@@ -153,12 +187,18 @@ class EscapeLaw:
         corner = self.saturation_gradient * len(steepest) / (float(curvature[0]) * length)
         growth = self.growth(curvature)
         amplitude = start * (growth - self.momentum) / (growth - self.momentum / growth)
-        steps = _time_to_radius(amplitude, torch.log1p(self.growth_minus_one(curvature)), min(corner, radius))
-        return steps + max(0.0, radius - max(corner, float(start.norm()))) / (self.max_step * length)
+        steps = _time_to_radius(
+            amplitude, torch.log1p(self.growth_minus_one(curvature)), min(corner, radius)
+        )
+        return steps + max(0.0, radius - max(corner, float(start.norm()))) / (
+            self.max_step * length
+        )
 
 
 def _time_to_radius(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
-    """The step at which displacements that grow by their own rates are together as long as the radius."""
+    """The step at which displacements that grow by their own rates are together as long as the
+    radius.
+    """
     from scipy.optimize import brentq
 
     if not (start > 0).any():
@@ -170,21 +210,28 @@ def _time_to_radius(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radi
 
     if excess(0) >= 0:
         return 0.0
-    upper_bound = float(((math.log(radius) - logs) / rates).min())  # when the first of them is as long by itself
+    # when the first of them is as long by itself
+    upper_bound = float(((math.log(radius) - logs) / rates).min())
     return float(brentq(excess, 0, upper_bound + 1))
 
 
 def step_ratio(
-    optimizer: str | OptimizerFactory, rate: float, weights: Sequence[Tensor], gradients: Sequence[Tensor]
+    optimizer: str | OptimizerFactory,
+    rate: float,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
 ) -> float:
-    """The step that an optimiser settles to where the gradient stays as it is, over half of the weights' last place.
+    """The step that an optimiser settles to where the gradient stays as it is, over half of the
+    weights' last place.
 
-    Both are Euclidean lengths over all weights. Far below 1 nothing moves for good. The step is the optimiser's in
-    float64, from zero, so that nothing of it is rounded away; the last place is that of the weights' own format.
+    Both are Euclidean lengths over all weights. Far below 1 nothing moves for good. The step is the
+    optimiser's in float64, from zero, so that nothing of it is rounded away; the last place is that
+    of the weights' own format.
 
     Examples:
         >>> weights = [torch.ones(3)]
-        >>> step_ratio("sgd", 1.0, weights, [torch.full((3,), 2.0**-25)])  # half a place of float32's 1 is 2⁻²⁴
+        >>> # Half a place of float32's 1 is 2⁻²⁴
+        >>> step_ratio("sgd", 1.0, weights, [torch.full((3,), 2.0**-25)])
         0.5
     """
     zeros = [nn.Parameter(torch.zeros_like(weight, dtype=torch.float64)) for weight in weights]

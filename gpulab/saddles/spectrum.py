@@ -1,4 +1,6 @@
-"""The density of the eigenvalues of a symmetric operator, and its index: how many of them are negative."""
+"""The density of the eigenvalues of a symmetric operator, and its index: how many of them are
+negative.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from gpulab.saddles.operators import Operator, check_square, check_symmetric, de
 
 Array = np.ndarray
 MAX_COUNTED_SIZE = 1_000  # the index of a matrix of this size is counted in the matrix itself
-ZERO_SHARE = 1e-2  # of the largest |λ|: closer to zero, some sixty steps cannot tell the signs of a crowd
+ZERO_SHARE = (
+    1e-2  # of the largest |λ|: closer to zero, some sixty steps cannot tell the signs of a crowd
+)
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,13 @@ class Estimate:
 
 @dataclass(frozen=True, repr=False)
 class Index(Estimate):
-    """How many eigenvalues of an operator are negative, further from zero than a threshold; `int` of it is that number.
+    """How many eigenvalues of an operator are negative, further from zero than a threshold; `int`
+    of it is that number.
 
     Attributes:
         value: How many are below −`threshold`; an estimate may be no whole number.
-        error: The standard error of an estimate, of that number alone: the signs of those that count as `zero` are
-            unknown. 0 where they were counted.
+        error: The standard error of an estimate, of that number alone: the signs of those that
+            count as `zero` are unknown. 0 where they were counted.
         exact: Whether they were counted.
         zero: How many are within `threshold` of zero: they count as neither negative nor positive.
         size: How many eigenvalues there are.
@@ -58,7 +63,8 @@ class Index(Estimate):
         if self.exact:
             words = f"{int(self):,} of {self.size:,} eigenvalues are negative, {self.zero:,.0f}"
             return f"{words} within {self.threshold:.1e} of zero"
-        about = f"about {int(self):,} ± {max(self.error, 1.0):,.0f}"  # a count is not known to less than one
+        # a count is not known to less than one
+        about = f"about {int(self):,} ± {max(self.error, 1.0):,.0f}"
         return (
             f"{about} of {self.size:,} eigenvalues are below -{self.threshold:.1e}; "
             f"some {self.zero:,.0f} are closer to zero, and their signs are not known (estimated)"
@@ -67,19 +73,21 @@ class Index(Estimate):
 
 @dataclass(frozen=True, eq=False)
 class SpectralDensity:
-    """An estimate of how an operator's eigenvalues are distributed: for each random probe, nodes and their weights.
+    """An estimate of how an operator's eigenvalues are distributed: for each random probe, nodes
+    and their weights.
 
-    `gpulab.saddles.spectral_density` makes one. Nodes are places on the axis of the eigenvalues. For a function f, the
-    sum of weight × f(node) over a probe estimates the mean of f over all eigenvalues. Probes differ by chance;
-    estimates are means over them, and their errors are the standard errors of these means. The outermost nodes approach
-    the extreme eigenvalues from within.
+    `gpulab.saddles.spectral_density` makes one. Nodes are places on the axis of the eigenvalues.
+    For a function f, the sum of weight × f(node) over a probe estimates the mean of f over all
+    eigenvalues. Probes differ by chance; estimates are means over them, and their errors are the
+    standard errors of these means. The outermost nodes approach the extreme eigenvalues from
+    within.
 
     Attributes:
         nodes: (probes, steps).
         weights: (probes, steps); those of a probe add up to one.
         size: How many eigenvalues the operator has.
-        halfway: The same from half of the steps; what is still different there has not converged. None where it was not
-            kept.
+        halfway: The same from half of the steps; what is still different there has not converged.
+            None where it was not kept.
 
     Examples:
         >>> import torch
@@ -110,7 +118,10 @@ class SpectralDensity:
             The share, from 0 to 1, as `value`, and its standard `error`, NaN with a single probe.
 
         Examples:
-            >>> nodes, weights = np.array([[-1.0, 2.0], [-1.5, 2.0]]), np.array([[0.5, 0.5], [0.25, 0.75]])
+            >>> nodes, weights = (
+            ...     np.array([[-1.0, 2.0], [-1.5, 2.0]]),
+            ...     np.array([[0.5, 0.5], [0.25, 0.75]]),
+            ... )
             >>> SpectralDensity(nodes, weights, size=8).mass_below(0.0)
             Estimate(value=0.375, error=0.125)
             >>> SpectralDensity(nodes[:1], weights[:1], size=8).mass_below(2.0)
@@ -118,7 +129,10 @@ class SpectralDensity:
         """
         shares = (self.weights * (self.nodes < x)).sum(1)
         count = len(shares)
-        return Estimate(float(shares.mean()), float(shares.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan)
+        return Estimate(
+            float(shares.mean()),
+            float(shares.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan,
+        )
 
     def index(self) -> Index:
         """Estimate how many eigenvalues stand out below zero: see `gpulab.saddles.index`.
@@ -127,7 +141,10 @@ class SpectralDensity:
             The estimate, with how many eigenvalues are too close to zero to tell their signs.
 
         Examples:
-            >>> nodes, weights = np.array([[-1.0, 2.0], [-1.5, 2.0]]), np.array([[0.5, 0.5], [0.25, 0.75]])
+            >>> nodes, weights = (
+            ...     np.array([[-1.0, 2.0], [-1.5, 2.0]]),
+            ...     np.array([[0.5, 0.5], [0.25, 0.75]]),
+            ... )
             >>> halfway = SpectralDensity(nodes[:, 1:], np.ones((2, 1)), size=8)
             >>> found = SpectralDensity(nodes, weights, size=8, halfway=halfway).index()
             >>> found.value, round(found.error, 3)  # of eight 8 (0.125² + 0.375²)½
@@ -157,18 +174,20 @@ class SpectralDensity:
 def spectral_density(
     H: Operator, *, probes: int = 10, steps: int = 100, seed: int = 0, progress: bool = True
 ) -> SpectralDensity:
-    """Estimate how the eigenvalues of a symmetric operator are distributed, by stochastic Lanczos quadrature.
+    """Estimate how the eigenvalues of a symmetric operator are distributed, by stochastic Lanczos
+    quadrature.
 
-    It needs products with the operator only, `probes` times `steps` of them. All probes advance together, and each
-    needs memory for three vectors. Vectors are not made orthogonal again: in finite precision the quadrature
-    stays accurate without, although a node may appear several times.
+    It needs products with the operator only, `probes` times `steps` of them. All probes advance
+    together, and each needs memory for three vectors. Vectors are not made orthogonal again: in
+    finite precision the quadrature stays accurate without, although a node may appear several
+    times.
 
     Args:
-        H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and has `shape`, `dtype`
-            (float32 or float64) and `device`.
+        H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and
+            has `shape`, `dtype` (float32 or float64) and `device`.
         probes: How many random vectors of +1 and −1 to begin with.
-        steps: How many steps of Lanczos to make from each. Without rounding, the quadrature is exact for polynomials of
-            degree 2 · steps − 1.
+        steps: How many steps of Lanczos to make from each. Without rounding, the quadrature is
+            exact for polynomials of degree 2 · steps − 1.
         seed: Draws the random vectors.
         progress: Whether to show a progress bar, where it takes longer than two seconds.
 
@@ -176,9 +195,10 @@ def spectral_density(
         A `gpulab.saddles.SpectralDensity`.
 
     Raises:
-        UsageError: For an operator that is not square, or not float32 or float64, and for `probes` or `steps` that are
-            no whole numbers from 1.
-        DataError: For an operator that is not symmetric (two probes or more show it), or whose products are not finite.
+        UsageError: For an operator that is not square, or not float32 or float64, and for `probes`
+            or `steps` that are no whole numbers from 1.
+        DataError: For an operator that is not symmetric (two probes or more show it), or whose
+            products are not finite.
 
     Examples:
         >>> import torch
@@ -188,8 +208,10 @@ def spectral_density(
         0.3
 
     References:
-        Ubaru, Chen, Saad 2017, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*; Ghorbani, Krishnan,
-        Xiao 2019 (arXiv 1901.10159) for Hessians of networks; Greenbaum 1989 and Chen, Trogdon, Ubaru 2021 (arXiv
+        Ubaru, Chen, Saad 2017, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*;
+            Ghorbani, Krishnan,
+        Xiao 2019 (arXiv 1901.10159) for Hessians of networks; Greenbaum 1989 and Chen, Trogdon,
+            Ubaru 2021 (arXiv
         2105.06595) on why orthogonalisation is not needed.
     """
     n = check_square(H)
@@ -211,7 +233,8 @@ def spectral_density(
         product = torch.addcmul(product, vector, alpha.to(H.dtype), value=-1)
         product.addcmul_(previous, beta.to(H.dtype), value=-1)
         beta = torch.linalg.vector_norm(product, dim=0, dtype=dtype)
-        # Where β is zero the Krylov space is exhausted: a vector of zeros adds nodes without weight.
+        # Where β is zero the Krylov space is exhausted: a vector of zeros adds nodes without
+        # weight.
         previous = vector
         vector = product * torch.where(beta > 0, 1 / beta, 0.0).to(H.dtype)
         alphas.append(alpha)
@@ -241,22 +264,25 @@ def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Array, Array]:
 def index(H: Operator, *, progress: bool = True) -> Index:
     """Count the negative eigenvalues of a symmetric operator: at a critical point, its index.
 
-    Up to a thousand columns are counted in the matrix itself, which takes a product for each. More are estimated from
-    `gpulab.saddles.spectral_density`, by a thousand products; its own `index` estimates from fewer or more.
+    Up to a thousand columns are counted in the matrix itself, which takes a product for each. More
+    are estimated from `gpulab.saddles.spectral_density`, by a thousand products; its own `index`
+    estimates from fewer or more.
 
-    An eigenvalue counts as zero where |λ| is below a share of the largest |λ|. In an exact count the share is n · eps
-    of the operator's type. In an estimate it is 1e-2: most eigenvalues of a network are close to zero, and there the
-    signs of the estimate's nodes are chance. So an estimate says how many eigenvalues are below −1e-2 of the largest
-    |λ|, and how many are too close to zero to tell: many more may be negative than its error suggests.
+    An eigenvalue counts as zero where |λ| is below a share of the largest |λ|. In an exact count
+    the share is n · eps of the operator's type. In an estimate it is 1e-2: most eigenvalues of a
+    network are close to zero, and there the signs of the estimate's nodes are chance. So an
+    estimate says how many eigenvalues are below −1e-2 of the largest |λ|, and how many are too
+    close to zero to tell: many more may be negative than its error suggests.
 
     Args:
         H: The operator, as for `gpulab.saddles.spectral_density`.
         progress: Whether an estimate shows a progress bar, where it takes longer than two seconds.
 
     Returns:
-        The number as `value`, and its `error`: 0 for a count; for an estimate, from the spread of the probes and from
-        what the second half of the steps has changed. Also `zero`, how many count as zero, by the `threshold`, and
-        `size`, how many there are. `int` of it is the rounded number.
+        The number as `value`, and its `error`: 0 for a count; for an estimate, from the spread of
+        the probes and from what the second half of the steps has changed. Also `zero`, how many
+        count as zero, by the `threshold`, and `size`, how many there are. `int` of it is the
+        rounded number.
 
     Raises:
         UsageError: For an operator that is not square, or not float32 or float64.
@@ -269,7 +295,8 @@ def index(H: Operator, *, progress: bool = True) -> Index:
         2 of 4 eigenvalues are negative, 1 within 1.4e-06 of zero
 
     References:
-        On the index and the loss at critical points: Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014,
+        On the index and the loss at critical points: Dauphin, Pascanu, Gulcehre, Cho, Ganguli,
+            Bengio 2014,
         *Identifying and attacking the saddle point problem* (arXiv 1406.2572).
     """
     n = check_square(H)

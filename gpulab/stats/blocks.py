@@ -1,4 +1,6 @@
-"""Seeds, and other names of what is paired, that tables of several origins write in several types."""
+"""Seeds, and other names of what is paired, that tables of several origins write in several
+types.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ MAX_EXAMPLES = 3  # types and examples in one sentence
 
 
 def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
-    """A table whose blocks, and whose levels, are equal where they are the same numbers: `"3"` and `3` are one seed.
+    """A table whose blocks, and whose levels, are equal where they are the same numbers: `"3"` and
+    `3` are one seed.
 
-    Text that is a number becomes that number where other rows have numbers, or write it otherwise, such as `"3.0"`. A
-    column stays as it is where two of its texts would then be one.
+    Text that is a number becomes that number where other rows have numbers, or write it otherwise,
+    such as `"3.0"`. A column stays as it is where two of its texts would then be one.
 
     Raises:
-        UsageError: Where blocks are text under one level and numbers under another, and are not the same numbers.
+        UsageError: Where blocks are text under one level and numbers under another, and are not the
+            same numbers.
 
     Examples:
         >>> table = pd.DataFrame({"setting": list("aabb"), "seed": [0, 1, "0", "1"]})
@@ -32,24 +36,35 @@ def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
         [0, 1, 0, 1]
         >>> unify_types(table.replace({"seed": {"0": "x", "1": "y"}}), "setting", "seed")
         Traceback (most recent call last):
-        gpulab.errors.UsageError: seed is numbers under a (0, 1) and text under b ('x', 'y'); write them in one way
+        gpulab.errors.UsageError: seed is numbers under a (0, 1) and text under b ('x', 'y'); ...
     """
     frame = frame.assign(**{factor: _unify_numbers(frame[factor])})
     frame = frame.assign(**{block: _unify_numbers(frame[block], frame[factor])})
-    types_by_level = {level: _type_names(values) for level, values in frame.groupby(factor, sort=False)[block]}
-    if len(set().union(*types_by_level.values())) > 1 and not set.intersection(*map(set, types_by_level.values())):
+    types_by_level = {
+        level: _type_names(values) for level, values in frame.groupby(factor, sort=False)[block]
+    }
+    if len(set().union(*types_by_level.values())) > 1 and not set.intersection(
+        *map(set, types_by_level.values())
+    ):
         shown_levels = list(types_by_level)[:MAX_EXAMPLES]
-        descriptions = [_describe_types(frame, factor, block, level, types_by_level[level]) for level in shown_levels]
+        descriptions = [
+            _describe_types(frame, factor, block, level, types_by_level[level])
+            for level in shown_levels
+        ]
         raise UsageError(f"{block} is {' and '.join(descriptions)}; write them in one way")
     return frame
 
 
-def _describe_types(frame: pd.DataFrame, factor: str, block: str, level: Hashable, type_names: set[str]) -> str:
+def _describe_types(
+    frame: pd.DataFrame, factor: str, block: str, level: Hashable, type_names: set[str]
+) -> str:
     """Which types a level has, with examples."""
     values = list(dict.fromkeys(frame[block][frame[factor] == level]))[:MAX_EXAMPLES]
     preposition = "under" if factor == "setting" else "with"
     examples = ", ".join(repr(value) if isinstance(value, str) else str(value) for value in values)
-    return f"{' and '.join(sorted(type_names))} {preposition} {level_text(level, factor)} ({examples})"
+    return (
+        f"{' and '.join(sorted(type_names))} {preposition} {level_text(level, factor)} ({examples})"
+    )
 
 
 def _type_names(values: pd.Series) -> set[str]:
@@ -68,9 +83,11 @@ def _type_name(value: object) -> str:
 
 
 def _unify_numbers(column: pd.Series, levels: pd.Series | None = None) -> pd.Series:
-    """A column whose texts are numbers where that makes values equal that are written in several ways.
+    """A column whose texts are numbers where that makes values equal that are written in several
+    ways.
 
-    With `levels`, texts such as `"3"` and `"3.0"` are equal, too, unless both occur under one level.
+    With `levels`, texts such as `"3"` and `"3.0"` are equal, too, unless both occur under one
+    level.
     """
     parsed = {value: _parse_number(value) for value in dict.fromkeys(column)}
     numbers_by_value = {value: number for value, number in parsed.items() if number is not None}
@@ -80,17 +97,27 @@ def _unify_numbers(column: pd.Series, levels: pd.Series | None = None) -> pd.Ser
         texts = [text for text in texts if numbers_by_value[text] in plain_numbers]
     elif len({numbers_by_value[text] for text in texts} | plain_numbers) == len(numbers_by_value):
         return column
-    if not texts or (levels is not None and _has_duplicate_spellings(column, levels, numbers_by_value)):
+    if not texts or (
+        levels is not None and _has_duplicate_spellings(column, levels, numbers_by_value)
+    ):
         return column
-    return column.map(lambda value: numbers_by_value[value] if value in texts else value).infer_objects()
+    return column.map(
+        lambda value: numbers_by_value[value] if value in texts else value
+    ).infer_objects()
 
 
 def _has_duplicate_spellings(
     column: pd.Series, levels: pd.Series, numbers_by_value: dict[Hashable, int | float]
 ) -> bool:
-    """Whether some level has two texts of one number, such as "01" and "1", which are two names then."""
+    """Whether some level has two texts of one number, such as "01" and "1", which are two names
+    then.
+    """
     for _, values in column.groupby(levels, sort=False):
-        texts = {value for value in values.unique() if isinstance(value, str) and value in numbers_by_value}
+        texts = {
+            value
+            for value in values.unique()
+            if isinstance(value, str) and value in numbers_by_value
+        }
         if len({numbers_by_value[text] for text in texts}) < len(texts):
             return True
     return False

@@ -1,7 +1,8 @@
-"""The configuration that Hydra and Lightning leave beside the tables of a run: settings and seeds by name.
+"""The configuration that Hydra and Lightning leave beside the tables of a run: settings and seeds
+by name.
 
-Files are read as plain data. Tags of YAML that stand for Python objects, such as `!!python/tuple`, make lists,
-dictionaries and texts, and nothing is imported or called.
+Files are read as plain data. Tags of YAML that stand for Python objects, such as `!!python/tuple`,
+make lists, dictionaries and texts, and nothing is imported or called.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ CONFIG_FILES = (OVERRIDES, ".hydra/config.yaml", "hparams.yaml", "config.yaml")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_SETTINGS = 10_000  # in one file: aliases of YAML may stand for far more than the file has bytes
 MAX_NESTING = 40  # levels of nesting
-# YAML 1.1 takes 1e-3 for text, because it has no point; Hydra and everybody else take it for a number.
+# YAML 1.1 takes 1e-3 for text, because it has no point; Hydra and everybody else take it for a
+# number.
 NUMBER_PATTERN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-REFERENCE_PATTERN = re.compile(r"\$\{([\w.]+)\}")  # ${optimizer.lr}, another setting of the same file
+# ${optimizer.lr}, another setting of the same file
+REFERENCE_PATTERN = re.compile(r"\$\{([\w.]+)\}")
 
 MAX_TEXT_LENGTH = 500  # characters of a list, or of what is no plain value
 LIST_REPR = reprlib.Repr()  # writes a part of lists whose aliases refer to each other without end
@@ -46,12 +49,15 @@ def read_settings(file: Path) -> dict[str, Value]:
     r"""The settings in a configuration file by name, nested ones as `optimizer.lr`; lists are text.
 
     Raises:
-        DataError: For a file that cannot be read, is no YAML, is too large, or does not hold settings by name.
+        DataError: For a file that cannot be read, is no YAML, is too large, or does not hold
+            settings by name.
 
     Examples:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "config.yaml"
-        >>> _ = file.write_text("seed: 3\noptimizer:\n  lr: 1e-3\n  betas: !!python/tuple [0.9, 0.99]\n")
+        >>> _ = file.write_text(
+        ...     "seed: 3\noptimizer:\n  lr: 1e-3\n  betas: !!python/tuple [0.9, 0.99]\n"
+        ... )
         >>> read_settings(file)
         {'seed': 3, 'optimizer.lr': 0.001, 'optimizer.betas': '[0.9, 0.99]'}
     """
@@ -76,7 +82,8 @@ def load_yaml(content: bytes | str) -> Node:
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
             super().flatten_mapping(node)
-            if len(node.value) > MAX_SETTINGS:  # merged from other mappings, which were merged themselves
+            # merged from other mappings, which were merged themselves
+            if len(node.value) > MAX_SETTINGS:
                 raise ValueError(f"more than {MAX_SETTINGS:,} settings")
 
     def construct_plain(loader: yaml.SafeLoader, _: str, node: yaml.Node) -> Node:
@@ -104,7 +111,9 @@ def _flatten(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
             continue
         if depth > MAX_NESTING:
             raise ValueError(f"settings are nested more than {MAX_NESTING} deep")
-        children = [(f"{name}.{key}" if name else str(key), value, depth + 1) for key, value in node.items()]
+        children = [
+            (f"{name}.{key}" if name else str(key), value, depth + 1) for key, value in node.items()
+        ]
         pending += reversed([item for item in children if not item[0].startswith("_wandb")])
     raise ValueError(f"more than {MAX_SETTINGS:,} settings")
 
@@ -159,9 +168,11 @@ def _resolve_references(settings: dict[str, Value]) -> dict[str, Value]:
 
 
 def find_settings(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]], list[DataError]]:
-    """The settings of the run whose table this is, each with the file it comes from, and what could not be read.
+    """The settings of the run whose table this is, each with the file it comes from, and what could
+    not be read.
 
-    Configuration files are looked for in the table's folder and in those above it up to `root`. The nearest counts.
+    Configuration files are looked for in the table's folder and in those above it up to `root`. The
+    nearest counts.
     """
     settings: dict[str, tuple[Value, Path]] = {}
     errors: list[DataError] = []

@@ -1,16 +1,19 @@
 """The statistical decision on each level of a factor: different, equivalent, both or neither.
 
-The seed is the unit of replication. Each level of the factor, such as a setting, is compared with the reference on the
-seeds that both have, by the mean of the paired differences. It is different where `gpulab.stats.tests.mean_p` rejects a
-mean of zero (for booleans, McNemar's test), and equivalent where two one-sided tests reject every mean beyond a margin
-(Schuirmann 1987; for booleans, an exact test of the share of discordant pairs). A margin in standard deviations between
-seeds is itself uncertain, so it is taken at the lower 97.5 % confidence limit of the standard deviation. Levels whose
-weights equal the reference's to the last bit for every seed are not tested. Several levels are corrected by Holm's
-method (1979), differences and equivalences separately. Where the same question is asked up to k times as runs come in,
-each time is at alpha / k, and the limit of the standard deviation at 1 − 0.025 / k (Bonferroni): p values of the same
-runs and some more depend on each other in ways that no other correction holds for, whenever the looks are.
+The seed is the unit of replication. Each level of the factor, such as a setting, is compared with
+the reference on the seeds that both have, by the mean of the paired differences. It is different
+where `gpulab.stats.tests.mean_p` rejects a mean of zero (for booleans, McNemar's test), and
+equivalent where two one-sided tests reject every mean beyond a margin (Schuirmann 1987; for
+booleans, an exact test of the share of discordant pairs). A margin in standard deviations between
+seeds is itself uncertain, so it is taken at the lower 97.5 % confidence limit of the standard
+deviation. Levels whose weights equal the reference's to the last bit for every seed are not tested.
+Several levels are corrected by Holm's method (1979), differences and equivalences separately. Where
+the same question is asked up to k times as runs come in, each time is at alpha / k, and the limit
+of the standard deviation at 1 − 0.025 / k (Bonferroni): p values of the same runs and some more
+depend on each other in ways that no other correction holds for, whenever the looks are.
 
-`benchmarks/results/verdict_calibration.md` has the measured error rates, and where they exceed the level.
+`benchmarks/results/verdict_calibration.md` has the measured error rates, and where they exceed the
+level.
 """
 
 from __future__ import annotations
@@ -33,9 +36,13 @@ from gpulab.wording import Level
 Decision = Literal["different", "different but negligible", "inconclusive", "equivalent"]
 DECISIONS: tuple[Decision, ...] = get_args(Decision)
 
-MAX_DISCORDANT_SHARE = 0.1  # of the seeds; a level is not equivalent if more may diverge under only one of the two
+MAX_DISCORDANT_SHARE = (
+    0.1  # of the seeds; a level is not equivalent if more may diverge under only one of the two
+)
 POWER = 0.8  # of a comparison with `seeds_needed` seeds
-EXTRA_SEEDS_FOR_SKEWNESS = 1  # the cost of the correction for skewness where differences are normal (by simulation)
+EXTRA_SEEDS_FOR_SKEWNESS = (
+    1  # the cost of the correction for skewness where differences are normal (by simulation)
+)
 MAX_SEEDS = 100_000  # above this `seeds_needed` is infinite
 SEED_COUNTS = np.unique(  # the numbers of seeds that are tried
     np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MAX_SEEDS, 800)]))
@@ -47,8 +54,9 @@ MIN_SD = 1e-150  # in the metric's units: the least standard deviation that a ma
 class LevelDecision:
     """One level of a factor compared with the reference: a row of a verdict's table.
 
-    All fields but the first are the columns of the table, in this order; `gpulab.stats.Verdict` says what they are. The
-    defaults are those of a level that has no seed in common with the reference.
+    All fields but the first are the columns of the table, in this order; `gpulab.stats.Verdict`
+    says what they are. The defaults are those of a level that has no seed in common with the
+    reference.
 
     Attributes:
         level: The level, as it stands in the factor's column.
@@ -69,7 +77,8 @@ class LevelDecision:
         margin_relative: The margin over the absolute mean of the pairs under the reference.
         largest_difference: The largest absolute difference.
         same_bits: The number of pairs whose trained weights are identical.
-        moved: The number of pairs whose absolute difference exceeds the margin; NaN without a margin.
+        moved: The number of pairs whose absolute difference exceeds the margin; NaN without a
+            margin.
         diverged: The number of pairs that diverged under this level.
         reference_diverged: The number of pairs that diverged under the reference.
         one_diverged: The number of pairs that diverged under one of the two only.
@@ -109,12 +118,14 @@ class LevelDecision:
     seeds_needed: float = math.nan
 
 
-DECISION_COLUMNS = tuple(field.name for field in fields(LevelDecision) if field.name != "level")  # after the factor's
+# after the factor's
+DECISION_COLUMNS = tuple(field.name for field in fields(LevelDecision) if field.name != "level")
 
 
 @dataclass(frozen=True, eq=False)
 class Decisions(PairedRuns):
-    """Runs paired by seed, and the decision on each level. `gpulab.stats.Verdict` adds words and a figure.
+    """Runs paired by seed, and the decision on each level. `gpulab.stats.Verdict` adds words and a
+    figure.
 
     Attributes:
         margin: The largest difference without importance, as it was asked for.
@@ -132,7 +143,9 @@ class Decisions(PairedRuns):
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """A data frame of `rows`, with the levels in a column of the factor's name before `DECISION_COLUMNS`."""
+        """A data frame of `rows`, with the levels in a column of the factor's name before
+        `DECISION_COLUMNS`.
+        """
         cells = [tuple(vars(row).values()) for row in self.rows]
         return pd.DataFrame(cells, columns=[self.factor, *DECISION_COLUMNS])
 
@@ -145,13 +158,15 @@ class Decisions(PairedRuns):
     def decision(self) -> str:
         """The decision of the whole, which is the first in this order that some level has.
 
-        The order is `different`, `different but negligible`, `inconclusive`, `equivalent`. Without any level it is
-        `inconclusive`.
+        The order is `different`, `different but negligible`, `inconclusive`, `equivalent`. Without
+        any level it is `inconclusive`.
         """
         return min((row.decision for row in self.rows), key=DECISIONS.index, default="inconclusive")
 
 
-def compare_levels(paired: PairedRuns, margin: str | float, alpha: float, looks: int = 1) -> tuple[LevelDecision, ...]:
+def compare_levels(
+    paired: PairedRuns, margin: str | float, alpha: float, looks: int = 1
+) -> tuple[LevelDecision, ...]:
     """Compare each level with the reference, and decide on it; `margin` is as it was asked for."""
     levels = paired.by_level()
     losses = paired.reference_losses()
@@ -180,12 +195,20 @@ def decide(row: LevelDecision, alpha: float) -> Decision:
 
     >>> row = LevelDecision(level="cuda", seeds=10, p_different=0.02)
     >>> for different, equivalent in ((0.05, 1.0), (0.05, 0.05), (0.06, 0.05), (0.06, 0.06)):
-    ...     print(decide(replace(row, p_different_holm=different, p_equivalent_holm=equivalent), alpha=0.05))
+    ...     print(
+    ...         decide(
+    ...             replace(row, p_different_holm=different, p_equivalent_holm=equivalent),
+    ...             alpha=0.05,
+    ...         )
+    ...     )
     different
     different but negligible
     equivalent
     inconclusive
-    >>> decide(replace(row, p_different_holm=0.06, p_equivalent_holm=0.05, p_diverged_holm=0.05), alpha=0.05)
+    >>> decide(
+    ...     replace(row, p_different_holm=0.06, p_equivalent_holm=0.05, p_diverged_holm=0.05),
+    ...     alpha=0.05,
+    ... )
     'different'
     """
     if is_identical(row):
@@ -199,16 +222,26 @@ def decide(row: LevelDecision, alpha: float) -> Decision:
 
 
 def is_identical(row: LevelDecision) -> bool:
-    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every seed.
+    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every
+    seed.
 
-    >>> [is_identical(LevelDecision(level="cuda", seeds=n, same_bits=same)) for n, same in ((1, 1), (2, 2), (2, 1))]
+    >>> [
+    ...     is_identical(LevelDecision(level="cuda", seeds=n, same_bits=same))
+    ...     for n, same in ((1, 1), (2, 2), (2, 1))
+    ... ]
     [False, True, False]
     """
-    return row.seeds > 1 and row.one_diverged == 0 and math.isnan(row.p_different) and row.same_bits >= row.seeds
+    return (
+        row.seeds > 1
+        and row.one_diverged == 0
+        and math.isnan(row.p_different)
+        and row.same_bits >= row.seeds
+    )
 
 
 def may_diverge_discordantly(row: LevelDecision) -> bool:
-    """Whether the share of seeds that diverge under only one of the two may exceed `MAX_DISCORDANT_SHARE`.
+    """Whether the share of seeds that diverge under only one of the two may exceed
+    `MAX_DISCORDANT_SHARE`.
 
     >>> row = LevelDecision(level="cuda", one_diverged=0, diverged_apart_at_most=0.9)
     >>> may_diverge_discordantly(row), may_diverge_discordantly(replace(row, one_diverged=1))
@@ -218,7 +251,8 @@ def may_diverge_discordantly(row: LevelDecision) -> bool:
 
 
 def min_significant_pairs(alpha: float) -> int:
-    """The least number of pairs that can be significant at `alpha`: with n differences of one sign p is 2^(1 − n).
+    """The least number of pairs that can be significant at `alpha`: with n differences of one sign
+    p is 2^(1 − n).
 
     >>> min_significant_pairs(0.05), min_significant_pairs(0.0625)
     (6, 5)
@@ -227,7 +261,8 @@ def min_significant_pairs(alpha: float) -> int:
 
 
 def sd_confidence(looks: int) -> float:
-    """The confidence of the limit that a margin in standard deviations is taken at, so that it holds at each look.
+    """The confidence of the limit that a margin in standard deviations is taken at, so that it
+    holds at each look.
 
     >>> sd_confidence(1), round(sd_confidence(4), 5)
     (0.975, 0.99375)
@@ -247,7 +282,8 @@ class _LevelTests:
 
 @dataclass(frozen=True)
 class _CorrectedTests:
-    """The tests of one level after the corrections for looks and for all levels: fields of `LevelDecision`.
+    """The tests of one level after the corrections for looks and for all levels: fields of
+    `LevelDecision`.
 
     Attributes:
         alpha: The level of the interval that belongs to the test of difference.
@@ -272,7 +308,9 @@ def _test_level(pairs: pd.DataFrame, margin: float, is_binary: bool) -> _LevelTe
         p_equivalent = equivalence_test(differences, margin)
     is_discordant = pairs.reference_diverged != pairs.other_diverged
     n_discordant = int(is_discordant.sum())
-    p_diverged = inference.sign_test_p(int((is_discordant & pairs.other_diverged).sum()), n_discordant)
+    p_diverged = inference.sign_test_p(
+        int((is_discordant & pairs.other_diverged).sum()), n_discordant
+    )
     return _LevelTests(
         p_different=p_different,
         p_equivalent=p_equivalent,
@@ -281,26 +319,33 @@ def _test_level(pairs: pd.DataFrame, margin: float, is_binary: bool) -> _LevelTe
     )
 
 
-def _correct_tests(tests: Sequence[_LevelTests], alpha: float, looks: int = 1) -> list[_CorrectedTests]:
-    """Correct the p values of all levels for looks and by Holm's method, and find the levels of their intervals.
+def _correct_tests(
+    tests: Sequence[_LevelTests], alpha: float, looks: int = 1
+) -> list[_CorrectedTests]:
+    """Correct the p values of all levels for looks and by Holm's method, and find the levels of
+    their intervals.
 
     >>> five = _LevelTests(p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, one_diverged=5)
     >>> four = _LevelTests(p_different=0.4, p_equivalent=0.2, p_diverged=0.125, one_diverged=4)
     >>> corrected = _correct_tests([five, four], alpha=0.0625)
-    >>> [test.p_diverged_holm for test in corrected]  # of four runs that diverged nothing could be shown: not corrected
+    >>> # Of four runs that diverged nothing could be shown: not corrected
+    >>> [test.p_diverged_holm for test in corrected]
     [0.1875, 0.125]
     >>> round(corrected[0].alpha, 4), round(corrected[0].equivalent_alpha, 4)
     (0.0208, 0.0625)
     >>> looked_at = _correct_tests([five, four], alpha=0.0625, looks=3)
-    >>> [round(test.p_equivalent_holm, 2) for test in looked_at], [test.p_diverged_holm for test in looked_at]
+    >>> (
+    ...     [round(test.p_equivalent_holm, 2) for test in looked_at],
+    ...     [test.p_diverged_holm for test in looked_at],
+    ... )
     ([0.06, 0.6], [0.1875, 0.375])
     """
     p_different = looks * np.array([test.p_different for test in tests])
     p_equivalent = looks * np.array([test.p_equivalent for test in tests])
     p_diverged = looks * np.array([test.p_diverged for test in tests])
     n_discordant = np.array([test.one_diverged for test in tests], float)
-    # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
-    # and the others need no correction for it (Tarone 1990).
+    # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a
+    # false alarm, and the others need no correction for it (Tarone 1990).
     testable = looks * 2.0 ** (1 - n_discordant) <= alpha
     difference_family = inference.holm([*p_different, *np.where(testable, p_diverged, math.nan)])
     p_different_holm, p_diverged_holm = np.split(difference_family, 2)
@@ -329,11 +374,15 @@ def _compare_level(
     margin: float,
     is_binary: bool,
 ) -> LevelDecision:
-    """Describe one level by its tests, intervals and counts; the decision and what depends on it are left open."""
+    """Describe one level by its tests, intervals and counts; the decision and what depends on it
+    are left open.
+    """
     differences = _differences(pairs)
     n = len(differences)
     low, high = _difference_interval(differences, corrected.alpha, is_binary)
-    equivalent_low, equivalent_high = _equivalence_interval(differences, corrected.equivalent_alpha, is_binary)
+    equivalent_low, equivalent_high = _equivalence_interval(
+        differences, corrected.equivalent_alpha, is_binary
+    )
     reference_mean = float(pairs.reference[pairs.difference.notna()].mean())
     has_relative_margin = reference_mean != 0 and not is_binary
     return LevelDecision(
@@ -370,32 +419,46 @@ def _differences(pairs: pd.DataFrame) -> NDArray[np.float64]:
     return differences
 
 
-def _difference_interval(differences: NDArray[np.float64], alpha: float, is_binary: bool) -> tuple[float, float]:
+def _difference_interval(
+    differences: NDArray[np.float64], alpha: float, is_binary: bool
+) -> tuple[float, float]:
     """The interval of the test of difference."""
     if is_binary:
         return inference.sign_flip_interval(differences, alpha)
     return inference.mean_interval(differences, alpha)
 
 
-def _equivalence_interval(differences: NDArray[np.float64], alpha: float, is_binary: bool) -> tuple[float, float]:
+def _equivalence_interval(
+    differences: NDArray[np.float64], alpha: float, is_binary: bool
+) -> tuple[float, float]:
     """The interval of the test of equivalence."""
     if not is_binary or len(differences) < 2:
         return inference.skewed_t_interval(differences, 2 * alpha)
     # the share of discordant pairs bounds the difference of the rates
-    limit = inference.clopper_pearson_upper(int(np.count_nonzero(differences)), len(differences), alpha)
+    limit = inference.clopper_pearson_upper(
+        int(np.count_nonzero(differences)), len(differences), alpha
+    )
     return -limit, limit
 
 
 def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, is_binary: bool) -> float:
-    """The first of `SEED_COUNTS` with which the test of equivalence succeeds with `POWER` where nothing differs.
+    """The first of `SEED_COUNTS` with which the test of equivalence succeeds with `POWER` where
+    nothing differs.
 
-    It is for normal differences of the standard deviation `sd`; `margins` are those of as many seeds. A difference as
-    large as the margin is shown about as often, with `min_significant_pairs` or more. A binary metric needs as many
-    seeds as exclude the margin if none is discordant. The result is infinite where no number is enough.
+    It is for normal differences of the standard deviation `sd`; `margins` are those of as many
+    seeds. A difference as large as the margin is shown about as often, with `min_significant_pairs`
+    or more. A binary metric needs as many seeds as exclude the margin if none is discordant. The
+    result is infinite where no number is enough.
 
-    >>> [_seeds_needed(1.0, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=False) for margin in (0.5, 1e-9)]
+    >>> [
+    ...     _seeds_needed(1.0, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=False)
+    ...     for margin in (0.5, 1e-9)
+    ... ]
     [37.0, inf]
-    >>> [_seeds_needed(0.1, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=True) for margin in (0.2, 1e-9)]
+    >>> [
+    ...     _seeds_needed(0.1, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=True)
+    ...     for margin in (0.2, 1e-9)
+    ... ]
     [14.0, inf]
     """
     from statsmodels.stats.power import ttest_power  # which imports all of scipy.stats

@@ -1,7 +1,8 @@
-"""A verdict as a page: what was compared, the decision, a table of the levels, the figure, and everything in words.
+"""A verdict as a page: what was compared, the decision, a table of the levels, the figure, and
+everything in words.
 
-A verdict shows the same in a notebook as in the file that `save` writes. Nothing is shown here that `print` and the
-verdict's `table` do not say.
+A verdict shows the same in a notebook as in the file that `save` writes. Nothing is shown here that
+`print` and the verdict's `table` do not say.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
 MAX_TITLE_LEVELS = 3  # levels
 SHARED_COLUMNS = ("machine", "torch", "gpulab")  # of the runs, below the title
 TABLE_NOTE = (
-    "The difference is the level's metric minus the reference's, averaged over the seeds that both have. Its interval "
-    "leaves out zero where the decision is different; the interval of equivalence lies within the margin where the "
-    "decision is equivalent. p values and intervals are corrected for the number of levels."
+    "The difference is the level's metric minus the reference's, averaged over the seeds that both"
+    " have. Its interval leaves out zero where the decision is different; the interval of"
+    " equivalence lies within the margin where the decision is equivalent. p values and intervals"
+    " are corrected for the number of levels."
 )
-FIGURE_CAPTION = "First every run, the same seed joined by a line; then how far each seed is from the reference."
+FIGURE_CAPTION = (
+    "First every run, the same seed joined by a line; then how far each seed is from the reference."
+)
 
 
 class VerdictPage(Decisions, Report):
@@ -45,7 +49,9 @@ class VerdictPage(Decisions, Report):
         return style() + self._render_answer() + self._render_details()
 
     def html(self) -> Markup:
-        """The verdict as a piece of HTML that needs no other file, with the figure below the table."""
+        """The verdict as a piece of HTML that needs no other file, with the figure below the
+        table.
+        """
         return style() + self._render_body()
 
     def save(self, file: str | Path, title: str = "") -> None:
@@ -70,9 +76,16 @@ class VerdictPage(Decisions, Report):
 
         picture = self.picture()
         heading = Markup("<h3>{}</h3>").format(_title_text(self))
-        about = Markup('<p class="ga-faint">{}</p>').format("\N{NO-BREAK SPACE}· ".join(_describe_source(self)))
+        about = Markup('<p class="ga-faint">{}</p>').format(
+            "\N{NO-BREAK SPACE}· ".join(_describe_source(self))
+        )
         heading_element = Markup('<div class="gpulab-result">{}{}</div>').format(heading, about)
-        first_part = style() + heading_element + self._render_answer() + ("" if picture else self._render_details())
+        first_part = (
+            style()
+            + heading_element
+            + self._render_answer()
+            + ("" if picture else self._render_details())
+        )
         display({"text/plain": str(self), "text/html": first_part}, raw=True)
         if picture:
             picture.show()
@@ -103,7 +116,9 @@ class VerdictPage(Decisions, Report):
         if picture is None:
             return Markup()
         element = responsive(picture, self._draw(width=PHONE_WIDTH))
-        return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(element, FIGURE_CAPTION)
+        return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(
+            element, FIGURE_CAPTION
+        )
 
     def _render_details(self) -> Markup:
         """All that `print` says, and how the table was read."""
@@ -120,20 +135,26 @@ def _title_text(verdict: Decisions) -> str:
     if not levels:
         return f"Verdict on {metric}: {reference} alone"
     compared_levels = (
-        ", ".join(levels) if len(levels) <= MAX_TITLE_LEVELS else f"{len(levels)} levels of {verdict.factor}"
+        ", ".join(levels)
+        if len(levels) <= MAX_TITLE_LEVELS
+        else f"{len(levels)} levels of {verdict.factor}"
     )
     return f"Verdict on {metric}: {compared_levels} against {reference}"
 
 
 def _describe_source(verdict: Decisions) -> list[str]:
-    """The file, what it has, the date, the versions, and the machines and versions of the runs where they are known."""
+    """The file, what it has, the date, the versions, and the machines and versions of the runs
+    where they are known.
+    """
     runs = verdict.runs
     n_seeds = runs[verdict.block].nunique()
     blocks_text = f"{n_seeds} {verdict.block}" if n_seeds == 1 else f"{n_seeds} {verdict.block}s"
     parts = [verdict.source] if verdict.source else []
     parts.append(f"{len(runs)} runs, {blocks_text}, by {verdict.factor}")
     parts += [time_text(), f"gpulab {__version__}"]
-    shared_values = {name: sorted(set(map(str, runs[name].dropna()))) for name in SHARED_COLUMNS if name in runs}
+    shared_values = {
+        name: sorted(set(map(str, runs[name].dropna()))) for name in SHARED_COLUMNS if name in runs
+    }
     if shared_values.get("torch"):
         torch_versions = " and ".join(shared_values["torch"][:3])
         gpulab_versions = " and ".join(shared_values.get("gpulab", [])[:3])
@@ -146,15 +167,21 @@ def _describe_source(verdict: Decisions) -> list[str]:
 def _count_decisions(verdict: Decisions) -> str:
     """How many levels came to which decision."""
     counts = Counter(row.decision for row in verdict.rows)
-    counted_decisions = ", ".join(f"{counts[decision]} {decision}" for decision in DECISIONS if counts[decision])
+    counted_decisions = ", ".join(
+        f"{counts[decision]} {decision}" for decision in DECISIONS if counts[decision]
+    )
     reference = level_text(verdict.reference, verdict.factor)
-    return f"{len(verdict.rows)} levels of {verdict.factor} against {reference}: {counted_decisions}."
+    return (
+        f"{len(verdict.rows)} levels of {verdict.factor} against {reference}: {counted_decisions}."
+    )
 
 
 def _header_rows(verdict: Decisions) -> list[list[Head]]:
     """Two rows of heads."""
     level = verdict.rows[0] if verdict.rows else None
-    confidence = f"{100 * level.confidence:.3g} % interval" if level and level.confidence > 0 else "interval"
+    confidence = (
+        f"{100 * level.confidence:.3g} % interval" if level and level.confidence > 0 else "interval"
+    )
     narrow = f"{100 * level.equivalent_confidence:.3g} % interval" if level else "interval"
     return [
         [
@@ -176,7 +203,11 @@ def _level_cells(verdict: Decisions, row: LevelDecision) -> list[Cell]:
     """The row of a level."""
     level = level_text(row.level, verdict.factor)
     total = row.seeds + row.left_out
-    diverged = f"{row.diverged} ({row.reference_diverged})" if row.diverged or row.reference_diverged else "0"
+    diverged = (
+        f"{row.diverged} ({row.reference_diverged})"
+        if row.diverged or row.reference_diverged
+        else "0"
+    )
     return [
         Cell(breakable(level), "ga-name"),
         Cell(badge(DECISION_STYLES[row.decision], row.decision)),
@@ -208,7 +239,11 @@ def _format_interval(low: float, high: float) -> str:
     >>> _format_interval(-0.5, 0.25), _format_interval(math.nan, math.nan)
     ('−0.5 to +0.25', '–')
     """
-    return "–" if math.isnan(low) or math.isnan(high) else f"{_format_difference(low)} to {_format_difference(high)}"
+    return (
+        "–"
+        if math.isnan(low) or math.isnan(high)
+        else f"{_format_difference(low)} to {_format_difference(high)}"
+    )
 
 
 def _dash_if_unknown(text: str) -> str:

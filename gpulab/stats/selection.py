@@ -1,7 +1,7 @@
 """One row for each run of a table that has a row for each epoch or step, as loggers write it.
 
-Such rows are no repetitions, so their mean says nothing about what a run learned. The last row of each run is chosen,
-or its best; without a choice the table is refused.
+Such rows are no repetitions, so their mean says nothing about what a run learned. The last row of
+each run is chosen, or its best; without a choice the table is refused.
 """
 
 from __future__ import annotations
@@ -29,33 +29,46 @@ def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Words of which the names of counting columns are made: `epoch`, `trainer/global_step`, `time/total_timesteps`.
+# Words of which the names of counting columns are made: `epoch`, `trainer/global_step`,
+# `time/total_timesteps`.
 COUNTER_WORDS = word_set(
-    "epoch epochs step steps iteration iterations iter iters itr timestep timesteps update updates round "
-    "rounds generation generations"
+    "epoch epochs step steps iteration iterations iter iters itr timestep timesteps update updates"
+    " round rounds generation generations"
 )
-AMOUNT_WORDS = word_set("frames images samples examples tokens sequences batches")  # counted where they are `seen`
+# counted where they are `seen`
+AMOUNT_WORDS = word_set("frames images samples examples tokens sequences batches")
 SEEN_WORDS = word_set("seen processed consumed")
 QUALIFIER_WORDS = word_set(
-    "global local trainer train training env environment agent total num n number no of count counter idx "
-    "index id current cur optimizer optim opt gradient grad outer inner learner sgd overall absolute abs "
-    "simulation sim communication federated server val valid validation eval test"
+    "global local trainer train training env environment agent total num n number no of count"
+    " counter idx index id current cur optimizer optim opt gradient grad outer inner learner sgd"
+    " overall absolute abs simulation sim communication federated server val valid validation eval"
+    " test"
 )
-FOLDER_WORDS = QUALIFIER_WORDS | word_set("time timers progress rollout counters charts metrics")  # before a slash
+# before a slash
+FOLDER_WORDS = QUALIFIER_WORDS | word_set("time timers progress rollout counters charts metrics")
 CLOCK_NAMES = frozenset({"timestamp", "wall time", "relative time process", "relative time wall"})
-RUN_NAME_COLUMNS = ("run", "run_id", "run_name", "Run", "Name", "ID")  # columns that say which run a row belongs to
+# columns that say which run a row belongs to
+RUN_NAME_COLUMNS = (
+    "run",
+    "run_id",
+    "run_name",
+    "Run",
+    "Name",
+    "ID",
+)
 
 LOWER_IS_BETTER = word_set(
-    "loss error err mse mae rmse rmsle mape nll perplexity ppl bpb bpc wer cer fid kid ece brier crps regret"
+    "loss error err mse mae rmse rmsle mape nll perplexity ppl bpb bpc wer cer fid kid ece brier"
+    " crps regret"
 )
 HIGHER_IS_BETTER = word_set(
-    "acc accuracy auc auroc auprc f precision recall reward return returns score iou miou dice map bleu "
-    "rouge psnr ssim r mcc ndcg mrr success"
+    "acc accuracy auc auroc auprc f precision recall reward return returns score iou miou dice map"
+    " bleu rouge psnr ssim r mcc ndcg mrr success"
 )
 INVERTING_WORDS = word_set("neg negative minus inverse inv")  # words that turn a direction round
 SUBSET_WORDS = word_set(
-    "train training val valid validation dev test eval evaluation heldout mean avg average ema smoothed "
-    "macro micro weighted epoch step final"
+    "train training val valid validation dev test eval evaluation heldout mean avg average ema"
+    " smoothed macro micro weighted epoch step final"
 )
 MAX_NAMED_RUNS = 5  # runs in one sentence
 
@@ -79,9 +92,14 @@ class RowChoice:
         if self.last is not None and self.best is not None:
             raise UsageError(f"last={self.last!r} and best={self.best!r}: expected one of the two")
         if self.mode is not None and self.mode not in MODES:
-            raise UsageError(f"mode={self.mode!r}: expected 'min' or 'max', which of the values of best= is the best")
+            raise UsageError(
+                f"mode={self.mode!r}: expected 'min' or 'max', which of the values of best= is the"
+                " best"
+            )
         if self.mode is not None and self.best is None:
-            raise UsageError(f"mode={self.mode!r} says which value is the best: give the column by best=")
+            raise UsageError(
+                f"mode={self.mode!r} says which value is the best: give the column by best="
+            )
         for argument, column in (("last", self.last), ("best", self.best)):
             if column is not None and column not in frame:
                 columns = ", ".join(map(str, frame.columns))
@@ -97,7 +115,8 @@ class MetricColumn:
 
     Attributes:
         values: The numbers, shape (rows,).
-        is_diverged: Which rows say that the run diverged: infinity, or NaN where an empty cell is another thing.
+        is_diverged: Which rows say that the run diverged: infinity, or NaN where an empty cell is
+            another thing.
         has_ambiguous_nan: Whether a NaN may stand for an empty cell and for a loss that was NaN.
     """
 
@@ -122,9 +141,15 @@ class ChosenRows:
 
 
 def choose_rows(
-    frame: pd.DataFrame, metric: str, factor: str, block: str, choice: RowChoice, column: MetricColumn
+    frame: pd.DataFrame,
+    metric: str,
+    factor: str,
+    block: str,
+    choice: RowChoice,
+    column: MetricColumn,
 ) -> ChosenRows:
-    """Choose a row for each run where runs have several; all rows where they have one, or are mere repetitions.
+    """Choose a row for each run where runs have several; all rows where they have one, or are mere
+    repetitions.
 
     Args:
         frame: The table.
@@ -135,7 +160,8 @@ def choose_rows(
         column: The metric's column as numbers.
 
     Raises:
-        UsageError: For rows that count epochs or steps without a choice, and for a choice that cannot be made.
+        UsageError: For rows that count epochs or steps without a choice, and for a choice that
+            cannot be made.
     """
     choice.check(frame)
     table = _RunTable(frame, metric, factor, block, column)
@@ -151,7 +177,10 @@ def choose_rows(
     filled_rows = table.rows_with_metric(is_diverged)
     table.check_one_run_each(filled_rows)
     if not table.is_repeated(filled_rows):
-        note = f"{len(frame):,} rows, of which each {factor} and {block} has one that has {metric}, were read."
+        note = (
+            f"{len(frame):,} rows, of which each {factor} and {block} has one that has {metric},"
+            " were read."
+        )
         return ChosenRows(filled_rows, is_diverged[filled_rows], (note,))
     if choice.best is not None:
         mode = _choose_direction(choice.best, choice.mode)
@@ -165,9 +194,13 @@ def choose_rows(
 
 
 class _RunTable:
-    """A table whose rows belong to runs: those with the same level, block and number of the repetition."""
+    """A table whose rows belong to runs: those with the same level, block and number of the
+    repetition.
+    """
 
-    def __init__(self, frame: pd.DataFrame, metric: str, factor: str, block: str, column: MetricColumn) -> None:
+    def __init__(
+        self, frame: pd.DataFrame, metric: str, factor: str, block: str, column: MetricColumn
+    ) -> None:
         self.frame = frame
         self.column = column
         self.metric = metric
@@ -177,17 +210,23 @@ class _RunTable:
         if "rerun" in frame:
             keys.append(pd.to_numeric(frame["rerun"], errors="coerce").fillna(0).to_numpy(object))
         rows = pd.DataFrame(dict(enumerate(keys)))
-        self.runs: NDArray[np.intp] = rows.groupby(list(rows), sort=False, dropna=False).ngroup().to_numpy()
+        self.runs: NDArray[np.intp] = (
+            rows.groupby(list(rows), sort=False, dropna=False).ngroup().to_numpy()
+        )
 
     def is_repeated(self, positions: NDArray[np.intp]) -> bool:
         """Whether some run has several of these rows."""
         return bool(pd.Series(self.runs[positions]).duplicated().any())
 
     def counters(self, positions: NDArray[np.intp]) -> list[str]:
-        """The counting columns in which rows of one run differ, epochs before steps, and clocks last."""
+        """The counting columns in which rows of one run differ, epochs before steps, and clocks
+        last.
+        """
         counters = []
         for name in map(str, self.frame.columns):
-            if name in (self.metric, self.factor, self.block) or not (is_counter(name) or is_clock(name)):
+            if name in (self.metric, self.factor, self.block) or not (
+                is_counter(name) or is_clock(name)
+            ):
                 continue
             values = self.numbers(name)
             if values is not None and self._varies_within_runs(values, positions):
@@ -200,19 +239,25 @@ class _RunTable:
         if is_bool_dtype(column.dtype):
             return None
         values = pd.to_numeric(column, errors="coerce")
-        if not is_numeric_dtype(values) or (values.isna() & column.notna() & (column.astype(str) != "nan")).any():
+        if (
+            not is_numeric_dtype(values)
+            or (values.isna() & column.notna() & (column.astype(str) != "nan")).any()
+        ):
             return None
         numbers: NDArray[np.float64] = values.astype(float).to_numpy(float, na_value=np.nan)
         return numbers
 
     def _varies_within_runs(self, values: NDArray[np.float64], positions: NDArray[np.intp]) -> bool:
         """Whether a column has several values in the rows of some run."""
-        return bool((pd.Series(values[positions]).groupby(self.runs[positions]).nunique() > 1).any())
+        return bool(
+            (pd.Series(values[positions]).groupby(self.runs[positions]).nunique() > 1).any()
+        )
 
     def find_diverged(self, counters: Sequence[str]) -> NDArray[np.bool_]:
         """Which rows say that their run diverged.
 
-        A NaN that may be an empty cell says so at the end of a run, where other runs have numbers at the same epoch.
+        A NaN that may be an empty cell says so at the end of a run, where other runs have numbers
+        at the same epoch.
         """
         is_diverged = self.column.is_diverged.copy()
         if "status" in self.frame:
@@ -223,9 +268,13 @@ class _RunTable:
             return is_diverged
         is_finite = np.isfinite(self.column.values)
         last_finite = np.full(self.runs.max() + 1, -np.inf)
-        np.maximum.at(last_finite, self.runs[is_finite], np.nan_to_num(counts[is_finite], nan=-np.inf))
+        np.maximum.at(
+            last_finite, self.runs[is_finite], np.nan_to_num(counts[is_finite], nan=-np.inf)
+        )
         is_after_last_finite = counts > last_finite[self.runs]
-        is_diverged |= np.isnan(self.column.values) & is_after_last_finite & np.isin(counts, counts[is_finite])
+        is_diverged |= (
+            np.isnan(self.column.values) & is_after_last_finite & np.isin(counts, counts[is_finite])
+        )
         return is_diverged
 
     def rows_with_metric(self, is_diverged: NDArray[np.bool_]) -> NDArray[np.intp]:
@@ -239,7 +288,11 @@ class _RunTable:
     def check_one_run_each(self, positions: NDArray[np.intp]) -> None:
         """Raise `UsageError` where rows of one level and block belong to several runs by name."""
         for name in RUN_NAME_COLUMNS:
-            if name not in self.frame or name in (self.factor, self.block) or self.numbers(name) is not None:
+            if (
+                name not in self.frame
+                or name in (self.factor, self.block)
+                or self.numbers(name) is not None
+            ):
                 continue
             column = self.frame[name].astype(str).to_numpy(object)[positions]
             counts = pd.Series(column).groupby(self.runs[positions]).nunique()
@@ -249,26 +302,42 @@ class _RunTable:
                 run_names = list(dict.fromkeys(self.frame[name].astype(str).iloc[rows]))
                 ignored = (*RUN_NAME_COLUMNS, *self.counters(positions))
                 differing_columns = self._differing_settings(rows, ignored)
-                difference = f", which differ in {', '.join(differing_columns[:4])}" if differing_columns else ""
+                difference = (
+                    f", which differ in {', '.join(differing_columns[:4])}"
+                    if differing_columns
+                    else ""
+                )
                 shown_names = ", ".join(run_names[:3])
                 if len(run_names) > 3:
                     shown_names += ", …"
                 raise UsageError(
-                    f"{self._run_text(rows[0])} has {len(run_names)} runs{difference} ({name} {shown_names}); "
-                    f"keep the rows of one, by --where or in pandas"
+                    f"{self._run_text(rows[0])} has {len(run_names)} runs{difference} ({name}"
+                    f" {shown_names}); keep the rows of one, by --where or in pandas"
                 )
 
-    def _differing_settings(self, rows: NDArray[np.intp], ignored_columns: Iterable[str]) -> list[str]:
-        """Columns that do not change inside a run by its name, and differ between the runs of these rows."""
+    def _differing_settings(
+        self, rows: NDArray[np.intp], ignored_columns: Iterable[str]
+    ) -> list[str]:
+        """Columns that do not change inside a run by its name, and differ between the runs of
+        these rows.
+        """
         of_rows = self.frame.iloc[rows]
         ignored = (self.metric, self.factor, self.block, *ignored_columns)
         names = [name for name in map(str, of_rows.columns) if name not in ignored]
         texts = of_rows[names].astype(str)
-        by_run = texts.groupby(next(of_rows[name].astype(str) for name in RUN_NAME_COLUMNS if name in of_rows))
-        return [name for name in names if texts[name].nunique() > 1 and (by_run[name].nunique() == 1).all()]
+        by_run = texts.groupby(
+            next(of_rows[name].astype(str) for name in RUN_NAME_COLUMNS if name in of_rows)
+        )
+        return [
+            name
+            for name in names
+            if texts[name].nunique() > 1 and (by_run[name].nunique() == 1).all()
+        ]
 
     def refuse(self, counters: list[str], positions: NDArray[np.intp]) -> None:
-        """Raise `UsageError` that says in which column the rows of a run differ, and both ways to choose one."""
+        """Raise `UsageError` that says in which column the rows of a run differ, and both ways
+        to choose one.
+        """
         values = self.numbers(counters[0])
         assert values is not None
         counts = pd.Series(values[positions]).groupby(self.runs[positions]).nunique()
@@ -277,40 +346,65 @@ class _RunTable:
         mode_argument = "" if direction_of(self.metric) else ", mode='min'"
         mode_option = "" if direction_of(self.metric) else " --mode min"
         raise UsageError(
-            f"{self._run_text(rows[0])} has {len(rows)} rows, which differ in {counters[0]!r}{further_counters}, and "
-            f"are not averaged: take the last by last={counters[0]!r} (--last {counters[0]}), or the best by "
-            f"best={self.metric!r}{mode_argument} (--best {self.metric}{mode_option})"
+            f"{self._run_text(rows[0])} has {len(rows)} rows, which differ in"
+            f" {counters[0]!r}{further_counters}, and are not averaged: take the last by"
+            f" last={counters[0]!r} (--last {counters[0]}), or the best by"
+            f" best={self.metric!r}{mode_argument} (--best {self.metric}{mode_option})"
         )
 
     def last_rows(
-        self, last: str, counters: Sequence[str], is_diverged: NDArray[np.bool_], filled_rows: NDArray[np.intp]
+        self,
+        last: str,
+        counters: Sequence[str],
+        is_diverged: NDArray[np.bool_],
+        filled_rows: NDArray[np.intp],
     ) -> ChosenRows:
-        """Choose the last row of each run by a counting column, and among several of them by the others."""
+        """Choose the last row of each run by a counting column, and among several of them by the
+        others.
+        """
         counts = self._counter_values(last, filled_rows)
         chosen_rows = self._rows_with_largest_count(filled_rows, counts, counters)
-        is_empty = ~np.isfinite(self.column.values[chosen_rows])  # several empty cells say no more than one
-        chosen_rows = chosen_rows[~(is_empty & pd.Series(self.runs[chosen_rows]).duplicated(keep="last").to_numpy())]
+        # several empty cells say no more than one
+        is_empty = ~np.isfinite(self.column.values[chosen_rows])
+        chosen_rows = chosen_rows[
+            ~(is_empty & pd.Series(self.runs[chosen_rows]).duplicated(keep="last").to_numpy())
+        ]
         description = f"the last {last} that has {self.metric}"
-        note = self._describe_choice(description, last, counts, chosen_rows, is_diverged[chosen_rows])
+        note = self._describe_choice(
+            description, last, counts, chosen_rows, is_diverged[chosen_rows]
+        )
         return ChosenRows(chosen_rows, is_diverged[chosen_rows], (note,))
 
     def _counter_values(self, name: str, positions: NDArray[np.intp]) -> NDArray[np.float64]:
         """A column as numbers; `UsageError` where it does not count these rows."""
         counts = self.numbers(name)
         if counts is None:
-            raise UsageError(f"last={name!r}: expected a column of numbers, such as epochs or steps")
+            raise UsageError(
+                f"last={name!r}: expected a column of numbers, such as epochs or steps"
+            )
         is_given = np.isfinite(self.column.values[positions])
         n_empty = np.count_nonzero(np.isnan(counts[positions]) & is_given)
         if n_empty:
-            alternatives = [repr(counter) for counter in self.counters(positions) if counter != name]
-            advice = f"choose {', '.join(alternatives)}, or fill them" if alternatives else "fill them"
-            raise UsageError(f"last={name!r} is empty in {n_empty} rows that have a {self.metric}: {advice}")
+            alternatives = [
+                repr(counter) for counter in self.counters(positions) if counter != name
+            ]
+            advice = (
+                f"choose {', '.join(alternatives)}, or fill them" if alternatives else "fill them"
+            )
+            raise UsageError(
+                f"last={name!r} is empty in {n_empty} rows that have a {self.metric}: {advice}"
+            )
         return counts
 
     def _rows_with_largest_count(
-        self, positions: NDArray[np.intp], counter_values: NDArray[np.float64], tie_breakers: Sequence[str]
+        self,
+        positions: NDArray[np.intp],
+        counter_values: NDArray[np.float64],
+        tie_breakers: Sequence[str],
     ) -> NDArray[np.intp]:
-        """The rows with the largest count in each run; where there are several, the other columns decide."""
+        """The rows with the largest count in each run; where there are several, the other
+        columns decide.
+        """
         for values in (counter_values, *map(self.numbers, tie_breakers)):
             if values is None:
                 continue
@@ -337,21 +431,31 @@ class _RunTable:
         is_diverged = is_diverged.copy()
         diverged_later: list[int] = []  # a row of each run that diverged after its best
         rows_by_run = pd.Series(np.arange(len(self.runs))).groupby(self.runs).indices
-        filled_by_run = pd.Series(filled_rows).groupby(self.runs[filled_rows]).apply(lambda rows: rows.to_numpy())
+        filled_by_run = (
+            pd.Series(filled_rows)
+            .groupby(self.runs[filled_rows])
+            .apply(lambda rows: rows.to_numpy())
+        )
         for run, rows in rows_by_run.items():
             candidates = filled_by_run[run]
             if not np.isfinite(signed[rows]).any():  # it diverged, or ended, before it had one
                 has_diverged = is_diverged[candidates]
-                chosen_rows.append(candidates[has_diverged][:1] if has_diverged.any() else candidates[-1:])
+                chosen_rows.append(
+                    candidates[has_diverged][:1] if has_diverged.any() else candidates[-1:]
+                )
                 self._check_ended(best, candidates[-1:], has_diverged.any())
                 continue
             best_row = rows[np.argmin(signed[rows])]
             rows_at_best = self._rows_at(best_row, candidates, counters)
             if not len(rows_at_best):
-                position = f" {counters[0]} {self._count_text(counters[0], best_row)}" if counters else " that row"
+                position = (
+                    f" {counters[0]} {self._count_text(counters[0], best_row)}"
+                    if counters
+                    else " that row"
+                )
                 raise UsageError(
-                    f"{self._run_text(best_row)} has no {self.metric} at{position}, where {best} is best: "
-                    "take the last by last=, or the best of another column"
+                    f"{self._run_text(best_row)} has no {self.metric} at{position}, where {best} is"
+                    " best: take the last by last=, or the best of another column"
                 )
             if is_diverged[candidates].any() and not is_diverged[rows_at_best].any():
                 diverged_later.append(int(best_row))
@@ -362,7 +466,9 @@ class _RunTable:
         description = f"the row with the {superlative} {best}{reason}"
         counter = counters[0] if counters else ""
         counts = self.numbers(counter) if counter else None
-        notes = [self._describe_choice(description, counter, counts, positions, is_diverged[positions])]
+        notes = [
+            self._describe_choice(description, counter, counts, positions, is_diverged[positions])
+        ]
         if diverged_later:
             named_runs = ", ".join(map(self._run_text, diverged_later[:MAX_NAMED_RUNS]))
             notes.append(f"Diverged after their best row: {named_runs}.")
@@ -371,9 +477,13 @@ class _RunTable:
     def _check_ended(self, best: str, row: NDArray[np.intp], has_diverged: bool) -> None:
         """Raise `UsageError` for a run that did not diverge and has no value to choose by."""
         if not has_diverged and np.isfinite(self.column.values[row]).all():
-            raise UsageError(f"{self._run_text(row[0])} has no {best}: leave it out, or take the last by last=")
+            raise UsageError(
+                f"{self._run_text(row[0])} has no {best}: leave it out, or take the last by last="
+            )
 
-    def _rows_at(self, best_row: int, candidates: NDArray[np.intp], counters: Sequence[str]) -> NDArray[np.intp]:
+    def _rows_at(
+        self, best_row: int, candidates: NDArray[np.intp], counters: Sequence[str]
+    ) -> NDArray[np.intp]:
         """The row itself where it has the metric, or else the last of the same epoch or step."""
         if best_row in candidates:
             return np.array([best_row])
@@ -394,7 +504,10 @@ class _RunTable:
         is_diverged: NDArray[np.bool_],
     ) -> str:
         """Say what was taken of each run, and where runs ended before the others."""
-        text = f"Of {len(self.frame):,} rows {description} was taken for each {self.factor} and {self.block}"
+        text = (
+            f"Of {len(self.frame):,} rows {description} was taken for each {self.factor} and"
+            f" {self.block}"
+        )
         if counts is None or not np.isfinite(counts[positions]).any():
             return f"{text}."
         has_metric = np.isfinite(self.column.values[positions]) | is_diverged
@@ -408,7 +521,8 @@ class _RunTable:
             return f"{text}: {counter} {low} to {high}."
         early_rows = positions[counts[positions] < counts[order[-1]]]
         shown_runs = [
-            f"{self._run_text(row)} ({self._count_text(counter, row)})" for row in early_rows[:MAX_NAMED_RUNS]
+            f"{self._run_text(row)} ({self._count_text(counter, row)})"
+            for row in early_rows[:MAX_NAMED_RUNS]
         ]
         early_text = ", ".join(shown_runs)
         if len(early_rows) > MAX_NAMED_RUNS:
@@ -430,24 +544,53 @@ class _RunTable:
         return f"{name} {self.block} {self.frame[self.block].iloc[row]}"
 
 
-def growing_columns(frame: pd.DataFrame, factor: str, block: str, names: Iterable[str]) -> list[str]:
-    """Those of some columns that grow from row to row in each level and block, and so may count along a training.
+def growing_columns(
+    frame: pd.DataFrame, factor: str, block: str, names: Iterable[str]
+) -> list[str]:
+    """Those of some columns that grow from row to row in each level and block, and so may count
+    along a training.
 
-    >>> table = pd.DataFrame({"setting": list("aaabbb"), "seed": 0, "episode": [0, 1, 2] * 2, "x": [3, 1, 2] * 2})
+    >>> table = pd.DataFrame(
+    ...     {"setting": list("aaabbb"), "seed": 0, "episode": [0, 1, 2] * 2, "x": [3, 1, 2] * 2}
+    ... )
     >>> growing_columns(table, "setting", "seed", ["episode", "x"])
     ['episode']
     """
     groups = frame.groupby([factor, block], sort=False)
-    numeric = [name for name in names if is_numeric_dtype(frame[name]) and not is_bool_dtype(frame[name])]
-    return [name for name in numeric if (groups[name].diff().dropna() > 0).all() and groups.size().max() > 2]
+    numeric = [
+        name for name in names if is_numeric_dtype(frame[name]) and not is_bool_dtype(frame[name])
+    ]
+    return [
+        name
+        for name in numeric
+        if (groups[name].diff().dropna() > 0).all() and groups.size().max() > 2
+    ]
 
 
 def is_counter(name: str) -> bool:
     """Whether a column counts epochs, steps or the like, by its name.
 
-    >>> [is_counter(name) for name in ("epoch", "_step", "trainer/global_step", "time/total_timesteps", "frames_seen")]
+    >>> [
+    ...     is_counter(name)
+    ...     for name in (
+    ...         "epoch",
+    ...         "_step",
+    ...         "trainer/global_step",
+    ...         "time/total_timesteps",
+    ...         "frames_seen",
+    ...     )
+    ... ]
     [True, True, True, True, True]
-    >>> [is_counter(name) for name in ("train_loss_epoch", "steps_per_second", "step_time", "max_epochs", "frames")]
+    >>> [
+    ...     is_counter(name)
+    ...     for name in (
+    ...         "train_loss_epoch",
+    ...         "steps_per_second",
+    ...         "step_time",
+    ...         "max_epochs",
+    ...         "frames",
+    ...     )
+    ... ]
     [False, False, False, False, False]
     """
     *folders, column_name = re.split(r"[/.]", name)
@@ -471,18 +614,30 @@ def is_clock(name: str) -> bool:
 
 
 def direction_of(name: str) -> Mode | None:
-    """Whether the lowest or the highest value of a metric is the best, by its name; None where that does not tell.
+    """Whether the lowest or the highest value of a metric is the best, by its name; None where that
+    does not tell.
 
-    >>> [direction_of(name) for name in ("val_loss", "eval/accuracy", "test_f1_macro", "valLoss", "acc@1", "mAP50")]
+    >>> [
+    ...     direction_of(name)
+    ...     for name in ("val_loss", "eval/accuracy", "test_f1_macro", "valLoss", "acc@1", "mAP50")
+    ... ]
     ['min', 'max', 'max', 'min', 'max', 'max']
-    >>> [direction_of(name) for name in ("neg_loss", "accuracy_drop", "val_metric", "loss_score", "log_likelihood")]
+    >>> [
+    ...     direction_of(name)
+    ...     for name in ("neg_loss", "accuracy_drop", "val_metric", "loss_score", "log_likelihood")
+    ... ]
     [None, None, None, None, None]
     """
     words = [re.sub(r"\d+$", "", word) for word in _word_list(name)]
     while len(words) > 1 and words[-1] in SUBSET_WORDS:
         words.pop()
     lower, higher = LOWER_IS_BETTER & set(words), HIGHER_IS_BETTER & set(words)
-    if not words or INVERTING_WORDS & set(words) or (lower and higher) or re.search(r"\b1 ?-", name):
+    if (
+        not words
+        or INVERTING_WORDS & set(words)
+        or (lower and higher)
+        or re.search(r"\b1 ?-", name)
+    ):
         return None
     if words[-1] in LOWER_IS_BETTER:
         return "min"
@@ -503,7 +658,10 @@ def _choose_direction(best: str, mode: str | None) -> Mode:
 
 def _word_list(name: str) -> list[str]:
     """The words that a column's name is made of, in small letters."""
-    return [word.lower() for word in re.findall(r"[A-Za-z]+\d*", re.sub(r"([a-z]{2})([A-Z])", r"\1 \2", name))]
+    return [
+        word.lower()
+        for word in re.findall(r"[A-Za-z]+\d*", re.sub(r"([a-z]{2})([A-Z])", r"\1 \2", name))
+    ]
 
 
 def _word_set(name: str) -> set[str]:

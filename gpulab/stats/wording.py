@@ -21,24 +21,40 @@ from gpulab.stats.decisions import (
 from gpulab.stats.margins import margin_size, parse_margin
 from gpulab.wording import Level, TextByLevel, level_text
 
-MIN_SEEDS_FOR_ESTIMATE = 10  # below it, the number of seeds that would settle the question is a rough guess
+MIN_SEEDS_FOR_ESTIMATE = (
+    10  # below it, the number of seeds that would settle the question is a rough guess
+)
 FRACTION_WORDS = {0.25: "a quarter of", 0.5: "half", 1.0: "once"}  # of the spread between seeds
 
 EFFECT_TEMPLATE = "{at_level} the {metric} is {average} {at_reference}"
 MAX_NAMED_SEEDS = 8  # seeds in one sentence
-SENTENCE_TEMPLATES = {  # templates by decision, or by the special case that takes precedence over it
-    "diverged": "{at_level} {diverged} of {runs} runs diverged, "
-    "{at_reference} {reference_diverged} of {reference_runs}.",
-    "too few pairs": "Between {level} and {reference} nothing can be compared: {shared} finished {preposition} both; "
-    "run the same {block}s {preposition} both, {fewest} or more.",
-    "same bits": "{at_level} every {block} ends with the same bits as {at_reference}, so there is nothing to test.",
-    "not one digit": "{at_level} not one {block} differs by a digit from that {at_reference}: "
-    "make sure that the {factor} reached the training.",
+# templates by decision, or by the special case that takes precedence over it
+SENTENCE_TEMPLATES = {
+    "diverged": (
+        "{at_level} {diverged} of {runs} runs diverged, "
+        "{at_reference} {reference_diverged} of {reference_runs}."
+    ),
+    "too few pairs": (
+        "Between {level} and {reference} nothing can be compared: {shared} finished {preposition}"
+        " both; run the same {block}s {preposition} both, {fewest} or more."
+    ),
+    "same bits": (
+        "{at_level} every {block} ends with the same bits as {at_reference}, so there is nothing to"
+        " test."
+    ),
+    "not one digit": (
+        "{at_level} not one {block} differs by a digit from that {at_reference}: "
+        "make sure that the {factor} reached the training."
+    ),
     "different": "{at_level} the {metric} is {change} {at_reference}, and {agreement}.",
-    "different but negligible": EFFECT_TEMPLATE + ", and {agreement}: that is no luck, but {negligible}.",
-    "equivalent": EFFECT_TEMPLATE
-    + "; {negligible}. {n_beyond_margin:.0f} of {seeds} {block}s moved further than that, "
-    "but jumps in up to {unseen_percent:.0f} % of all {block}s cannot be ruled out (95 % limit).",
+    "different but negligible": (
+        EFFECT_TEMPLATE + ", and {agreement}: that is no luck, but {negligible}."
+    ),
+    "equivalent": (
+        EFFECT_TEMPLATE
+        + "; {negligible}. {n_beyond_margin:.0f} of {seeds} {block}s moved further than that, but"
+        " jumps in up to {unseen_percent:.0f} % of all {block}s cannot be ruled out (95 % limit)."
+    ),
     "inconclusive": EFFECT_TEMPLATE + ", and {agreement}, which decides nothing{conditions}.",
 }
 NUMBER_TEMPLATES = (  # of a level; those that a level does not have are left out
@@ -58,26 +74,38 @@ def level_sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
     `words` has what the levels and the metric are called; what is not in it keeps its name.
     """
     if not verdict.rows:
-        return [f"Only {_level_name(verdict, verdict.reference, words)} was run, so there is nothing to compare."]
+        return [
+            f"Only {_level_name(verdict, verdict.reference, words)} was run, so there is nothing to"
+            " compare."
+        ]
     by_level = [_level_sentence(verdict, row, words) for row in verdict.rows]
     return [*by_level, *_outlier_sentences(verdict), *_looks_sentences(verdict)]
 
 
 def describe_with_numbers(verdict: Decisions) -> str:
-    """A line for each level, its decision, sentence and numbers, and then what holds for all of them."""
+    """A line for each level, its decision, sentence and numbers, and then what holds for all of
+    them.
+    """
     reference_seeds = f"{verdict.block}s under {_level_name(verdict, verdict.reference)}"
     lines = [_level_paragraph(verdict, row) for row in verdict.rows] or level_sentences(verdict, {})
-    lines.append(f"The standard deviation between {reference_seeds} is {verdict.between_seeds:.2g}.")
+    lines.append(
+        f"The standard deviation between {reference_seeds} is {verdict.between_seeds:.2g}."
+    )
     lines += _outlier_sentences(verdict)
     if any(math.isnan(row.margin) for row in verdict.rows):
         lines.append(
-            f"Equivalence was not asked: {reference_seeds} have no spread; give a margin in the metric's units."
+            f"Equivalence was not asked: {reference_seeds} have no spread; give a margin in the"
+            " metric's units."
         )
-    return "\n".join([*lines, *_looks_sentences(verdict), *verdict.notes]).replace(" is nan.", " is unknown.")
+    return "\n".join([*lines, *_looks_sentences(verdict), *verdict.notes]).replace(
+        " is nan.", " is unknown."
+    )
 
 
 def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
-    """Which seeds were left out of the comparison of a level, because one of the two lacks them; empty for none."""
+    """Which seeds were left out of the comparison of a level, because one of the two lacks them;
+    empty for none.
+    """
     factor, block = verdict.factor, verdict.block
     preposition = "under" if factor == "setting" else "with"
     blocks_by_level = verdict.runs.groupby(factor, sort=False)[block]
@@ -92,7 +120,9 @@ def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
     for level, missing in missing_by_level:
         if missing:
             blocks_text = block if len(missing) == 1 else f"{block}s"
-            clauses.append(f"{blocks_text} {_join_values(missing)} {preposition} {_level_name(verdict, level)}")
+            clauses.append(
+                f"{blocks_text} {_join_values(missing)} {preposition} {_level_name(verdict, level)}"
+            )
     return f"Missing: {'; '.join(clauses)}." if clauses else ""
 
 
@@ -176,7 +206,9 @@ def _divergence_facts(verdict: Decisions, row: LevelDecision) -> dict[str, objec
 
 
 def _effect_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
-    """How far a level differs, in how many seeds, what that is compared with, and what would settle it."""
+    """How far a level differs, in how many seeds, what that is compared with, and what would
+    settle it.
+    """
     block = verdict.block
     differences = verdict.pairs[verdict.pairs[verdict.factor] == row.level].difference
     direction = "higher" if row.difference > 0 else "lower"
@@ -202,14 +234,18 @@ def _effect_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
 
 
 def _average_text(verdict: Decisions, row: LevelDecision, direction: str) -> str:
-    """How far a level is from the reference on average, and in which direction, up to the reference's name."""
+    """How far a level is from the reference on average, and in which direction, up to the
+    reference's name.
+    """
     if row.difference == 0:
         return "the same on average as"
     return f"{_amount_text(verdict, row, abs(row.difference))} {direction} on average than"
 
 
 def _amount_text(verdict: Decisions, row: LevelDecision, value: float) -> str:
-    """A difference in per cent of the reference's mean where all values are above zero, or as it is."""
+    """A difference in per cent of the reference's mean where all values are above zero, or as it
+    is.
+    """
     if verdict.runs[verdict.metric].min() > 0 and row.margin_relative > 0:
         return f"{100 * value * row.margin_relative / row.margin:.2g} %"
     return f"{value:.2g}"
@@ -238,7 +274,10 @@ def _open_conditions(verdict: Decisions, row: LevelDecision) -> Iterator[str]:
     block = verdict.block
     min_pairs = min_significant_pairs(1 - row.confidence)
     if may_diverge_discordantly(row):
-        yield f"on up to {100 * row.diverged_apart_at_most:.0f} % of {block}s one of the two could diverge alone"
+        yield (
+            f"on up to {100 * row.diverged_apart_at_most:.0f} % of {block}s one of the two could"
+            " diverge alone"
+        )
     if row.seeds < min_pairs:
         yield f"{row.seeds} {block}s are too few to show a difference, {min_pairs} are enough"
     if row.margin > 0 and not may_diverge_discordantly(row):
@@ -254,7 +293,9 @@ def _outlier_sentences(verdict: Decisions) -> Iterator[str]:
     is_outlier = inference.plateau_outliers(losses)
     _, unit = parse_margin(verdict.margin)
     if is_outlier.any() and unit == "sd":
-        outliers = f"{is_outlier.sum()} of {len(losses)} {verdict.block}s that lie far from the others"
+        outliers = (
+            f"{is_outlier.sum()} of {len(losses)} {verdict.block}s that lie far from the others"
+        )
         confidence = sd_confidence(verdict.looks)
         margin = margin_size(verdict.margin, losses, confidence=confidence)
         margin_without = margin_size(verdict.margin, losses[~is_outlier], confidence=confidence)
@@ -272,9 +313,14 @@ def _looks_sentences(verdict: Decisions) -> Iterator[str]:
     correction = f"{levels}; p values and intervals are corrected for it"
     yield f"This holds for up to {verdict.looks} looks as {verdict.block}s come in: {correction}."
     max_exact = inference.MAX_EXACT_DIFFERENCES
-    if any(row.seeds > max_exact and row.confidence > 1 - inference.MIN_DRAWN_P for row in verdict.rows):
+    if any(
+        row.seeds > max_exact and row.confidence > 1 - inference.MIN_DRAWN_P for row in verdict.rows
+    ):
         advice = "ask for fewer looks, or compare fewer levels at a time"
-        yield f"With so many, no difference can be shown with more than {max_exact} {verdict.block}s: {advice}."
+        yield (
+            f"With so many, no difference can be shown with more than {max_exact} {verdict.block}s:"
+            f" {advice}."
+        )
 
 
 def _level_paragraph(verdict: Decisions, row: LevelDecision) -> str:
@@ -286,7 +332,9 @@ def _level_paragraph(verdict: Decisions, row: LevelDecision) -> str:
     if row.seeds > 1 and not is_identical(row):
         sentences.append(f"{'; '.join(_number_clauses(row))}.")
     if row.diverged or row.reference_diverged:
-        at_reference = f"under {reference} {row.reference_diverged} (p = {p_text(row.p_diverged_holm)})"
+        at_reference = (
+            f"under {reference} {row.reference_diverged} (p = {p_text(row.p_diverged_holm)})"
+        )
         sentences.append(f"Diverged, or without a number: {row.diverged}, {at_reference}.")
     missing = missing_seeds(verdict, row)
     if missing:

@@ -1,4 +1,6 @@
-"""The identity of a run: an id that depends on what was run, on which content, and on nothing else."""
+"""The identity of a run: an id that depends on what was run, on which content, and on nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Identity(NamedTuple):
     record: dict[str, Any]
 
 
-def identify_run(requested: dict[str, Any], passport: Mapping[str, Any], contents: Mapping[str, str]) -> Identity:
+def identify_run(
+    requested: dict[str, Any], passport: Mapping[str, Any], contents: Mapping[str, str]
+) -> Identity:
     """The identity of what was asked for, which is another on another chip or torch.
 
     `contents` has the digests of what names in it stand for, which are recorded, too.
@@ -33,7 +37,9 @@ def identify_run(requested: dict[str, Any], passport: Mapping[str, Any], content
     contents = {name: content for name, content in contents.items() if content}
     configuration = replace_path_by_content(requested["configuration"], contents)
     identifying = {**requested, "configuration": configuration, **contents}
-    identifying["chip"] = passport["cpu"]["model"] if requested["setting"].startswith("cpu") else passport["gpus"]
+    identifying["chip"] = (
+        passport["cpu"]["model"] if requested["setting"].startswith("cpu") else passport["gpus"]
+    )
     identifying |= {key: passport["software"][key] for key in ("torch", "gpulab")}
     identifier = run_id(identifying)
     return Identity(identifier, {"id": identifier, **requested, **contents})
@@ -41,14 +47,22 @@ def identify_run(requested: dict[str, Any], passport: Mapping[str, Any], content
 
 def run_id(identity: dict[str, Any]) -> str:
     """A name for a run that depends on this and on nothing else."""
-    words = (identity["experiment"], identity["profile"], identity["setting"], f"seed{identity['seed']}")
+    words = (
+        identity["experiment"],
+        identity["profile"],
+        identity["setting"],
+        f"seed{identity['seed']}",
+    )
     # A file may have no longer name than 255 bytes on most systems.
     description = "-".join(re.sub(r"[^a-z0-9.]+", "_", str(word).lower()) for word in words)[:200]
     return f"{description}-{digest(identity)[:10]}"
 
 
-def replace_path_by_content(configuration: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration in which a film or a folder of frames goes by its content instead of by its place.
+def replace_path_by_content(
+    configuration: dict[str, Any], record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A configuration in which a film or a folder of frames goes by its content instead of by its
+    place.
 
     >>> replace_path_by_content({"data": "video:walk.mp4", "seed": 0}, {"content": "1c9a"})
     {'data': 'video:1c9a', 'seed': 0}
@@ -66,5 +80,7 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha.update(name.encode())
-        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        sha.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return sha.hexdigest()

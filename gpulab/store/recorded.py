@@ -1,7 +1,8 @@
 """Recorded data of every kind, with its provenance: the one place that reads `data/`.
 
-There are three kinds of files: a JSON document; a table, which is a Parquet file whose own description holds the
-passport and the command that made it; and packed runs, a table with the record (as JSON) and the history of each run.
+There are three kinds of files: a JSON document; a table, which is a Parquet file whose own
+description holds the passport and the command that made it; and packed runs, a table with the
+record (as JSON) and the history of each run.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow
 
-FORMAT_VERSION = 3  # of all that is kept: documents, tables, packed runs, and in a store runs, results and checkpoints
+# of all that is kept: documents, tables, packed runs, and in a store runs, results and checkpoints
+FORMAT_VERSION = 3
 PACKAGE_FOLDER = Path(__file__).parents[1]
 DATA_FOLDER = (
-    PACKAGE_FOLDER.parent / "data" if (PACKAGE_FOLDER.parent / "data").is_dir() else PACKAGE_FOLDER / "recorded"
+    PACKAGE_FOLDER.parent / "data"
+    if (PACKAGE_FOLDER.parent / "data").is_dir()
+    else PACKAGE_FOLDER / "recorded"
 )
-# Arrays by the names of HISTORY_TYPES, or a table that has such columns: any class with `columns[name]`.
+# Arrays by the names of HISTORY_TYPES, or a table that has such columns: any class with
+# `columns[name]`.
 Columns = Any
 HISTORY_TYPES = {
     "window": "int64",
@@ -43,17 +48,21 @@ def recorded_folder(name: str) -> Path:
     return DATA_FOLDER / name
 
 
-# --- JSON ------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def read_document(file: str | Path, max_bytes: int = files.MAX_FILE_BYTES) -> dict[str, Any]:
-    """A recorded JSON document of at most `most` bytes; `DataError`, naming it, for a damaged or foreign one."""
+    """A recorded JSON document of at most `most` bytes; `DataError`, naming it, for a damaged or
+    foreign one.
+    """
     content = files.read(file, max_bytes)
     return check_document(file, files.read_json(file, content), content)
 
 
 def check_document(file: str | Path, notes: object, content: bytes) -> dict[str, Any]:
-    """The notes in a file of this content, without format and seal; `DataError` unless both are what they should be."""
+    """The notes in a file of this content, without format and seal; `DataError` unless both are
+    what they should be.
+    """
     version = notes.pop("format", None) if isinstance(notes, dict) else notes
     if not isinstance(notes, dict) or version != FORMAT_VERSION:
         raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads {FORMAT_VERSION}")
@@ -63,23 +72,32 @@ def check_document(file: str | Path, notes: object, content: bytes) -> dict[str,
 
 
 def make_measurement(device: str, **tables: Any) -> dict[str, Any]:
-    """What this machine measured on a device, to be kept by `write_document` in `data/measured/KIND-MACHINE.json`.
+    """What this machine measured on a device, to be kept by `write_document` in
+    `data/measured/KIND-MACHINE.json`.
 
     Args:
         device: Its kind, such as `cpu`.
-        tables: Each a list of rows, or a list for each column; `rows`, where there is one only. Other values, too.
+        tables: Each a list of rows, or a list for each column; `rows`, where there is one only.
+            Other values, too.
 
     Returns:
         These, with the `passport`, the name of the `machine` and the `command` that is running.
     """
     machine_passport = passport()
     command = shlex.join(["python", *sys.argv])
-    return {"machine": machine(machine_passport, device), "command": command, "passport": machine_passport, **tables}
+    return {
+        "machine": machine(machine_passport, device),
+        "command": command,
+        "passport": machine_passport,
+        **tables,
+    }
 
 
 def read_measured(kind: str) -> list[dict[str, Any]]:
     """What was measured of a kind: the documents `data/measured/KIND-*.json`."""
-    return [read_document(file) for file in sorted(recorded_folder("measured").glob(f"{kind}-*.json"))]
+    return [
+        read_document(file) for file in sorted(recorded_folder("measured").glob(f"{kind}-*.json"))
+    ]
 
 
 def recorded_table(kind: str, table: str = "rows") -> pd.DataFrame:
@@ -91,28 +109,39 @@ def recorded_table(kind: str, table: str = "rows") -> pd.DataFrame:
     import pandas as pd
 
     documents = [document for document in read_measured(kind) if table in document]
-    tables = [pd.DataFrame(document[table]).assign(machine=document["machine"]) for document in documents]
+    tables = [
+        pd.DataFrame(document[table]).assign(machine=document["machine"]) for document in documents
+    ]
     return pd.concat(tables, ignore_index=True).assign(recorded=True)
 
 
 def write_document(file: Path, document: Mapping[str, Any]) -> None:
-    """Write a document with its format and seal, whose folder is made if need be; whole or not at all."""
+    """Write a document with its format and seal, whose folder is made if need be; whole or not
+    at all.
+    """
     sealed = {**document, "format": FORMAT_VERSION, "seal": files.UNSEALED}
     files.write(file, files.seal(json.dumps(sealed, indent=1).encode() + b"\n"))
 
 
-# --- tables ----------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
-def write_table(file: Path, table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **options: Any) -> None:
-    """Write a table with its record (passport, command, …) in the file's own description; whole or not at all.
+def write_table(
+    file: Path, table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **options: Any
+) -> None:
+    """Write a table with its record (passport, command, …) in the file's own description; whole or
+    not at all.
 
     `options` are those of pyarrow's `ParquetWriter`.
     """
     import pyarrow
     import pyarrow.parquet
 
-    rows = table if isinstance(table, pyarrow.Table) else pyarrow.Table.from_pandas(table, preserve_index=False)
+    rows = (
+        table
+        if isinstance(table, pyarrow.Table)
+        else pyarrow.Table.from_pandas(table, preserve_index=False)
+    )
     notes = json.dumps({"format": FORMAT_VERSION, **record, "seal": files.UNSEALED})
     content = io.BytesIO()
     with pyarrow.parquet.ParquetWriter(
@@ -129,7 +158,10 @@ def read_rows(file: Path) -> tuple[pyarrow.Table, dict[str, Any]]:
     import pyarrow.parquet
 
     content = files.read(file)
-    with files.reading(file), pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as parquet_file:
+    with (
+        files.reading(file),
+        pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as parquet_file,
+    ):
         notes = (parquet_file.metadata.metadata or {}).get(b"gpulab")
         if notes is None:
             raise DataError(f"{file}: not a recording of gpulab's")
@@ -151,35 +183,50 @@ def read_tables(folder: Path) -> list[tuple[pd.DataFrame, dict[str, Any]]]:
     return [read_table(file) for file in sorted(folder.glob("*.parquet"))]
 
 
-# --- packed runs -----------------------------------------------------------------------------------------
+# --- packed runs ----------------------------------------------------------------------------------
 
 
 def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyarrow.Table]) -> None:
     """Write runs into one file, whole or not at all.
 
-    The seconds of a history are rounded to 1/1024: further digits say nothing, and are a fifth of a file.
+    The seconds of a history are rounded to 1/1024: further digits say nothing, and are a fifth of a
+    file.
     """
     import pyarrow
 
-    columns: dict[str, Any] = {name: [history[name].to_numpy() for history in histories] for name in HISTORY_TYPES}
+    columns: dict[str, Any] = {
+        name: [history[name].to_numpy() for history in histories] for name in HISTORY_TYPES
+    }
     columns["seconds"] = [(seconds * 1024).round() / 1024 for seconds in columns["seconds"]]
     rows = pyarrow.table({"record": [json.dumps(record) for record in records], **columns})
-    numbers = ["loss.list.element", "seconds.list.element"]  # to split their bytes makes a file smaller by a sixth
-    write_table(file, rows, {}, compression_level=19, use_dictionary=False, use_byte_stream_split=numbers)
+    # to split their bytes makes a file smaller by a sixth
+    numbers = [
+        "loss.list.element",
+        "seconds.list.element",
+    ]
+    write_table(
+        file, rows, {}, compression_level=19, use_dictionary=False, use_byte_stream_split=numbers
+    )
 
 
 def read_packed(file: Path) -> list[tuple[dict[str, Any], Callable[[], pyarrow.Table]]]:
-    """The runs in such a file: each a record, and what reads its history. None where it is another recording."""
+    """The runs in such a file: each a record, and what reads its history. None where it is
+    another recording.
+    """
     table, _ = read_rows(file)
     if "record" not in table.column_names:
         return []
     with files.reading(file, "not a file of packed runs"):
         records = [files.read_json(file, text.encode()) for text in table["record"].to_pylist()]
-    return [(record, functools.partial(check_history, file, table, row)) for row, record in enumerate(records)]
+    return [
+        (record, functools.partial(check_history, file, table, row))
+        for row, record in enumerate(records)
+    ]
 
 
 def check_history(file: str | Path, columns: Columns, row: int | None = None) -> pyarrow.Table:
-    """A history from its columns, or from a row of lists; `DataError`, naming the file, for what is none.
+    """A history from its columns, or from a row of lists; `DataError`, naming the file, for what is
+    none.
 
     >>> import pyarrow
     >>> columns = {"window": [0, 1], "step": [1, 2], "loss": [0.5, None], "seconds": [0.1, 0.2]}
@@ -190,8 +237,12 @@ def check_history(file: str | Path, columns: Columns, row: int | None = None) ->
     import pyarrow
 
     with files.reading(file, "not a history"):
-        values = {name: columns[name] if row is None else columns[name][row].values for name in HISTORY_TYPES}
+        values = {
+            name: columns[name] if row is None else columns[name][row].values
+            for name in HISTORY_TYPES
+        }
         history = pyarrow.table(values)
-        if any(column.null_count for column in history.columns):  # a loss that is not a number is written as NaN
+        # a loss that is not a number is written as NaN
+        if any(column.null_count for column in history.columns):
             raise DataError(f"{file}: a history with empty cells")
         return history.cast(pyarrow.schema(HISTORY_TYPES.items()))

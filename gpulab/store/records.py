@@ -39,7 +39,8 @@ class _RequiredRecord(TypedDict):
 class RunRecord(_RequiredRecord, total=False):
     """What a store keeps of a run beside its history and weights.
 
-    Factors that have another than their usual value (`gpulab.run_options.FACTORS`) are further keys.
+    Factors that have another than their usual value (`gpulab.run_options.FACTORS`) are further
+    keys.
     """
 
     rerun: int
@@ -62,7 +63,8 @@ def check_record(file: str, record: dict[str, Any]) -> RunRecord:
     """Return the record of a finished run, typed.
 
     Raises:
-        DataError: For a record that lacks a key that every record has; the message names the file and the key.
+        DataError: For a record that lacks a key that every record has; the message names the file
+            and the key.
 
     Examples:
         >>> check_record("runs/a/run.json", {"id": "a", "status": "finished"})
@@ -104,13 +106,17 @@ def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Every factor of a recorded run, the usual ones, too."""
     model = model_options_of(record)
     return {
-        name: model.get(name) if option.argument_group == "model" else record.get(name, option.default)
+        name: model.get(name)
+        if option.argument_group == "model"
+        else record.get(name, option.default)
         for name, option in FACTORS.items()
     }
 
 
 def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a recorded run's model, with a PredNet's usual truncation, which records leave out."""
+    """The options of a recorded run's model, with a PredNet's usual truncation, which records
+    leave out.
+    """
     options = dict(record["configuration"].get("model_options", {}))
     # A network that was handed in is recorded by its layers, and has no options.
     if record["experiment"] == "prednet" and "channels" in options:
@@ -119,7 +125,8 @@ def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def learning_task(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run was to learn: its configuration without the factors among the options of its model.
+    """Return what a run was to learn: its configuration without the factors among the options of
+    its model.
 
     >>> configuration = {"model_options": {"channels": [3, 4], "truncation": "loss"}}
     >>> learning_task({"configuration": configuration})
@@ -127,9 +134,20 @@ def learning_task(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     configuration = replace_path_by_content(record["configuration"], record)
     if "source" in configuration:
-        return {"source": configuration["source"], **({"content": record["content"]} if "content" in record else {})}
-    options = {name: value for name, value in configuration.get("model_options", {}).items() if name not in FACTORS}
-    return {**configuration, "model_options": options} if "model_options" in configuration else configuration
+        return {
+            "source": configuration["source"],
+            **({"content": record["content"]} if "content" in record else {}),
+        }
+    options = {
+        name: value
+        for name, value in configuration.get("model_options", {}).items()
+        if name not in FACTORS
+    }
+    return (
+        {**configuration, "model_options": options}
+        if "model_options" in configuration
+        else configuration
+    )
 
 
 def device_of(record: Mapping[str, Any]) -> str:

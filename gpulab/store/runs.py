@@ -1,11 +1,12 @@
 """One run in a store: how it is written, found and read, and what becomes of a damaged one.
 
-A store is a folder. A run in it is a folder with `run.json`, which says what was run and what came of it, and
-`results.safetensors`, its history and, where they are kept, its weights. A run is written to a scratch folder and moved
-into place in one step, so several writers need no lock: the first to finish a run wins, and its copy and a later one
-differ in nothing but the time. A run that was damaged since is detected when it is read, quarantined and trained again.
-A checkpoint is a file like the results. Runs that are to be shared are packed into one Parquet file
-(`gpulab.store.pack`); it can be read wherever a store can, and a store may hold such files beside its folders.
+A store is a folder. A run in it is a folder with `run.json`, which says what was run and what came
+of it, and `results.safetensors`, its history and, where they are kept, its weights. A run is
+written to a scratch folder and moved into place in one step, so several writers need no lock: the
+first to finish a run wins, and its copy and a later one differ in nothing but the time. A run that
+was damaged since is detected when it is read, quarantined and trained again. A checkpoint is a file
+like the results. Runs that are to be shared are packed into one Parquet file (`gpulab.store.pack`);
+it can be read wherever a store can, and a store may hold such files beside its folders.
 """
 
 from __future__ import annotations
@@ -52,11 +53,15 @@ def store_folder(store: str | Path | None = None) -> Path:
     # One letter is a drive; a `Path` has lost one of an address's slashes.
     is_address = re.match(r"[a-z0-9]{2,}:[/\\]", str(store))
     if not isinstance(store, str | Path) or is_address:
-        raise UsageError(f"store {str(store)!r}: expected a folder; copy what lies elsewhere into one first")
+        raise UsageError(
+            f"store {str(store)!r}: expected a folder; copy what lies elsewhere into one first"
+        )
     try:
         str(store).encode()
     except UnicodeEncodeError:  # a table of runs could not hold their paths
-        raise UsageError(f"{store}: this name is not UTF-8, and cannot be written down: rename it") from None
+        raise UsageError(
+            f"{store}: this name is not UTF-8, and cannot be written down: rename it"
+        ) from None
     return Path(store)
 
 
@@ -80,7 +85,9 @@ def list_entries(store: Path) -> list[str]:
         names = os.listdir(store)
     paths = sorted(os.path.join(store, name) for name in names if name[0] != ".")
     folders = [path for path in paths if os.path.isdir(path)]
-    return folders + [path for path in paths if path.endswith(".parquet") and not os.path.isdir(path)]
+    return folders + [
+        path for path in paths if path.endswith(".parquet") and not os.path.isdir(path)
+    ]
 
 
 @dataclass(frozen=True)
@@ -115,10 +122,12 @@ class StoredRun(NamedTuple):
 
 
 def read_entry(path: str) -> list[RunEntry]:
-    """Read the records below a path: of the one run in a folder, or of all runs in a file of packed ones.
+    """Read the records below a path: of the one run in a folder, or of all runs in a file of packed
+    ones.
 
     Raises:
-        DataError: For a damaged or foreign file, which the message names, and for a run without results.
+        DataError: For a damaged or foreign file, which the message names, and for a run without
+            results.
     """
     if not os.path.isdir(path):
         return [
@@ -128,15 +137,21 @@ def read_entry(path: str) -> list[RunEntry]:
     file = os.path.join(path, RECORD_FILE)  # paths as objects would take as long as the reading
     record = check_record(file, recorded.read_document(file, MAX_RECORD_BYTES))
     if record["id"] != os.path.basename(path):
-        raise DataError(f"{file}: is of the run {record['id']}, in a folder of another name: a copy?")
+        raise DataError(
+            f"{file}: is of the run {record['id']}, in a folder of another name: a copy?"
+        )
     results = os.path.join(path, RESULTS_FILE)
     if not os.path.isfile(results):
         raise DataError(f"{results}: no such file")
     return [RunEntry(record, path, file, lambda: read_results(path)[0])]
 
 
-def begin_record(identity: Identity, machine_passport: Mapping[str, Any], **notes: str | None) -> dict[str, Any]:
-    """Return the record of a run that begins now. The `notes` are not part of what identifies the run."""
+def begin_record(
+    identity: Identity, machine_passport: Mapping[str, Any], **notes: str | None
+) -> dict[str, Any]:
+    """Return the record of a run that begins now. The `notes` are not part of what identifies
+    the run.
+    """
     return {
         **identity.record,
         "arithmetic": arithmetic(),
@@ -159,12 +174,16 @@ def find_run(store: Path, identity: Identity) -> StoredRun | None:
     except DataError as error:
         quarantined = quarantine(store, folder)
         if quarantined:
-            warnings.warn(f"{error}; the run is trained again (set aside in {quarantined})", stacklevel=3)
+            warnings.warn(
+                f"{error}; the run is trained again (set aside in {quarantined})", stacklevel=3
+            )
         return None
 
 
 def quarantine(store: Path, path: Path) -> Path | None:
-    """Move a damaged file or folder into the store's folder for these; None where another process already has."""
+    """Move a damaged file or folder into the store's folder for these; None where another
+    process already has.
+    """
     target = store / DAMAGED_FOLDER / f"{path.name}-{uuid.uuid4().hex[:6]}"
     with files.writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -174,10 +193,13 @@ def quarantine(store: Path, path: Path) -> Path | None:
             return None
 
 
-def write_run(store: Path, record: Mapping[str, Any], history: History, weights: Tensors | None = None) -> Path:
+def write_run(
+    store: Path, record: Mapping[str, Any], history: History, weights: Tensors | None = None
+) -> Path:
     """Put a run into a store in one step, such as one that was trained on another machine.
 
-    A run already there stays as it is, unless it is damaged; weights are added to it when it has none.
+    A run already there stays as it is, unless it is damaged; weights are added to it when it has
+    none.
 
     Args:
         store: The folder.
@@ -222,11 +244,16 @@ def write_run(store: Path, record: Mapping[str, Any], history: History, weights:
 
 
 def _add_weights(folder: Path, run: StoredRun, weights: Tensors) -> None:
-    """Keep the weights of a run that was kept without them, if they are those that its record tells of."""
+    """Keep the weights of a run that was kept without them, if they are those that its record
+    tells of.
+    """
     if weights_digest(weights) == run.record["summary"].get("weights"):
         write_results(folder, folder.name, run.history, weights)
     else:
-        warnings.warn(f"{folder}: trained again, it ended with other weights, which are not kept", stacklevel=4)
+        warnings.warn(
+            f"{folder}: trained again, it ended with other weights, which are not kept",
+            stacklevel=4,
+        )
 
 
 def read_run(folder: Path) -> StoredRun:
@@ -237,14 +264,18 @@ def read_run(folder: Path) -> StoredRun:
 
 
 def read_results(folder: str | Path) -> tuple[pyarrow.Table, Tensors | None]:
-    """A run's history, one row a window: `window`, `step`, `loss`, `seconds`; and its weights where it has any."""
+    """A run's history, one row a window: `window`, `step`, `loss`, `seconds`; and its weights
+    where it has any.
+    """
     file = Path(folder) / RESULTS_FILE
     tensors, notes = read_tensors(file)
     if notes.get("run") != file.parent.name:
         raise DataError(f"{file}: not the results of {file.parent.name}")
     weight_names = [name for name in tensors if name.startswith(WEIGHT_PREFIX)]
     weights = {name.removeprefix(WEIGHT_PREFIX): tensors[name] for name in weight_names}
-    columns = {name: tensor.numpy() for name, tensor in tensors.items() if name in recorded.HISTORY_TYPES}
+    columns = {
+        name: tensor.numpy() for name, tensor in tensors.items() if name in recorded.HISTORY_TYPES
+    }
     return recorded.check_history(file, columns), weights or None
 
 

@@ -16,12 +16,17 @@ Tensors = dict[str, "torch.Tensor"]  # by name, such as the weights of a model
 
 
 def write_tensors(file: Path, tensors: Tensors, notes: dict[str, Any]) -> None:
-    """Write tensors, in one step, as a safetensors file with JSON notes and a seal in its header."""
+    """Write tensors, in one step, as a safetensors file with JSON notes and a seal in its
+    header.
+    """
     from safetensors.torch import save
 
     # Cloned, because a tensor that two names share could not be stored.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    header = {"gpulab": json.dumps({"format": recorded.FORMAT_VERSION, **notes}), "seal": files.UNSEALED}
+    header = {
+        "gpulab": json.dumps({"format": recorded.FORMAT_VERSION, **notes}),
+        "seal": files.UNSEALED,
+    }
     files.write(file, files.seal(save(copies, header)))
 
 
@@ -32,5 +37,7 @@ def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
     content = files.read(file)
     with files.reading(file, "not tensors"):
         header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
-        notes = recorded.check_document(file, files.read_json(file, header["__metadata__"]["gpulab"].encode()), content)
+        notes = recorded.check_document(
+            file, files.read_json(file, header["__metadata__"]["gpulab"].encode()), content
+        )
         return load(content), notes

@@ -27,8 +27,12 @@ class Adam:
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        indices = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
-        steps, averages, squares = ([tensors[index] for index in indices] for tensors in self.state.values())
+        indices = [
+            index for index, parameter in enumerate(self.parameters) if parameter.grad is not None
+        ]
+        steps, averages, squares = (
+            [tensors[index] for index in indices] for tensors in self.state.values()
+        )
         weights: list[Tensor] = [self.parameters[index] for index in indices]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         adam(

@@ -1,4 +1,6 @@
-"""Checkpoints: a training at the end of a window, as a file from which an interrupted run goes on."""
+"""Checkpoints: a training at the end of a window, as a file from which an interrupted run goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ class Checkpoint:
     @classmethod
     def of(cls, training: Training) -> Checkpoint:
         """Return the checkpoint of a training that is at the end of a window."""
-        return cls(_weights_and_moments(training), training.state, training.history, training.gradient_methods)
+        return cls(
+            _weights_and_moments(training),
+            training.state,
+            training.history,
+            training.gradient_methods,
+        )
 
     @classmethod
     def read(cls, file: Path) -> Checkpoint:
@@ -59,7 +66,9 @@ class Checkpoint:
         """Write the checkpoint, whole or not at all."""
         layers = self.state or []
         states = {
-            f"state.{layer}.{part}": tensor for layer, parts in enumerate(layers) for part, tensor in enumerate(parts)
+            f"state.{layer}.{part}": tensor
+            for layer, parts in enumerate(layers)
+            for part, tensor in enumerate(parts)
         }
         notes = {
             "history": self.history,
@@ -88,7 +97,9 @@ class Checkpoint:
         device = next(training.model.parameters()).device
         for name, tensor in _weights_and_moments(training).items():
             tensor.copy_(self.tensors[name])
-        training.state = self.state and [[tensor.to(device) for tensor in layer] for layer in self.state]
+        training.state = self.state and [
+            [tensor.to(device) for tensor in layer] for layer in self.state
+        ]
         training.history = list(self.history)
         training.gradient_methods.clear()  # the same set, because engines add to it
         training.gradient_methods.update(self.gradient_methods)
@@ -105,7 +116,8 @@ def save_checkpoint(training: Training, file: Path | None) -> None:
 def resume_checkpoint(training: Training, file: Path | None) -> bool:
     """Restore an interrupted training from its checkpoint; returns whether one was restored.
 
-    A file that is damaged, or of another network, is quarantined with a warning before anything is changed.
+    A file that is damaged, or of another network, is quarantined with a warning before anything is
+    changed.
     """
     if file is None or not os.path.lexists(file):
         return False

@@ -12,8 +12,8 @@ from gpulab.training.loop import BatchEngine, Engine
 def select_engine(autograd_engine: BatchEngine, setting: Setting, fast: bool) -> Engine:
     """Return the fastest engine that computes what `autograd_engine` computes, up to rounding.
 
-    That is `autograd_engine` itself if `fast` is False, under a setting that compiles the model or casts its
-    operations, and where the optional package `gpulab.engines` is not installed.
+    That is `autograd_engine` itself if `fast` is False, under a setting that compiles the model or
+    casts its operations, and where the optional package `gpulab.engines` is not installed.
     """
     needs_autograd = not fast or setting.compile or setting.autocast
     if needs_autograd or find_spec("gpulab.engines") is None:

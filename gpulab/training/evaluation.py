@@ -19,8 +19,8 @@ from gpulab.training.loop import BatchEngine, State
 class EvaluationEngine(BatchEngine):
     """An engine that computes the losses of a window's frames and updates nothing.
 
-    It has no optimiser. No gradients are asked for, so an engine that computes gradients in another way gives the same
-    losses.
+    It has no optimiser. No gradients are asked for, so an engine that computes gradients in another
+    way gives the same losses.
     """
 
     def __init__(self, model: Trainable, loader: Loader) -> None:
@@ -38,8 +38,11 @@ class EvaluationEngine(BatchEngine):
         return torch.cat(losses), state
 
 
-def heldout_loss(model: Trainable, data: Data, window: int, setting: Setting, fast: bool = True) -> float:
-    """Return the mean squared error per held-out frame, in windows of `window` frames. Leaves the model in eval mode.
+def heldout_loss(
+    model: Trainable, data: Data, window: int, setting: Setting, fast: bool = True
+) -> float:
+    """Return the mean squared error per held-out frame, in windows of `window` frames. Leaves the
+    model in eval mode.
 
     If `fast` is true, a faster engine may compute the loss; results agree up to rounding.
     """
@@ -49,6 +52,8 @@ def heldout_loss(model: Trainable, data: Data, window: int, setting: Setting, fa
     losses = []
     for frames, restart in prefetch(data.heldout(window), setting, data):
         per_frame, state = engine.train_window(frames, None if restart else state)
-        losses.append(per_frame.clone())  # a CUDA graph writes those of the next window into the same memory
-    values = torch.cat(losses).tolist()  # one synchronisation with the device instead of one per window
+        # a CUDA graph writes those of the next window into the same memory
+        losses.append(per_frame.clone())
+    # one synchronisation with the device instead of one per window
+    values = torch.cat(losses).tolist()
     return math.fsum(values) / len(values)

@@ -1,8 +1,10 @@
-"""The training loop: window after window of frames, the loss, its gradient, Adam's step, and the loss noted.
+"""The training loop: window after window of frames, the loss, its gradient, Adam's step, and the
+loss noted.
 
-How a window is computed is an *engine*: an object with a method `train_window`. `AutogradEngine` computes it as it was
-published, and is the reference for all others, which give the same up to rounding, only faster. Checkpoints, progress
-and interruptions are in `supervision`, around the loop.
+How a window is computed is an *engine*: an object with a method `train_window`. `AutogradEngine`
+computes it as it was published, and is the reference for all others, which give the same up to
+rounding, only faster. Checkpoints, progress and interruptions are in `supervision`, around the
+loop.
 """
 
 from __future__ import annotations
@@ -49,12 +51,14 @@ class Training:
         step: Updates so far.
         history: A note for each window.
         diverged_at: The update whose loss was not finite, if there was one.
-        windows_after_divergence: How many windows were computed after the one with that update, before a look at the
-            losses noticed it. They are not noted, and the weights are those after them.
+        windows_after_divergence: How many windows were computed after the one with that update,
+            before a look at the losses noticed it. They are not noted, and the weights are those
+            after them.
         gradient_methods: How gradients were computed so far, such as `autograd`.
         inside_window: Whether a window has begun that is not noted yet.
-        look_every: Seconds between two looks at the losses. A look waits for the device, and then that for a window, so
-            a GPU is not looked at after every window; a CPU is, and computes none after a divergence.
+        look_every: Seconds between two looks at the losses. A look waits for the device, and then
+            that for a window, so a GPU is not looked at after every window; a CPU is, and computes
+            none after a divergence.
     """
 
     model: Trainable
@@ -72,7 +76,9 @@ class Training:
         self.optimizer = Adam(trainable_parameters(self.model), self.learning_rate)
 
     def note(self, losses: list[float], seconds: float) -> None:
-        """Note the losses of a window's updates, their mean or the first that is not finite; and the window's time."""
+        """Note the losses of a window's updates, their mean or the first that is not finite; and
+        the window's time.
+        """
         diverged_updates = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         if diverged_updates:
             self.diverged_at = self.step + diverged_updates[0] + 1
@@ -89,20 +95,26 @@ class Engine(Protocol):
         """Update the weights by the frames of a window, bytes (t, C, H, W).
 
         Returns:
-            The mean loss per frame of each update, which a device may still compute; and the state after the window.
+            The mean loss per frame of each update, which a device may still compute; and the state
+            after the window.
         """
 
 
 def train(
-    training: Training, windows: Iterable[Window], engine: Engine, after_window: Callable[[], None] = lambda: None
+    training: Training,
+    windows: Iterable[Window],
+    engine: Engine,
+    after_window: Callable[[], None] = lambda: None,
 ) -> None:
     """Train on one window after another, until the last, or a loss that is not finite.
 
     Args:
-        training: What is trained; it is at the end of the last window whenever `after_window` is called.
+        training: What is trained; it is at the end of the last window whenever `after_window` is
+            called.
         windows: What is left to train on.
         engine: Computes the updates of a window.
-        after_window: Called after a window, when its losses and those of all windows before it are noted.
+        after_window: Called after a window, when its losses and those of all windows before it are
+            noted.
     """
     training.model.train()
     unseen, looked = list[Tensor](), time.perf_counter()
@@ -113,7 +125,8 @@ def train(
             losses, training.state = engine.train_window(window.frames, state)
             unseen.append(losses.clone())  # the next window may write there
         if unseen and (window is None or time.perf_counter() - looked >= training.look_every):
-            if losses.is_cuda:  # a copy that waits for it would keep other threads from launching meanwhile
+            # a copy that waits for it would keep other threads from launching meanwhile
+            if losses.is_cuda:
                 torch.cuda.current_stream(losses.device).synchronize()
             before, looked, count = looked, time.perf_counter(), len(unseen)
             while unseen and training.diverged_at is None:
@@ -126,7 +139,8 @@ def train(
 
 
 class BatchEngine(ABC):
-    """An engine that hands the batches of a window to `update`, and notes how it computes gradients.
+    """An engine that hands the batches of a window to `update`, and notes how it computes
+    gradients.
 
     Attributes:
         model: What is trained.
@@ -170,17 +184,22 @@ class AutogradEngine(BatchEngine):
         for batch in batches:
             per_frame, state = self.gradients(batch, state)
             self.optimizer.step()
-            losses.append(per_frame.double().mean() if per_frame.device.type != "mps" else per_frame.mean())
+            losses.append(
+                per_frame.double().mean() if per_frame.device.type != "mps" else per_frame.mean()
+            )
         return torch.stack(losses), state
 
     def gradients(self, batch: Tensor | Feed, state: State) -> tuple[Tensor, State]:
-        """Put the gradients of a batch's loss into `.grad`: the loss of each frame, and the state after it.
+        """Put the gradients of a batch's loss into `.grad`: the loss of each frame, and the state
+        after it.
 
-        The state comes back cut off from the graph: backpropagation through time goes no further back than a window.
+        The state comes back cut off from the graph: backpropagation through time goes no further
+        back than a window.
         """
         self.model.zero_grad()
         loss, per_frame, state = self.model.training_loss(batch, state)
-        with torch.autocast(loss.device.type, enabled=False):  # as torch advises: what was cast is followed back
+        # as torch advises: what was cast is followed back
+        with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
         return per_frame, state
 

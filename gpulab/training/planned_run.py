@@ -35,7 +35,8 @@ class TrainingOutcome:
 
     Attributes:
         history: One note for each window.
-        results: The part of the record that is known at the end: the status, the summary and further results.
+        results: The part of the record that is known at the end: the status, the summary and
+            further results.
         model: The network on the CPU; None for a function.
         data: What it learned from; None for a function.
     """
@@ -50,7 +51,8 @@ class RestoredRun(NamedTuple):
     """What belongs to a stored run beside its record and history.
 
     Attributes:
-        model: The network with the stored weights; None for a function, and where no weights were kept.
+        model: The network with the stored weights; None for a function, and where no weights were
+            kept.
         data: What it learned from; None for a function.
     """
 
@@ -68,8 +70,8 @@ class PlannedRun(ABC):
         seed: What the weights and the order of the images are drawn from.
         profile: How large the training is; `own` for a function.
         rerun: The number of this repetition, from 0.
-        command_net: The network or function as a command line names it; None where it cannot, because the model or the
-            data are objects.
+        command_net: The network or function as a command line names it; None where it cannot,
+            because the model or the data are objects.
         command_options: The options that were given, for the command line.
     """
 
@@ -106,24 +108,31 @@ class PlannedRun(ABC):
         return {}
 
     @abstractmethod
-    def train(self, checkpoint: Path | None, watch: Watch | None, progress: bool) -> TrainingOutcome:
+    def train(
+        self, checkpoint: Path | None, watch: Watch | None, progress: bool
+    ) -> TrainingOutcome:
         """Train, with the setting activated.
 
         Args:
-            checkpoint: The file that keeps the training meanwhile, and from which an interrupted one goes on.
+            checkpoint: The file that keeps the training meanwhile, and from which an interrupted
+                one goes on.
             watch: As for `gpulab.train`.
             progress: As for `gpulab.train`.
         """
 
     @abstractmethod
     def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun | None:
-        """Return the network and the data of a stored run; None if weights are asked for that were not kept."""
+        """Return the network and the data of a stored run; None if weights are asked for that
+        were not kept.
+        """
 
     # Common to both
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Activate the setting. Random numbers that are drawn inside leave the caller's as they were."""
+        """Activate the setting. Random numbers that are drawn inside leave the caller's as they
+        were.
+        """
         with self.setting.apply(), torch.random.fork_rng(devices=[]):
             yield
 
@@ -134,7 +143,9 @@ class PlannedRun(ABC):
             UsageError: If the run is to be kept in a store but its content has no digest.
         """
         if is_stored and self.unknown_content:
-            reason = "its content cannot be known, so that a store might take another run for this one"
+            reason = (
+                "its content cannot be known, so that a store might take another run for this one"
+            )
             raise UsageError(f"{self.unknown_content}: {reason}; train it without a store")
         requested = {
             "setting": str(self.setting),
@@ -197,8 +208,8 @@ def check_options(name: str, options: object) -> Options:
 def as_json(value: object) -> str:
     """Write a value as JSON.
 
-    Objects that JSON cannot represent are written as their qualified name if they have one, otherwise as their `repr`,
-    or as the name of their type if the `repr` contains an address.
+    Objects that JSON cannot represent are written as their qualified name if they have one,
+    otherwise as their `repr`, or as the name of their type if the `repr` contains an address.
     """
 
     def as_text(item: object) -> str:

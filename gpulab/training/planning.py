@@ -56,7 +56,8 @@ def plan_run(
             **lengths,
             **factors,
         )
-    # For a function every argument is one of its options, and None is a value like any other unless it is the default.
+    # For a function every argument is one of its options, and None is a value like any other unless
+    # it is the default.
     model_options = check_options("model_options", model_options)
     check_options("data_options", data_options)
     arguments = {"data": data, **lengths, "data_options": data_options}

@@ -15,7 +15,8 @@ class Protocol(NamedTuple):
     """What a profile means for one model.
 
     `frames` are trained on in windows of `window`; `seeds` is how many an experiment uses unless
-    told; `data` with `data_options`, `size` (height, width) and `model` (options of the model) are what is trained.
+    told; `data` with `data_options`, `size` (height, width) and `model` (options of the model) are
+    what is trained.
     """
 
     data: str
@@ -35,9 +36,14 @@ PROTOCOLS = {
     ("autoencoder", "paper"): Protocol("mnist", 60_000, 20, 10, (28, 28), {"hidden": [128, 32]}),
     ("prednet", "smoke"): Protocol("walk", 200, 20, 2, (24, 32), {"channels": [3, 8, 16]}),
     ("prednet", "quick"): Protocol("walk", 1_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}),
-    # Longer than `quick`, at a faster walk and a higher rate: most seeds beat repeating the last frame.
-    ("prednet", "motion"): Protocol("walk", 3_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}, 3e-3, {"speed": 4.0}),
-    ("prednet", "paper"): Protocol("walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}),
+    # Longer than `quick`, at a faster walk and a higher rate: most seeds beat repeating the last
+    # frame.
+    ("prednet", "motion"): Protocol(
+        "walk", 3_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}, 3e-3, {"speed": 4.0}
+    ),
+    ("prednet", "paper"): Protocol(
+        "walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}
+    ),
     ("whitener", "smoke"): Protocol("digits", 4_000, 200, 6, (28, 28), WHITENER),
     ("whitener", "quick"): Protocol("digits", 20_000, 200, 8, (28, 28), WHITENER),
     ("whitener", "paper"): Protocol("mnist", 60_000, 200, 10, (28, 28), WHITENER),
@@ -45,7 +51,8 @@ PROTOCOLS = {
 
 
 def profile(name: str) -> str:
-    """Choose the profile, which says how large experiments are: `GPULAB_PROFILE` if that is set, else `name`.
+    """Choose the profile, which says how large experiments are: `GPULAB_PROFILE` if that is set,
+    else `name`.
 
     Notebooks call it, so that one environment variable makes all of them small for a test.
 
@@ -53,7 +60,8 @@ def profile(name: str) -> str:
         name: `smoke` (seconds), `quick` (minutes on a laptop) or `paper` (as published).
 
     Returns:
-        `smoke`, `quick` or `paper`. PredNet's further profile, `motion`, is for `gpulab.train` and `gpulab.Experiment`.
+        `smoke`, `quick` or `paper`. PredNet's further profile, `motion`, is for `gpulab.train` and
+        `gpulab.Experiment`.
 
     Raises:
         UsageError: For another name, also in the environment variable.
@@ -79,6 +87,7 @@ def protocol(model: str, name: str) -> Protocol:
     if (model, name) not in PROTOCOLS:
         protocols = ", ".join(f"{model} ({name})" for model, name in PROTOCOLS)
         raise UsageError(
-            f"model {model!r}, profile {name!r}: expected one of {protocols}, or my.py:train, one of yours"
+            f"model {model!r}, profile {name!r}: expected one of {protocols}, or my.py:train, one"
+            " of yours"
         )
     return PROTOCOLS[model, name]

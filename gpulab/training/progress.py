@@ -15,14 +15,17 @@ MAX_SHARE = 0.99  # shown of a run that takes longer than those before it
 REPORT_SECONDS = 0.5  # between two reports of a run
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {desc}"
 
-# What is called with the share of the run that is done; contexts keep threads that train at the same time apart.
+# What is called with the share of the run that is done; contexts keep threads that train at the
+# same time apart.
 Listener = Callable[[float], None]
 LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextlib.contextmanager
 def write_share_to(file: Path | None) -> Iterator[None]:
-    """Have trainings inside write the share that is done to a file, for another process; None writes nothing."""
+    """Have trainings inside write the share that is done to a file, for another process; None
+    writes nothing.
+    """
     written_at = float("-inf")
 
     def write_share(share: float) -> None:
@@ -30,7 +33,8 @@ def write_share_to(file: Path | None) -> Iterator[None]:
         now = time.monotonic()
         if file is not None and now - written_at >= REPORT_SECONDS:
             written_at = now
-            with contextlib.suppress(OSError):  # a bar that stands still is no reason to end a training
+            # a bar that stands still is no reason to end a training
+            with contextlib.suppress(OSError):
                 file.write_text(f"{share:.6f}")
 
     token = LISTENER.set(write_share)
@@ -68,13 +72,16 @@ class RunClock:
         >>> clock = RunClock(["cpu", "cpu", "cuda"], n_parallel=1, now=lambda: next(time))
         >>> clock.begin(0), clock.end(0), clock.begin(1)
         (None, None, None)
-        >>> clock.seconds_left({1: 0.0})  # ten for the second run, and as many are guessed for the one under cuda
+        >>> # Ten for the second run, and as many are guessed for the one under cuda
+        >>> clock.seconds_left({1: 0.0})
         20.0
         >>> clock.shares({1: 0.0})
         {1: 0.2}
     """
 
-    def __init__(self, settings: Sequence[str], n_parallel: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: Sequence[str], n_parallel: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self.settings = list(settings)
         self.n_parallel = n_parallel
         self.now = now
@@ -100,9 +107,11 @@ class RunClock:
             self.seconds.setdefault(self.settings[number], []).append(self.now() - started)
 
     def shares(self, reported_shares: dict[int, float]) -> dict[int, float]:
-        """How much of each run under way is done: as it has noted, or by the time that such runs take.
+        """How much of each run under way is done: as it has noted, or by the time that such runs
+        take.
 
-        A run under a setting that is new approaches its end ever more slowly, so that its bar moves.
+        A run under a setting that is new approaches its end ever more slowly, so that its bar
+        moves.
         """
         now = self.now()
         seconds_by_setting = self._seconds_by_setting(reported_shares, None)
@@ -129,8 +138,12 @@ class RunClock:
             return None
         for number, started in list(self.started.items()):  # a run takes no less than it has taken
             setting = self.settings[number]
-            seconds_by_setting[setting] = max(seconds_by_setting.get(setting, typical), now - started)
-        seconds_left = sum(seconds_by_setting.get(self.settings[number], typical) for number in self.pending)
+            seconds_by_setting[setting] = max(
+                seconds_by_setting.get(setting, typical), now - started
+            )
+        seconds_left = sum(
+            seconds_by_setting.get(self.settings[number], typical) for number in self.pending
+        )
         for number, started in list(self.started.items()):
             share = reported_shares.get(number, 0.0)
             elapsed = now - started
@@ -140,9 +153,15 @@ class RunClock:
                 seconds_left += seconds_by_setting[self.settings[number]] - elapsed
         return seconds_left / max(1, min(self.n_parallel, len(self.pending) + len(self.started)))
 
-    def _seconds_by_setting(self, reported_shares: dict[int, float], now: float | None) -> dict[str, float]:
-        """How long a run takes under each setting of which that is known: from runs that ended, or one under way."""
-        seconds_by_setting = {setting: sum(seconds) / len(seconds) for setting, seconds in list(self.seconds.items())}
+    def _seconds_by_setting(
+        self, reported_shares: dict[int, float], now: float | None
+    ) -> dict[str, float]:
+        """How long a run takes under each setting of which that is known: from runs that ended,
+        or one under way.
+        """
+        seconds_by_setting = {
+            setting: sum(seconds) / len(seconds) for setting, seconds in list(self.seconds.items())
+        }
         if now is not None:
             for number, started in list(self.started.items()):
                 share = reported_shares.get(number, 0.0)
@@ -156,13 +175,19 @@ def _mean(values: Collection[float]) -> float:
 
 
 def update_bar(
-    bar: Progress, clock: RunClock, n_ended: int, reported_shares: dict[int, float], started_at: float
+    bar: Progress,
+    clock: RunClock,
+    n_ended: int,
+    reported_shares: dict[int, float],
+    started_at: float,
 ) -> None:
     """Move a bar to where the runs are, and say how long the others will take."""
     bar.n = max(bar.n, min(bar.total, n_ended + sum(clock.shares(reported_shares).values())))
     seconds_left = clock.seconds_left(reported_shares) if n_ended < bar.total else 0.0
     time_left = f", about {_minutes(seconds_left)} left" if seconds_left is not None else ""
-    bar.set_description_str(f"{n_ended} of {bar.total} runs, {_minutes(time.monotonic() - started_at)}{time_left}")
+    bar.set_description_str(
+        f"{n_ended} of {bar.total} runs, {_minutes(time.monotonic() - started_at)}{time_left}"
+    )
 
 
 def _minutes(seconds: float) -> str:
@@ -174,4 +199,8 @@ def _minutes(seconds: float) -> str:
     total_seconds = round(seconds)
     hours = total_seconds // 3600
     minutes = total_seconds // 60 % 60
-    return f"{hours}:{minutes:02d}:{total_seconds % 60:02d}" if hours else f"{minutes}:{total_seconds % 60:02d}"
+    return (
+        f"{hours}:{minutes:02d}:{total_seconds % 60:02d}"
+        if hours
+        else f"{minutes}:{total_seconds % 60:02d}"
+    )

@@ -1,7 +1,9 @@
-"""A program that ends the workers of an experiment whose own process has died, with all that they have started.
+"""A program that ends the workers of an experiment whose own process has died, with all that they
+have started.
 
-It reads the ids of workers from its standard input, one a line, and ends when it is killed or has done its work. A
-thread of a worker could not do this: a worker that hangs at its end runs no threads.
+It reads the ids of workers from its standard input, one a line, and ends when it is killed or has
+done its work. A thread of a worker could not do this: a worker that hangs at its end runs no
+threads.
 """
 
 import contextlib
@@ -35,7 +37,8 @@ def main(parent: int) -> None:
 
 def end_workers(workers: list[psutil.Process]) -> None:
     """Have workers save checkpoints and end; then kill what is left of their process groups."""
-    running = [worker for worker in workers if worker.is_running()]  # and is no other process with the same id
+    # and is no other process with the same id
+    running = [worker for worker in workers if worker.is_running()]
     leaders = []
     for worker in running:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):

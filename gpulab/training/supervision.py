@@ -14,11 +14,14 @@ from gpulab.training.planned_run import Watch
 from gpulab.training.progress import report_share
 
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a run
-LOSS_SYNC_SECONDS = 0.1  # between two reads of the losses that a GPU computes, unless every window is watched
+LOSS_SYNC_SECONDS = (
+    0.1  # between two reads of the losses that a GPU computes, unless every window is watched
+)
 
 
 class Supervisor:
-    """Is called after each window of a training: shows progress, calls the user's `watch`, and keeps checkpoints.
+    """Is called after each window of a training: shows progress, calls the user's `watch`, and
+    keeps checkpoints.
 
     Args:
         training: What is trained.
@@ -78,7 +81,8 @@ def supervise(
     checkpoint: Path | None = None,
     progress: bool = True,
 ) -> None:
-    """Train on the windows, with a progress bar, and keep a checkpoint every ten seconds and when interrupted.
+    """Train on the windows, with a progress bar, and keep a checkpoint every ten seconds and when
+    interrupted.
 
     Args:
         training: What is trained.

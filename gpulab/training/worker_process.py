@@ -1,9 +1,9 @@
 """What a worker process does before its first run, between runs, and at its end.
 
-A training may start processes: a `DataLoader`, a pool, `torch.multiprocessing.spawn`, a program. In a worker of loky's
-that needs some help. `multiprocessing` would start them by loky's method, which serves no other processes; what was
-typed into a notebook or a script has no name there by which a started process could import it; and who starts a worker
-must end what the worker has started.
+A training may start processes: a `DataLoader`, a pool, `torch.multiprocessing.spawn`, a program. In
+a worker of loky's that needs some help. `multiprocessing` would start them by loky's method, which
+serves no other processes; what was typed into a notebook or a script has no name there by which a
+started process could import it; and who starts a worker must end what the worker has started.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def prepare_worker(start_method: str | None, safe_path: str | None) -> None:
     """Prepare this worker for runs.
 
     Args:
-        start_method: How the user's program starts processes, where that is not the system's default.
-        safe_path: The variable `PYTHONSAFEPATH` there. It was set for this worker alone, and not for programs that a
-            training runs.
+        start_method: How the user's program starts processes, where that is not the system's
+            default.
+        safe_path: The variable `PYTHONSAFEPATH` there. It was set for this worker alone, and not
+            for programs that a training runs.
     """
     global _start_method
     _start_method = start_method
@@ -47,13 +48,17 @@ def prepare_worker(start_method: str | None, safe_path: str | None) -> None:
         os.setpgid(0, 0)  # of all that is started here, for the parent to end
     _handle_signals()
     _pickle_by_value()
-    # What a training has left running would be waited for. Pools end their own processes first, with priority 15.
+    # What a training has left running would be waited for. Pools end their own processes first,
+    # with priority 15.
     multiprocessing.util.Finalize(None, end_children, exitpriority=1)
-    process_executor._MAX_MEMORY_LEAK_SIZE = math.inf  # loky would begin a new process when a training needs memory
+    # loky would begin a new process when a training needs memory
+    process_executor._MAX_MEMORY_LEAK_SIZE = math.inf
 
 
 def reset_start_method() -> None:
-    """Have `multiprocessing` start processes as in the user's program, whatever the last run has chosen."""
+    """Have `multiprocessing` start processes as in the user's program, whatever the last run has
+    chosen.
+    """
     multiprocessing.set_start_method(_start_method, force=True)
 
 
@@ -69,7 +74,8 @@ def end_children() -> None:
 
 
 def _handle_signals() -> None:
-    """Have SIGTERM interrupt a run, as the parent asks for, and Ctrl-C do nothing here: the parent hears it, too.
+    """Have SIGTERM interrupt a run, as the parent asks for, and Ctrl-C do nothing here: the parent
+    hears it, too.
 
     A process that is started here begins with Python's own handling of both.
     """
@@ -82,17 +88,22 @@ def _handle_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    signal.signal(signal.SIGINT, lambda *_: None)  # unlike SIG_IGN this is not passed on to programs
+    # unlike SIG_IGN this is not passed on to programs
+    signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, interrupt)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=restore)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """The pickler of `multiprocessing`, which takes along what cannot be imported by name, such as a notebook's."""
+    """The pickler of `multiprocessing`, which takes along what cannot be imported by name, such
+    as a notebook's.
+    """
 
     # Those of `multiprocessing` come first: pipes and locks, and torch's tensors.
-    dispatch_table = collections.ChainMap(vars(ForkingPickler)["_extra_reducers"], cloudpickle.Pickler.dispatch_table)
+    dispatch_table = collections.ChainMap(
+        vars(ForkingPickler)["_extra_reducers"], cloudpickle.Pickler.dispatch_table
+    )
     register = ForkingPickler.register
     loads = ForkingPickler.loads
 
@@ -105,7 +116,11 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _pickle_by_value() -> None:
-    """Have `multiprocessing` send what was typed into a notebook or a script to processes that it starts afresh."""
+    """Have `multiprocessing` send what was typed into a notebook or a script to processes that
+    it starts afresh.
+    """
     modules = multiprocessing.reduction, multiprocessing.queues, multiprocessing.connection
-    for module, name in zip(modules, ("ForkingPickler", "_ForkingPickler", "_ForkingPickler"), strict=True):
+    for module, name in zip(
+        modules, ("ForkingPickler", "_ForkingPickler", "_ForkingPickler"), strict=True
+    ):
         setattr(module, name, _Pickler)

@@ -1,8 +1,9 @@
 """Worker processes for runs, and threads for runs that share a GPU.
 
-A training may start processes itself, such as those of a `DataLoader`: `gpulab.training.worker_process` prepares a
-worker for that. On Linux and macOS a worker leads a process group, to which all that it starts belongs, so that nothing
-is left behind where a worker is killed.
+A training may start processes itself, such as those of a `DataLoader`:
+`gpulab.training.worker_process` prepares a worker for that. On Linux and macOS a worker leads a
+process group, to which all that it starts belongs, so that nothing is left behind where a worker is
+killed.
 """
 
 from __future__ import annotations
@@ -34,25 +35,30 @@ from gpulab.training.progress import write_share_to
 from gpulab.training.run import train
 
 WORKER_VARIABLE = "GPULAB_WORKER"  # in the environment of workers, which must not start experiments
-POLL_SECONDS = 1.0  # between two checks for Ctrl-C, which waiting does not notice on some systems, such as Windows
+# between two checks for Ctrl-C, which waiting does not notice on some systems, such as Windows
+POLL_SECONDS = 1.0
 KILL_TIMEOUT = 10.0  # seconds after which a process that was asked to end is killed
-IDLE_TIMEOUT = 20.0  # seconds after which a process without work ends by itself, such as one whose parent was killed
+# seconds after which a process without work ends by itself, such as one whose parent was killed
+IDLE_TIMEOUT = 20.0
 SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 CACHED_CHUNKS = 100  # chunks of a film that are kept in memory: 5,000 frames of 160×120, 288 MB
 
 
 class Workers(contextlib.AbstractContextManager):
-    """Does up to `count` runs at the same time, each of them given by the arguments of `gpulab.train`.
+    """Does up to `count` runs at the same time, each of them given by the arguments of
+    `gpulab.train`.
 
-    Each is done in a process of its own, which has the environment of its setting and does no run of another. Those
-    that may share a GPU are done in threads of this process, each on a stream of its own.
+    Each is done in a process of its own, which has the environment of its setting and does no run
+    of another. Those that may share a GPU are done in threads of this process, each on a stream of
+    its own.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.stop_requested = threading.Event()
 
-        self.pools: dict[tuple[int, str], ProcessPoolExecutor] = {}  # by thread and setting, of one process each
+        # by thread and setting, of one process each
+        self.pools: dict[tuple[int, str], ProcessPoolExecutor] = {}
         self.reaper = Reaper()
 
     def run_each(
@@ -61,12 +67,16 @@ class Workers(contextlib.AbstractContextManager):
         jobs: dict[int, dict[str, Any]],
         after_poll: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `run_one` with the number of every run, in threads, and meanwhile `after_poll` about once a second.
+        """Call `run_one` with the number of every run, in threads, and meanwhile `after_poll` about
+        once a second.
 
         When Ctrl-C comes, the runs under way save checkpoints.
         """
-        # The flags of a setting hold for all threads of a process, so those that share a GPU have one setting.
-        for setting, numbers in itertools.groupby(jobs, lambda number: self._shared_setting(jobs[number])):
+        # The flags of a setting hold for all threads of a process, so those that share a GPU have
+        # one setting.
+        for setting, numbers in itertools.groupby(
+            jobs, lambda number: self._shared_setting(jobs[number])
+        ):
             context = share_gpu(setting) if setting else contextlib.nullcontext()
             with context as initializer, ThreadPoolExecutor(self.count, "", initializer) as threads:
                 tasks: set[Future[None]] = set()
@@ -85,18 +95,21 @@ class Workers(contextlib.AbstractContextManager):
     def _shared_setting(self, job: dict[str, Any]) -> str:
         """The setting of a run that is to share a GPU with others in threads, or nothing.
 
-        gpulab's own networks may: weights and orders are drawn from generators that each training has for itself, and a
-        stream keeps its kernels in their order. A function of the user's draws from torch's global generators, and
-        torch's compiler, which traces in one thread, refuses to run what it has compiled in another meanwhile.
+        gpulab's own networks may: weights and orders are drawn from generators that each training
+        has for itself, and a stream keeps its kernels in their order. A function of the user's
+        draws from torch's global generators, and torch's compiler, which traces in one thread,
+        refuses to run what it has compiled in another meanwhile.
         """
         setting = Setting.parse(job["setting"])
         may_share = isinstance(job["net"], str) and setting.kind == "cuda" and not setting.compile
         return job["setting"] if may_share and self.count > 1 else ""
 
     def run_job(self, job: dict[str, Any], share_file: Path | None = None) -> str:
-        """Do a run, and return its id when it is stored. Raises `GpulabError` if its process ends by itself.
+        """Do a run, and return its id when it is stored. Raises `GpulabError` if its process ends
+        by itself.
 
-        The training of a network of gpulab's own writes into `share_file` how much of the run is done.
+        The training of a network of gpulab's own writes into `share_file` how much of the run is
+        done.
         """
         if self._shared_setting(job):
             with write_share_to(share_file):
@@ -115,8 +128,8 @@ class Workers(contextlib.AbstractContextManager):
     def _do_in_process(self, pool: ProcessPoolExecutor, job: bytes, share_file: Path | None) -> str:
         """Do a pickled run in a pool's process, and return its id.
 
-        Where the process dies, what it has started is killed. What it has forked holds the pipe by whose end the pool
-        notices a death, so this looks at the process itself.
+        Where the process dies, what it has started is killed. What it has forked holds the pipe by
+        whose end the pool notices a death, so this looks at the process itself.
         """
         run = pool.submit(train_job, job, share_file)
         processes = process_ids(pool)
@@ -130,7 +143,9 @@ class Workers(contextlib.AbstractContextManager):
         return run.result()
 
     def _pool(self, setting: str) -> ProcessPoolExecutor:
-        """This thread's process, with the environment of a setting: a pool of one, whose end costs others nothing."""
+        """This thread's process, with the environment of a setting: a pool of one, whose end
+        costs others nothing.
+        """
         key = threading.get_ident(), setting
         if key not in self.pools:
             # Python does not look in the current folder while it starts, where a queue.py may lie.
@@ -150,12 +165,16 @@ class Workers(contextlib.AbstractContextManager):
         return self.pools[key]
 
     def check_stopping(self, *_: Any) -> None:
-        """Interrupt a run that shares this process, after a window, as a signal does in a process of its own."""
+        """Interrupt a run that shares this process, after a window, as a signal does in a
+        process of its own.
+        """
         if self.stop_requested.is_set():
             raise KeyboardInterrupt
 
     def stop(self, tasks: set[Future[Any]]) -> None:
-        """Have what is under way save checkpoints and end; a process that does not hear is killed."""
+        """Have what is under way save checkpoints and end; a process that does not hear is
+        killed.
+        """
         self.stop_requested.set()
         pools = list(self.pools.values())
         processes = [process for pool in pools for process in process_ids(pool)]
@@ -194,9 +213,12 @@ class Reaper:
             return
         with self.lock:
             if self.process is None:
-                # In a session of its own no signal to this process's group ends it. -P: no file beside it is imported.
+                # In a session of its own no signal to this process's group ends it. -P: no file
+                # beside it is imported.
                 command = [sys.executable, "-P", reaper.__file__, str(os.getpid())]
-                self.process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+                )
             assert self.process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # where somebody has killed it
                 self.process.stdin.write("".join(f"{worker}\n" for worker in workers).encode())
@@ -210,7 +232,9 @@ class Reaper:
 
 @contextlib.contextmanager
 def share_gpu(setting: str) -> Iterator[Callable[[], None]]:
-    """Have a setting in force around threads; yields what each of them calls first: it takes a stream of its own."""
+    """Have a setting in force around threads; yields what each of them calls first: it takes a
+    stream of its own.
+    """
     parsed = Setting.parse(setting)
     with scenes.remembered_chunks(CACHED_CHUNKS), parsed.apply():
         on_gpu = parsed.kind == "cuda"
@@ -218,7 +242,9 @@ def share_gpu(setting: str) -> Iterator[Callable[[], None]]:
 
 
 def train_job(job: bytes, share_file: Path | None = None) -> str:
-    """Do a run, and return its id. It is unpickled here, since loky ends a process that cannot unpickle its work."""
+    """Do a run, and return its id. It is unpickled here, since loky ends a process that cannot
+    unpickle its work.
+    """
     worker_process.reset_start_method()
     with write_share_to(share_file):
         return train(**cloudpickle.loads(job), progress=False).record["id"]
@@ -248,24 +274,29 @@ def wait_for_end(processes: list[int]) -> None:
 
 
 def kill_group(leader: int, number: int | None = None) -> None:
-    """End what a worker that has died had started, on systems with process groups: by SIGKILL, or another signal."""
+    """End what a worker that has died had started, on systems with process groups: by SIGKILL,
+    or another signal.
+    """
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL if number is None else number)
 
 
 def chosen_start_method() -> str | None:
-    """How the user's program has `multiprocessing` start processes, where that is not the system's default."""
+    """How the user's program has `multiprocessing` start processes, where that is not the
+    system's default.
+    """
     method = multiprocessing.get_start_method(allow_none=True)
     return None if method == multiprocessing.get_all_start_methods()[0] else method
 
 
 @contextlib.contextmanager
 def end_on_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP interrupt what is inside, as Ctrl-C does; then this process ends by the signal.
+    """Have SIGTERM and SIGHUP interrupt what is inside, as Ctrl-C does; then this process ends by
+    the signal.
 
-    Nothing changes outside of the main thread, where Python handles no signals, nor for a signal that the program
-    handles or ignores.
+    Nothing changes outside of the main thread, where Python handles no signals, nor for a signal
+    that the program handles or ignores.
     """
     received: list[int] = []
 
@@ -276,7 +307,11 @@ def end_on_signals() -> Iterator[None]:
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     in_main_thread = threading.current_thread() is threading.main_thread()
-    handled_numbers = [number for number in numbers if in_main_thread and signal.getsignal(number) == signal.SIG_DFL]
+    handled_numbers = [
+        number
+        for number in numbers
+        if in_main_thread and signal.getsignal(number) == signal.SIG_DFL
+    ]
     for number in handled_numbers:
         signal.signal(number, interrupt)
     try:

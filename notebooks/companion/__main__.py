@@ -1,4 +1,6 @@
-"""`python -m companion` executes the notebooks and binds a report; `python -m companion explore` serves pages."""
+"""`python -m companion` executes the notebooks and binds a report; `python -m companion explore`
+serves pages.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,26 @@ def execute(
     context: typer.Context,
     profile: Profile = "quick",
     device: Annotated[Device, option("where the notebooks train")] = "auto",
-    only: Annotated[str | None, option("notebooks whose names begin so, such as 04 or 03,04")] = None,
-    output: Annotated[Path, option("folder for the executed notebooks and the report")] = Path("build"),
-    notebooks: Annotated[Path, option("folder of the notebooks", "in which companion lies")] = NOTEBOOKS,
+    only: Annotated[
+        str | None, option("notebooks whose names begin so, such as 04 or 03,04")
+    ] = None,
+    output: Annotated[Path, option("folder for the executed notebooks and the report")] = Path(
+        "build"
+    ),
+    notebooks: Annotated[
+        Path, option("folder of the notebooks", "in which companion lies")
+    ] = NOTEBOOKS,
     store: Annotated[Path | None, option("folder in which runs are kept", "OUTPUT/runs")] = None,
-    jobs: Annotated[int | None, option("how many notebooks at a time", "2 where cores and memory allow", min=1)] = None,
-    in_place: Annotated[bool, option("execute the notebooks themselves, to commit them", flag="--in-place")] = False,
+    jobs: Annotated[
+        int | None, option("how many notebooks at a time", "2 where cores and memory allow", min=1)
+    ] = None,
+    in_place: Annotated[
+        bool, option("execute the notebooks themselves, to commit them", flag="--in-place")
+    ] = False,
 ) -> None:
-    """Execute the notebooks and bind them into one report. Exit status 1 when one of them failed."""
+    """Execute the notebooks and bind them into one report. Exit status 1 when one of them
+    failed.
+    """
     if context.invoked_subcommand:
         return
     from companion import report, run
@@ -53,9 +67,13 @@ def execute(
 @app.command()
 def copies(
     folder: Annotated[Path, argument("where to, such as lab, beside the folder notebooks")],
-    notebooks: Annotated[Path, option("folder of the notebooks", "in which companion lies")] = NOTEBOOKS,
+    notebooks: Annotated[
+        Path, option("folder of the notebooks", "in which companion lies")
+    ] = NOTEBOOKS,
 ) -> None:
-    """Copy the notebooks without their outputs, for a class that guesses first. Copies that are there stay."""
+    """Copy the notebooks without their outputs, for a class that guesses first. Copies that are
+    there stay.
+    """
     from companion.notebooks import copy_without_outputs
 
     new_copies = copy_without_outputs(notebooks, folder)

@@ -1,12 +1,14 @@
-"""Notebook 05, the anomaly: what overwritten frames do to what is learned, in the authors' code and in our port.
+"""Notebook 05, the anomaly: what overwritten frames do to what is learned, in the authors' code and
+in our port.
 
-The loop that the paper's authors published (`main.py` of github.com/eijwat/prednet_in_chainer_py3) fills one NumPy
-buffer per frame and wraps it for the device. Where wrapping does not copy, the gradient of every step is taken against
-the window's last frame. Their experiment was run in its own code, one thing changed at a time: what is compared, on
-which seeds and films, and by which tests, was planned in `data/README.md` before the runs. For dose and response,
-`benchmarks/record.py dose` (commit 6aece191) trained in cells, a length of window and a speed of motion each, every
-seed once on copied and once on overwritten frames. A cell is what is counted: its seeds see one film, and are shared
-by all cells.
+The loop that the paper's authors published (`main.py` of github.com/eijwat/prednet_in_chainer_py3)
+fills one NumPy buffer per frame and wraps it for the device. Where wrapping does not copy, the
+gradient of every step is taken against the window's last frame. Their experiment was run in its own
+code, one thing changed at a time: what is compared, on which seeds and films, and by which tests,
+was planned in `data/README.md` before the runs. For dose and response, `benchmarks/record.py dose`
+(commit 6aece191) trained in cells, a length of window and a speed of motion each, every seed once
+on copied and once on overwritten frames. A cell is what is counted: its seeds see one film, and are
+shared by all cells.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ from gpulab.wording import COPIED, OVERWRITTEN
 
 FULL = "160x120"  # the published size
 BEATS, LOSS = "share that beats repeating the last frame", "final loss"
-METRICS = {BEATS: ("beats_repeating", 0.1), LOSS: ("final_loss", 0.25)}  # and the margin: a share, or in sd
+# and the margin: a share, or in sd
+METRICS = {
+    BEATS: ("beats_repeating", 0.1),
+    LOSS: ("final_loss", 0.25),
+}
 FEWEST = 5  # cells, whose ranks an interval needs
 COLUMNS = (
     "family",
@@ -56,17 +62,21 @@ COLUMNS = (
     "machine_reference",
 )
 HEADINGS = {
-    "one line, on a GPU": "The published code on a GPU, one line changed so that frames are overwritten",
+    "one line, on a GPU": (
+        "The published code on a GPU, one line changed so that frames are overwritten"
+    ),
     "one line, on a CPU": "The same on a CPU",
     "four cells": "Is it the device? Device and condition crossed, at half the size",
 }
 
 
-# --- the published network -------------------------------------------------------------------------------
+# --- the published network ------------------------------------------------------------------------
 
 
 class PlannedPair(NamedTuple):
-    """What is held against what, as planned; the films, or the comparisons, of a family are tested together."""
+    """What is held against what, as planned; the films, or the comparisons, of a family are
+    tested together.
+    """
 
     family: str
     condition: str
@@ -86,8 +96,8 @@ PLANNED = (
 def published_runs() -> pd.DataFrame:
     """The recorded runs of the authors' network in Chainer, as `gpulab.runs`, the walk first.
 
-    More columns: `film`; `condition`, the device and whether frames were copied or overwritten; `full`, whether at the
-    published size.
+    More columns: `film`; `condition`, the device and whether frames were copied or overwritten;
+    `full`, whether at the published size.
     """
     runs = described(gl.recorded_runs("published"))
     return runs.sort_values(["full", "film"], ascending=False, kind="stable", ignore_index=True)
@@ -96,41 +106,57 @@ def published_runs() -> pd.DataFrame:
 def described(frame: pd.DataFrame) -> pd.DataFrame:
     """Runs of `benchmarks/peers/published.py`, with the columns that `published_runs` has.
 
-    The published line, `reused`, fills one array for all frames: a CPU goes on using it, and a GPU gets copies. The
-    loader `shared` overwrites one array of the GPU's own.
+    The published line, `reused`, fills one array for all frames: a CPU goes on using it, and a GPU
+    gets copies. The loader `shared` overwrites one array of the GPU's own.
     """
     on_cpu = frame.device == "cpu"
     overwritten = (frame.loader == "shared") | (on_cpu & (frame.loader == "reused"))
-    condition = on_cpu.map({True: "CPU, ", False: "GPU, "}) + overwritten.map({True: OVERWRITTEN, False: COPIED})
+    condition = on_cpu.map({True: "CPU, ", False: "GPU, "}) + overwritten.map(
+        {True: OVERWRITTEN, False: COPIED}
+    )
     condition += (on_cpu | frame.round_trip.astype(bool)).map({True: "", False: ", no round trip"})
     film = frame.data.map(lambda name: Path(name).stem)
-    upright = frame["size"].str.split("x").str[::-1].str.join("x")  # the authors write the width first
-    frame = frame.assign(film=film, condition=condition, full=frame["size"] == FULL, frame_size=upright, scene_seed=0)
+    # the authors write the width first
+    upright = frame["size"].str.split("x").str[::-1].str.join("x")
+    frame = frame.assign(
+        film=film, condition=condition, full=frame["size"] == FULL, frame_size=upright, scene_seed=0
+    )
     return frame.drop(columns=["protocol", "options"], errors="ignore")
 
 
 def published_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Every planned comparison that the `published_runs` allow, corrected by Holm within each family and endpoint.
+    """Every planned comparison that the `published_runs` allow, corrected by Holm within each
+    family and endpoint.
 
-    A row for each comparison, film and endpoint: `decision` after the correction, `difference` (condition minus
-    reference) with its interval `low`, `high`; `ratio`, the median over seeds of the losses' ratio; `worse`, the seeds
-    whose loss is higher; `beat` and `beat_reference`, the seeds that beat repeating the last frame; `beat_blurred`,
-    those of the reference that beat it blurred, where that is harder.
+    A row for each comparison, film and endpoint: `decision` after the correction, `difference`
+    (condition minus reference) with its interval `low`, `high`; `ratio`, the median over seeds of
+    the losses' ratio; `worse`, the seeds whose loss is higher; `beat` and `beat_reference`, the
+    seeds that beat repeating the last frame; `beat_blurred`, those of the reference that beat it
+    blurred, where that is harder.
     """
     rows = []
     for comparison in PLANNED:
         for film, film_runs in frame[frame.full == comparison.full].groupby("film", sort=False):
             if {comparison.condition, comparison.reference} <= set(film_runs.condition):
-                rows += [_film_endpoint(film_runs, comparison, endpoint) | {"film": film} for endpoint in METRICS]
+                rows += [
+                    _film_endpoint(film_runs, comparison, endpoint) | {"film": film}
+                    for endpoint in METRICS
+                ]
     table = corrected(pd.DataFrame(rows), ["family", "endpoint"])
     return table.assign(p_equivalent=table.p_equivalent_holm)[[*COLUMNS]]
 
 
-def _film_endpoint(frame: pd.DataFrame, comparison: PlannedPair, endpoint: str) -> dict[str, object]:
+def _film_endpoint(
+    frame: pd.DataFrame, comparison: PlannedPair, endpoint: str
+) -> dict[str, object]:
     """One endpoint of one comparison on one film, on the seeds that both have."""
     both = frame[frame.condition.isin([comparison.condition, comparison.reference])]
-    both = both[both.groupby("seed").condition.transform("nunique") == 2].drop(columns=["setting", "loader"])
-    reference, changed = (both[both.condition == name] for name in (comparison.reference, comparison.condition))
+    both = both[both.groupby("seed").condition.transform("nunique") == 2].drop(
+        columns=["setting", "loader"]
+    )
+    reference, changed = (
+        both[both.condition == name] for name in (comparison.reference, comparison.condition)
+    )
     metric, margin = METRICS[endpoint]
     if endpoint == LOSS:  # as planned: of the sample itself
         margin *= float(reference.final_loss.std())
@@ -138,7 +164,9 @@ def _film_endpoint(frame: pd.DataFrame, comparison: PlannedPair, endpoint: str) 
     (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
     losses = both.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
     ratio = losses[comparison.condition] / losses[comparison.reference]
-    blurred = blurred_losses(reference).fillna(reference.film.map(recorded_table("blurred").set_index("film").loss))
+    blurred = blurred_losses(reference).fillna(
+        reference.film.map(recorded_table("blurred").set_index("film").loss)
+    )
     harder = blurred.lt(reference.repeat_loss).all()  # else to beat repeating is to beat that, too
     return {
         **level,
@@ -156,46 +184,64 @@ def _film_endpoint(frame: pd.DataFrame, comparison: PlannedPair, endpoint: str) 
 
 
 def condition_pairs(frame: pd.DataFrame) -> pd.DataFrame:
-    """The final losses of `published_runs` in pairs that differ in the condition alone, a column for each condition."""
+    """The final losses of `published_runs` in pairs that differ in the condition alone, a column
+    for each condition.
+    """
     frame = frame[~frame.condition.str.endswith("no round trip")]
-    frame = frame.assign(condition=frame.condition.str.partition(", ")[2], device=frame.condition.str[:3])
+    frame = frame.assign(
+        condition=frame.condition.str.partition(", ")[2], device=frame.condition.str[:3]
+    )
     index = ["film", "size", "device", "seed"]
     return frame.pivot(index=index, columns="condition", values="final_loss").dropna().reset_index()
 
 
 def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
-    """The `published_runs` on a GPU with the round trip to the CPU after each update, against the same without.
+    """The `published_runs` on a GPU with the round trip to the CPU after each update, against the
+    same without.
 
-    A row for each film and condition: `seeds` run both ways, their `windows`, and those whose loss has the `same_bits`.
+    A row for each film and condition: `seeds` run both ways, their `windows`, and those whose loss
+    has the `same_bits`.
     """
     runs = frame[(frame.device == "cuda") & frame.full].astype({"round_trip": bool})
     runs["condition"] = runs.condition.str.removesuffix(", no round trip")
     losses = gl.store.history(runs)[["id", "window", "loss"]]
     losses = losses.merge(runs[["id", "film", "condition", "seed", "round_trip"]], on="id")
-    both = losses.pivot(index=["film", "condition", "seed", "window"], columns="round_trip", values="loss").dropna()
+    both = losses.pivot(
+        index=["film", "condition", "seed", "window"], columns="round_trip", values="loss"
+    ).dropna()
     both = both.assign(same=both[True] == both[False]).reset_index()
-    counts = {"seeds": ("seed", "nunique"), "windows": ("same", "size"), "same_bits": ("same", "sum")}
+    counts = {
+        "seeds": ("seed", "nunique"),
+        "windows": ("same", "size"),
+        "same_bits": ("same", "sum"),
+    }
     return both.groupby(["film", "condition"], sort=False).agg(**counts).reset_index()
 
 
-# --- dose and response -----------------------------------------------------------------------------------
+# --- dose and response ----------------------------------------------------------------------------
 
 
 def dose_cells(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row for each cell of the study `dose`: how many `seeds`, their mean `bias`, and the geometric mean of how many
-    times as high the loss is with overwritten as with copied frames (`ratio`).
+    """A row for each cell of the study `dose`: how many `seeds`, their mean `bias`, and the
+    geometric mean of how many times as high the loss is with overwritten as with copied frames
+    (`ratio`).
     """
-    cells = frame.assign(ratio=np.log(frame.shared / frame.copied)).groupby(["machine", "setting", "window", "speed"])
-    table = cells.agg(seeds=("seed", "nunique"), bias=("bias", "mean"), ratio=("ratio", "mean")).reset_index()
+    cells = frame.assign(ratio=np.log(frame.shared / frame.copied)).groupby(
+        ["machine", "setting", "window", "speed"]
+    )
+    table = cells.agg(
+        seeds=("seed", "nunique"), bias=("bias", "mean"), ratio=("ratio", "mean")
+    ).reset_index()
     return table.assign(ratio=np.exp(table.ratio))
 
 
 def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float, float, float]:
     """Spearman's rank correlation of pairs, x and y of shape (n,), and its 95 % interval.
 
-    By Fisher's z with the variance (1 + ρ²/2) / (n − 3) of Bonett, Wright 2000, *Sample size requirements for
-    estimating Pearson, Kendall and Spearman correlations*. Where all ranks agree, the interval is that of ranks of
-    which two neighbours are exchanged: the formula's own would have no width.
+    By Fisher's z with the variance (1 + ρ²/2) / (n − 3) of Bonett, Wright 2000, *Sample size
+    requirements for estimating Pearson, Kendall and Spearman correlations*. Where all ranks agree,
+    the interval is that of ranks of which two neighbours are exchanged: the formula's own would
+    have no width.
     """
     from scipy.stats import norm, spearmanr
 
@@ -214,13 +260,14 @@ def dose_sentence(cells: pd.DataFrame) -> str:
     rho, low, high = rank_correlation(cells.bias, cells.ratio)
     trend = "rises" if low > 0 else "falls" if high < 0 else "may rise or fall"
     return (
-        f"{cells.machine.iloc[0]}: with {OVERWRITTEN} the loss is higher in {(cells.ratio > 1).sum()} of {len(cells)} "
-        f"cells of {cells.seeds.max()} seeds; where the gradient is further off, it {trend} (rank correlation "
-        f"{rho:+.2f}, 95 % interval {low:+.2f} to {high:+.2f})."
+        f"{cells.machine.iloc[0]}: with {OVERWRITTEN} the loss is higher in"
+        f" {(cells.ratio > 1).sum()} of {len(cells)} cells of {cells.seeds.max()} seeds; where the"
+        f" gradient is further off, it {trend} (rank correlation {rho:+.2f}, 95 % interval"
+        f" {low:+.2f} to {high:+.2f})."
     )
 
 
-# --- in words --------------------------------------------------------------------------------------------
+# --- in words -------------------------------------------------------------------------------------
 
 
 def published_page(
@@ -228,16 +275,22 @@ def published_page(
 ) -> CheckedSentences:
     """What was found, on one page: in short, and behind a fold how one knows.
 
-    From `published_runs` and their `published_table`; from the `learning_table` of our port, and from that of the runs
-    that are ten times as long.
+    From `published_runs` and their `published_table`; from the `learning_table` of our port, and
+    from that of the runs that are ten times as long.
     """
-    sections: dict[str, Part] = {"In short": [*main_finding(published, table), *_port_sentences(port, longer)]}
+    sections: dict[str, Part] = {
+        "In short": [*main_finding(published, table), *_port_sentences(port, longer)]
+    }
     windows = recorded_windows().query("window == 0 and not of.str.endswith('trip')")
-    unlike = windows.gradient.str.contains(OVERWRITTEN) != windows.compared_with.str.contains(OVERWRITTEN)
+    unlike = windows.gradient.str.contains(OVERWRITTEN) != windows.compared_with.str.contains(
+        OVERWRITTEN
+    )
     sections["In the first gradient"] = (
-        f"A CPU and a GPU agree to {windows[~unlike].gradient_difference.max():.4%} where the condition is the same. "
-        f"Between the conditions it differs by {windows[unlike].gradient_difference.max():.1%}, on either device; of "
-        f"the losses {windows[unlike].same_losses.sum()} of {windows[unlike].losses.sum()} have the same bits."
+        f"A CPU and a GPU agree to {windows[~unlike].gradient_difference.max():.4%} where the"
+        " condition is the same. Between the conditions it differs by"
+        f" {windows[unlike].gradient_difference.max():.1%}, on either device; of the losses"
+        f" {windows[unlike].same_losses.sum()} of {windows[unlike].losses.sum()} have the same"
+        " bits."
     )
     for family, rows in table.groupby("family", sort=False):
         pairs = rows.groupby(["condition", "reference"], sort=False)
@@ -245,42 +298,71 @@ def published_page(
     sections["Our own port to PyTorch, which keeps the one array"] = port
     share, loss = (longer.set_index("metric").loc[metric] for metric in (BEAT, ALL))
     sections["Does longer training close the gap? Our own port, ten times as long"] = (
-        f"After 50,000 frames the mean loss with {OVERWRITTEN} is {1 + loss.relative:.2f} times as high, and higher "
-        f"for {loss.worse} of {loss.seeds} seeds ({loss.decision}). {share.beat - share.beat_reference} instead of "
-        f"{share.beat_reference} of {share.seeds} beat repeating the last frame."
+        f"After 50,000 frames the mean loss with {OVERWRITTEN} is {1 + loss.relative:.2f} times as"
+        f" high, and higher for {loss.worse} of {loss.seeds} seeds ({loss.decision})."
+        f" {share.beat - share.beat_reference} instead of {share.beat_reference} of {share.seeds}"
+        " beat repeating the last frame."
     )
     cells = dose_cells(gl.recorded_runs("dose"))
-    sections["Dose and response, in our own port"] = [dose_sentence(rows) for _, rows in cells.groupby("machine")]
+    sections["Dose and response, in our own port"] = [
+        dose_sentence(rows) for _, rows in cells.groupby("machine")
+    ]
     trips = round_trips(published)
-    sections["Is it another step? On a GPU the loop takes the network to the CPU and back at each update"] = (
-        f"With and without that, the loss has the same bits in {trips.same_bits.sum():,} of {trips.windows.sum():,} "
-        f"windows ({trips.seeds.sum()} pairs of runs)."
+    sections[
+        "Is it another step? On a GPU the loop takes the network to the CPU and back at each update"
+    ] = (
+        f"With and without that, the loss has the same bits in {trips.same_bits.sum():,} of"
+        f" {trips.windows.sum():,} windows ({trips.seeds.sum()} pairs of runs)."
     )
-    shown = ["film", "size", "condition", "reference", "endpoint", "seeds", "worse", "ratio", "p_holm", "decision"]
+    shown = [
+        "film",
+        "size",
+        "condition",
+        "reference",
+        "endpoint",
+        "seeds",
+        "worse",
+        "ratio",
+        "p_holm",
+        "decision",
+    ]
     numbers = [
-        "The published code. Where all of n seeds are worse, p of the loss is the smallest that there is, before the "
-        "correction: 2 / 2ⁿ for up to 16 seeds, and 0.0001 for more, because 9,999 sign flips are drawn.",
+        (
+            "The published code. Where all of n seeds are worse, p of the loss is the smallest that"
+            " there is, before the correction: 2 / 2ⁿ for up to 16 seeds, and 0.0001 for more,"
+            " because 9,999 sign flips are drawn."
+        ),
         *table[shown].to_string(index=False, float_format="{:.3g}".format).splitlines(),
     ]
     return finding(sections, numbers, folded=set(sections) - {"In short"})
 
 
 def main_finding(published: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """What the authors' code shows of the condition, and what of the device, in a sentence or two each."""
+    """What the authors' code shows of the condition, and what of the device, in a sentence or
+    two each.
+    """
     losses = table[table.endpoint == LOSS]
     same_device = losses.condition.str[:3] == losses.reference.str[:3]
     pairs, devices = condition_pairs(published), losses[~same_device]
-    decided = "; ".join(f"{row.condition.partition(', ')[2]}: {row.decision}" for row in devices.itertuples())
+    decided = "; ".join(
+        f"{row.condition.partition(', ')[2]}: {row.decision}" for row in devices.itertuples()
+    )
     sentences = [
-        f"In the authors' code the loss ends higher with {OVERWRITTEN} than with {COPIED} in "
-        f"{(pairs[OVERWRITTEN] > pairs[COPIED]).sum()} of {len(pairs)} pairs of runs that differ in nothing else. For "
-        f"{losses[same_device].seeds.sum()} of these pairs a test was planned before the runs.",
-        f"Where only the device differs, the CPU's loss ends higher in {_pairs(devices)} ({decided}).",
+        (
+            f"In the authors' code the loss ends higher with {OVERWRITTEN} than with {COPIED} in"
+            f" {(pairs[OVERWRITTEN] > pairs[COPIED]).sum()} of {len(pairs)} pairs of runs that"
+            f" differ in nothing else. For {losses[same_device].seeds.sum()} of these pairs a test"
+            " was planned before the runs."
+        ),
+        (
+            f"Where only the device differs, the CPU's loss ends higher in {_pairs(devices)}"
+            f" ({decided})."
+        ),
     ]
     if not (losses["size"].eq(FULL) & losses.condition.str.startswith("CPU")).any():
         sentences.append(
-            "At the published size the authors' code was trained on a GPU alone, where one array of the GPU's memory "
-            "imitates what happens on a CPU."
+            "At the published size the authors' code was trained on a GPU alone, where one array of"
+            " the GPU's memory imitates what happens on a CPU."
         )
     return sentences
 
@@ -290,13 +372,18 @@ def _port_sentences(port: pd.DataFrame, longer: pd.DataFrame) -> list[str]:
     ended = f"with {OVERWRITTEN} the loss ends higher in"
     sentences = [f"Our port after 50,000 frames: {ended} {_pairs(longer[longer.metric == ALL])}."]
     # Where all bits are the same, the device copied: the condition does not differ.
-    prednet_rows = port[(port.experiment == "prednet") & (port.metric == ALL) & (port.same_bits < port.seeds)]
+    prednet_rows = port[
+        (port.experiment == "prednet") & (port.metric == ALL) & (port.same_bits < port.seeds)
+    ]
     for profile, rows in prednet_rows.groupby("profile", sort=False):
         decided = [
             f"{decision} at speed {listed(f'{speed:g}' for speed in decision_rows.speed)}"
             for decision, decision_rows in rows.groupby("decision", sort=False)
         ]
-        sentences.append(f"Our port after fewer, {SIZES[profile]}: {ended} {_pairs(rows)} ({', '.join(decided)}).")
+        sentences.append(
+            f"Our port after fewer, {SIZES[profile]}: {ended} {_pairs(rows)}"
+            f" ({', '.join(decided)})."
+        )
     return sentences
 
 
@@ -309,12 +396,22 @@ def _over_films(rows: pd.DataFrame) -> str:
     loss, share = (rows[rows.endpoint == endpoint] for endpoint in (LOSS, BEATS))
     seeds = loss.seeds.sum()
     films = f" on {len(loss)} films" if len(loss) > 1 else ""
-    high, low = (name.replace(", ", " with ") for name in (loss.condition.iloc[0], loss.reference.iloc[0]))
+    high, low = (
+        name.replace(", ", " with ") for name in (loss.condition.iloc[0], loss.reference.iloc[0])
+    )
     harder = share[share.beat_blurred.notna() & (share.beat_reference > 0)]
-    blurred = [f"{row.beat_blurred:.0f} of {row.beat_reference} ({row.film})" for row in harder.itertuples()]
+    blurred = [
+        f"{row.beat_blurred:.0f} of {row.beat_reference} ({row.film})"
+        for row in harder.itertuples()
+    ]
     return (
-        f"{high}: the loss is {span(loss.ratio, '.2f')} times that of a {low}, higher for {loss.worse.sum()} of "
-        f"{seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); {share.beat.sum()} of {seeds} beat repeating "
-        f"the last frame, against {share.beat_reference.sum()} of the others"
-        + (f"; of those, {listed(blurred)} also beat the last frame blurred, a harder test there." if blurred else ".")
+        f"{high}: the loss is {span(loss.ratio, '.2f')} times that of a {low}, higher for"
+        f" {loss.worse.sum()} of {seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))});"
+        f" {share.beat.sum()} of {seeds} beat repeating the last frame, against"
+        f" {share.beat_reference.sum()} of the others"
+        + (
+            f"; of those, {listed(blurred)} also beat the last frame blurred, a harder test there."
+            if blurred
+            else "."
+        )
     )

@@ -7,26 +7,38 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-WORLDS, STEPS, UPDATES, LAST = 8, 200, 60, 10  # at a time, before an update, in all, that are counted at the end
+# at a time, before an update, in all, that are counted at the end
+WORLDS, STEPS, UPDATES, LAST = (
+    8,
+    200,
+    60,
+    10,
+)
 
 
 def cartpole(seed: int, keep: str = "as_tensor") -> dict[str, float]:
-    """REINFORCE on eight CartPoles, whose observations are kept until the update: how long a pole stays up at the end.
+    """REINFORCE on eight CartPoles, whose observations are kept until the update: how long a pole
+    stays up at the end.
 
-    Gymnasium's vector of environments hands over one array (`copy=False`), and writes the next observation into it.
+    Gymnasium's vector of environments hands over one array (`copy=False`), and writes the next
+    observation into it.
 
     Args:
         seed: Of the policy's weights, of what it draws, and of the environments.
         keep: The function of torch that makes a tensor of an observation, `as_tensor` or `tensor`.
 
     References:
-        Williams 1992, *Simple statistical gradient-following algorithms for connectionist reinforcement learning*.
-        Barto, Sutton, Anderson 1983, *Neuronlike adaptive elements that can solve difficult learning control problems*.
+        Williams 1992, *Simple statistical gradient-following algorithms for connectionist
+            reinforcement learning*.
+        Barto, Sutton, Anderson 1983, *Neuronlike adaptive elements that can solve difficult
+            learning control problems*.
     """
     import gymnasium
 
     options = {"copy": False, "autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
-    worlds = gymnasium.make_vec("CartPole-v1", WORLDS, vectorization_mode="sync", vector_kwargs=options)
+    worlds = gymnasium.make_vec(
+        "CartPole-v1", WORLDS, vectorization_mode="sync", vector_kwargs=options
+    )
     torch.manual_seed(seed)
     policy = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.Adam(policy.parameters(), 0.01)
@@ -52,7 +64,9 @@ def cartpole(seed: int, keep: str = "as_tensor") -> dict[str, float]:
 
 
 def _returns(ended: np.ndarray) -> Tensor:
-    """What follows each step, a point a step, discounted by 0.99 until the pole falls; shape (steps, worlds)."""
+    """What follows each step, a point a step, discounted by 0.99 until the pole falls; shape
+    (steps, worlds).
+    """
     returns, following = np.zeros(ended.shape, np.float32), np.zeros(ended.shape[1])
     for step in reversed(range(len(ended))):
         following = 1 + 0.99 * following * ~ended[step]

@@ -9,9 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK, LANES = 256, 4  # threads of a block in torch's kernels that draw; numbers that a thread draws at a time
-# How many threads a GPU runs, each with a random sequence of its own: multiprocessors, times the most that each can
-# run. A tensor with more numbers goes round, and from the second round on another GPU's other thread fills a place.
+# threads of a block in torch's kernels that draw; numbers that a thread draws at a time
+BLOCK, LANES = (
+    256,
+    4,
+)
+# How many threads a GPU runs, each with a random sequence of its own: multiprocessors, times the
+# most that each can run. A tensor with more numbers goes round, and from the second round on
+# another GPU's other thread fills a place.
 THREADS = {
     "T4": 40 * 1024,
     "V100": 80 * 2048,
@@ -22,11 +27,12 @@ THREADS = {
 
 
 def cuda_uniform(seed: int, shape: Sequence[int], card: str) -> Tensor:
-    """The numbers of `torch.manual_seed(seed); torch.rand(shape, device="cuda")` on a GPU, computed on a CPU.
+    """The numbers of `torch.manual_seed(seed); torch.rand(shape, device="cuda")` on a GPU, computed
+    on a CPU.
 
-    `card` is one of the models of GPU in `THREADS`. This follows torch's kernel thread by
-    thread (ATen/native/cuda/DistributionTemplates.h, torch 2.15), of at most 2^29 numbers. A thread draws four numbers
-    at a time, and cuRAND makes a float32 in (0, 1] of 32 random bits.
+    `card` is one of the models of GPU in `THREADS`. This follows torch's kernel thread by thread
+    (ATen/native/cuda/DistributionTemplates.h, torch 2.15), of at most 2^29 numbers. A thread draws
+    four numbers at a time, and cuRAND makes a float32 in (0, 1] of 32 random bits.
 
     >>> t4, h100 = cuda_uniform(0, (60_000,), "T4"), cuda_uniform(0, (60_000,), "H100")
     >>> bool((t4[:40_960] == h100[:40_960]).all()), bool((t4 == h100).all())
@@ -35,16 +41,20 @@ def cuda_uniform(seed: int, shape: Sequence[int], card: str) -> Tensor:
     count = math.prod(shape)
     threads = min(THREADS[card], math.ceil(count / BLOCK) * BLOCK)
     turns = np.arange(math.ceil(count / (LANES * threads)))[:, None]
-    words = np.stack(philox((turns, 0, np.arange(threads), 0), (seed & 0xFFFFFFFF, seed >> 32)), axis=1)
+    words = np.stack(
+        philox((turns, 0, np.arange(threads), 0), (seed & 0xFFFFFFFF, seed >> 32)), axis=1
+    )
     drawn = words.reshape(-1)[:count].astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
     drawn[drawn == 1] = 0  # torch turns (0, 1] into [0, 1)
     return torch.from_numpy(drawn).reshape(tuple(shape))
 
 
 def philox(counter: Sequence[np.ndarray | int], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox 4×32-10: four uint32 arrays of random bits for four counters that broadcast, and a seed's two halves.
+    """Philox 4×32-10: four uint32 arrays of random bits for four counters that broadcast, and a
+    seed's two halves.
 
-    NumPy has Philox 4×64 alone. Source: Salmon, Moraes, Dror, Shaw 2011, *Parallel random numbers: as easy as 1, 2, 3*.
+    NumPy has Philox 4×64 alone. Source: Salmon, Moraes, Dror, Shaw 2011, *Parallel random numbers:
+    as easy as 1, 2, 3*.
     """
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     a, b, c, d = np.broadcast_arrays(*(np.asarray(number, dtype=np.uint64) for number in counter))
@@ -52,5 +62,10 @@ def philox(counter: Sequence[np.ndarray | int], key: tuple[int, int]) -> list[np
         first_key = np.uint64((key[0] + turn * 0x9E3779B9) % (1 << 32))
         second_key = np.uint64((key[1] + turn * 0xBB67AE85) % (1 << 32))
         of_a, of_c = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b, c, d = (of_c >> half) ^ b ^ first_key, of_c & low, (of_a >> half) ^ d ^ second_key, of_a & low
+        a, b, c, d = (
+            (of_c >> half) ^ b ^ first_key,
+            of_c & low,
+            (of_a >> half) ^ d ^ second_key,
+            of_a & low,
+        )
     return [word.astype(np.uint32) for word in (a, b, c, d)]

@@ -1,4 +1,6 @@
-"""Pages without code, each a widget of the companion in a kernel of its own, served by Voilà on this machine alone."""
+"""Pages without code, each a widget of the companion in a kernel of its own, served by Voilà on
+this machine alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its title, what of `companion` it shows, two sentences, and the notebook that explains it."""
+    """A page: its title, what of `companion` it shows, two sentences, and the notebook that
+    explains it.
+    """
 
     title: str
     call: str
@@ -31,19 +35,26 @@ class Page:
 
     def source(self) -> nbformat.NotebookNode:
         """The page as Voilà wants it: a notebook of a text and one cell."""
-        text = f"# {self.title}\n\n{self.move} {self.see}\n\nThe notebook `{self.notebook}` explains it."
+        text = (
+            f"# {self.title}\n\n{self.move} {self.see}\n\nThe notebook `{self.notebook}`"
+            " explains it."
+        )
         code = f"import companion\n\ncompanion.{self.call}()"
         cells = [nbformat.v4.new_markdown_cell(text), nbformat.v4.new_code_cell(code)]
         kernel = {"name": KERNEL, "display_name": "Python 3", "language": "python"}
-        return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel, "title": self.title})
+        return nbformat.v4.new_notebook(
+            cells=cells, metadata={"kernelspec": kernel, "title": self.title}
+        )
 
 
 PAGES = {
     "buffer": Page(
         "The buffer that is written over",
         "buffer_explorer",
-        "Type numbers: each is a frame, written into one buffer over the one before. Then tick *copy each frame*.",
-        "Each loss is right, because it is computed while its frame is there. Watch which frame the gradient finds.",
+        "Type numbers: each is a frame, written into one buffer over the one before. Then tick"
+        " *copy each frame*.",
+        "Each loss is right, because it is computed while its frame is there. Watch which frame the"
+        " gradient finds.",
         "05_the_anomaly",
     ),
     "bits": Page(
@@ -56,15 +67,19 @@ PAGES = {
     "saddle": Page(
         "A ball on a saddle",
         "saddle_explorer",
-        "Choose an optimiser and an arithmetic, press play to let the ball roll, and turn the saddle.",
-        "The surface is the whole loss of a network of two weights; where every step is rounded away, the ball stays.",
+        "Choose an optimiser and an arithmetic, press play to let the ball roll, and turn the"
+        " saddle.",
+        "The surface is the whole loss of a network of two weights; where every step is rounded"
+        " away, the ball stays.",
         "06_saddle_points",
     ),
     "seeds": Page(
         "The verdict, seed by seed",
         "seeds_explorer",
-        "Press play: recorded runs come in one seed at a time, in the order you choose, with a verdict each time.",
-        "An interval without zero shows a difference; see which differences are still there when all seeds are in.",
+        "Press play: recorded runs come in one seed at a time, in the order you choose, with a"
+        " verdict each time.",
+        "An interval without zero shows a difference; see which differences are still there when"
+        " all seeds are in.",
         "10_verdict",
     ),
 }

@@ -34,13 +34,18 @@ from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store.tables import recorded_runs
 from gpulab.wording import metric_label, optimizer_words
 
-FORMATS = {"float64": "cpu:precision=float64", "float32": "cpu", "bfloat16": "cpu:precision=bfloat16"}
+FORMATS = {
+    "float64": "cpu:precision=float64",
+    "float32": "cpu",
+    "bfloat16": "cpu:precision=bfloat16",
+}
 PUSHES = [("none", 0.0), ("1e-6", 1e-6), ("0.001", 1e-3), ("0.1", 0.1)]
 STEPS = 200
 ROLLED = 5  # steps at a time
 FILL_SECONDS = 0.2  # in which verdicts of fewer seeds than are in are made, too
 GPU = "cuda:tf32=off,deterministic=on"
-# Recorded runs with two levels of one factor: a query, the factor, and its levels, the reference first.
+# Recorded runs with two levels of one factor: a query, the factor, and its levels, the reference
+# first.
 COMPARISONS = {
     "Autoencoder: CPU and GPU": (
         "experiment == 'autoencoder' and profile == 'quick' and loader == 'copied'",
@@ -58,7 +63,10 @@ COMPARISONS = {
         ("copied", "imitated"),
     ),
 }
-ALONE = "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed for."
+ALONE = (
+    "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed"
+    " for."
+)
 DECIDED = dict(zip(DECISIONS, ("#CC3311", "#CC7711", FAINT, "#117733"), strict=True))
 
 
@@ -68,14 +76,17 @@ def _row(*widgets: ipywidgets.Widget) -> ipywidgets.HBox:
 
 def _player(slider: ipywidgets.IntSlider, step: int = 1, interval: int = 250) -> ipywidgets.Play:
     """What moves a slider by itself."""
-    play = ipywidgets.Play(min=slider.min, max=slider.max, step=step, interval=interval, show_repeat=False)
+    play = ipywidgets.Play(
+        min=slider.min, max=slider.max, step=step, interval=interval, show_repeat=False
+    )
     ipywidgets.jslink((play, "value"), (slider, "value"))
     ipywidgets.jslink((slider, "max"), (play, "max"))
     return play
 
 
 class BufferExplorer(ipywidgets.VBox):
-    """Numbers that are written into one buffer, a frame each, and which of them the gradient finds there.
+    """Numbers that are written into one buffer, a frame each, and which of them the gradient finds
+    there.
 
     >>> explorer = BufferExplorer()
     >>> explorer.seen()["the gradient finds"].tolist()
@@ -95,7 +106,8 @@ class BufferExplorer(ipywidgets.VBox):
         self._show()
 
     def seen(self) -> pd.DataFrame:
-        """A row for each frame: its loss when it came, (w − frame)² with w = 0, and the frame that the gradient finds.
+        """A row for each frame: its loss when it came, (w − frame)² with w = 0, and the frame that
+        the gradient finds.
 
         The gradient of that loss is −2 × frame.
         """
@@ -107,7 +119,9 @@ class BufferExplorer(ipywidgets.VBox):
             losses.append(nn.functional.mse_loss(weight, frame))
         found = [-torch.autograd.grad(loss, weight)[0].item() / 2 for loss in losses]
         values = [loss.item() for loss in losses]
-        return pd.DataFrame({"frame": frames, "loss when it came": values, "the gradient finds": found})
+        return pd.DataFrame(
+            {"frame": frames, "loss when it came": values, "the gradient finds": found}
+        )
 
     def _show(self, _: object = None) -> None:
         try:
@@ -117,7 +131,9 @@ class BufferExplorer(ipywidgets.VBox):
 
 
 class _TwoWeights(nn.Module):
-    """One unit whose two weights lead in and out: a principal component, whose whole loss can be drawn."""
+    """One unit whose two weights lead in and out: a principal component, whose whole loss can be
+    drawn.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -128,20 +144,27 @@ class _TwoWeights(nn.Module):
 
 
 def small_saddle() -> CriticalPoint:
-    """A saddle of a network of two weights, which holds the smaller of two principal components of second moments 4, 1.
+    """A saddle of a network of two weights, which holds the smaller of two principal components of
+    second moments 4, 1.
 
     The larger one is at an angle of 0.7, for at others the weights would round otherwise.
     """
     cosine, sine = math.cos(0.7), math.sin(0.7)
     large, small = torch.tensor([[cosine, sine], [-sine, cosine]], dtype=torch.float64)
     data = math.sqrt(2) * torch.stack([2 * large, small])
-    return find_critical_point(_TwoWeights(small), nn.functional.mse_loss, (data, data), progress=False)
+    return find_critical_point(
+        _TwoWeights(small), nn.functional.mse_loss, (data, data), progress=False
+    )
 
 
-def trajectory(saddle: CriticalPoint, setting: str, optimizer: str, rate: float, push: float) -> pd.DataFrame:
-    """An optimiser's way from a saddle, in the plane of its least and its greatest curvature; a row for each step.
+def trajectory(
+    saddle: CriticalPoint, setting: str, optimizer: str, rate: float, push: float
+) -> pd.DataFrame:
+    """An optimiser's way from a saddle, in the plane of its least and its greatest curvature; a row
+    for each step.
 
-    Columns are the signed distances `along` and `across`, and the `loss`. It ends where they become infinite or NaN.
+    Columns are the signed distances `along` and `across`, and the `loss`. It ends where they become
+    infinite or NaN.
     """
     rows: list[list[float]] = []
     with Setting.parse(setting).apply() as parsed:
@@ -158,7 +181,8 @@ def trajectory(saddle: CriticalPoint, setting: str, optimizer: str, rate: float,
 
 
 class SaddleExplorer(Explorer):
-    """A ball that an optimiser rolls down from a saddle, in an arithmetic, on a surface that can be turned.
+    """A ball that an optimiser rolls down from a saddle, in an arithmetic, on a surface that can be
+    turned.
 
     >>> explorer = SaddleExplorer()
     >>> explorer.step.value = 200
@@ -170,8 +194,12 @@ class SaddleExplorer(Explorer):
         self.saddle = small_saddle()
         self.surface = surface(self.saddle, extent=1.4, places=20)
         optimizer_options = [(optimizer_words(name), name) for name in OPTIMIZERS]
-        self.optimizer = ipywidgets.Dropdown(options=optimizer_options, value="adam", description="optimiser")
-        self.format = ipywidgets.Dropdown(options=[*FORMATS], value="float32", description="arithmetic")
+        self.optimizer = ipywidgets.Dropdown(
+            options=optimizer_options, value="adam", description="optimiser"
+        )
+        self.format = ipywidgets.Dropdown(
+            options=[*FORMATS], value="float32", description="arithmetic"
+        )
         self.rate = ipywidgets.Dropdown(options=[0.01, 0.03, 0.1], value=0.01, description="rate")
         self.push = ipywidgets.Dropdown(options=PUSHES, description="push")
         self.step = ipywidgets.IntSlider(0, min=0, max=STEPS, description="step")
@@ -180,7 +208,12 @@ class SaddleExplorer(Explorer):
         self.image = ipywidgets.HTML()
         controls = _row(self.optimizer, self.format, self.rate, self.push)
         super().__init__(
-            [controls, _row(_player(self.step, ROLLED), self.step), _row(self.turn, self.tilt), self.image]
+            [
+                controls,
+                _row(_player(self.step, ROLLED), self.step),
+                _row(self.turn, self.tilt),
+                self.image,
+            ]
         )
         for control in (self.optimizer, self.format, self.rate, self.push):
             control.observe(self._roll, "value")
@@ -192,7 +225,9 @@ class SaddleExplorer(Explorer):
         """The ball where the sliders say."""
         push = f"a push of {self.push.label}" if self.push.value else "no push"
         title = f"{self.optimizer.label}, {self.format.value}, rate {self.rate.value}, {push}"
-        return saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, title)
+        return saddle_path(
+            self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, title
+        )
 
     def _roll(self, _: object = None) -> None:
         setting, optimizer = FORMATS[self.format.value], self.optimizer.value
@@ -218,7 +253,9 @@ class SeedsExplorer(Explorer):
         self.seeds = ipywidgets.IntSlider(2, min=2, max=2, description="seeds")
         self.image, self.said = ipywidgets.HTML(), ipywidgets.HTML()
         controls = _row(self.which, self.order)
-        super().__init__([controls, _row(_player(self.seeds, interval=500), self.seeds), self.image, self.said])
+        super().__init__(
+            [controls, _row(_player(self.seeds, interval=500), self.seeds), self.image, self.said]
+        )
         self.which.observe(self._restart, "value")
         self.order.observe(self._restart, "value")
         self.seeds.observe(self._show, "value")
@@ -227,7 +264,11 @@ class SeedsExplorer(Explorer):
     def picture(self) -> Picture:
         """The verdicts so far."""
         return seed_by_seed(
-            {count: partial_verdict for count, partial_verdict in self.verdicts.items() if count <= self.seeds.value}
+            {
+                count: partial_verdict
+                for count, partial_verdict in self.verdicts.items()
+                if count <= self.seeds.value
+            }
         )
 
     def _restart(self, _: object = None) -> None:
@@ -236,7 +277,11 @@ class SeedsExplorer(Explorer):
         runs = self.runs.query(f"rerun == 0 and {query}")
         self.chosen, self.reference = runs[runs[self.factor].isin(levels)], levels[0]
         seeds = np.sort(self.chosen.seed.unique())
-        self.in_order = np.random.default_rng(self.order.value).permutation(seeds) if self.order.value else seeds
+        self.in_order = (
+            np.random.default_rng(self.order.value).permutation(seeds)
+            if self.order.value
+            else seeds
+        )
         self.verdicts: dict[int, Verdict] = {}
         self.seeds.max = len(seeds)
         if self.seeds.value > 2:
@@ -245,38 +290,56 @@ class SeedsExplorer(Explorer):
             self._show()
 
     def _show(self, _: object = None) -> None:
-        """Say the verdict on the seeds that are in, and draw it, with those of fewer seeds as far as there is time."""
+        """Say the verdict on the seeds that are in, and draw it, with those of fewer seeds as
+        far as there is time.
+        """
         count, deadline = self.seeds.value, time.monotonic() + FILL_SECONDS
         for fewer in range(count, 1, -1):
             if fewer not in self.verdicts and (fewer == count or time.monotonic() < deadline):
                 runs = self.chosen[self.chosen.seed.isin(self.in_order[:fewer])]
                 self.verdicts[fewer] = verdict(runs, factor=self.factor, reference=self.reference)
         judged = self.verdicts[count]
-        self.said.value = Markup("<p>{} {}</p><details><summary>The statistics</summary>{}</details>").format(
-            " ".join(in_words(judged)), ALONE, paragraphs(str(judged).splitlines())
-        )
+        self.said.value = Markup(
+            "<p>{} {}</p><details><summary>The statistics</summary>{}</details>"
+        ).format(" ".join(in_words(judged)), ALONE, paragraphs(str(judged).splitlines()))
         self.draw()
 
 
-# --- their figures ---------------------------------------------------------------------------------------
+# --- their figures --------------------------------------------------------------------------------
 
 
 @theme.with_theme
 def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
-    """The difference and its interval as seeds come in, by how many are in, coloured by the decision."""
+    """The difference and its interval as seeds come in, by how many are in, coloured by the
+    decision.
+    """
     counts = sorted(verdicts)
     rows = pd.concat([verdicts[count].table for count in counts]).assign(count=counts)
     figure, (axes,) = theme.canvas()
     margin = f"margin, ±{rows.margin.iloc[-1]:.2g}"
-    axes.fill_between(counts, -rows.margin, rows.margin, color=FAINT, alpha=0.18, lw=0, step="mid", label=margin)
+    axes.fill_between(
+        counts, -rows.margin, rows.margin, color=FAINT, alpha=0.18, lw=0, step="mid", label=margin
+    )
     axes.axhline(0, color=INK, lw=0.8, zorder=1)
     for decision, decision_rows in rows.groupby("decision"):
         axes.vlines(
-            decision_rows["count"], decision_rows.low, decision_rows.high, color=DECIDED[decision], lw=2.2, zorder=2
+            decision_rows["count"],
+            decision_rows.low,
+            decision_rows.high,
+            color=DECIDED[decision],
+            lw=2.2,
+            zorder=2,
         )
-        look: Look = {"ls": "", "marker": "o", "ms": 5, "color": DECIDED[decision], "label": decision}
+        look: Look = {
+            "ls": "",
+            "marker": "o",
+            "ms": 5,
+            "color": DECIDED[decision],
+            "label": decision,
+        }
         axes.plot(decision_rows["count"], decision_rows.difference, zorder=3, **look)
-    reach = 1.2 * np.nanmax(rows[["low", "high", "difference"]].abs())  # of the margin what there is room for
+    # of the margin what there is room for
+    reach = 1.2 * np.nanmax(rows[["low", "high", "difference"]].abs())
     axes.set(xlim=(0.5, max(counts[-1], 10) + 0.5), ylim=(-reach, reach) if reach > 0 else None)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     latest = verdicts[counts[-1]]
@@ -287,21 +350,39 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
     return theme.finish_figure(figure, headline, alt, columns=3)
 
 
-def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, title: str) -> Picture:
-    """The way of a ball up to a step on the loss around a saddle, seen from `turn` and `tilt` degrees."""
+def saddle_path(
+    surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, title: str
+) -> Picture:
+    """The way of a ball up to a step on the loss around a saddle, seen from `turn` and `tilt`
+    degrees.
+    """
     path_so_far = path[: step + 1]
     ball, top = path_so_far.iloc[-1], 1.8 * surface.loss
-    low = surface.losses[:, len(surface.along) // 2] <= 1.3 * surface.loss  # what rises further would hide the rest
+    # what rises further would hide the rest
+    low = surface.losses[:, len(surface.along) // 2] <= 1.3 * surface.loss
     figure = Figure(figsize=(7.2, 4.8))
     # Matplotlib has no types for its axes in three dimensions.
     axes: Any = figure.add_axes((0.02, 0.02, 0.94, 0.9), projection="3d", computed_zorder=False)
     height = np.minimum(surface.losses[low], top)
     x, y = np.meshgrid(surface.along, surface.across[low])
     axes.plot_surface(x, y, height, cmap="cividis", rcount=40, ccount=40, lw=0, alpha=0.9, zorder=1)
-    axes.plot(path_so_far.along, path_so_far.across, path_so_far.loss, color="white", lw=3, zorder=2)
-    axes.plot(path_so_far.along, path_so_far.across, path_so_far.loss, color=ON_GPU, lw=1.6, zorder=3)
+    axes.plot(
+        path_so_far.along, path_so_far.across, path_so_far.loss, color="white", lw=3, zorder=2
+    )
+    axes.plot(
+        path_so_far.along, path_so_far.across, path_so_far.loss, color=ON_GPU, lw=1.6, zorder=3
+    )
     axes.plot([0], [0], [surface.loss], marker="+", ms=9, color=INK, zorder=4)
-    axes.plot([ball.along], [ball.across], [ball.loss], marker="o", ms=10, color=ON_GPU, markeredgecolor=INK, zorder=5)
+    axes.plot(
+        [ball.along],
+        [ball.across],
+        [ball.loss],
+        marker="o",
+        ms=10,
+        color=ON_GPU,
+        markeredgecolor=INK,
+        zorder=5,
+    )
     axes.view_init(elev=tilt, azim=turn)
     axes.set_box_aspect((2.2, 1.4, 1.0), zoom=0.95)
     axes.set(zlim=(0, top), xlim=surface.along[[0, -1]], ylim=(y.min(), y.max()))
@@ -309,10 +390,14 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     axes.set_ylabel("along the steepest way up", fontsize=8)
     axes.set_zlabel("loss", fontsize=8)
     axes.tick_params(labelsize=7)
-    ball_words = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
+    ball_words = (
+        f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
+    )
     # In one line the title would be wider than the figure.
     headline = f"{title}:\nafter {len(path_so_far) - 1} steps the ball is {ball_words}"
-    return theme.finish_figure(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")
+    return theme.finish_figure(
+        figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}."
+    )
 
 
 buffer_explorer, saddle_explorer, seeds_explorer = BufferExplorer, SaddleExplorer, SeedsExplorer

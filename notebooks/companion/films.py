@@ -1,8 +1,8 @@
 """Rendered films, and the losses that a network has to beat on them to have learned something.
 
-A network that learned hardly anything is no better than the best prediction without one of the colours. A network that
-learned motion predicts the next frame better than repeating the last one does; but the last frame blurred may do so,
-too, without any motion.
+A network that learned hardly anything is no better than the best prediction without one of the
+colours. A network that learned motion predicts the next frame better than repeating the last one
+does; but the last frame blurred may do so, too, without any motion.
 """
 
 from __future__ import annotations
@@ -22,8 +22,25 @@ from gpulab.store.recorded import recorded_table
 from gpulab.training.profiles import FINAL_LOSS_DIVISOR, protocol
 
 RENDERED = ("walk", "moving-digits")
-COLUMNS = ("data", "frames", "frame_size", "scene_seed", "speed")  # of a table of runs: the fields of a film
-BLUR_WIDTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)  # standard deviations, in 1/64 of a frame's width
+# of a table of runs: the fields of a film
+COLUMNS = (
+    "data",
+    "frames",
+    "frame_size",
+    "scene_seed",
+    "speed",
+)
+# standard deviations, in 1/64 of a frame's width
+BLUR_WIDTHS = (
+    0.25,
+    0.35,
+    0.5,
+    0.7,
+    1.0,
+    1.4,
+    2.0,
+    2.8,
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +67,9 @@ class Film:
     speed: float
 
     def repeat_loss(self) -> float:
-        """The loss of repeating the last frame, over the frames that a run's `final_loss` is the mean of."""
+        """The loss of repeating the last frame, over the frames that a run's `final_loss` is the
+        mean of.
+        """
         return losses_of(self).repeat
 
     def blurred_loss(self) -> float:
@@ -58,7 +77,9 @@ class Film:
         return losses_of(self).blurred
 
     def missing_colour_loss(self) -> float:
-        """The smallest loss that a network with one dead output channel can have on the held-out frames."""
+        """The smallest loss that a network with one dead output channel can have on the held-out
+        frames.
+        """
         return losses_of(self).missing_colour
 
 
@@ -73,7 +94,7 @@ def _film(data: str, frames: float, frame_size: str, scene_seed: float, speed: f
     return Film(data, int(frames), frame_size, int(scene_seed), float(speed))
 
 
-# --- losses ----------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 class RecordedLosses(NamedTuple):
@@ -92,14 +113,18 @@ class RenderedLosses:
 
     def __init__(self, film: Film) -> None:
         height, width = map(int, film.frame_size.split("x"))
-        frames = load(film.data, film.frames, (height, width), seed=film.scene_seed, speed=film.speed)
+        frames = load(
+            film.data, film.frames, (height, width), seed=film.scene_seed, speed=film.speed
+        )
         assert isinstance(frames, Sequence)
         self.frames = frames
 
     @functools.cached_property
     def repeat(self) -> float:
         """The loss of repeating the last frame."""
-        return float(np.mean([np.square(np.diff(frames, axis=0)).mean() for frames in self._last_windows()]))
+        return float(
+            np.mean([np.square(np.diff(frames, axis=0)).mean() for frames in self._last_windows()])
+        )
 
     @functools.cached_property
     def blurred(self) -> float:
@@ -114,7 +139,9 @@ class RenderedLosses:
         return self.frames.missing_colour_loss()
 
     def _last_windows(self) -> Iterator[np.ndarray]:
-        """The windows that a run's final loss is the mean of, in [0, 1], one by one: all at once take 250 MB."""
+        """The windows that a run's final loss is the mean of, in [0, 1], one by one: all at once
+        take 250 MB.
+        """
         length = protocol("prednet", "paper").window
         count = len(self.frames) // length
         last = max(1, count // FINAL_LOSS_DIVISOR)
@@ -124,7 +151,9 @@ class RenderedLosses:
 
 @functools.cache
 def losses_of(film: Film) -> RecordedLosses | RenderedLosses:
-    """The losses of a film: recorded for the films of recorded runs, which take long to render; otherwise computed."""
+    """The losses of a film: recorded for the films of recorded runs, which take long to render;
+    otherwise computed.
+    """
     return recorded_losses().get(film) or RenderedLosses(film)
 
 
@@ -138,7 +167,9 @@ def recorded_losses() -> dict[Film, RecordedLosses]:
 
 
 def best_blurred_loss(frames: np.ndarray, next_frames: np.ndarray) -> float:
-    """The mean squared error of frames (N, C, H, W) against those after them, blurred by the Gaussian that is best."""
+    """The mean squared error of frames (N, C, H, W) against those after them, blurred by the
+    Gaussian that is best.
+    """
     from scipy.ndimage import gaussian_filter
 
     widths = frames.shape[-1] / 64 * np.array(BLUR_WIDTHS)

@@ -16,16 +16,37 @@ from gpulab.stats.verdicts import Verdict
 from gpulab.wording import COPIED, LOADERS, OVERWRITTEN, condition_words, names, setting_words
 
 Part: TypeAlias = "Verdict | pd.DataFrame | str | list[str]"
-SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest size", "motion": "profile motion"}
+SIZES = {
+    "paper": "published size",
+    "quick": "quick size",
+    "smoke": "smallest size",
+    "motion": "profile motion",
+}
 SAME = "the same bits"
-METRIC_WORDS = {"final_loss": "loss", "heldout_loss": "held-out loss", "smallest": "steepest way down"}
+METRIC_WORDS = {
+    "final_loss": "loss",
+    "heldout_loss": "held-out loss",
+    "smallest": "steepest way down",
+}
 METRIC_WORDS |= {"index_fraction": "share of ways down", "time upright (steps)": "time upright"}
-NUMBERS = ["metric", "speed", "seeds", "worse", "difference", "margin", "p_holm", "decision"]  # of a `learning_table`
+# of a `learning_table`
+NUMBERS = [
+    "metric",
+    "speed",
+    "seeds",
+    "worse",
+    "difference",
+    "margin",
+    "p_holm",
+    "decision",
+]
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedSentences(Report):
-    """What was found, by heading: a sentence each. `print` says them; a notebook has the statistics behind a fold."""
+    """What was found, by heading: a sentence each. `print` says them; a notebook has the
+    statistics behind a fold.
+    """
 
     parts: Sequence[tuple[str, Part]]
     numbers: Sequence[str] = ()  # lines of statistics, beside those of verdicts and tables
@@ -38,7 +59,11 @@ class CheckedSentences(Report):
     def __str__(self) -> str:
         lines = []
         for heading, sentences in self.sentences():
-            sentence_lines = f" {sentences[0]}" if len(sentences) == 1 else "".join(f"\n  {line}" for line in sentences)
+            sentence_lines = (
+                f" {sentences[0]}"
+                if len(sentences) == 1
+                else "".join(f"\n  {line}" for line in sentences)
+            )
             lines.append(f"{heading}:{sentence_lines}")
         return "\n".join(lines)
 
@@ -46,14 +71,18 @@ class CheckedSentences(Report):
         """The sentences, and the statistics in an element that unfolds."""
         visible, hidden = Markup(), Markup()
         for heading, sentences in self.sentences():
-            paragraph = Markup("<p><b>{}.</b> {}</p>").format(heading, Markup("<br>").join(sentences))
+            paragraph = Markup("<p><b>{}.</b> {}</p>").format(
+                heading, Markup("<br>").join(sentences)
+            )
             if heading in self.folded:
                 hidden += paragraph
             else:
                 visible += paragraph
         fold = Markup("<details><summary>{}</summary>{}</details>")
         visible += fold.format("How one knows", hidden) if hidden else hidden
-        numbers = Markup('<pre style="white-space: pre-wrap">{}</pre>').format("\n".join(self.statistics()))
+        numbers = Markup('<pre style="white-space: pre-wrap">{}</pre>').format(
+            "\n".join(self.statistics())
+        )
         return visible + fold.format("The statistics", numbers) if self.statistics() else visible
 
     def statistics(self) -> list[str]:
@@ -70,23 +99,30 @@ class CheckedSentences(Report):
 
 
 def finding(
-    parts: Mapping[str, Part] | Iterable[tuple[str, Part]], numbers: Sequence[str] = (), folded: Container[str] = ()
+    parts: Mapping[str, Part] | Iterable[tuple[str, Part]],
+    numbers: Sequence[str] = (),
+    folded: Container[str] = (),
 ) -> CheckedSentences:
-    """A sentence for each of several results, under a heading of its own; `numbers` are lines behind the fold.
+    """A sentence for each of several results, under a heading of its own; `numbers` are lines
+    behind the fold.
 
     What stands under the headings `folded` is behind another one.
 
-    A part is a verdict, a table of `learning_table`, or a sentence or several, said as they are; an empty list of them
-    is left out.
+    A part is a verdict, a table of `learning_table`, or a sentence or several, said as they are; an
+    empty list of them is left out.
 
     >>> import gpulab as gl
     >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
-    >>> runs = pd.DataFrame({"setting": ["cpu"] * 6 + ["cuda"] * 6, "seed": [*range(6)] * 2, "final_loss": losses})
+    >>> runs = pd.DataFrame(
+    ...     {"setting": ["cpu"] * 6 + ["cuda"] * 6, "seed": [*range(6)] * 2, "final_loss": losses}
+    ... )
     >>> print(finding({"A card": gl.verdict(runs)}))
     A card: Under GPU the loss is 1.8 times as high as under CPU, and higher in 6 of 6 seeds.
     """
     pairs = parts.items() if isinstance(parts, Mapping) else parts
-    not_empty = [(heading, result) for heading, result in pairs if not isinstance(result, list) or result]
+    not_empty = [
+        (heading, result) for heading, result in pairs if not isinstance(result, list) or result
+    ]
     return CheckedSentences(not_empty, numbers, folded)
 
 
@@ -96,7 +132,9 @@ def in_words(result: Part) -> list[str]:
         levels = names_in_text([result.reference, *result.table[result.factor]], result.factor)
         return [" ".join(result.sentences(levels | METRIC_WORDS))]
     if isinstance(result, pd.DataFrame):
-        return [_family_words(*family_group) for family_group in result.groupby([*FAMILY], sort=False)]
+        return [
+            _family_words(*family_group) for family_group in result.groupby([*FAMILY], sort=False)
+        ]
     return [result] if isinstance(result, str) else result
 
 
@@ -110,7 +148,9 @@ def by_decision(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def names_in_text(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
-    """What each level of a factor is called within a sentence, which has commas of its own: `GPU (TF32)`."""
+    """What each level of a factor is called within a sentence, which has commas of its own: `GPU
+    (TF32)`.
+    """
     return {level: _bracketed(words) for level, words in names(levels, factor).items()}
 
 
@@ -134,23 +174,34 @@ def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     narrower = len(learned) and learned.margin.sum() < losses.margin.sum()
     none_matters = set(losses.decision) <= {"equivalent", "different but negligible"}
     if narrower and none_matters and (losses.same_bits < losses.seeds).any():
-        # Seeds that do not learn widen the margin of all, so what holds within the narrow one is said first.
+        # Seeds that do not learn widen the margin of all, so what holds within the narrow one is
+        # said first.
         wide = (
-            f"over all {span(losses.seeds)} seeds, differences below {_per_cent(losses.margin_relative)} count as none"
+            f"over all {span(losses.seeds)} seeds, differences below"
+            f" {_per_cent(losses.margin_relative)} count as none"
         )
-        clauses = [f"among the seeds that learned, {'; '.join(_loss_clauses(learned, reference_name))}", wide]
+        clauses = [
+            f"among the seeds that learned, {'; '.join(_loss_clauses(learned, reference_name))}",
+            wide,
+        ]
     different = shares[shares.decision == "different"]
     if len(different):
         beat, reference_beat = different.beat - different.beat_reference, different.beat_reference
         beat_words = f"of {span(different.seeds)} seeds beat repeating the last frame"
-        clauses.append(f"{listed(beat) if beat.any() else 'none'} {beat_words}, instead of {listed(reference_beat)}")
+        clauses.append(
+            f"{listed(beat) if beat.any() else 'none'} {beat_words}, instead of"
+            f" {listed(reference_beat)}"
+        )
     elif len(shares) and not shares.beat.any():
         clauses.append("no network has learned motion")
     condition = ""
     if LOADERS.get(loader) == OVERWRITTEN:
         copies = condition_words(loader, setting) == COPIED
         condition = ", the published line, which copies on a GPU" if copies else f", {OVERWRITTEN}"
-    subject = f"{network_words(experiment)}, {SIZES.get(size, size)}, {setting_in_text(setting)}{condition}"
+    subject = (
+        f"{network_words(experiment)}, {SIZES.get(size, size)},"
+        f" {setting_in_text(setting)}{condition}"
+    )
     return f"{subject}: {'; '.join(clauses)}."
 
 
@@ -168,13 +219,15 @@ def _loss_clauses(rows: pd.DataFrame, reference_name: str) -> list[str]:
             words = f"the same bits in every seed{speeds}"
         elif decision == "different":
             words = (
-                f"the loss is {listed(f'{1 + relative:.3g}' for relative in decided.relative)} times as high{speeds}"
+                f"the loss is {listed(f'{1 + relative:.3g}' for relative in decided.relative)}"
+                f" times as high{speeds}"
             )
         elif decision == "inconclusive":
             words = f"{seeds} do not decide{speeds}"
         else:
             effect = (
-                f"the loss differs by {_per_cent(decided.relative.abs())} on average from that with {reference_name}"
+                f"the loss differs by {_per_cent(decided.relative.abs())} on average from that with"
+                f" {reference_name}"
             )
             shown = ", more than luck explains" if decision == "different but negligible" else ""
             none = f"differences below {_per_cent(decided.margin_relative)} count as none here"

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 
 class FirstWindow:
-    """A step on the first window of a training, its frames handed over by a `loader`: see `gpulab.data.feed`.
+    """A step on the first window of a training, its frames handed over by a `loader`: see
+    `gpulab.data.feed`.
 
-    For `gpulab.audit` and `gpulab.record` it is a step like any other; nothing is updated. `net` is a name, whose
-    weights are drawn from `seed`, or a trained network. `frames` cuts the window short. `options` are those of
-    `gpulab.train` that change what the step begins with: `data`, `data_options`, `flip`, `draws`, and the `setting`
-    whose device draws.
+    For `gpulab.audit` and `gpulab.record` it is a step like any other; nothing is updated. `net` is
+    a name, whose weights are drawn from `seed`, or a trained network. `frames` cuts the window
+    short. `options` are those of `gpulab.train` that change what the step begins with: `data`,
+    `data_options`, `flip`, `draws`, and the `setting` whose device draws.
 
     >>> FirstWindow("autoencoder", "reused", profile="smoke").gradient("cpu").losses.shape
     torch.Size([20])
@@ -50,7 +51,9 @@ class FirstWindow:
 
     @contextlib.contextmanager
     def prepared(self, setting: gl.Setting) -> Iterator[Callable[[], Computed]]:
-        """The step with its model in place, so that an audit does not see the model being copied; call it once."""
+        """The step with its model in place, so that an audit does not see the model being
+        copied; call it once.
+        """
         model = copy.deepcopy(self.spec.model).to(setting.device, setting.dtype)
         setattr(model, model.compiled_part, setting.compiled(getattr(model, model.compiled_part)))
         batches = Loader(self.loader, setting).batches(model, self.frames)
@@ -88,7 +91,9 @@ class Computed:
     gradient: dict[str, Tensor]
 
     def against(self, other: Computed) -> dict[str, float]:
-        """How this differs from another: the losses' bits, the gradient's relative distance and cosine."""
+        """How this differs from another: the losses' bits, the gradient's relative distance and
+        cosine.
+        """
         own_gradient, other_gradient = (
             torch.cat([gradient[name].reshape(-1) for name in other.gradient])
             for gradient in (self.gradient, other.gradient)
@@ -96,8 +101,12 @@ class Computed:
         return {
             "same_losses": int((self.losses == other.losses).sum()),
             "losses": len(self.losses),
-            "gradient_difference": float((own_gradient - other_gradient).norm() / other_gradient.norm()),
-            "cosine": float(own_gradient @ other_gradient / (own_gradient.norm() * other_gradient.norm())),
+            "gradient_difference": float(
+                (own_gradient - other_gradient).norm() / other_gradient.norm()
+            ),
+            "cosine": float(
+                own_gradient @ other_gradient / (own_gradient.norm() * other_gradient.norm())
+            ),
         }
 
 
@@ -107,7 +116,9 @@ def recorded_windows() -> pd.DataFrame:
     In words: `gradient`, whose it is, and `compared_with`, whose it is compared with.
     """
     windows = recorded_table("windows").drop(columns="recorded")
-    return windows.assign(gradient=windows.of.map(_in_words), compared_with=windows.against.map(_in_words))
+    return windows.assign(
+        gradient=windows.of.map(_in_words), compared_with=windows.against.map(_in_words)
+    )
 
 
 def _in_words(cell: str) -> str:

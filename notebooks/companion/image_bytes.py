@@ -17,7 +17,8 @@ Decoder = Callable[[bytes], Bytes]
 
 
 def encode_jpeg(frame: Bytes, quality: int = 75, colours: str = "4:2:0") -> bytes:
-    """An RGB frame (3, H, W) of bytes as a JPEG file, by Pillow; `colours` says how they are thinned out.
+    """An RGB frame (3, H, W) of bytes as a JPEG file, by Pillow; `colours` says how they are
+    thinned out.
 
     `4:4:4` not at all, `4:2:0` by half across and down.
     """
@@ -37,7 +38,11 @@ def _torchvision(file: bytes, device: str = "cpu") -> Bytes:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # TorchCodec is to take its place
-        return decode_jpeg(torch.frombuffer(bytearray(file), dtype=torch.uint8), device=device).cpu().numpy()
+        return (
+            decode_jpeg(torch.frombuffer(bytearray(file), dtype=torch.uint8), device=device)
+            .cpu()
+            .numpy()
+        )
 
 
 def _nvjpeg(file: bytes) -> Bytes:
@@ -54,7 +59,8 @@ def _av(file: bytes) -> Bytes:
 
 
 def jpeg_decoders() -> dict[str, Decoder]:
-    """The JPEG decoders that work on this machine, each by its name: from a file to RGB bytes (3, H, W).
+    """The JPEG decoders that work on this machine, each by its name: from a file to RGB bytes (3,
+    H, W).
 
     `av` is FFmpeg's, by PyAV; `nvjpeg` NVIDIA's, on the GPU. Each is tried once.
 
@@ -62,10 +68,16 @@ def jpeg_decoders() -> dict[str, Decoder]:
     True
     """
     probe = encode_jpeg(np.full((3, 16, 16), 128, np.uint8))
-    known: dict[str, Decoder] = {"pillow": _pillow, "torchvision": _torchvision, "av": _av, "nvjpeg": _nvjpeg}
+    known: dict[str, Decoder] = {
+        "pillow": _pillow,
+        "torchvision": _torchvision,
+        "av": _av,
+        "nvjpeg": _nvjpeg,
+    }
     working: dict[str, Decoder] = {}
     for name, decode in known.items():
-        with contextlib.suppress(Exception):  # whatever a library says that is missing, or built without it
+        # whatever a library says that is missing, or built without it
+        with contextlib.suppress(Exception):
             decode(probe)
             working[name] = decode
     return working

@@ -1,4 +1,6 @@
-"""Notebook 11: public questions of a CPU and a GPU that differ, and the first line of the audit of each."""
+"""Notebook 11: public questions of a CPU and a GPU that differ, and the first line of the audit
+of each.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,24 @@ from companion.benchmarks import benchmark
 from companion.cartpole import cartpole as learn_cartpole  # noqa: F401 (the module has the other name)
 
 QUESTIONS = (  # of benchmarks/correctness/public_cases.py
-    *("times one", "long short term memory", "drawn in another type", "basis of equal singular values"),
+    *(
+        "times one",
+        "long short term memory",
+        "drawn in another type",
+        "basis of equal singular values",
+    ),
     *("reset gate before or after", "one buffer for every frame"),
 )
 
 
 def public_questions(names: Iterable[str] = QUESTIONS) -> pd.DataFrame:
-    """The first line of the audit of some questions that people asked in public, beside the cause confirmed there."""
+    """The first line of the audit of some questions that people asked in public, beside the
+    cause confirmed there.
+    """
     cases = benchmark("correctness/public_cases")
     chosen_cases = [case for case in cases.CASES if case.name.replace("_", " ") in set(names)]
     first_lines = cases.run(chosen_cases).set_index("case").rename_axis("question")
     words = {"a": "setting", "b": "against", "at": "first at", "cause": "confirmed there"}
-    return first_lines.rename(columns=words)[["thread", "setting", "against", "said", "first at", "confirmed there"]]
+    return first_lines.rename(columns=words)[
+        ["thread", "setting", "against", "said", "first at", "confirmed there"]
+    ]

@@ -1,6 +1,7 @@
 """What has a network learned, and does a factor change it?
 
-A network is compared with predictions that need no learning, or no learning of motion; `films` computes their losses.
+A network is compared with predictions that need no learning, or no learning of motion; `films`
+computes their losses.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from gpulab.store.tables import recorded_runs, runs
 from gpulab.wording import condition_words
 
 ALPHA = 0.05
-# What runs are judged by. All but the first, which needs no threshold of ours, were planned in data/README.md before
-# the runs on the anomaly were made; for a CPU against a GPU they were not.
+# What runs are judged by. All but the first, which needs no threshold of ours, were planned in
+# data/README.md before the runs on the anomaly were made; for a CPU against a GPU they were not.
 BEAT = "share of seeds that beat repeating the last frame"
 ALL, STUCK = "final loss of all seeds", "share of seeds that did not learn"
 LEARNED = "final loss of the seeds that learned"
@@ -54,10 +55,11 @@ COLUMNS = (
 def learning_verdicts(
     frame: pd.DataFrame, factor: str, reference: str, plateau: float, repeat: float = math.nan
 ) -> dict[str, Verdict]:
-    """The verdicts on what runs of one size and film learned, by `METRICS`, as far as they can be asked.
+    """The verdicts on what runs of one size and film learned, by `METRICS`, as far as they can be
+    asked.
 
-    A run whose final loss is not below the `plateau`, or that diverged, did not learn. `repeat` is the loss of
-    repeating the last frame; NaN, or an infinite plateau, where there is none.
+    A run whose final loss is not below the `plateau`, or that diverged, did not learn. `repeat` is
+    the loss of repeating the last frame; NaN, or an infinite plateau, where there is none.
     """
     stuck = ~(frame.final_loss < plateau)
     learned = frame[~stuck.groupby(frame.seed).transform("any")]
@@ -75,14 +77,16 @@ def learning_verdicts(
 def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataFrame:
     """`learning_verdicts` for every experiment, size, setting, loader and speed in a frame of runs.
 
-    The metrics and speeds of one experiment, size, setting and loader are one family: its p values have Holm's
-    correction, those of differences and those of equivalence each for themselves. A row each: `metric`, `seeds`,
-    `decision` after the correction, `difference` (level minus reference) with its interval `low`, `high`; `margin`;
-    both over the reference's mean (`relative`, `margin_relative`); `p`, `p_holm`; `uncorrected`, the decision without
-    the correction; `registered`, that against the margin as it was registered, a quarter of the sample's standard
-    deviation itself (`registered_margin`); `worse` (seeds whose metric is higher), `same_bits` (seeds whose trained
-    weights are identical), `beat` and `beat_reference` (runs that beat repeating the last frame: all, and the
-    reference's); `reference`; `condition`, whether frames were copied or overwritten.
+    The metrics and speeds of one experiment, size, setting and loader are one family: its p values
+    have Holm's correction, those of differences and those of equivalence each for themselves. A row
+    each: `metric`, `seeds`, `decision` after the correction, `difference` (level minus reference)
+    with its interval `low`, `high`; `margin`; both over the reference's mean (`relative`,
+    `margin_relative`); `p`, `p_holm`; `uncorrected`, the decision without the correction;
+    `registered`, that against the margin as it was registered, a quarter of the sample's standard
+    deviation itself (`registered_margin`); `worse` (seeds whose metric is higher), `same_bits`
+    (seeds whose trained weights are identical), `beat` and `beat_reference` (runs that beat
+    repeating the last frame: all, and the reference's); `reference`; `condition`, whether frames
+    were copied or overwritten.
     """
     rows, fixed_columns = [], [name for name in FAMILY if name != factor]
     groups = list(frame.groupby([*fixed_columns, "data", "speed"], dropna=False))
@@ -94,7 +98,9 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
             "beat": int(beats_repeating.sum()),
             "beat_reference": int(beats_repeating[film_runs[factor] == reference].sum()),
         }
-        for metric, judged in learning_verdicts(film_runs, factor, reference, plateau, repeat).items():
+        for metric, judged in learning_verdicts(
+            film_runs, factor, reference, plateau, repeat
+        ).items():
             rows += [{**common, "metric": metric, **level} for level in _levels(judged)]
     table = pd.DataFrame(rows)
     family_size = table.groupby([*FAMILY], dropna=False).seeds.transform("size")
@@ -104,17 +110,26 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
 
 
 def corrected(table: pd.DataFrame, family: list[str]) -> pd.DataFrame:
-    """Levels of verdicts with Holm's correction within each family, and what is decided after it."""
+    """Levels of verdicts with Holm's correction within each family, and what is decided after
+    it.
+    """
     families = table.groupby(family, dropna=False)
-    holm_of = {f"p_{name}_holm": families[f"p_{name}"].transform(holm) for name in ("different", "equivalent")}
+    holm_of = {
+        f"p_{name}_holm": families[f"p_{name}"].transform(holm)
+        for name in ("different", "equivalent")
+    }
     table = table.assign(**holm_of)
     table["decision"] = [decide(row, ALPHA) for row in table.itertuples()]
     return table.rename(columns={"p_different": "p", "p_different_holm": "p_holm"})
 
 
 def _levels(judged: Verdict) -> list[dict[str, object]]:
-    """The levels of a verdict, each with its decision against the margin without the caution about the sd."""
-    table = judged.table.rename(columns={"decision": "uncorrected"}).assign(registered=judged.table.decision)
+    """The levels of a verdict, each with its decision against the margin without the caution
+    about the sd.
+    """
+    table = judged.table.rename(columns={"decision": "uncorrected"}).assign(
+        registered=judged.table.decision
+    )
     table["registered_margin"] = table.margin
     if isinstance(judged.margin, str) and judged.between_seeds > 0:
         margin = float(judged.margin.removesuffix("sd")) * judged.between_seeds
@@ -124,24 +139,29 @@ def _levels(judged: Verdict) -> list[dict[str, object]]:
         table = table.assign(registered=registered_verdict.table.decision, registered_margin=margin)
     pairs = judged.pairs.groupby(judged.factor)
     of_level = table[judged.factor]
-    table["worse"] = of_level.map(pairs.difference.agg(lambda differences: int((differences > 0).sum())))
+    table["worse"] = of_level.map(
+        pairs.difference.agg(lambda differences: int((differences > 0).sum()))
+    )
     reference_means = of_level.map(pairs.reference.mean())
     table["relative"] = (table.difference / reference_means.where(reference_means != 0)).fillna(0.0)
     return table.to_dict("records")
 
 
 def false_alarms(families: int) -> str:
-    """How likely luck alone makes at least one of several families of tests say `different`, each corrected within."""
+    """How likely luck alone makes at least one of several families of tests say `different`,
+    each corrected within.
+    """
     independent, most = 1 - (1 - ALPHA) ** families, min(1.0, families * ALPHA)
     return (
-        f"{families} families of tests at alpha {ALPHA:.0%}. If nothing differed anywhere, at least one of them would "
-        f"still say so with a\nprobability of {independent:.0%} where they are independent, and of at most {most:.0%} "
-        "in any case."
+        f"{families} families of tests at alpha {ALPHA:.0%}. If nothing differed anywhere, at least"
+        f" one of them would still say so with a\nprobability of {independent:.0%} where they are"
+        f" independent, and of at most {most:.0%} in any case."
     ).replace("%", " %")
 
 
 def repeat_losses(frame: pd.DataFrame) -> pd.Series:
-    """For each run the loss of repeating the last frame, over the frames that its `final_loss` is the mean of.
+    """For each run the loss of repeating the last frame, over the frames that its `final_loss` is
+    the mean of.
 
     Mean squared errors of frames in [0, 1]; NaN where no film was rendered.
     """
@@ -149,12 +169,16 @@ def repeat_losses(frame: pd.DataFrame) -> pd.Series:
 
 
 def blurred_losses(frame: pd.DataFrame) -> pd.Series:
-    """The same for the last frame blurred, by the Gaussian that is best: what can be had without any motion."""
+    """The same for the last frame blurred, by the Gaussian that is best: what can be had without
+    any motion.
+    """
     return _film_losses(frame, Film.blurred_loss)
 
 
 def missing_colour_losses(frame: pd.DataFrame) -> pd.Series:
-    """For each run the least loss of a network with a dead colour; infinite where no film was rendered."""
+    """For each run the least loss of a network with a dead colour; infinite where no film was
+    rendered.
+    """
     return _film_losses(frame, Film.missing_colour_loss).fillna(math.inf)
 
 
@@ -173,19 +197,27 @@ def motion_finding(frame: pd.DataFrame) -> str:
         return "No run here predicts frames of a rendered film."
     if run_count == 1:
         if not beat_repeating:
-            return "The one network here does not beat repeating the last frame: it has not learned motion."
+            return (
+                "The one network here does not beat repeating the last frame: it has not learned"
+                " motion."
+            )
         blurred = "and" if beat_blurred else "but not"
-        return f"The one network here beats repeating the last frame, {blurred} repeating it blurred."
+        return (
+            f"The one network here beats repeating the last frame, {blurred} repeating it blurred."
+        )
     if not beat_repeating:
-        return f"None of {run_count} networks beats repeating the last frame: none has learned motion."
+        return (
+            f"None of {run_count} networks beats repeating the last frame: none has learned motion."
+        )
     return (
-        f"{beat_repeating} of {run_count} networks beat repeating the last frame, {beat_blurred} of {run_count} beat "
-        "repeating it blurred."
+        f"{beat_repeating} of {run_count} networks beat repeating the last frame, {beat_blurred} of"
+        f" {run_count} beat repeating it blurred."
     )
 
 
 def conditions(frame: pd.DataFrame) -> pd.Series:
-    """Of each run of gpulab's networks the condition in words: its frames were copied, or overwritten.
+    """Of each run of gpulab's networks the condition in words: its frames were copied, or
+    overwritten.
 
     >>> from gpulab.store.tables import recorded_runs
     >>> sorted(set(conditions(recorded_runs())))
@@ -196,7 +228,9 @@ def conditions(frame: pd.DataFrame) -> pd.Series:
 
 
 def atlas() -> pd.DataFrame:
-    """The runs that are shipped with gpulab and those that others contributed to `data/atlas`, as `gpulab.runs`."""
+    """The runs that are shipped with gpulab and those that others contributed to `data/atlas`,
+    as `gpulab.runs`.
+    """
     contributed = runs(recorded_folder("atlas")).assign(recorded=True)
     return pd.concat([recorded_runs(), contributed], ignore_index=True).drop_duplicates("id")
 
@@ -204,11 +238,13 @@ def atlas() -> pd.DataFrame:
 def title_runs() -> pd.DataFrame:
     """Recorded runs at the published size on CPUs of one kind and on a GPU, for the title question.
 
-    What was run again has a setting of its own, such as `cuda:tf32=off again`, so that it can be compared with the
-    first time. `gradients` is None for those that autograd computed. PredNet's seeds from 27 on were run on a CPU under
-    the registration that `registered` names.
+    What was run again has a setting of its own, such as `cuda:tf32=off again`, so that it can be
+    compared with the first time. `gradients` is None for those that autograd computed. PredNet's
+    seeds from 27 on were run on a CPU under the registration that `registered` names.
     """
-    frame = pd.concat([recorded_runs("title"), recorded_runs("stuck").query("device == 'cpu'")], ignore_index=True)
+    frame = pd.concat(
+        [recorded_runs("title"), recorded_runs("stuck").query("device == 'cpu'")], ignore_index=True
+    )
     return frame.assign(setting=frame.setting + frame["rerun"].map({0: "", 1: " again"}), rerun=0)
 
 

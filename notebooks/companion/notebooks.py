@@ -1,4 +1,6 @@
-"""Notebooks as files: found, read, written, copied for a class, and tidied before they are committed."""
+"""Notebooks as files: found, read, written, copied for a class, and tidied before they are
+committed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
     for prefix in prefixes:
         if not any(file.name.startswith(prefix) for file in notebooks):
             names = ", ".join(file.stem for file in notebooks)
-            raise UsageError(f"only={only!r}: no notebook begins with {prefix!r}; there are {names}")
+            raise UsageError(
+                f"only={only!r}: no notebook begins with {prefix!r}; there are {names}"
+            )
     return [file for file in notebooks if not prefixes or file.name.startswith(tuple(prefixes))]
 
 
@@ -57,21 +61,26 @@ def tidy(notebook: NotebookNode) -> None:
         for output in outputs:
             data = output.get("data", {})
             widget = data.pop("application/vnd.jupyter.widget-view+json", None)
-            if output.get("name") != "stderr" and (widget is None or "image/png" in data):  # its still picture
+            # its still picture
+            if output.get("name") != "stderr" and (widget is None or "image/png" in data):
                 cell.outputs.append(output)
 
 
 @extra("notebooks")
 def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
-    """Copies of the notebooks with nothing executed, in which guesses come before answers; the new ones.
+    """Copies of the notebooks with nothing executed, in which guesses come before answers; the new
+    ones.
 
-    A copy that is there already stays as it is: it may hold somebody's work. The solutions are copied with their
-    outputs.
+    A copy that is there already stays as it is: it may hold somebody's work. The solutions are
+    copied with their outputs.
     """
     import nbformat
 
     copies = []
-    for source in [*find_notebooks(notebooks, None), *sorted((notebooks / "solutions").glob("*.ipynb"))]:
+    for source in [
+        *find_notebooks(notebooks, None),
+        *sorted((notebooks / "solutions").glob("*.ipynb")),
+    ]:
         copy = folder / source.relative_to(notebooks)
         if copy.exists():
             continue

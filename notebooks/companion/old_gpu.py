@@ -1,4 +1,6 @@
-"""An old card and a new one: what runs of the whitener, an audit and verdicts allow one to say (notebook 09)."""
+"""An old card and a new one: what runs of the whitener, an audit and verdicts allow one to say
+(notebook 09).
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,30 @@ def cards_finding(
     first = report.findings[0]
     counts = []
     one_pass = runs[runs.covariance == "one-pass"]
-    for (recorded, machine, setting), rows in one_pass.groupby(["recorded", "machine", "setting"], sort=False):
+    for (recorded, machine, setting), rows in one_pass.groupby(
+        ["recorded", "machine", "setting"], sort=False
+    ):
         origin = f"recorded on {machine}" if recorded else "here"
         lost = (rows.status == "diverged").sum()
-        counts.append(f"{lost} of {rows.seed.nunique()} seeds became NaN under {setting_in_text(setting)}, {origin}.")
+        counts.append(
+            f"{lost} of {rows.seed.nunique()} seeds became NaN under {setting_in_text(setting)},"
+            f" {origin}."
+        )
     verdicts = [_verdict_on_cures(runs[runs.recorded], margin) for margin in MARGINS]
     sections: dict[str, Part] = {
-        "Why it becomes NaN": f"A line is computed with {first.kind}, and the first NaN goes back to it: {first.line} "
-        f"({first.operation}, {first.phase}).",
+        "Why it becomes NaN": (
+            f"A line is computed with {first.kind}, and the first NaN goes back to it: {first.line}"
+            f" ({first.operation}, {first.phase})."
+        ),
         "How often": counts,
         "The cures, on the recorded seeds": verdicts[0],
     }
     for machine, rows in recorded_table("precision").groupby("machine"):
         ms = rows.set_index(["setting", "covariance"]).ms
         sections[f"The price, on {machine}"] = (
-            f"A step of a large network takes {ms[OLD, 'one-pass']:.1f} ms in float32; in TF32 it takes "
-            f"{ms[NEW, 'centred']:.1f} ms centred, and {ms[NEW, 'float32']:.1f} ms with one product kept in float32."
+            f"A step of a large network takes {ms[OLD, 'one-pass']:.1f} ms in float32; in TF32 it"
+            f" takes {ms[NEW, 'centred']:.1f} ms centred, and {ms[NEW, 'float32']:.1f} ms with one"
+            " product kept in float32."
         )
     sections["The old losses, within one standard deviation between seeds"] = [
         f"Of {len(retuned.table)} retunings of the training {_outcomes(retuned)}.",
@@ -53,9 +63,13 @@ def cards_finding(
     unchanged = (conversions.returned == 256).mean()
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
     sections["Was it the images"] = [
-        f"All 256 bytes return as they were in {unchanged:.0%} of the ways, formats and devices tried.",
+        (
+            f"All 256 bytes return as they were in {unchanged:.0%} of the ways, formats and devices"
+            " tried."
+        ),
         *(
-            f"x / 255 on {row.machine}: {row.as_division} of 256 numbers have the bits of a division on this CPU."
+            f"x / 255 on {row.machine}: {row.as_division} of 256 numbers have the bits of a"
+            " division on this CPU."
             for row in divided.itertuples()
         ),
     ]
@@ -72,8 +86,17 @@ def _verdict_on_cures(recorded: pd.DataFrame, margin: str) -> Verdict:
 
 
 def _outcomes(judged: Verdict) -> str:
-    """How many changes gave the old losses back, how many were shown not to, and of how many neither is known."""
+    """How many changes gave the old losses back, how many were shown not to, and of how many
+    neither is known.
+    """
     decisions = judged.table.decision
-    matches, rejected = decisions.isin(["equivalent", "different but negligible"]), decisions == "different"
-    counts = {"gave the old losses back": matches, "did not": rejected, "left it open": ~matches & ~rejected}
+    matches, rejected = (
+        decisions.isin(["equivalent", "different but negligible"]),
+        decisions == "different",
+    )
+    counts = {
+        "gave the old losses back": matches,
+        "did not": rejected,
+        "left it open": ~matches & ~rejected,
+    }
     return ", ".join(f"{count.sum()} {words}" for words, count in counts.items())

@@ -1,4 +1,6 @@
-"""One page that binds what the notebooks found: a letter that needs no other file. nbconvert writes it."""
+"""One page that binds what the notebooks found: a letter that needs no other file. nbconvert
+writes it.
+"""
 
 from __future__ import annotations
 
@@ -23,31 +25,37 @@ HERE, RECORDED, BOTH = "here", "recorded", "both"  # where the numbers of a find
 SECTIONS = {
     HERE: "Found here\n\nOn this machine, when this report was made.",
     RECORDED: "Recorded elsewhere\n\nOn other machines, by runs that come with gpulab.",
-    BOTH: "Here and elsewhere\n\nNumbers made here, beside recorded ones; the notebooks say which are which.",
+    BOTH: (
+        "Here and elsewhere\n\nNumbers made here, beside recorded ones; the notebooks say which are"
+        " which."
+    ),
 }
 CLONE = Path(__file__).parents[2]
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 INTRODUCTION = """# Does the device change what a network learns?
 
 gpulab answers this with evidence, in notebooks and with a small library. A
-[paper of 2021](https://arxiv.org/abs/2109.01451), since retracted, reported that a network learns better on a GPU than
-on a CPU. A line of its published loop writes each frame over the one before, and a CPU goes on using that memory, so
-that the gradients are wrong; a GPU is given a copy. The figure shows what this line does: each line in it is one seed,
-recorded elsewhere.
+[paper of 2021](https://arxiv.org/abs/2109.01451), since retracted, reported that a network learns
+better on a GPU than on a CPU. A line of its published loop writes each frame over the one before,
+and a CPU goes on using that memory, so that the gradients are wrong; a GPU is given a copy. The
+figure shows what this line does: each line in it is one seed, recorded elsewhere.
 
-<img alt="Every seed with copied and with overwritten frames" src="data:image/svg+xml;base64,{figure}">
+<img alt="Every seed with copied and with overwritten frames"
+ src="data:image/svg+xml;base64,{figure}">
 
-{outcome} Below is what the notebooks found on this machine and on others, then their figures, the words that they use,
-and the passport of this machine.
+{outcome} Below is what the notebooks found on this machine and on others, then their figures, the
+words that they use, and the passport of this machine.
 
 gpulab {version}, {profile} profile, {when}, {machine}
 """
 
 
 def write_report(results: list[Result], output: Path, profile: str) -> Path:
-    """Write `output`/report/index.html, and what was measured of each notebook as `results.json` beside it.
+    """Write `output`/report/index.html, and what was measured of each notebook as `results.json`
+    beside it.
 
-    The page says what gpulab is, what was found here and elsewhere, and what failed; then come figures and passport.
+    The page says what gpulab is, what was found here and elsewhere, and what failed; then come
+    figures and passport.
     """
     from nbconvert import HTMLExporter
 
@@ -58,16 +66,23 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
         exclude_output_prompt=True,
     )
     style = (resource_files("gpulab") / "templates" / "style.css").read_text(encoding="utf-8")
-    page, _ = exporter.from_notebook_node(bind(results, profile), {"style": style, "profile": profile})
+    page, _ = exporter.from_notebook_node(
+        bind(results, profile), {"style": style, "profile": profile}
+    )
     report = output / "report" / "index.html"
     files.write(report, page.encode())
-    rows = [asdict(result) | {"name": result.name, "notebook": result.notebook.name} for result in results]
+    rows = [
+        asdict(result) | {"name": result.name, "notebook": result.notebook.name}
+        for result in results
+    ]
     files.write(report.with_name("results.json"), (json.dumps(rows, indent=1) + "\n").encode())
     return report.resolve()
 
 
 def bind(results: list[Result], profile: str) -> NotebookNode:
-    """A notebook of what the executed notebooks found: their findings by origin, then the figures of each."""
+    """A notebook of what the executed notebooks found: their findings by origin, then the
+    figures of each.
+    """
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
     failed = [result.name for result in results if result.error]
@@ -95,16 +110,27 @@ def bind(results: list[Result], profile: str) -> NotebookNode:
         ]
         cells += [new_markdown_cell(f"## {heading}")] if found else []
         for name, cell in found:
-            words = [output for output in cell.outputs if not figure_of(output) and output.get("name") != "stderr"]
+            words = [
+                output
+                for output in cell.outputs
+                if not figure_of(output) and output.get("name") != "stderr"
+            ]
             cells += [new_markdown_cell(f"### {name}"), new_code_cell(outputs=words)]
     for result, notebook in notebooks:
         cells.append(new_markdown_cell(f"## {title(notebook)}"))
         if result.error:
             cells.append(new_code_cell(outputs=[new_output("stream", text=result.error)]))
-        outputs = [output for cell in notebook.cells for output in cell.get("outputs", []) if figure_of(output)]
+        outputs = [
+            output
+            for cell in notebook.cells
+            for output in cell.get("outputs", [])
+            if figure_of(output)
+        ]
         cells.append(new_code_cell(outputs=outputs))
         cells.append(
-            new_markdown_cell(f"Executed: {result.notebook.name}, in the folder notebooks beside this report's.")
+            new_markdown_cell(
+                f"Executed: {result.notebook.name}, in the folder notebooks beside this report's."
+            )
         )
     rows = "\n".join(f"| {name} | {value} |" for name, value in here.rows())
     cells.append(new_markdown_cell(f"{glossary()}\n\n## Passport\n\n| | |\n|---|---|\n{rows}"))
@@ -119,11 +145,15 @@ def title(notebook: NotebookNode) -> str:
 def origin_of_finding(cell: NotebookNode) -> str | None:
     """Where the numbers of a cell's finding were made; None where the cell has no finding."""
     tags = cell.metadata.get("tags", [])
-    return next((tag for tag in tags if tag in (HERE, RECORDED)), BOTH) if "finding" in tags else None
+    return (
+        next((tag for tag in tags if tag in (HERE, RECORDED)), BOTH) if "finding" in tags else None
+    )
 
 
 def figure_of(output: NotebookNode) -> dict[str, str] | None:
-    """The figure that a cell put out, as base64 `png` with its words as `alt`; None where it is none."""
+    """The figure that a cell put out, as base64 `png` with its words as `alt`; None where it is
+    none.
+    """
     data = output.get("data", {})
     if "image/png" not in data:
         return None
@@ -132,7 +162,9 @@ def figure_of(output: NotebookNode) -> dict[str, str] | None:
 
 
 def glossary() -> str:
-    """The words that findings use; the links of their page, which lead to files beside it, are left out."""
+    """The words that findings use; the links of their page, which lead to files beside it, are
+    left out.
+    """
     page = CLONE / "docs" / "glossary.md"
     if not page.is_file():  # the notebooks lie outside of a clone
         return ""

@@ -1,4 +1,6 @@
-"""Executes the notebooks with papermill: as they are, to be committed, or with a profile and a device, for a report."""
+"""Executes the notebooks with papermill: as they are, to be committed, or with a profile and a
+device, for a report.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,28 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 KERNEL = "python3"
-TIMED = ("01", "07", "08")  # how notebooks begin that time things, beside which nothing else is executed
+# how notebooks begin that time things, beside which nothing else is executed
+TIMED = (
+    "01",
+    "07",
+    "08",
+)
 LAST = ("10",)  # and that read what the others have left in the store
-LONGEST = ("04", "06", "08", "09")  # these begin first, so that none of them is left running alone at the end
+# these begin first, so that none of them is left running alone at the end
+LONGEST = (
+    "04",
+    "06",
+    "08",
+    "09",
+)
 NOTEBOOK_BYTES = 3 << 29  # of memory that a notebook may need, its worker processes included
 
 
 @dataclass
 class Result:
-    """What came of one notebook: its executed copy, how long it took, and the error that stopped it, if any."""
+    """What came of one notebook: its executed copy, how long it took, and the error that stopped
+    it, if any.
+    """
 
     notebook: Path
     seconds: float
@@ -56,8 +71,9 @@ def execute(
 ) -> list[Result]:
     """Execute notebooks into `output`/notebooks; one that fails does not stop the others.
 
-    As many as `jobs` are executed at the same time, each on its share of the cores (`shares_of_cores`).
-    Those that time things have the machine for themselves, except in the profile `smoke`, which says nothing of speed.
+    As many as `jobs` are executed at the same time, each on its share of the cores
+    (`shares_of_cores`). Those that time things have the machine for themselves, except in the
+    profile `smoke`, which says nothing of speed.
     """
     from gpulab.report import Progress
 
@@ -66,8 +82,16 @@ def execute(
         read_notebook(source)
         files.check_writable(output / "notebooks" / source.name)
     files.check_writable(output / "report" / "index.html")
-    parameters = {"profile": profile, "device": device, "store": str((store or output / "runs").resolve())}
-    alone = [source for source in sources if source.name.startswith(LAST if profile == "smoke" else TIMED + LAST)]
+    parameters = {
+        "profile": profile,
+        "device": device,
+        "store": str((store or output / "runs").resolve()),
+    }
+    alone = [
+        source
+        for source in sources
+        if source.name.startswith(LAST if profile == "smoke" else TIMED + LAST)
+    ]
     together = [source for source in sources if source not in alone]
     together.sort(key=lambda source: not source.name.startswith(LONGEST))
     shares = shares_of_cores(jobs)
@@ -75,42 +99,67 @@ def execute(
     form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}"
     with Progress(total=len(sources), unit="notebook", bar_format=form) as bar:
         for group, group_shares in ((together, shares), (alone, [set().union(*shares)])):
-            for result in _execute_group(group, output / "notebooks", parameters, group_shares, bar.refresh):
+            for result in _execute_group(
+                group, output / "notebooks", parameters, group_shares, bar.refresh
+            ):
                 state = "FAILED" if result.error else "ok"
-                memory = f", peak memory {result.peak_bytes / 2**20:.0f} MiB" if result.peak_bytes else ""
-                bar.write(f"{result.name}: {state}, {result.seconds:.0f} s{memory}", file=sys.stderr)
+                memory = (
+                    f", peak memory {result.peak_bytes / 2**20:.0f} MiB"
+                    if result.peak_bytes
+                    else ""
+                )
+                bar.write(
+                    f"{result.name}: {state}, {result.seconds:.0f} s{memory}", file=sys.stderr
+                )
                 bar.update()
                 results.append(result)
     return sorted(results, key=lambda result: result.name)
 
 
 def shares_of_cores(jobs: int | None) -> list[set[int]]:
-    """The cores of each of the notebooks that are executed at the same time; by default of two, if there is room.
+    """The cores of each of the notebooks that are executed at the same time; by default of two, if
+    there is room.
 
-    Threads of two programs that share cores wait for one another: a training of two threads took 115 seconds beside
-    others, and 9 on a core of its own. An empty set is all cores, where a system cannot share them out.
+    Threads of two programs that share cores wait for one another: a training of two threads took
+    115 seconds beside others, and 9 on a core of its own. An empty set is all cores, where a system
+    cannot share them out.
     """
     import psutil
     from joblib import cpu_count  # a container's quota counts
 
     free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no control group of Linux, or one without a limit ("max")
-        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+    # no control group of Linux, or one without a limit ("max")
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (
+            int(Path("/sys/fs/cgroup", name).read_text())
+            for name in ("memory.max", "memory.current")
+        )
         free = min(free, limit - used)
     jobs = jobs or max(1, min(2, cpu_count(), free // NOTEBOOK_BYTES))
     if not hasattr(os, "sched_setaffinity"):
         return [set() for _ in range(jobs)]
     cores = sorted(os.sched_getaffinity(0))
     if jobs > len(cores):
-        raise UsageError(f"jobs={jobs}: at most one notebook a core, of which there are {len(cores)}")
-    return [{*cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]} for job in range(jobs)]
+        raise UsageError(
+            f"jobs={jobs}: at most one notebook a core, of which there are {len(cores)}"
+        )
+    return [
+        {*cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]} for job in range(jobs)
+    ]
 
 
 def _execute_group(
-    group: list[Path], folder: Path, parameters: dict[str, str], shares: list[set[int]], wake: Callable[[], object]
+    group: list[Path],
+    folder: Path,
+    parameters: dict[str, str],
+    shares: list[set[int]],
+    wake: Callable[[], object],
 ) -> Iterator[Result]:
-    """Execute notebooks, one on each share of the cores at a time; `wake` is called every second."""
-    context = multiprocessing.get_context("spawn")  # a process for each notebook: its peak of memory is its own
+    """Execute notebooks, one on each share of the cores at a time; `wake` is called every
+    second.
+    """
+    # a process for each notebook: its peak of memory is its own
+    context = multiprocessing.get_context("spawn")
     with (
         context.Manager() as manager,
         ProcessPoolExecutor(len(shares), context, max_tasks_per_child=1) as pool,
@@ -118,7 +167,10 @@ def _execute_group(
         free_shares = manager.Queue()
         for share in shares:
             free_shares.put(share)
-        waiting = {pool.submit(_execute_one, file, folder / file.name, parameters, free_shares) for file in group}
+        waiting = {
+            pool.submit(_execute_one, file, folder / file.name, parameters, free_shares)
+            for file in group
+        }
         try:
             while waiting:
                 finished, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
@@ -128,7 +180,9 @@ def _execute_group(
             pool.shutdown(cancel_futures=True)  # after Ctrl-C none of the others begins
 
 
-def _execute_one(source: Path, target: Path, parameters: dict[str, str], free_shares: Queue[set[int]]) -> Result:
+def _execute_one(
+    source: Path, target: Path, parameters: dict[str, str], free_shares: Queue[set[int]]
+) -> Result:
     """Execute a copy of a notebook with parameters, in a process that does nothing else."""
     import papermill
 
@@ -140,7 +194,9 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, str], free_sh
     accepted = papermill.inspect_notebook(source)
     started, error = time.perf_counter(), None
     try:
-        _papermill(source, target, {name: value for name, value in parameters.items() if name in accepted})
+        _papermill(
+            source, target, {name: value for name, value in parameters.items() if name in accepted}
+        )
     except GpulabError as failure:
         error = str(failure)
     free_shares.put(cores)
@@ -150,8 +206,9 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, str], free_sh
 def _papermill(source: Path, target: Path | None, parameters: dict[str, str]) -> NotebookNode:
     """Execute a notebook where it lies. `GpulabError` names the cell that failed.
 
-    The kernel is spoken to through a folder of sockets. A port would be chosen by trying one and letting it go; until
-    the kernel takes it, another server may choose the same, which happens every other time to thirty at once.
+    The kernel is spoken to through a folder of sockets. A port would be chosen by trying one and
+    letting it go; until the kernel takes it, another server may choose the same, which happens
+    every other time to thirty at once.
     """
     import papermill
     from traitlets.config import Config
@@ -167,17 +224,23 @@ def _papermill(source: Path, target: Path | None, parameters: dict[str, str]) ->
                 language="python",
                 progress_bar=False,
                 cwd=source.parent,
-                extra_arguments=["--log-level=CRITICAL"],  # a kernel is interrupted as it is shut down, and says so
+                # a kernel is interrupted as it is shut down, and says so
+                extra_arguments=["--log-level=CRITICAL"],
                 config=Config(KernelManager=manager if os.name == "posix" else {}),
             )
         except papermill.PapermillExecutionError as failure:
-            raise GpulabError(f"cell {failure.exec_count}: {failure.ename}: {failure.evalue}") from None
-        except (RuntimeError, OSError, ValueError, TimeoutError) as failure:  # such as a kernel that died
+            raise GpulabError(
+                f"cell {failure.exec_count}: {failure.ename}: {failure.evalue}"
+            ) from None
+        except (RuntimeError, OSError, ValueError, TimeoutError) as failure:
+            # Such as a kernel that died.
             raise GpulabError(f"{type(failure).__name__}: {failure}") from None
 
 
 def _peak_bytes() -> int:
-    """The memory of the largest process that this one has started, where the system counts it; else 0."""
+    """The memory of the largest process that this one has started, where the system counts it;
+    else 0.
+    """
     with contextlib.suppress(ImportError):  # Windows
         import resource
 
@@ -188,7 +251,9 @@ def _peak_bytes() -> int:
 
 @extra("notebooks")
 def execute_in_place(notebooks: Path, only: str | None = None) -> Iterator[Path]:
-    """Execute the notebooks where they are, with the parameters they have, ready to be committed; yields each."""
+    """Execute the notebooks where they are, with the parameters they have, ready to be
+    committed; yields each.
+    """
     for file in find_notebooks(notebooks, only):
         files.check_writable(file)
         read_notebook(file)

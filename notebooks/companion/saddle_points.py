@@ -1,4 +1,6 @@
-"""What escapes and curvature allow one to say of the claim that rounding helps networks past saddle points."""
+"""What escapes and curvature allow one to say of the claim that rounding helps networks past
+saddle points.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,23 @@ from gpulab.stats.verdicts import Verdict
 from gpulab.wording import optimizer_words
 
 PUBLISHED = "adam"  # the optimiser of the paper, which decides the answer
-CLEAR = 0.9  # the share of pairs from which on the answer is yes; chosen after the recorded escapes were seen
-DEVICE = r"^(cuda|cpu:threads=1|cpu)"  # how a setting begins: its arithmetics are compared on the same device
+# the share of pairs from which on the answer is yes; chosen after the recorded escapes were seen
+CLEAR = 0.9
+# how a setting begins: its arithmetics are compared on the same device
+DEVICE = r"^(cuda|cpu:threads=1|cpu)"
 
 
-def saddle_finding(escapes: pd.DataFrame, related: pd.DataFrame, verdicts: Mapping[str, Verdict]) -> CheckedSentences:
+def saddle_finding(
+    escapes: pd.DataFrame, related: pd.DataFrame, verdicts: Mapping[str, Verdict]
+) -> CheckedSentences:
     """Whether rounding helps a network to leave a saddle, by optimiser, and why.
 
     Args:
         escapes: The `table` of `gpulab.saddles.escape_table`, or several of them.
-        related: A row for each network, with the correlation of the loss with the share of ways down `over the
-            training`, and the `p` of that at one step.
-        verdicts: Of each network, whether a setting changes the share of ways down at the end of training.
+        related: A row for each network, with the correlation of the loss with the share of ways
+            down `over the training`, and the `p` of that at one step.
+        verdicts: Of each network, whether a setting changes the share of ways down at the end of
+            training.
     """
     full_batch, unpushed = escapes.batch_size == 0, escapes.perturbation == 0
     masters = escapes.master_weights.astype(bool)
@@ -46,12 +53,17 @@ def saddle_finding(escapes: pd.DataFrame, related: pd.DataFrame, verdicts: Mappi
     numbers = [f"Pushed off the saddle: {pushed.left.sum()} of {len(pushed)} left."]
     others = pairs[~pairs.optimizer.isin([PUBLISHED, "sgd", "momentum"])]
     numbers += [_whether(rows) for _, rows in others.groupby("optimizer", sort=False)]
-    numbers += [f"{network}: {line}" for network, judged in verdicts.items() for line in str(judged).splitlines()]
+    numbers += [
+        f"{network}: {line}"
+        for network, judged in verdicts.items()
+        for line in str(judged).splitlines()
+    ]
     return finding(sections, numbers)
 
 
 def against_float64(escapes: pd.DataFrame) -> pd.DataFrame:
-    """Each escape beside that of float64 on the same device, from the same seed and at the same learning rate.
+    """Each escape beside that of float64 on the same device, from the same seed and at the same
+    learning rate.
 
     `times` is how many times as many steps it took; NaN where one of the two never left.
     """
@@ -59,12 +71,16 @@ def against_float64(escapes: pd.DataFrame) -> pd.DataFrame:
     escapes = escapes.assign(device=escapes.setting.str.extract(DEVICE, expand=False))
     escapes = escapes.drop_duplicates([*keys, "setting"])  # some were recorded twice
     exact = escapes.setting.str.contains("precision=float64")
-    pairs = escapes[~exact].merge(escapes.loc[exact, [*keys, "steps", "left"]], on=keys, suffixes=("", "_float64"))
+    pairs = escapes[~exact].merge(
+        escapes.loc[exact, [*keys, "steps", "left"]], on=keys, suffixes=("", "_float64")
+    )
     return pairs.assign(times=pairs.steps / pairs.steps_float64)
 
 
 def _whether(pairs: pd.DataFrame, also: str = "") -> str:
-    """Whether coarser arithmetic left the saddle sooner than float64, with one optimiser: yes, or not shown."""
+    """Whether coarser arithmetic left the saddle sooner than float64, with one optimiser: yes,
+    or not shown.
+    """
     name = optimizer_words(pairs.optimizer.iloc[0])
     who = f"{name}, the optimiser of the paper" if pairs.optimizer.iloc[0] == PUBLISHED else name
     times, held = pairs.times.dropna(), (~pairs.left).sum()
@@ -74,27 +90,40 @@ def _whether(pairs: pd.DataFrame, also: str = "") -> str:
         answer = "yes, unless rounding holds the network there" if held else "yes"
     stayed = f"; {held} never left, with weights in {_formats_held(pairs)}" if held else ""
     return (
-        f"With {who}: {answer}. Of {len(times)} pairs of trainings that both left the saddle, coarser arithmetic left "
-        f"sooner than float64 in {sooner} ({times.median():.2f} times as many steps in the median){stayed}{also}."
+        f"With {who}: {answer}. Of {len(times)} pairs of trainings that both left the saddle,"
+        f" coarser arithmetic left sooner than float64 in {sooner} ({times.median():.2f} times as"
+        f" many steps in the median){stayed}{also}."
     )
 
 
 def _formats_held(escapes: pd.DataFrame) -> str:
     """The formats of the weights of those that never left."""
-    return listed(sorted({Setting.parse(setting).precision or "float32" for setting in escapes[~escapes.left].setting}))
+    return listed(
+        sorted(
+            {
+                Setting.parse(setting).precision or "float32"
+                for setting in escapes[~escapes.left].setting
+            }
+        )
+    )
 
 
 def _with_minibatches(escapes: pd.DataFrame) -> str:
     """How far arithmetics differ that get the same minibatches, and how far seeds do."""
-    steps = escapes.pivot_table(index=["optimizer", "seed"], columns="setting", values="steps")  # of those that left
+    # of those that left
+    steps = escapes.pivot_table(index=["optimizer", "seed"], columns="setting", values="steps")
     arithmetic, by_optimizer = steps.max(axis=1) / steps.min(axis=1) - 1, steps.groupby("optimizer")
     seeds = (by_optimizer.max() / by_optimizer.min() - 1).stack()
     held = ""
     if not escapes.left.all():
-        held = f"; {(~escapes.left).sum()} of {len(escapes)} never left, with weights in {_formats_held(escapes)}"
+        held = (
+            f"; {(~escapes.left).sum()} of {len(escapes)} never left, with weights in"
+            f" {_formats_held(escapes)}"
+        )
     return (
-        f"With the same minibatches, the slowest arithmetic that leaves takes {arithmetic.median():.1%} more steps "
-        f"than the fastest (median), and the slowest seed {seeds.median():.0%} more than the fastest{held}."
+        "With the same minibatches, the slowest arithmetic that leaves takes"
+        f" {arithmetic.median():.1%} more steps than the fastest (median), and the slowest seed"
+        f" {seeds.median():.0%} more than the fastest{held}."
     )
 
 
@@ -103,16 +132,20 @@ def _held(plain: pd.DataFrame, masters: pd.DataFrame) -> list[str]:
     measured = plain[plain.step_ratio.notna()]
     longer, shorter = (measured[measured.step_ratio > 1], measured[measured.step_ratio <= 1])
     sentences = [
-        "Where a step is longer than half the distance from a weight to the next number of its format, "
-        f"{longer.left.sum()} of {len(longer)} trainings left the saddle; where it is shorter, {shorter.left.sum()} of "
-        f"{len(shorter)}."
+        "Where a step is longer than half the distance from a weight to the next number of its"
+        f" format, {longer.left.sum()} of {len(longer)} trainings left the saddle; where it is"
+        f" shorter, {shorter.left.sum()} of {len(shorter)}."
     ]
-    freed = masters.merge(plain.loc[~plain.left, ["setting", "optimizer", "learning_rate"]].drop_duplicates())
+    freed = masters.merge(
+        plain.loc[~plain.left, ["setting", "optimizer", "learning_rate"]].drop_duplicates()
+    )
     if len(freed):
-        conclusion = ": what is rounded away is the update, not the gradient" if freed.left.all() else ""
+        conclusion = (
+            ": what is rounded away is the update, not the gradient" if freed.left.all() else ""
+        )
         sentences.append(
-            f"With the same gradients, but weights in float64, {freed.left.sum()} of {len(freed)} of those that were "
-            f"held left after all{conclusion}."
+            f"With the same gradients, but weights in float64, {freed.left.sum()} of {len(freed)}"
+            f" of those that were held left after all{conclusion}."
         )
     return sentences
 
@@ -121,9 +154,13 @@ def _along_trainings(related: pd.DataFrame, decisions: pd.DataFrame) -> list[str
     falls, shown = int((related["over the training"] > 0).sum()), int((related.p <= 0.05).sum())
     counts = decisions.decision.value_counts()
     return [
-        f"Over a whole training, a lower loss goes with fewer ways down in {falls} of {len(related)} groups of "
-        f"trainings. Between seeds at the same step this is shown in {shown} of them; where it is not, both may simply "
-        "change with the time of training.",
-        f"Comparing settings by the share of ways down at the end of training, the verdicts are: "
-        f"{listed(f'{count} {decision}' for decision, count in counts.items())}.",
+        (
+            f"Over a whole training, a lower loss goes with fewer ways down in {falls} of"
+            f" {len(related)} groups of trainings. Between seeds at the same step this is shown in"
+            f" {shown} of them; where it is not, both may simply change with the time of training."
+        ),
+        (
+            "Comparing settings by the share of ways down at the end of training, the verdicts"
+            f" are: {listed(f'{count} {decision}' for decision, count in counts.items())}."
+        ),
     ]

@@ -1,4 +1,6 @@
-"""What two blogs claim about the speed of GPUs, beside what was measured, and the finding of notebook 07."""
+"""What two blogs claim about the speed of GPUs, beside what was measured, and the finding of
+notebook 07.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ ENOUGH = 6  # seeds: as many that all say the same happen by chance in 3 of 100 
 
 
 class Claim(NamedTuple):
-    """What a source says is so many times as fast or as small: two measured numbers, each of a device and a way."""
+    """What a source says is so many times as fast or as small: two measured numbers, each of a
+    device and a way.
+    """
 
     words: str
     claimed: str
@@ -26,47 +30,73 @@ class Claim(NamedTuple):
 # fmt: off
 CLAIMS = [Claim(*fields) for fields in (
     ("text classification is faster on a GPU", "198.2 s / 14.4 s = 13.76×", "text", "s",
-     ("cpu", "float32"), ("gpu", "float32"), "theirs: nothing named; here: a small Transformer on docstrings"),
+     ("cpu", "float32"), ("gpu", "float32"),
+     "theirs: nothing named; here: a small Transformer on docstrings"),
     ("gradient-boosted trees are faster on GPUs", "23.2×", "trees", "s",
-     ("cpu", "fifty trees"), ("gpu", "fifty trees"), "theirs: RAPIDS, four GPUs; here: XGBoost, one, random numbers"),
+     ("cpu", "fifty trees"), ("gpu", "fifty trees"),
+     "theirs: RAPIDS, four GPUs; here: XGBoost, one, random numbers"),
     ("GPUs serve faster", "804 % faster = 9.04×", "inference", "images/s",
-     ("cpu", ""), ("gpu", ""), "theirs: three GPUs, five clusters of CPUs; here: the devices and cores of one machine"),
+     ("cpu", ""), ("gpu", ""),
+     "theirs: three GPUs, five clusters of CPUs; here: the devices and cores of one machine"),
     ("tensor cores train faster in mixed precision", "faster", "text", "s",
-     ("gpu", "float32"), ("gpu", "bfloat16"), "theirs: no number; here: bfloat16, against float32 without TF32"),
+     ("gpu", "float32"), ("gpu", "bfloat16"),
+     "theirs: no number; here: bfloat16, against float32 without TF32"),
     ("compilation makes training faster", "faster", "text", "s",
-     ("gpu", "float32"), ("gpu", "float32, compiled"), "theirs: no number; here: without the time to compile"),
+     ("gpu", "float32"), ("gpu", "float32, compiled"),
+     "theirs: no number; here: without the time to compile"),
     ("transfers can be hidden behind computation", "hidden", "transfer", "s",
-     ("gpu", "pageable"), ("gpu", "overlapped"), "theirs: no number; here: images, while resnet18 reads those before"),
+     ("gpu", "pageable"), ("gpu", "overlapped"),
+     "theirs: no number; here: images, while resnet18 reads those before"),
     ("accumulated gradients need less memory", "less", "memory", "MB",
-     ("gpu", "1 part"), ("gpu", "4 parts"), "theirs: no number; here: a Transformer's batch in four parts"),
+     ("gpu", "1 part"), ("gpu", "4 parts"),
+     "theirs: no number; here: a Transformer's batch in four parts"),
 )]
 # fmt: on
 
 
 def claims_table(frame: pd.DataFrame, size: str = "quick") -> pd.DataFrame:
-    """The sources' claims, a row each: claimed, measured and answered, from what to what, and how the cases differ.
+    """The sources' claims, a row each: claimed, measured and answered, from what to what, and how
+    the cases differ.
 
-    What was measured here in this `size` is taken where it is there, else what was recorded. Where trainings from
-    several seeds are compared, the answer is yes or no only if at least six seeds all say so.
+    What was measured here in this `size` is taken where it is there, else what was recorded. Where
+    trainings from several seeds are compared, the answer is yes or no only if at least six seeds
+    all say so.
     """
     rows = []
     for claim in CLAIMS:
-        sides = [_side(frame[frame["size"] == size], claim, *side) for side in (claim.slow, claim.fast)]
+        sides = [
+            _side(frame[frame["size"] == size], claim, *side) for side in (claim.slow, claim.fast)
+        ]
         (slow, slow_words), (fast, fast_words) = sides
-        row = {"claim": claim.words, "claimed": claim.claimed, "measured": "", "answer": "not measured"}
+        row = {
+            "claim": claim.words,
+            "claimed": claim.claimed,
+            "measured": "",
+            "answer": "not measured",
+        }
         if len(slow) and len(fast):
             row["measured"], row["answer"] = _compared(slow, fast, claim.unit)
-        rows.append(row | {"from": slow_words, "to": fast_words, "how the cases differ": claim.differs})
+        rows.append(
+            row | {"from": slow_words, "to": fast_words, "how the cases differ": claim.differs}
+        )
     return pd.DataFrame(rows)
 
 
 def _side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[pd.Series, str]:
-    """One side of a claim: the best numbers of a device, by seed, and in words; or none, and why."""
+    """One side of a claim: the best numbers of a device, by seed, and in words; or none, and
+    why.
+    """
     frame = frame[(frame.part == claim.part) & (on_gpu(frame) == (device == "gpu"))]
-    rows = frame[(frame.unit == claim.unit) & frame.value.notna() & ((frame.way == way) | (not way))]
+    rows = frame[
+        (frame.unit == claim.unit) & frame.value.notna() & ((frame.way == way) | (not way))
+    ]
     if rows.empty:
-        notes = frame.note[frame.way.isin([way, ""]) & frame.value.isna() & frame.note.fillna("").ne("")]
-        return rows.value, f"not measured on a {device.upper()}" + "".join(f": {note}" for note in notes[:1])
+        notes = frame.note[
+            frame.way.isin([way, ""]) & frame.value.isna() & frame.note.fillna("").ne("")
+        ]
+        return rows.value, f"not measured on a {device.upper()}" + "".join(
+            f": {note}" for note in notes[:1]
+        )
     rows = rows[rows.recorded == rows.recorded.min()]
     medians = rows.groupby(["way", "where"], sort=False).value.median()
     best_way, where = medians.idxmax() if claim.unit == "images/s" else medians.idxmin()
@@ -81,40 +111,65 @@ def _compared(slow: pd.Series, fast: pd.Series, unit: str) -> tuple[str, str]:
     """How many times as fast, or as small, and the answer: yes, no, or not decided."""
     times = fast.median() / slow.median() if unit == "images/s" else slow.median() / fast.median()
     words, answer = f"{times:.3g}×", "yes" if times > 1 else "no"
-    if slow.index.isna().any() or fast.index.isna().any():  # one number a side, the median of many calls
+    # one number a side, the median of many calls
+    if slow.index.isna().any() or fast.index.isna().any():
         return words, answer
     pairs = (slow / fast).dropna()
     agree = int(((pairs > 1) == (times > 1)).sum())
     if len(pairs) < ENOUGH:
         return f"{words} (from {len(pairs)} of the {ENOUGH} seeds that it takes)", "not decided"
-    return f"{words} (in {agree} of {len(pairs)} seeds)", answer if agree == len(pairs) else "not decided"
+    return f"{words} (in {agree} of {len(pairs)} seeds)", answer if agree == len(
+        pairs
+    ) else "not decided"
 
 
-def speed_finding(steps: pd.DataFrame, updates: pd.DataFrame, everything: pd.DataFrame) -> CheckedSentences:
-    """What was measured here, then what was recorded: the tables `steps`, `updates`, `everything` of the notebook."""
+def speed_finding(
+    steps: pd.DataFrame, updates: pd.DataFrame, everything: pd.DataFrame
+) -> CheckedSentences:
+    """What was measured here, then what was recorded: the tables `steps`, `updates`,
+    `everything` of the notebook.
+    """
     steps_here, everything_here = steps[~steps.recorded], everything[~everything.recorded]
     first = steps_here.setting.iloc[0]  # the CPU, where it is one of the devices
-    here = steps_here[steps_here.setting == first].set_index("what")[["forward", "backward", "update"]]
+    here = steps_here[steps_here.setting == first].set_index("what")[
+        ["forward", "backward", "update"]
+    ]
     shares = [f"{share:.0%} ({name})" for name, share in (here.backward / here.sum(axis=1)).items()]
     device = "CPU" if first.startswith("cpu") else "GPU"
-    parts: dict[str, Part] = {f"On this {device}": f"Backpropagation takes {listed(shares)} of a step."}
-    seconds_here = updates[updates.setting == updates[~updates.recorded].setting.iloc[0]].query("not recorded")
+    parts: dict[str, Part] = {
+        f"On this {device}": f"Backpropagation takes {listed(shares)} of a step."
+    }
+    seconds_here = updates[updates.setting == updates[~updates.recorded].setting.iloc[0]].query(
+        "not recorded"
+    )
     for machine, rows in everything[everything.recorded & on_gpu(everything)].groupby("machine"):
-        both = seconds_here.merge(updates[updates.recorded & (updates.machine == machine)], on="width")
+        both = seconds_here.merge(
+            updates[updates.recorded & (updates.machine == machine)], on="width"
+        )
         ahead = int((both.seconds_x < both.seconds_y).sum())
-        words = f"An update of three layers takes less time here than there at {ahead} of {len(both)} widths."
+        words = (
+            f"An update of three layers takes less time here than there at {ahead} of {len(both)}"
+            " widths."
+        )
         parts[f"Small networks, against {machine}"] = words
         there = pd.concat([everything[everything.recorded & ~on_gpu(everything)], rows])
-        claims = pd.concat([claims_table(there, size).assign(size=SIZES[size]) for size in ("quick", "paper")])
+        claims = pd.concat(
+            [claims_table(there, size).assign(size=SIZES[size]) for size in ("quick", "paper")]
+        )
         sentences = []
-        for (claim, claimed), answers in claims[claims.measured != ""].groupby(["claim", "claimed"], sort=False):
-            words = "; ".join(f"{row.answer}, {row.measured}, {row.size}" for row in answers.itertuples())
+        for (claim, claimed), answers in claims[claims.measured != ""].groupby(
+            ["claim", "claimed"], sort=False
+        ):
+            words = "; ".join(
+                f"{row.answer}, {row.measured}, {row.size}" for row in answers.itertuples()
+            )
             sentences.append(f"{claim[0].upper()}{claim[1:]}: {words}. Claimed: {claimed}.")
         parts[f"What was claimed, recorded on {machine}"] = sentences
     text = everything_here[everything_here.part == "text"].groupby(["way", "unit"]).value.median()
     numbers = (
-        f"A text classifier trains in {text['float32', 's']:.3g} s here; right on {text['float32', 'accuracy']:.0%} "
-        f"of unseen texts, and {text['most frequent class', 'accuracy']:.0%} are of the most frequent class."
+        f"A text classifier trains in {text['float32', 's']:.3g} s here; right on"
+        f" {text['float32', 'accuracy']:.0%} of unseen texts, and"
+        f" {text['most frequent class', 'accuracy']:.0%} are of the most frequent class."
     )
     return finding(parts, [numbers])
 

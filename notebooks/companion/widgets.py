@@ -18,17 +18,26 @@ from gpulab.saddles.landscapes import Landscape
 
 SHOWN = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#B84D00", "#007A59", "#0072B2"  # dark enough for white letters
-PARTS = {"sign": (SIGN, 1), "exponent": (EXPONENT, 8), "fraction": (FRACTION, 23)}  # of float32, as in the picture
+# of float32, as in the picture
+PARTS = {
+    "sign": (SIGN, 1),
+    "exponent": (EXPONENT, 8),
+    "fraction": (FRACTION, 23),
+}
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Explorer(ipywidgets.VBox):
-    """Widgets that a still `picture` stands for where no kernel runs; `draw` shows it in `image`."""
+    """Widgets that a still `picture` stands for where no kernel runs; `draw` shows it in
+    `image`.
+    """
 
     image: ipywidgets.HTML
 
     def draw(self, _: object = None) -> None:
-        """Show the current picture, in full colour: quantising to 256 colours would take as long as drawing."""
+        """Show the current picture, in full colour: quantising to 256 colours would take as long
+        as drawing.
+        """
         picture, png = self.picture(), io.BytesIO()
         picture.figure.savefig(png, format="png", dpi=PAGE_DPI, facecolor="white")
         self.image.value = image(png.getvalue(), picture.alt, PAGE_DPI)
@@ -44,7 +53,8 @@ class Explorer(ipywidgets.VBox):
 
 
 def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple[str, str, str]:
-    """Sign, exponent and fraction of a number as a format stores them, rounded by a mode of `gpulab.numerics.round_to`.
+    """Sign, exponent and fraction of a number as a format stores them, rounded by a mode of
+    `gpulab.numerics.round_to`.
 
     >>> format_bits(-0.1, "float16")
     ('1', '01011', '1001100110')
@@ -52,7 +62,9 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
     rounded = round_to(torch.tensor([x], dtype=torch.float32), name, mode)
     target = FORMATS[name]
     fraction, dtype = target.precision - 1, target.dtype or torch.float32
-    stored = rounded.to(dtype).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    stored = rounded.to(dtype).view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    )
     pattern = f"{int(stored) & (1 << 8 * dtype.itemsize) - 1:0{8 * dtype.itemsize}b}"
     if target.dtype is None:  # tf32 is float32 without its last bits
         pattern = pattern[: 9 + fraction]
@@ -61,7 +73,8 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
 
 @theme.with_theme
 def bits_figure(x: float) -> Picture:
-    """A number's bits in float32, and after it was rounded to other formats, as each stores them; filled boxes are 1.
+    """A number's bits in float32, and after it was rounded to other formats, as each stores them;
+    filled boxes are 1.
 
     The fractions begin in one column, so that what a format drops is missing on the right.
     """
@@ -69,18 +82,32 @@ def bits_figure(x: float) -> Picture:
     axes.set_axis_off()
     for row, name in enumerate(SHOWN):
         sign, exponent, fraction = format_bits(x, name)
-        for column, bit in [(0, sign), *enumerate(exponent, 9 - len(exponent)), *enumerate(fraction, 9)]:
+        for column, bit in [
+            (0, sign),
+            *enumerate(exponent, 9 - len(exponent)),
+            *enumerate(fraction, 9),
+        ]:
             tint = SIGN if column == 0 else EXPONENT if column < 9 else FRACTION
             face, ink = (tint, "white") if bit == "1" else ("white", tint)
-            axes.add_patch(Rectangle((column + 0.08, row + 0.1), 0.84, 0.8, facecolor=face, edgecolor=tint, lw=0.8))
-            axes.text(column + 0.5, row + 0.52, bit, ha="center", va="center", fontsize=6, color=ink)
+            axes.add_patch(
+                Rectangle(
+                    (column + 0.08, row + 0.1), 0.84, 0.8, facecolor=face, edgecolor=tint, lw=0.8
+                )
+            )
+            axes.text(
+                column + 0.5, row + 0.52, bit, ha="center", va="center", fontsize=6, color=ink
+            )
         value = round_to(torch.tensor([x], dtype=torch.float32), name).item()
         off = abs(value - x)
         axes.text(-0.4, row + 0.5, name, ha="right", va="center", fontsize=8)
         axes.text(32.5, row + 0.5, f"{value:.10g}", va="center", fontsize=8)
         note = "exact" if off == 0 else f"off by {off:.0e}" if math.isfinite(off) else ""
         axes.text(46, row + 0.5, note, ha="right", va="center", fontsize=7, color=FAINT)
-    for middle, label, tint in ((0.5, "±", SIGN), (5, "exponent", EXPONENT), (20.5, "fraction", FRACTION)):
+    for middle, label, tint in (
+        (0.5, "±", SIGN),
+        (5, "exponent", EXPONENT),
+        (20.5, "fraction", FRACTION),
+    ):
         axes.text(middle, -0.15, label, ha="center", va="bottom", fontsize=8, color=tint)
     axes.set(xlim=(-7, 46), ylim=(len(SHOWN), -0.8))
     alt = f"Bits of {x:g}: sign, exponent and fraction in {', '.join(SHOWN)}."
@@ -100,18 +127,28 @@ class BitExplorer(Explorer):
         self.x = x
         self.number = ipywidgets.FloatText(value=x, description="number")
         self.format = ipywidgets.Dropdown(options=list(FORMATS), value="tf32", description="format")
-        self.rounding = ipywidgets.Dropdown(options=list(MODES), value=MODES[0], description="rounding")
+        self.rounding = ipywidgets.Dropdown(
+            options=list(MODES), value=MODES[0], description="rounding"
+        )
         layout = ipywidgets.Layout(width="20px", height="26px", margin="1px", padding="0px")
         wrapped = ipywidgets.Layout(flex_flow="row wrap", margin="0 6px 0 0")
         self.bits, self.meanings, groups = [], [], []
         for name, (colour, count) in PARTS.items():
             look = {"font_weight": "bold", "text_color": colour, "button_color": "white"}
-            bits = [ipywidgets.Button(description="0", tooltip=name, layout=layout, style=look) for _ in range(count)]
+            bits = [
+                ipywidgets.Button(description="0", tooltip=name, layout=layout, style=look)
+                for _ in range(count)
+            ]
             self.bits += bits
             self.meanings.append(ipywidgets.HTML())
-            groups.append(ipywidgets.VBox([self.meanings[-1], ipywidgets.HBox(bits, layout=wrapped)]))
+            groups.append(
+                ipywidgets.VBox([self.meanings[-1], ipywidgets.HBox(bits, layout=wrapped)])
+            )
         self.answer = ipywidgets.HTML()
-        rows = [ipywidgets.HBox(row, layout=wrapped) for row in ([self.number, self.format, self.rounding], groups)]
+        rows = [
+            ipywidgets.HBox(row, layout=wrapped)
+            for row in ([self.number, self.format, self.rounding], groups)
+        ]
         super().__init__([*rows, self.answer])
         self.number.observe(self._typed, "value")
         self.format.observe(self._show, "value")
@@ -140,17 +177,28 @@ class BitExplorer(Explorer):
         pattern = format_bits(self.x)
         for bit, digit in zip(self.bits, "".join(pattern), strict=True):
             bit.description, tint = digit, PARTS[bit.tooltip][0]
-            bit.style.button_color, bit.style.text_color = (tint, "white") if digit == "1" else ("white", tint)
-        for meaning, name, digits, words in zip(self.meanings, PARTS, pattern, _in_words(*pattern), strict=True):
+            bit.style.button_color, bit.style.text_color = (
+                (tint, "white") if digit == "1" else ("white", tint)
+            )
+        for meaning, name, digits, words in zip(
+            self.meanings, PARTS, pattern, _in_words(*pattern), strict=True
+        ):
             meaning.value = f'<span style="{_style(name)}" title="{digits}">{name}</span> {words}'
         name = self.format.value
-        mode = self.rounding.value if FORMATS[name].minexp == FORMATS["float32"].minexp else MODES[0]
+        mode = (
+            self.rounding.value if FORMATS[name].minexp == FORMATS["float32"].minexp else MODES[0]
+        )
         rounded = round_to(torch.tensor([self.x]), name, mode).item()
         distance = abs(rounded - self.x)
         error_words = f", off by {distance:.2g}" if math.isfinite(distance) else ""
         float_fields = zip(PARTS, format_bits(self.x, name, mode), strict=True)
-        shown = " ".join(f'<code style="{_style(field)}">{digits}</code>' for field, digits in float_fields)
-        self.answer.value = f"float32: {self.x:.12g}<br>{name}, {mode}: <b>{rounded:.12g}</b>{error_words}<br>{shown}"
+        shown = " ".join(
+            f'<code style="{_style(field)}">{digits}</code>' for field, digits in float_fields
+        )
+        self.answer.value = (
+            f"float32: {self.x:.12g}<br>{name}, {mode}:"
+            f" <b>{rounded:.12g}</b>{error_words}<br>{shown}"
+        )
 
 
 def _style(field: str) -> str:
@@ -163,19 +211,29 @@ def _in_words(sign: str, exponent: str, fraction: str) -> tuple[str, str, str]:
     if power == 255:
         return "+−"[int(sign)], "not finite", "NaN" if rest else "infinity"
     first = int(power > 0)  # what is below the least power has no leading one
-    return "+−"[int(sign)], f"× 2{str(max(power, 1) - 127).translate(RAISED)}", f"{first + rest:.9g}"
+    return (
+        "+−"[int(sign)],
+        f"× 2{str(max(power, 1) - 127).translate(RAISED)}",
+        f"{first + rest:.9g}",
+    )
 
 
 class SliceExplorer(Explorer):
-    """The loss along a line through a network's weights, which a slider turns from the steepest way down to that up.
+    """The loss along a line through a network's weights, which a slider turns from the steepest way
+    down to that up.
 
-    Of a `gpulab.saddles.landscape`. Sliders are `angle`, in degrees, and `reach`, a multiple of the landscape's extent.
+    Of a `gpulab.saddles.landscape`. Sliders are `angle`, in degrees, and `reach`, a multiple of the
+    landscape's extent.
     """
 
     def __init__(self, landscape: Landscape) -> None:
         self.landscape = landscape
-        self.angle = ipywidgets.FloatSlider(0, min=0, max=90, step=1, description="angle (°)", continuous_update=False)
-        self.reach = ipywidgets.FloatLogSlider(1, min=-2, max=1, description="reach", continuous_update=False)
+        self.angle = ipywidgets.FloatSlider(
+            0, min=0, max=90, step=1, description="angle (°)", continuous_update=False
+        )
+        self.reach = ipywidgets.FloatLogSlider(
+            1, min=-2, max=1, description="reach", continuous_update=False
+        )
         self.image = ipywidgets.HTML()
         super().__init__([ipywidgets.HBox([self.angle, self.reach]), self.image])
         for slider in (self.angle, self.reach):
@@ -187,16 +245,38 @@ class SliceExplorer(Explorer):
         """The slice that the sliders ask for."""
         landscape, angle = self.landscape, self.angle.value
         line = landscape.slice(angle, self.reach.value * landscape.extent)
-        curvature, low, high = landscape.curvature(angle), min(line.loss.min(), landscape.loss), line.loss.max()
+        curvature, low, high = (
+            landscape.curvature(angle),
+            min(line.loss.min(), landscape.loss),
+            line.loss.max(),
+        )
         figure, (axes,) = theme.canvas()
-        axes.plot(line.distance, line.loss, color=ON_GPU if curvature < 0 else ON_CPU, lw=1.8, label="loss")
-        axes.plot(line.distance, line.quadratic, color=INK, lw=0.9, ls="--", label="slope and curvature alone")
+        axes.plot(
+            line.distance,
+            line.loss,
+            color=ON_GPU if curvature < 0 else ON_CPU,
+            lw=1.8,
+            label="loss",
+        )
+        axes.plot(
+            line.distance,
+            line.quadratic,
+            color=INK,
+            lw=0.9,
+            ls="--",
+            label="slope and curvature alone",
+        )
         axes.plot(0, landscape.loss, "o", ms=7, color="white", mec=INK, label="the network")
         axes.set_ylim(low - 0.25 * (high - low), high + 0.1 * (high - low))
         axes.set(xlabel="distance of the weights from the network's", ylabel="loss")
         gain = 1 - line.loss.min() / landscape.loss
-        headline = f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is {gain:.1%} lower"
-        return theme.finish_figure(figure, headline, "The loss along a line through the weights.", columns=3)
+        headline = (
+            f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is"
+            f" {gain:.1%} lower"
+        )
+        return theme.finish_figure(
+            figure, headline, "The loss along a line through the weights.", columns=3
+        )
 
 
 bit_explorer, slice_explorer = BitExplorer, SliceExplorer

@@ -1,4 +1,6 @@
-"""The networks that notebook 07 measures, and what it calls of `benchmarks/`: other libraries, and whole trainings."""
+"""The networks that notebook 07 measures, and what it calls of `benchmarks/`: other libraries,
+and whole trainings.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from gpulab.training.profiles import PROFILES
 
 NETWORKS = ("resnet18", "LSTM", "Transformer")
 IMAGES = {"smoke": (2, 32), "quick": (8, 64), "paper": (32, 224)}  # how many, and their edge
-TEXTS = {"smoke": (4, 16, 32), "quick": (16, 64, 128), "paper": (32, 128, 512)}  # how many, words, width
+# how many, words, width
+TEXTS = {
+    "smoke": (4, 16, 32),
+    "quick": (16, 64, 128),
+    "paper": (32, 128, 512),
+}
 VOCABULARY = 4096  # words are numbered by a hash
 REPEATS = {"smoke": 2, "quick": 3, "paper": 5}
 
@@ -37,7 +44,9 @@ class Row(NamedTuple):
 
 
 class TextNet(nn.Module):
-    """Scores of texts for each class: words are embedded, read by an LSTM or a Transformer encoder, and averaged."""
+    """Scores of texts for each class: words are embedded, read by an LSTM or a Transformer
+    encoder, and averaged.
+    """
 
     def __init__(self, kind: str, classes: int, width: int, layers: int = 2) -> None:
         super().__init__()
@@ -60,9 +69,14 @@ class TextNet(nn.Module):
 
 
 def workload(name: str, size: str = "quick") -> gl.Step:
-    """A training step of `resnet18`, of an `LSTM` or of a `Transformer` encoder, on random input."""
+    """A training step of `resnet18`, of an `LSTM` or of a `Transformer` encoder, on random
+    input.
+    """
     if name not in NETWORKS or size not in PROFILES:
-        raise gl.UsageError(f"{name!r}, {size!r}: expected one of {', '.join(NETWORKS)}, and of {', '.join(PROFILES)}")
+        raise gl.UsageError(
+            f"{name!r}, {size!r}: expected one of {', '.join(NETWORKS)}, and of"
+            f" {', '.join(PROFILES)}"
+        )
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -70,11 +84,19 @@ def workload(name: str, size: str = "quick") -> gl.Step:
             from torchvision.models import resnet18
 
             count, edge = IMAGES[size]
-            model, inputs = resnet18(num_classes=10), torch.randn(count, 3, edge, edge, generator=generator)
+            model, inputs = (
+                resnet18(num_classes=10),
+                torch.randn(count, 3, edge, edge, generator=generator),
+            )
         else:
             count, length, width = TEXTS[size]
-            model, inputs = TextNet(name, 10, width), torch.randint(1, VOCABULARY, (count, length), generator=generator)
-    return gl.Step(model, (inputs, torch.randint(10, (count,), generator=generator)), F.cross_entropy)
+            model, inputs = (
+                TextNet(name, 10, width),
+                torch.randint(1, VOCABULARY, (count, length), generator=generator),
+            )
+    return gl.Step(
+        model, (inputs, torch.randint(10, (count,), generator=generator)), F.cross_entropy
+    )
 
 
 SCRIPTS = {  # of benchmarks/
@@ -85,14 +107,19 @@ SCRIPTS = {  # of benchmarks/
 PARTS = (*SCRIPTS,)
 
 
-def measure_speed(part: str, settings: Iterable[gl.Setting | str] = ("cpu",), size: str = "quick") -> pd.DataFrame:
+def measure_speed(
+    part: str, settings: Iterable[gl.Setting | str] = ("cpu",), size: str = "quick"
+) -> pd.DataFrame:
     """Measure one of `PARTS` under each setting, at the size of a profile.
 
-    A row a number: `part`, `what`, `way`, `value`, `unit`, `spread` (the interquartile range over the median), `seed`,
-    `note` (why there is no number), `size`, `setting`, `machine` (this machine), and `recorded`, which is False.
+    A row a number: `part`, `what`, `way`, `value`, `unit`, `spread` (the interquartile range over
+    the median), `seed`, `note` (why there is no number), `size`, `setting`, `machine` (this
+    machine), and `recorded`, which is False.
     """
     if part not in PARTS or size not in PROFILES:
-        raise gl.UsageError(f"{part!r}, {size!r}: expected one of {', '.join(PARTS)}, and of {', '.join(PROFILES)}")
+        raise gl.UsageError(
+            f"{part!r}, {size!r}: expected one of {', '.join(PARTS)}, and of {', '.join(PROFILES)}"
+        )
     measure, frames = getattr(benchmark(SCRIPTS[part]), part), []
     for setting in map(gl.Setting.parse, settings):
         with setting.apply(), torch.random.fork_rng(devices=[]):

@@ -1,21 +1,25 @@
-"""One training on several devices: every process has the whole network and takes its share of each batch.
+"""One training on several devices: every process has the whole network and takes its share of each
+batch.
 
-DistributedDataParallel averages the gradients of all processes while the backward pass still runs, so that all make the
-same step. The program trains a PredNet on one device, then on all of them, with the same batches (strong scaling) and
-with as large a batch for each (weak scaling). It asserts that the weights end the same in every process, and where one
-process alone ends, up to rounding.
+DistributedDataParallel averages the gradients of all processes while the backward pass still runs,
+so that all make the same step. The program trains a PredNet on one device, then on all of them,
+with the same batches (strong scaling) and with as large a batch for each (weak scaling). It asserts
+that the weights end the same in every process, and where one process alone ends, up to rounding.
 
-With `--graph` it does so twice more, on GPUs. There Python launches some thousand kernels for an update, one by one,
-and takes as long over a small share as over a large one. Two CUDA graphs launch them at once, before and after one sum
-of all gradients, which lie in one buffer; first with autograd's gradient, then with gpulab's formulas for PredNet's.
+With `--graph` it does so twice more, on GPUs. There Python launches some thousand kernels for an
+update, one by one, and takes as long over a small share as over a large one. Two CUDA graphs launch
+them at once, before and after one sum of all gradients, which lie in one buffer; first with
+autograd's gradient, then with gpulab's formulas for PredNet's.
 
-    python notebooks/programs/data_parallel.py
-    python notebooks/programs/data_parallel.py --processes 4 --size kitti --batch 16 --setting cuda:tf32=on --graph
+    python notebooks/programs/data_parallel.py python notebooks/programs/data_parallel.py
+    --processes 4 --size kitti --batch 16 --setting cuda:tf32=on --graph
 
-The processes meet through a file, and nothing listens beyond 127.0.0.1. On several machines one lets torchrun start
-them; `init_process_group` then finds the meeting point, the rank and their number in the environment.
+The processes meet through a file, and nothing listens beyond 127.0.0.1. On several machines one
+lets torchrun start them; `init_process_group` then finds the meeting point, the rank and their
+number in the environment.
 
-Source: Li et al. 2020, *PyTorch distributed: experiences on accelerating data parallel training* (arXiv 2006.15704).
+Source: Li et al. 2020, *PyTorch distributed: experiences on accelerating data parallel training*
+(arXiv 2006.15704).
 """
 
 import argparse
@@ -50,7 +54,9 @@ WARM_UP, LEARNING_RATE = 2, 1e-3  # updates before those that are timed; Adam's
 
 
 class Loss(torch.nn.Module):
-    """The loss of films (T, B, C, H, W): DistributedDataParallel takes care of what goes through `forward`."""
+    """The loss of films (T, B, C, H, W): DistributedDataParallel takes care of what goes through
+    `forward`.
+    """
 
     def __init__(self, net):
         super().__init__()
@@ -62,7 +68,9 @@ class Loss(torch.nn.Module):
 
 
 class KernelByKernel:
-    """An update as everybody writes it; DistributedDataParallel averages the gradients of `size` processes."""
+    """An update as everybody writes it; DistributedDataParallel averages the gradients of `size`
+    processes.
+    """
 
     def __init__(self, net, films, size):  # noqa: ARG002
         self.loss = DistributedDataParallel(Loss(net)) if size > 1 else Loss(net)
@@ -76,7 +84,9 @@ class KernelByKernel:
 
 
 class InGraphs:
-    """An update as two CUDA graphs, before and after one average of all gradients, which lie in one buffer."""
+    """An update as two CUDA graphs, before and after one average of all gradients, which lie in
+    one buffer.
+    """
 
     def __init__(self, net, films, size, written_out=False):
         self.weights, self.size, self.loss = [*net.parameters()], size, Loss(net)
@@ -84,7 +94,9 @@ class InGraphs:
         self.windows = Windows(net, films) if written_out else None
         self.gradients = torch.zeros_like(parameters_to_vector(self.weights))
         self.before = Graph(self.find_gradients, [films], [self.gradients])
-        self.after = Graph(self.step, [], [*self.weights, *itertools.chain(*self.optimizer.state.values())])
+        self.after = Graph(
+            self.step, [], [*self.weights, *itertools.chain(*self.optimizer.state.values())]
+        )
 
     def find_gradients(self, films):
         """Compute the gradients, and lay them side by side in one buffer."""
@@ -126,28 +138,43 @@ def seconds_of(do, inputs, times):
 
 
 def compare(args, films, update):
-    """Train alone and together: a row for each kind of scaling, and how far the weights differ in the end."""
+    """Train alone and together: a row for each kind of scaling, and how far the weights differ
+    in the end.
+    """
     rank, size, timed = dist.get_rank(), dist.get_world_size(), films.dtype == torch.float32
-    whole, larger = films[:, : 2 * args.batch].split(args.batch, 1), films.split(size * args.batch, 1)
+    whole, larger = (
+        films[:, : 2 * args.batch].split(args.batch, 1),
+        films.split(size * args.batch, 1),
+    )
 
     def trained(batches, size):
         """The seconds of an update in so many processes, and the weights in the end."""
         net = gl.models.PredNet(*SIZES[args.size]).to(films)
         shares = [batch.chunk(size, 1)[rank % size].contiguous() for batch in batches]
-        seconds = seconds_of(UPDATES[update](net, shares[0], size), shares, args.updates if timed else 1)
+        seconds = seconds_of(
+            UPDATES[update](net, shares[0], size), shares, args.updates if timed else 1
+        )
         return seconds, parameters_to_vector(net.parameters()).detach()
 
-    seconds, alone = trained(whole, 1) if rank == 0 else (0.0, 0.0)  # the others wait where they train together
+    # the others wait where they train together
+    seconds, alone = trained(whole, 1) if rank == 0 else (0.0, 0.0)
     strong, weights = trained(whole, size)
     everywhere = [torch.empty_like(weights) for _ in range(size)]
     dist.all_gather(everywhere, weights)
-    assert all(torch.equal(each, weights) for each in everywhere), "the weights differ between the processes"
+    assert all(torch.equal(each, weights) for each in everywhere), (
+        "the weights differ between the processes"
+    )
     end = update, str(films.dtype).removeprefix("torch."), (weights - alone).abs().max().item()
     if not timed:
         return [], end
-    rows = [(update, scaling, 1, args.batch, seconds, seconds, 0.0) for scaling in ("strong", "weak")]
+    rows = [
+        (update, scaling, 1, args.batch, seconds, seconds, 0.0) for scaling in ("strong", "weak")
+    ]
     communication = seconds_of(dist.all_reduce, [torch.empty_like(weights)], args.updates)
-    for scaling, batches, together in (("strong", whole, strong), ("weak", larger, trained(larger, size)[0])):
+    for scaling, batches, together in (
+        ("strong", whole, strong),
+        ("weak", larger, trained(larger, size)[0]),
+    ):
         compute, _ = trained([batch.chunk(size, 1)[rank] for batch in batches], 1)
         rows.append((update, scaling, size, batches[0].shape[1], together, compute, communication))
     return rows, end
@@ -156,11 +183,21 @@ def compare(args, films, update):
 def work(rank, size, args, meeting):
     """What one of the processes does: it joins the others, compares, and the first one reports."""
     with gl.setting(args.setting.replace("cuda", f"cuda:{rank}", 1)) as setting:
-        dist.init_process_group("nccl" if setting.kind == "cuda" else "gloo", meeting, rank=rank, world_size=size)
+        dist.init_process_group(
+            "nccl" if setting.kind == "cuda" else "gloo", meeting, rank=rank, world_size=size
+        )
         windows = gl.load("walk", size=SIZES[args.size][1]).windows(args.frames)
-        films = [torch.from_numpy(next(windows).frames[-args.frames :]) for _ in range(2 * size * args.batch)]
-        films, updates = torch.stack(films, 1).to(setting.device) / 255, UPDATES if args.graph else ["kernel by kernel"]
-        compared = [compare(args, each, update) for update in updates for each in (films, films.double())]
+        films = [
+            torch.from_numpy(next(windows).frames[-args.frames :])
+            for _ in range(2 * size * args.batch)
+        ]
+        films, updates = (
+            torch.stack(films, 1).to(setting.device) / 255,
+            UPDATES if args.graph else ["kernel by kernel"],
+        )
+        compared = [
+            compare(args, each, update) for update in updates for each in (films, films.double())
+        ]
         dist.destroy_process_group()
     if rank == 0:
         report(args, setting.kind, *zip(*compared, strict=True))
@@ -170,14 +207,24 @@ def report(args, kind, rows, ends):
     """Print the table and what was asserted, and write the record."""
     columns = ["update", "scaling", "devices", "batch", "seconds", "compute", "communication"]
     scaling = pd.DataFrame(itertools.chain(*rows), columns=columns)
-    ends = pd.DataFrame(ends, columns=["update", "precision", "weights"]).assign(devices=args.processes)
+    ends = pd.DataFrame(ends, columns=["update", "precision", "weights"]).assign(
+        devices=args.processes
+    )
     scaling["frames_per_second"] = scaling.batch * args.frames / scaling.seconds
-    scaling["speedup"] = scaling.frames_per_second / scaling.groupby("update").frames_per_second.transform("first")
-    print(f"PredNet ({args.size}), films of {args.frames} frames, {args.processes} processes under {args.setting}")
+    scaling["speedup"] = scaling.frames_per_second / scaling.groupby(
+        "update"
+    ).frames_per_second.transform("first")
+    print(
+        f"PredNet ({args.size}), films of {args.frames} frames, {args.processes} processes under"
+        f" {args.setting}"
+    )
     print(scaling.to_string(index=False, float_format="{:.4g}".format))
     most = ends.groupby("precision").weights.max()
     assert most.float64 < 1e-9, f"other weights than one process: {most.float64}"
-    print(f"All {args.processes} processes end with the same weights; one process alone differs by\n{most.to_string()}")
+    print(
+        f"All {args.processes} processes end with the same weights; one process alone differs"
+        f" by\n{most.to_string()}"
+    )
     if args.record:
         common = {"network": "prednet", "size": args.size, "setting": args.setting}
         tables = {"scaling": scaling, "ends": ends}
@@ -188,9 +235,13 @@ def report(args, kind, rows, ends):
 def main():
     """Start the processes."""
     gpus = torch.cuda.device_count()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=max(2, gpus), help="how many")
-    parser.add_argument("--setting", default="cuda:tf32=off" if gpus > 1 else "cpu:threads=1", help="of cpu or cuda")
+    parser.add_argument(
+        "--setting", default="cuda:tf32=off" if gpus > 1 else "cpu:threads=1", help="of cpu or cuda"
+    )
     parser.add_argument("--size", choices=SIZES, default="small", help="of PredNet")
     parser.add_argument("--batch", type=int, default=8, help="films, in all")
     parser.add_argument("--frames", type=int, default=5, help="of a film")
@@ -200,14 +251,24 @@ def main():
     args = parser.parse_args()
     size, on_cpu = args.processes, args.setting.startswith("cpu")
     if size < 2 or args.batch % size:
-        parser.error(f"{size} processes cannot have equal shares of a batch of {args.batch}: --batch, --processes")
+        parser.error(
+            f"{size} processes cannot have equal shares of a batch of {args.batch}: --batch,"
+            " --processes"
+        )
     if on_cpu and args.graph:
-        parser.error(f"--graph is for GPUs, and the setting is {args.setting}: --setting cuda:tf32=off")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast hangs where containers share a host's switch
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        parser.error(
+            f"--graph is for GPUs, and the setting is {args.setting}: --setting cuda:tf32=off"
+        )
+    # NVLink multicast hangs where containers share a host's switch
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = (
+        "lo0" if sys.platform == "darwin" else "lo"
+    )
     method = "fork" if on_cpu and sys.platform == "linux" else "spawn"
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(work, (size, args, Path(folder, "meeting").as_uri()), size, start_method=method)
+        mp.start_processes(
+            work, (size, args, Path(folder, "meeting").as_uri()), size, start_method=method
+        )
 
 
 if __name__ == "__main__":

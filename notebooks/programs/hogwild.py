@@ -1,9 +1,10 @@
 """Gradient descent by several processes on the same weights, without a lock: Hogwild.
 
-Each worker computes the gradient of a batch of its own and subtracts it from the weights, which lie in memory that all
-share, and none waits. So a gradient may be some updates of the others old when it is applied, and where two workers
-change a weight at once, one change is lost. In the other way, synchronous, all wait for each other before and after
-they change the weights, one at a time. From each seed both ways begin with the same weights and see the same batches.
+Each worker computes the gradient of a batch of its own and subtracts it from the weights, which lie
+in memory that all share, and none waits. So a gradient may be some updates of the others old when
+it is applied, and where two workers change a weight at once, one change is lost. In the other way,
+synchronous, all wait for each other before and after they change the weights, one at a time. From
+each seed both ways begin with the same weights and see the same batches.
 
     python notebooks/programs/hogwild.py
     python notebooks/programs/hogwild.py --seeds 24 --updates 400
@@ -37,14 +38,17 @@ def pixels(window):
 
 
 def work(rank, args, weights, counts, moved, logs, lock, barrier):
-    """What one worker does, for each seed and way: its share of the updates, on the row of `weights` for that."""
+    """What one worker does, for each seed and way: its share of the updates, on the row of
+    `weights` for that.
+    """
     torch.set_num_threads(1)
     net = gl.models.Autoencoder(args.hidden)
     for row, shared in enumerate(weights):
         way, windows = WAYS[row % 2], gl.load("digits", size=(28, 28)).windows(BATCH, seed=row // 2)
         batches = [pixels(window) for window in itertools.islice(windows, args.updates)]
         wait = barrier.wait if way == "synchronous" else lambda: None
-        vector_to_parameters(shared, net.parameters())  # the parameters are now views of the shared memory
+        # the parameters are now views of the shared memory
+        vector_to_parameters(shared, net.parameters())
         barrier.wait()
         start = time.perf_counter()
         for number, batch in enumerate(batches[rank :: args.workers]):
@@ -52,7 +56,9 @@ def work(rank, args, weights, counts, moved, logs, lock, barrier):
             net.zero_grad()
             loss = net.training_loss(batch, None)[0]
             loss.backward()
-            change = -LEARNING_RATE * parameters_to_vector(weight.grad for weight in net.parameters())
+            change = -LEARNING_RATE * parameters_to_vector(
+                weight.grad for weight in net.parameters()
+            )
             moved[row, rank] += change
             age = int(counts[row].sum()) - before
             wait()
@@ -65,19 +71,32 @@ def work(rank, args, weights, counts, moved, logs, lock, barrier):
 
 def main():
     """Let the workers run, and compare the two ways."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--updates", type=int, default=200, help="of all workers together")
     parser.add_argument("--seeds", type=int, default=2, help="how many")
-    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 16], help="widths of the layers up to the code")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        nargs="+",
+        default=[64, 16],
+        help="widths of the layers up to the code",
+    )
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     if args.workers < 1 or args.updates % args.workers:
-        parser.error(f"{args.workers} workers cannot make equally many of {args.updates} updates: --updates, --workers")
+        parser.error(
+            f"{args.workers} workers cannot make equally many of {args.updates} updates: --updates,"
+            " --workers"
+        )
     nets = [gl.models.Autoencoder(args.hidden) for _ in range(args.seeds)]
     for seed, net in enumerate(nets):
         net.draw_weights(torch.Generator().manual_seed(seed))
-    begin = torch.stack([parameters_to_vector(net.parameters()).detach() for net in nets for _ in WAYS])
+    begin = torch.stack(
+        [parameters_to_vector(net.parameters()).detach() for net in nets for _ in WAYS]
+    )
     weights = begin.clone().share_memory_()
     shape = len(weights), args.workers
     counts = torch.zeros(shape, dtype=torch.int64).share_memory_()
@@ -90,8 +109,12 @@ def main():
 
 
 def report(args, begin, weights, moved, logs):
-    """Print what came out of each way, and write the record: a row a training, and the losses in 20 pieces of time."""
-    images = torch.cat([pixels(window) for window in gl.load("digits", size=(28, 28)).heldout(1000)])
+    """Print what came out of each way, and write the record: a row a training, and the losses in
+    20 pieces of time.
+    """
+    images = torch.cat(
+        [pixels(window) for window in gl.load("digits", size=(28, 28)).heldout(1000)]
+    )
     net, descents, curves = gl.models.Autoencoder(args.hidden).requires_grad_(False), [], []
     for row, end in enumerate(weights):
         vector_to_parameters(end, net.parameters())
@@ -100,14 +123,24 @@ def report(args, begin, weights, moved, logs):
         curves.append(log.assign(step=log.index, piece=log.index * 20 // len(log)))
         lost = (begin[row] + moved[row].sum(0) - end).abs().sum() / moved[row].abs().sum()
         loss, speed = net.training_loss(images, None)[0].item(), args.updates / log.seconds.max()
-        descent = {"heldout_loss": loss, "updates_per_second": speed, "age": log.age.mean(), "lost_share": lost.item()}
+        descent = {
+            "heldout_loss": loss,
+            "updates_per_second": speed,
+            "age": log.age.mean(),
+            "lost_share": lost.item(),
+        }
         descents.append({"way": WAYS[row % 2], "seed": row // 2, "weights": len(end), **descent})
     table = pd.DataFrame(descents)
     print(f"{args.workers} workers, {args.updates} updates from each of {args.seeds} seeds")
     print(table.drop(columns=["seed", "weights"]).groupby("way").mean().to_string())
     assert all(table[table.way == "synchronous"].lost_share < 1e-3), "synchronous changes were lost"
     if args.record:
-        curve = pd.concat(curves).groupby(["way", "seed", "piece"])[["step", "seconds", "loss"]].mean().reset_index()
+        curve = (
+            pd.concat(curves)
+            .groupby(["way", "seed", "piece"])[["step", "seconds", "loss"]]
+            .mean()
+            .reset_index()
+        )
         tables = {"descents": table.to_dict("records"), "curve": curve.to_dict("records")}
         recorded.write_document(args.record, recorded.make_measurement("cpu", **tables))
 

@@ -1,11 +1,11 @@
 """One network on two devices: the encoder lies on the first, the decoder on the second.
 
-What passes between them is copied, and autograd copies the gradient back. One device computes while the other waits, so
-this buys memory and no speed. The program trains the same autoencoder whole and in two parts, asserts that the losses
-are the same, and tells what memory each part needs.
+What passes between them is copied, and autograd copies the gradient back. One device computes while
+the other waits, so this buys memory and no speed. The program trains the same autoencoder whole and
+in two parts, asserts that the losses are the same, and tells what memory each part needs.
 
-    python notebooks/programs/model_parallel.py                          # two GPUs, or the CPU twice
-    python notebooks/programs/model_parallel.py --hidden 8192 1024 --devices cuda:0 cuda:1
+    python notebooks/programs/model_parallel.py                          # two GPUs, or the CPU
+    twice python notebooks/programs/model_parallel.py --hidden 8192 1024 --devices cuda:0 cuda:1
 
 Source: Huang et al. 2019, *GPipe* (arXiv 1811.06965), which keeps both parts busy.
 """
@@ -28,7 +28,10 @@ class InTwoParts(gl.models.Autoencoder):
 
     def __init__(self, hidden, first, second):
         super().__init__(hidden)
-        self.encoder, self.decoder = self.layers[: 2 * len(hidden)].to(first), self.layers[2 * len(hidden) :].to(second)
+        self.encoder, self.decoder = (
+            self.layers[: 2 * len(hidden)].to(first),
+            self.layers[2 * len(hidden) :].to(second),
+        )
         self.first, self.second = first, second
 
     def forward(self, images):
@@ -50,22 +53,38 @@ def train(net, images):
 
 
 def memory(part, inputs):
-    """MiB of a part's weights, of their gradients and Adam's two moments, and of what is saved for its backward."""
+    """MiB of a part's weights, of their gradients and Adam's two moments, and of what is saved
+    for its backward.
+    """
     weights = sum(weight.nbytes for weight in part.parameters())
     saved = {}
-    with saved_tensors_hooks(lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor):
+    with saved_tensors_hooks(
+        lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
+    ):
         outputs = part(inputs)
     own = {weight.data_ptr() for weight in part.parameters()}
     activations = sum(tensor.nbytes for place, tensor in saved.items() if place not in own)
-    return {"weights": weights / 2**20, "optimizer": 3 * weights / 2**20, "activations": activations / 2**20}, outputs
+    return {
+        "weights": weights / 2**20,
+        "optimizer": 3 * weights / 2**20,
+        "activations": activations / 2**20,
+    }, outputs
 
 
 def main():
     """Train whole and in parts, and compare."""
     devices = ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cpu", "cpu"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", nargs=2, default=devices)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 32], help="widths of the layers up to the code")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        nargs="+",
+        default=[128, 32],
+        help="widths of the layers up to the code",
+    )
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     first, second = args.devices
@@ -75,13 +94,22 @@ def main():
         images = torch.from_numpy(window.frames).float() / 255
         whole, cut = InTwoParts(args.hidden, first, first), InTwoParts(args.hidden, first, second)
         loss, loss_in_parts = (train(net, images) for net in (whole, cut))
-        assert abs(loss - loss_in_parts) < 1e-5 * loss, f"the loss is {loss_in_parts} in parts, {loss} of the whole"
+        assert abs(loss - loss_in_parts) < 1e-5 * loss, (
+            f"the loss is {loss_in_parts} in parts, {loss} of the whole"
+        )
         encoder, code = memory(cut.encoder, cut.flat(images[:BATCH]).to(first))
         decoder, _ = memory(cut.decoder, code.detach().to(second))
-    parts = pd.DataFrame([encoder, decoder]).assign(device=args.devices, whole=loss, parts=loss_in_parts)
-    print(f"An autoencoder whole and in two parts: its mean loss, and MiB of each part\n{parts.to_string(index=False)}")
+    parts = pd.DataFrame([encoder, decoder]).assign(
+        device=args.devices, whole=loss, parts=loss_in_parts
+    )
+    print(
+        "An autoencoder whole and in two parts: its mean loss, and MiB of each"
+        f" part\n{parts.to_string(index=False)}"
+    )
     if args.record:
-        rows = parts.assign(part=parts.index, network="autoencoder", setting=str(setting)).to_dict("records")
+        rows = parts.assign(part=parts.index, network="autoencoder", setting=str(setting)).to_dict(
+            "records"
+        )
         recorded.write_document(args.record, recorded.make_measurement(kind, parts=rows))
 
 

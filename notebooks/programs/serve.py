@@ -1,11 +1,12 @@
 """Inference on several devices: each has a copy of the network and predicts its share of the films.
 
-The films need nothing of each other, so nothing is communicated but films and predictions. A thread for each device is
-enough, since Python's lock is free while a device computes. The program asserts that the predictions are those of one
-device, up to rounding, and tells how many images a second one device and all of them predict.
+The films need nothing of each other, so nothing is communicated but films and predictions. A thread
+for each device is enough, since Python's lock is free while a device computes. The program asserts
+that the predictions are those of one device, up to rounding, and tells how many images a second one
+device and all of them predict.
 
-    python notebooks/programs/serve.py                                   # all GPUs, or the CPU twice
-    python notebooks/programs/serve.py --size paper --films 64 --devices cuda:0 cuda:1
+    python notebooks/programs/serve.py                                   # all GPUs, or the CPU
+    twice python notebooks/programs/serve.py --size paper --films 64 --devices cuda:0 cuda:1
 """
 
 import argparse
@@ -20,7 +21,11 @@ import torch
 import gpulab as gl
 from gpulab.store import recorded
 
-SIZES = {"quick": ((3, 16, 32), (48, 64)), "paper": ((3, 48, 96, 192), (120, 160))}  # channels; height, width
+# channels; height, width
+SIZES = {
+    "quick": ((3, 16, 32), (48, 64)),
+    "paper": ((3, 48, 96, 192), (120, 160)),
+}
 
 
 @torch.inference_mode()
@@ -44,7 +49,9 @@ def images_per_second(copies, films):
 def main():
     """Predict on one device and on all of them, and compare."""
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", nargs="+", default=gpus or ["cpu", "cpu"])
     parser.add_argument("--size", choices=SIZES, default="quick", help="of PredNet")
     parser.add_argument("--films", type=int, default=8, help="of ten frames")
@@ -56,12 +63,23 @@ def main():
         copies = [copy.deepcopy(net).to(device) for device in args.devices]
         films = torch.rand(10, args.films, 3, *net.size)
         difference = (predict(copies, films) - predict(copies[:1], films)).abs().max().item()
-        assert difference < 1e-5, f"the predictions of several devices differ by {difference} from those of one"
-        rows = [{"devices": n, "images_per_second": images_per_second(copies[:n], films)} for n in (1, len(copies))]
-    serving = pd.DataFrame(rows).assign(size=args.size, films=args.films, setting=str(setting), difference=difference)
-    print(f"Several devices predict what one does, up to rounding:\n{serving.to_string(index=False)}")
+        assert difference < 1e-5, (
+            f"the predictions of several devices differ by {difference} from those of one"
+        )
+        rows = [
+            {"devices": n, "images_per_second": images_per_second(copies[:n], films)}
+            for n in (1, len(copies))
+        ]
+    serving = pd.DataFrame(rows).assign(
+        size=args.size, films=args.films, setting=str(setting), difference=difference
+    )
+    print(
+        f"Several devices predict what one does, up to rounding:\n{serving.to_string(index=False)}"
+    )
     if args.record:
-        recorded.write_document(args.record, recorded.make_measurement(kind, serving=serving.to_dict("records")))
+        recorded.write_document(
+            args.record, recorded.make_measurement(kind, serving=serving.to_dict("records"))
+        )
 
 
 if __name__ == "__main__":

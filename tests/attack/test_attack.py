@@ -1,4 +1,6 @@
-"""Kills, interruptions, a full disk and several writers at every call that writes: nothing finished is ever lost."""
+"""Kills, interruptions, a full disk and several writers at every call that writes: nothing
+finished is ever lost.
+"""
 
 import itertools
 import multiprocessing
@@ -19,12 +21,15 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the attack needs a server that forks"),
 ]
 
-NETWORK = "train autoencoder --profile smoke --option frames=40 --setting cpu:threads=1 --store store"
+NETWORK = (
+    "train autoencoder --profile smoke --option frames=40 --setting cpu:threads=1 --store store"
+)
 FUNCTION = "train own.py:train --setting cpu:threads=1 --store store"
 OWN = "def train(seed, rate=0.5):\n    return (1 + seed) * rate\n"
 WRITES = ("fsync", "replace", "mkdir", "rename", "unlink")
 
-# A child begins with all that a command imports, and with nothing computed; so it costs a fraction of a second.
+# A child begins with all that a command imports, and with nothing computed; so it costs a fraction
+# of a second.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["gpulab.cli", "gpulab.training.run", "pyarrow.parquet", "pandas"])
 
@@ -37,7 +42,9 @@ def act_of(name):
 
 
 def command(folder, line, act, at, lasting):
-    """A command of gpulab, to which something happens when it writes for the `at`-th time, or from then on."""
+    """A command of gpulab, to which something happens when it writes for the `at`-th time, or
+    from then on.
+    """
     os.chdir(folder)
     said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
@@ -82,7 +89,10 @@ def facts(folder):
     if frame.empty:
         return {}
     losses = gl.store.history(frame).groupby("id").loss.apply(list).to_dict()
-    return {row.id: (row.status, row.final_loss, row.weights, losses[row.id]) for row in frame.itertuples()}
+    return {
+        row.id: (row.status, row.final_loss, row.weights, losses[row.id])
+        for row in frame.itertuples()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -97,19 +107,26 @@ def begun(tmp_path_factory):
 
 @pytest.mark.parametrize("act", ["kill", "interrupt", "full"])
 @pytest.mark.parametrize("line", [NETWORK, FUNCTION])
-def test_command_disturbed_at_any_write_loses_nothing_and_can_be_run_again(act, line, begun, tmp_path):
+def test_command_disturbed_at_any_write_loses_nothing_and_can_be_run_again(
+    act, line, begun, tmp_path
+):
     usual = shutil.copytree(begun, tmp_path / "usual")
     before = facts(usual)
     assert run(usual, line)[0] == 0
     writes, after = int((usual / "count").read_text()), facts(usual)
     assert writes >= 2
-    places = range(1, writes + 1) if act == "kill" else sorted({1, 2, writes // 2, writes - 1, writes})
+    places = (
+        range(1, writes + 1) if act == "kill" else sorted({1, 2, writes // 2, writes - 1, writes})
+    )
     for at, lasting in itertools.product(places, (False, True) if act == "full" else (False,)):
         folder = shutil.copytree(begun, tmp_path / f"{at}-{lasting}")
         status, said = run(folder, line, act, at, lasting)
         assert "Traceback" not in said, (at, said)
         assert act == "kill" or status in (0, 1, 130), (at, status, said)
-        assert status != 130 or "interrupted; run the same command again to go on" in said, (at, said)
+        assert status != 130 or "interrupted; run the same command again to go on" in said, (
+            at,
+            said,
+        )
         if act == "full" and status:
             assert said.splitlines()[-1].startswith("gpulab: "), (at, said)
             assert "No space left on device; free some space" in said.splitlines()[-1], (at, said)
@@ -120,7 +137,9 @@ def test_command_disturbed_at_any_write_loses_nothing_and_can_be_run_again(act, 
         assert facts(folder) == after, at
         # What a killed process was writing may be deleted at any time; other ends leave nothing.
         left = [
-            path.name for path in (folder / "store" / stores.WORK_FOLDER).iterdir() if not path.name.endswith(".part")
+            path.name
+            for path in (folder / "store" / stores.WORK_FOLDER).iterdir()
+            if not path.name.endswith(".part")
         ]
         assert left == [], at
 
@@ -129,7 +148,16 @@ def writer(folder, number):
     os.chdir(folder)
     seeds = random.Random(number).sample(range(6), 6)
     for seed in seeds:
-        gl.train("autoencoder", None, "cpu:threads=1", seed, "smoke", frames=40, store="store", progress=False)
+        gl.train(
+            "autoencoder",
+            None,
+            "cpu:threads=1",
+            seed,
+            "smoke",
+            frames=40,
+            store="store",
+            progress=False,
+        )
         gl.train("own.py:train", seed=seed, store="store", progress=False)
 
 

@@ -58,7 +58,9 @@ class Case:
 
 @dataclass
 class Fault:
-    """A planted fault: where it is, which kinds of finding name it rightly, and words of the right place."""
+    """A planted fault: where it is, which kinds of finding name it rightly, and words of the
+    right place.
+    """
 
     group: str
     what: str
@@ -68,15 +70,22 @@ class Fault:
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-# --- kernels ----------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 KERNELS = {
-    "layers": "addmm native_layer_norm tanh sigmoid _log_softmax nll_loss_forward mm sigmoid_backward tanh_backward "
-    "native_layer_norm_backward _log_softmax_backward_data",
-    "convolutions": "convolution native_batch_norm relu max_pool2d_with_indices silu convolution_backward "
-    "silu_backward max_pool2d_with_indices_backward threshold_backward native_batch_norm_backward",
-    "attention": "embedding add gelu gelu_backward embedding_dense_backward "
-    "_scaled_dot_product_flash_attention_for_cpu",
+    "layers": (
+        "addmm native_layer_norm tanh sigmoid _log_softmax nll_loss_forward mm sigmoid_backward"
+        " tanh_backward native_layer_norm_backward _log_softmax_backward_data"
+    ),
+    "convolutions": (
+        "convolution native_batch_norm relu max_pool2d_with_indices silu convolution_backward"
+        " silu_backward max_pool2d_with_indices_backward threshold_backward"
+        " native_batch_norm_backward"
+    ),
+    "attention": (
+        "embedding add gelu gelu_backward embedding_dense_backward "
+        "_scaled_dot_product_flash_attention_for_cpu"
+    ),
     "recurrence": "addmm mul_ sigmoid_ tanh_",
 }
 
@@ -90,10 +99,19 @@ def kernels() -> Iterator[Fault]:
                 around = partial(Kernels, name, wrong, always)
                 place = (name.rstrip("_"),)
                 kinds = ("mismatch", "not finite") if always and what == "NaN" else ("mismatch",)
-                yield Fault(group, f"{name} in {network}: {what}", Case(network), place, kinds, around)
-    for network, name in (("layers", "addmm"), ("layers", "mm"), ("convolutions", "convolution"), ("attention", "mm")):
+                yield Fault(
+                    group, f"{name} in {network}: {what}", Case(network), place, kinds, around
+                )
+    for network, name in (
+        ("layers", "addmm"),
+        ("layers", "mm"),
+        ("convolutions", "convolution"),
+        ("attention", "mm"),
+    ):
         kinds, around = ("reduced precision",), partial(Kernels, name, short_products, False)
-        yield Fault("short products", f"{name} of {network} in TF32", Case(network), (name,), kinds, around)
+        yield Fault(
+            "short products", f"{name} of {network} in TF32", Case(network), (name,), kinds, around
+        )
 
 
 def over(
@@ -116,11 +134,19 @@ def library() -> Iterator[None]:
     """An operation of somebody's own, whose kernel is wrong under B in every precision."""
     with torch.library._scoped_library("planted", "FRAGMENT") as lib:
         lib.define("softer(Tensor x) -> Tensor")
-        lib.impl("softer", lambda x: x.tanh() * (1.02 if under_b() else 1.0), "CompositeExplicitAutograd")
+        lib.impl(
+            "softer", lambda x: x.tanh() * (1.02 if under_b() else 1.0), "CompositeExplicitAutograd"
+        )
         lib.define("scaled(Tensor x, float by) -> Tensor")
-        lib.impl("scaled", lambda x, by: x * by * (1.001 if under_b() else 1.0), "CompositeExplicitAutograd")
+        lib.impl(
+            "scaled",
+            lambda x, by: x * by * (1.001 if under_b() else 1.0),
+            "CompositeExplicitAutograd",
+        )
         lib.define("written_(Tensor(a!) x) -> Tensor(a!)")
-        lib.impl("written_", lambda x: x.mul_(1.01 if under_b() else 1.0), "CompositeExplicitAutograd")
+        lib.impl(
+            "written_", lambda x: x.mul_(1.01 if under_b() else 1.0), "CompositeExplicitAutograd"
+        )
         yield
 
 
@@ -152,14 +178,17 @@ def custom() -> Iterator[Fault]:
         yield from over("torch.library", {name: call}, networks, step, place, around=library)
 
 
-# --- the user's code --------------------------------------------------------------------------------------
+# --- the user's code ------------------------------------------------------------------------------
 
 
-GRADIENTS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {  # of the square, wrong under B
+# of the square, wrong under B
+GRADIENTS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
     "nine per cent": lambda g, x, size, wrong: g * x * (2.18 if wrong else 2.0),
     "other tensor": lambda g, x, size, wrong: 2 * g * (size if wrong else x),
     "forgotten factor": lambda g, x, size, wrong: g * x if wrong else 2 * (g * x),
-    "NumPy": lambda g, x, size, wrong: torch.from_numpy(2 * g.numpy() * x.detach().numpy() * (1.05 if wrong else 1.0)),
+    "NumPy": lambda g, x, size, wrong: torch.from_numpy(
+        2 * g.numpy() * x.detach().numpy() * (1.05 if wrong else 1.0)
+    ),
     "transposed": lambda g, x, size, wrong: (2 * g * x).flip(0) if wrong else 2 * g * x,
     "zero": lambda g, x, size, wrong: 2 * g * x * (0 if wrong else 1),
 }
@@ -184,7 +213,9 @@ def if_b(change: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: change(*args) if under_b() else None
 
 
-def with_b(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor, Tensor], Any]:
+def with_b(
+    change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> Callable[[Tensor, Tensor], Any]:
     return lambda x, y: change(x, y) if under_b() else (x, y)
 
 
@@ -223,7 +254,10 @@ def forward_faults() -> Iterator[Fault]:
         "clipped": (lambda h: h.clamp(-0.5, 0.5), ("clamp",)),
         "no gradient": (lambda h: h.detach() + 0 * h, ("mul", "add")),
         "some set to zero": (lambda h: h * (torch.arange(h.shape[1]) > 1), ("mul",)),
-        "through NumPy": (lambda h: h + torch.from_numpy(np.float32(1e-2) * h.detach().numpy()).to(h.dtype), ("add",)),
+        "through NumPy": (
+            lambda h: h + torch.from_numpy(np.float32(1e-2) * h.detach().numpy()).to(h.dtype),
+            ("add",),
+        ),
         "negative": (torch.neg, ("neg",)),
     }
     for what, (change, place) in changes.items():
@@ -242,27 +276,68 @@ def forward_faults() -> Iterator[Fault]:
         ("a scaled weight", lambda w: w * 1.001, ("mul",)),
         ("the other layer's weight", lambda w: w.flip(0), ("flip",)),
     ):
-        yield Fault("forward code", what, Case(call=lambda model, x, change=change: weight(model, x, change)), place)
+        yield Fault(
+            "forward code",
+            what,
+            Case(call=lambda model, x, change=change: weight(model, x, change)),
+            place,
+        )
     shared = lambda model, x: model[3:](model[2](model[1](model[3 if under_b() else 0](x))))  # noqa: E731
     yield Fault("forward code", "another layer's weight", Case(call=shared), ("addmm", "t"))
     for what, loss, place in (
-        ("sum for mean", lambda o, y: F.cross_entropy(o, y, reduction="sum" if under_b() else "mean"), ("nll_loss",)),
-        ("smoothed labels", lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1 if under_b() else 0), ()),
-        ("another axis", lambda o, y: F.nll_loss(o.log_softmax(0 if under_b() else 1), y), ("_log_softmax",)),
-        ("a temperature", lambda o, y: F.cross_entropy(o / (1.01 if under_b() else 1.0), y), ("div",)),
-        ("a class ignored", lambda o, y: F.cross_entropy(o, y, ignore_index=1 if under_b() else -100), ("nll_loss",)),
+        (
+            "sum for mean",
+            lambda o, y: F.cross_entropy(o, y, reduction="sum" if under_b() else "mean"),
+            ("nll_loss",),
+        ),
+        (
+            "smoothed labels",
+            lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1 if under_b() else 0),
+            (),
+        ),
+        (
+            "another axis",
+            lambda o, y: F.nll_loss(o.log_softmax(0 if under_b() else 1), y),
+            ("_log_softmax",),
+        ),
+        (
+            "a temperature",
+            lambda o, y: F.cross_entropy(o / (1.01 if under_b() else 1.0), y),
+            ("div",),
+        ),
+        (
+            "a class ignored",
+            lambda o, y: F.cross_entropy(o, y, ignore_index=1 if under_b() else -100),
+            ("nll_loss",),
+        ),
     ):
         for network in ("layers", "convolutions"):
             yield Fault("forward code", f"{what} in {network}", Case(network, loss=loss), place)
     layer_options = {
         "eps": ("layers", if_b(lambda m: setattr(m[1], "eps", 1e-2)), ("native_layer_norm",)),
-        "momentum": ("convolutions", if_b(lambda m: setattr(m[1], "momentum", 0.3)), ("native_batch_norm",)),
+        "momentum": (
+            "convolutions",
+            if_b(lambda m: setattr(m[1], "momentum", 0.3)),
+            ("native_batch_norm",),
+        ),
         "evaluated": ("convolutions", if_b(lambda m: m.eval()), ("native_batch_norm",)),
         "dilation": ("convolutions", if_b(dilated), ("convolution",)),
-        "exact gelu": ("attention", if_b(lambda m: setattr(m.block, "activation", other_gelu)), ("gelu",)),
+        "exact gelu": (
+            "attention",
+            if_b(lambda m: setattr(m.block, "activation", other_gelu)),
+            ("gelu",),
+        ),
         "norm first": ("attention", if_b(lambda m: setattr(m.block, "norm_first", True)), ()),
-        "padding": ("attention", if_b(lambda m: setattr(m.words, "padding_idx", 3)), ("embedding",)),
-        "untied": ("attention", if_b(untied), ("gradient", "result", "last.weight", "words.weight")),
+        "padding": (
+            "attention",
+            if_b(lambda m: setattr(m.words, "padding_idx", 3)),
+            ("embedding",),
+        ),
+        "untied": (
+            "attention",
+            if_b(untied),
+            ("gradient", "result", "last.weight", "words.weight"),
+        ),
     }
     for what, (network, change, place) in layer_options.items():
         yield Fault("forward code", what, Case(network, model=change), place)
@@ -315,18 +390,29 @@ def hook_faults() -> Iterator[Fault]:
     tensors = {
         "of a parameter, scaled": lambda g: g * 1.1 if under_b() else None,
         "of a parameter, zero": lambda g: torch.zeros_like(g) if under_b() else None,
-        "of a parameter, noise": lambda g: g + 1e-3 * drawn(*g.shape).to(g.dtype) if under_b() else None,
+        "of a parameter, noise": lambda g: (
+            g + 1e-3 * drawn(*g.shape).to(g.dtype) if under_b() else None
+        ),
     }
 
     def hooked(network: str, hook: Any) -> Case:
         return Case(network, model=lambda m: next(m.parameters()).register_hook(hook))
 
-    place, kinds = ("mul", "zeros_like", "add", "randn", "gradient"), ("mismatch", "different random numbers")
+    place, kinds = (
+        ("mul", "zeros_like", "add", "randn", "gradient"),
+        ("mismatch", "different random numbers"),
+    )
     yield from over("hooks", tensors, NETWORKS, hooked, place, kinds)
     outputs = {
-        "of a module, forward": lambda m: m[2].register_forward_hook(lambda mod, i, o: o * 1.01 if under_b() else None),
-        "of a module, before": if_b(lambda m: m[2].register_forward_pre_hook(lambda mod, i: (i[0] * 1.01,))),
-        "of a module, backward": if_b(lambda m: m[2].register_full_backward_hook(lambda mod, gi, go: (gi[0] * 1.01,))),
+        "of a module, forward": lambda m: m[2].register_forward_hook(
+            lambda mod, i, o: o * 1.01 if under_b() else None
+        ),
+        "of a module, before": if_b(
+            lambda m: m[2].register_forward_pre_hook(lambda mod, i: (i[0] * 1.01,))
+        ),
+        "of a module, backward": if_b(
+            lambda m: m[2].register_full_backward_hook(lambda mod, gi, go: (gi[0] * 1.01,))
+        ),
     }
     yield from over("hooks", outputs, ("layers", "convolutions"), of_the_model, ("mul",))
 
@@ -349,8 +435,16 @@ def data_faults() -> Iterator[Fault]:
     for network in NETWORKS:
         shifted = Case(network, batch=with_b(lambda x, y: (x, y.roll(1, 0))))
         yield Fault("data", f"shifted labels in {network}", shifted, ("roll", "nll_loss"))
-        reversed_ = Case(network, batch=with_b(lambda x, y: (x, torch.from_numpy(y.numpy()[::-1].copy()))))
-        yield Fault("data", f"reversed labels in {network}", reversed_, ("nll_loss",), ("mismatch", "other data"))
+        reversed_ = Case(
+            network, batch=with_b(lambda x, y: (x, torch.from_numpy(y.numpy()[::-1].copy())))
+        )
+        yield Fault(
+            "data",
+            f"reversed labels in {network}",
+            reversed_,
+            ("nll_loss",),
+            ("mismatch", "other data"),
+        )
     other_words = with_b(lambda x, y: (torch.from_numpy(np.where(x.numpy() == 3, 4, x.numpy())), y))
     other = Case("attention", batch=other_words)
     yield Fault("data", "one word for another", other, ("embedding",), ("mismatch", "other data"))
@@ -376,16 +470,28 @@ def state_faults() -> Iterator[Fault]:
     optimizers = {
         "learning rate": lambda p: torch.optim.SGD(p, 0.11 if under_b() else 0.1),
         "momentum": lambda p: torch.optim.Adam(p, 1e-2, betas=(0.8 if under_b() else 0.9, 0.99)),
-        "weight decay": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1 if under_b() else 0.0),
+        "weight decay": lambda p: torch.optim.AdamW(
+            p, 1e-2, weight_decay=0.1 if under_b() else 0.0
+        ),
         "eps": lambda p: torch.optim.Adam(p, 1e-2, eps=1e-3 if under_b() else 1e-8),
         "amsgrad": lambda p: torch.optim.RMSprop(p, 1e-2, alpha=0.9 if under_b() else 0.99),
     }
     named = {f"optimizer: {what}": optimizer for what, optimizer in optimizers.items()}
     place = ("updated", "_foreach", "add", "mul", "addcdiv", "lerp")
-    yield from over("state", named, ("layers", "attention"), lambda net, made: Case(net, optimizer=made), place)
+    yield from over(
+        "state", named, ("layers", "attention"), lambda net, made: Case(net, optimizer=made), place
+    )
 
 
 def faults() -> list[Fault]:
     """All of them."""
-    groups = kernels, custom, forward_faults, backward_faults, hook_faults, data_faults, state_faults
+    groups = (
+        kernels,
+        custom,
+        forward_faults,
+        backward_faults,
+        hook_faults,
+        data_faults,
+        state_faults,
+    )
     return [fault for group in groups for fault in group()]

@@ -1,6 +1,8 @@
-"""How many planted faults an audit detects, names and places correctly, and how many correct steps it suspects.
+"""How many planted faults an audit detects, names and places correctly, and how many correct steps
+it suspects.
 
-`tests/audits/test_planted_faults.py` runs a part of the sweep, `benchmarks/correctness/planted_faults.py` all of it.
+`tests/audits/test_planted_faults.py` runs a part of the sweep,
+`benchmarks/correctness/planted_faults.py` all of it.
 """
 
 from __future__ import annotations
@@ -20,32 +22,51 @@ A, B = "cpu:threads=2", "cpu:threads=1"
 
 
 def examined(fault: Fault, number: int = 0) -> gl.audits.Audit:
-    """The audit of a step with a fault; every second from B to A, every fourth of traces that were kept in files."""
+    """The audit of a step with a fault; every second from B to A, every fourth of traces that
+    were kept in files.
+    """
     sides = (B, A) if number % 2 else (A, B)
     with fault.around():
         first = gl.record(fault.step, sides[0], progress=False)
         second = gl.record(fault.step, sides[1], progress=False)
     if number % 8 in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
-            files = [trace.save(Path(folder) / f"{n}.trace") for n, trace in enumerate((first, second))]
+            files = [
+                trace.save(Path(folder) / f"{n}.trace") for n, trace in enumerate((first, second))
+            ]
             return gl.audit(*files)
     return gl.audit(first, second)
 
 
 def sweep(planted: list[Fault]) -> pd.DataFrame:
-    """A row for each fault: whether it was `detected`, its `kind` named rightly, and its `place`."""
+    """A row for each fault: whether it was `detected`, its `kind` named rightly, and its
+    `place`.
+    """
     rows = []
     for number, fault in enumerate(tqdm(planted, leave=False, disable=None)):
         try:
             report, text = examined(fault, number), ""
-        except gl.DataError as error:  # traces that are refused as those of different steps are detected, too
+        except gl.DataError as error:
+            # Traces that are refused as those of different steps are detected, too.
             report, text = None, str(error)
-        row = {"group": fault.group, "what": fault.what, "detected": True, "kind": True, "place": True, "report": text}
+        row = {
+            "group": fault.group,
+            "what": fault.what,
+            "detected": True,
+            "kind": True,
+            "place": True,
+            "report": text,
+        }
         if report is not None:
             worst, found = report.findings[0], report.kind != "rounding"
             text = f"{worst.operation} {worst.module} {worst.line} {worst.detail}"
             place = any(word in text for word in fault.place) if fault.place else found
-            row |= {"detected": found, "kind": report.kind in fault.kinds, "place": place, "report": str(report)}
+            row |= {
+                "detected": found,
+                "kind": report.kind in fault.kinds,
+                "place": place,
+                "report": str(report),
+            }
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -56,12 +77,16 @@ def right_steps(network: str, seeds: Iterable[int]) -> pd.DataFrame:
     for seed in seeds:
         for optimizer in (None, lambda p: torch.optim.Adam(p, 1e-2)):
             report = examined(Fault("", "", Case(network, seed, optimizer=optimizer), ()))
-            rows.append({"network": network, "seed": seed, "kind": report.kind, "report": str(report)})
+            rows.append(
+                {"network": network, "seed": seed, "kind": report.kind, "report": str(report)}
+            )
     return pd.DataFrame(rows)
 
 
 def rates(table: pd.DataFrame) -> pd.DataFrame:
-    """For each group the number of faults and the shares that were detected, named and placed rightly."""
+    """For each group the number of faults and the shares that were detected, named and placed
+    rightly.
+    """
     found = table.groupby("group", sort=False)[["detected", "kind", "place"]].mean()
     found.insert(0, "faults", table.groupby("group", sort=False).size())
     found.loc["all"] = [len(table), *table[["detected", "kind", "place"]].mean()]

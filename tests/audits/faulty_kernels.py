@@ -1,4 +1,6 @@
-"""Kernels of torch that return wrong results under one of two settings, or under both in float32."""
+"""Kernels of torch that return wrong results under one of two settings, or under both in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,24 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.name, self.wrong, self.always, self.count = name, wrong, always, 0
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = operation(*args, **(kwargs or {}))
         results = out if isinstance(out, tuple | list) else (out,)
         first = next((t for t in results if isinstance(t, Tensor)), None)
-        if operation._schema.name != f"aten::{self.name}" or first is None or first.dtype != torch.float32:
+        if (
+            operation._schema.name != f"aten::{self.name}"
+            or first is None
+            or first.dtype != torch.float32
+        ):
             return out
         if not (self.always or under_b()):
             return out
         self.count += 1
-        falsified = self.wrong(operation, args, kwargs or {}, out.clone() if self.name.endswith("_") else out)
+        falsified = self.wrong(
+            operation, args, kwargs or {}, out.clone() if self.name.endswith("_") else out
+        )
         return out.copy_(falsified) if self.name.endswith("_") else falsified
 
     def __exit__(self, *exception: Any) -> None:
@@ -44,7 +54,9 @@ def on_results(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     def wrong(operation: Any, args: Any, kwargs: Any, out: Any) -> Any:
         if isinstance(out, Tensor):
             return change(out)
-        return type(out)(change(t) if isinstance(t, Tensor) and t.is_floating_point() else t for t in out)
+        return type(out)(
+            change(t) if isinstance(t, Tensor) and t.is_floating_point() else t for t in out
+        )
 
     return wrong
 
@@ -56,7 +68,10 @@ def one_number(t: Tensor) -> Tensor:
 
 def short_products(operation: Any, args: Any, kwargs: Any, out: Any) -> Any:
     added = 1 if "addmm" in operation._schema.name else 0
-    short = [round_to(t, "tf32") if isinstance(t, Tensor) and p >= added else t for p, t in enumerate(args)]
+    short = [
+        round_to(t, "tf32") if isinstance(t, Tensor) and p >= added else t
+        for p, t in enumerate(args)
+    ]
     return operation(*short, **kwargs)
 
 

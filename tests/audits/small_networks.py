@@ -18,7 +18,9 @@ class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(20, 16, padding_idx=0), nn.Embedding(9, 16)
-        self.block = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, activation="gelu", batch_first=True)
+        self.block = nn.TransformerEncoderLayer(
+            16, 4, 32, dropout=0.0, activation="gelu", batch_first=True
+        )
         self.last = nn.Linear(16, 20, bias=False)
         self.last.weight = self.words.weight
 
@@ -56,7 +58,9 @@ def convolutions() -> nn.Module:
 
 
 def layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 3)
+    )
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {

@@ -31,7 +31,10 @@ def seeded(make):
 
 def with_a_function(function):
     """A step of a network with the function between two layers."""
-    return gl.Step(seeded(lambda: nn.Sequential(nn.Linear(20, 30), Own(function), nn.Linear(30, 5))), drawn(8, 20))
+    return gl.Step(
+        seeded(lambda: nn.Sequential(nn.Linear(20, 30), Own(function), nn.Linear(30, 5))),
+        drawn(8, 20),
+    )
 
 
 def recorded(step, setting=A):

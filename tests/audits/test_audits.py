@@ -20,7 +20,7 @@ def network_step(batch=None):
     return gl.Step(seeded(convolutions), drawn(4, 3, 8, 8) if batch is None else batch)
 
 
-# --- planted faults: kernels ----------------------------------------------------------------------------------
+# --- planted faults: kernels ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("always", [False, True], ids=["under b", "under both"])
@@ -32,7 +32,9 @@ def test_audit_names_products_in_tf32_and_the_flag(always):
     assert {(f.operation, f.phase, f.module) for f in faults(report)} == products
     assert {f.setting for f in faults(report)} == {f"{A} and {B}" if always else B}
     assert all("the kernel rounds its factors to tf32" in f.detail for f in faults(report))
-    assert all('torch.backends.mkldnn.matmul.fp32_precision = "ieee"' in f.advice for f in faults(report))
+    assert all(
+        'torch.backends.mkldnn.matmul.fp32_precision = "ieee"' in f.advice for f in faults(report)
+    )
 
 
 def test_audit_names_convolutions_in_tf32_and_the_flag():
@@ -42,14 +44,18 @@ def test_audit_names_convolutions_in_tf32_and_the_flag():
     assert all("torch.backends.mkldnn.conv.fp32_precision" in f.advice for f in found)
 
 
-# --- planted faults: the step's own code --------------------------------------------------------------------
+# --- planted faults: the step's own code ----------------------------------------------------------
 
 
 SQUARE = drawn(30, 30)
 
 
 def in_short(h):
-    return (h.bfloat16() @ SQUARE.bfloat16()).float() if h.dtype == torch.float32 else h @ SQUARE.to(h.dtype)
+    return (
+        (h.bfloat16() @ SQUARE.bfloat16()).float()
+        if h.dtype == torch.float32
+        else h @ SQUARE.to(h.dtype)
+    )
 
 
 def test_bfloat16_in_one_layer_is_reduced_precision_there():
@@ -69,35 +75,65 @@ GELU = ("none", "tanh")
 @pytest.mark.parametrize(
     ("function", "operation", "name", "here", "there"),
     [
-        (lambda h: F.gelu(F.dropout(h), approximate=GELU[under_b()]), "gelu", "approximate", "'tanh'", "'none'"),
-        (lambda h: F.layer_norm(h, (30,), eps=[1e-5, 1e-6][under_b()]), "native_layer_norm", "eps", 1e-06, 1e-05),
+        (
+            lambda h: F.gelu(F.dropout(h), approximate=GELU[under_b()]),
+            "gelu",
+            "approximate",
+            "'tanh'",
+            "'none'",
+        ),
+        (
+            lambda h: F.layer_norm(h, (30,), eps=[1e-5, 1e-6][under_b()]),
+            "native_layer_norm",
+            "eps",
+            1e-06,
+            1e-05,
+        ),
         (lambda h: F.dropout(h, 0.5 if under_b() else 0.4), "bernoulli", "p", 0.5, 0.6),
     ],
 )
-def test_audit_names_an_argument_that_depends_on_the_setting(function, operation, name, here, there):
+def test_audit_names_an_argument_that_depends_on_the_setting(
+    function, operation, name, here, there
+):
     report = audited(with_a_function(function))
     assert report.kind == "mismatch"
-    assert all(f.ratio <= 1 or math.isnan(f.ratio) for f in report.findings), "of what it was asked to compute"
+    assert all(f.ratio <= 1 or math.isnan(f.ratio) for f in report.findings), (
+        "of what it was asked to compute"
+    )
     first = report.findings[0]
     assert (first.operation, first.phase, first.setting) == (operation, "forward", B)
-    assert first.detail.startswith(f"called with {name}={here}; under {A} with {name}={there}; in float64, ")
+    assert first.detail.startswith(
+        f"called with {name}={here}; under {A} with {name}={there}; in float64, "
+    )
     assert "under_b()" in first.line or "return" in first.line
     assert "different arguments under cpu:threads=1" in first.advice
 
 
-# --- nothing wrong ----------------------------------------------------------------------------------------
+# --- nothing wrong --------------------------------------------------------------------------------
 
 
 def difference_of_roundings(setting):
-    """A row alone and in a batch: what a subtraction leaves of them is exact, and nothing but their roundings."""
+    """A row alone and in a batch: what a subtraction leaves of them is exact, and nothing but
+    their roundings.
+    """
     x, w = (drawn(*shape).to(setting.device, setting.dtype) for shape in ((32, 256), (256, 64)))
     return ((x @ w)[:1] - x[:1] @ w).abs().max()
 
 
 def normalised(normalisation):
     """Its mean makes a common offset of the roundings of a convolution's factors."""
-    layers = [nn.Conv2d(1, 16, 3, padding=1), normalisation, nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10)]
-    return gl.Step(seeded(lambda: nn.Sequential(*layers)), (drawn(64, 1, 8, 8).abs(), labels(64, 10)), F.cross_entropy)
+    layers = [
+        nn.Conv2d(1, 16, 3, padding=1),
+        normalisation,
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 64, 10),
+    ]
+    return gl.Step(
+        seeded(lambda: nn.Sequential(*layers)),
+        (drawn(64, 1, 8, 8).abs(), labels(64, 10)),
+        F.cross_entropy,
+    )
 
 
 LSTM = seeded(lambda: nn.LSTM(8, 6, 2))
@@ -106,8 +142,14 @@ TF32, SHORT = "cpu:emulate=tf32", "cpu:precision=bfloat16"
 EXPLAINED = {
     "the same dimension": (with_a_function(lambda h: F.softmax(h, -1 if under_b() else 1)), B),
     "a number made from data": (with_a_function(lambda h: h * h.sum().item()), B),
-    "a shape": (with_a_function(lambda h: h.view(*[(2, 120), (4, 60)][under_b()]).tanh().view(8, 30)), B),
-    "a number format's epsilon": (with_a_function(lambda h: h.clamp(min=torch.finfo(h.dtype).eps)), SHORT),
+    "a shape": (
+        with_a_function(lambda h: h.view(*[(2, 120), (4, 60)][under_b()]).tanh().view(8, 30)),
+        B,
+    ),
+    "a number format's epsilon": (
+        with_a_function(lambda h: h.clamp(min=torch.finfo(h.dtype).eps)),
+        SHORT,
+    ),
     "another order of sums": (CONVOLUTION, "cpu:order=pairwise"),
     "a difference of roundings": (difference_of_roundings, "cpu:order=pairwise"),
     **{
@@ -139,7 +181,12 @@ def test_html_shows_picture_and_findings_and_escapes_names(tmp_path):
         report = audited(gl.Step(net, drawn(3, 4)))
     report.save(tmp_path / "deep" / "report.html")
     page = (tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
-    for text in ("&lt;script&gt;", ">mismatch</span>", report.findings[0].detail[1:], "data:image/png;base64,"):
+    for text in (
+        "&lt;script&gt;",
+        ">mismatch</span>",
+        report.findings[0].detail[1:],
+        "data:image/png;base64,",
+    ):
         assert text in page
     assert "<script>" not in page
 
@@ -153,7 +200,7 @@ def test_audit_of_this_gpu_and_its_host_is_not_faulty(name, setting):
     assert {op.phase for op in report.b.operations} == {"forward", "backward", "result"}
 
 
-# --- traces and arguments -------------------------------------------------------------------------------------
+# --- traces and arguments -------------------------------------------------------------------------
 
 
 def heavier():
@@ -175,11 +222,15 @@ def test_traces_with_other_data_or_weights_say_so(what):
     report = gl.audit(recorded(network_step()), recorded(OTHERS[what]))
     assert (report.kind, report.faulty) == ("other data", True), report
     first = report.findings[0]
-    module = {"another batch": "0", "a batch of another size": "0", "one weight": "7"}.get(what, first.module)
+    module = {"another batch": "0", "a batch of another size": "0", "one weight": "7"}.get(
+        what, first.module
+    )
     assert first.module == module, report
 
 
-@pytest.mark.parametrize("arguments", [(network_step, "cpu"), (3, "cpu", B), ("a.trace", "b.trace", "cpu")])
+@pytest.mark.parametrize(
+    "arguments", [(network_step, "cpu"), (3, "cpu", B), ("a.trace", "b.trace", "cpu")]
+)
 def test_audit_refuses_arguments_that_make_no_sense(arguments):
     with pytest.raises(gl.UsageError):
         gl.audit(*arguments, progress=False)
@@ -190,12 +241,15 @@ def test_audit_refuses_a_setting_that_cannot_run_here():
         gl.audit(network_step(), "cpu", "cuda:77")
 
 
-# --- what explains most comes first -----------------------------------------------------------------------------
+# --- what explains most comes first ---------------------------------------------------------------
 
 
 def rounded_twice(setting):
     """Two products in TF32, of which the second decides the loss; and a loss that is right."""
-    x, y = drawn(40, 40).to(setting.dtype), (1e-3 * drawn(40, 40, seed=1)).to(setting.dtype).requires_grad_()
+    x, y = (
+        drawn(40, 40).to(setting.dtype),
+        (1e-3 * drawn(40, 40, seed=1)).to(setting.dtype).requires_grad_(),
+    )
     small = x @ y
     large = x @ (1000 * x)
     loss = (small.sum() + large.sum()).square()
@@ -221,8 +275,18 @@ noisy.register_autograd(lambda ctx, gradient: gradient)  # noqa: ARG005
 
 
 def small_cnn(middle):
-    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), Own(middle), nn.Conv2d(8, 8, 3)]
-    net = seeded(lambda: nn.Sequential(*layers, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(800, 10)))
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        Own(middle),
+        nn.Conv2d(8, 8, 3),
+    ]
+    net = seeded(
+        lambda: nn.Sequential(
+            *layers, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(800, 10)
+        )
+    )
     return gl.Step(net, (drawn(8, 3, 12, 12), labels(8, 10)), F.cross_entropy)
 
 
@@ -235,7 +299,10 @@ def test_audit_tells_what_hardly_repeats_itself_after_tf32():
     assert report.kind == "reduced precision"
     (restless,) = [finding for finding in faults(report) if finding.kind == "nondeterminism"]
     assert 1e-8 < restless.size < 1e-6
-    assert re.search(r"gave different bits in the second execution, [1-3]\.\de-07 apart \(relative\)", restless.detail)
+    assert re.search(
+        r"gave different bits in the second execution, [1-3]\.\de-07 apart \(relative\)",
+        restless.detail,
+    )
     assert restless.share < 0.01
 
 
@@ -246,7 +313,9 @@ def test_audit_names_an_operation_that_does_not_repeat_itself():
     assert "deterministic=on" in faults(report)[0].advice
 
 
-@pytest.mark.parametrize("middle", [ten_per_mille, lambda h: ten_per_mille(noisy(h))], ids=["steady", "restless"])
+@pytest.mark.parametrize(
+    "middle", [ten_per_mille, lambda h: ten_per_mille(noisy(h))], ids=["steady", "restless"]
+)
 def test_audit_tells_a_fault_before_tf32(middle):
     report = audited(small_cnn(middle), A, f"{B},emulate=tf32")
     assert (report.kind, report.findings[0].operation) == ("mismatch", "mul"), str(report)
@@ -255,7 +324,10 @@ def test_audit_tells_a_fault_before_tf32(middle):
 
 def test_audit_tells_overwritten_memory_before_tf32():
     def step(setting):
-        x, weight = drawn(8, 20).to(setting.dtype), drawn(20, 10, seed=1).to(setting.dtype).requires_grad_()
+        x, weight = (
+            drawn(8, 20).to(setting.dtype),
+            drawn(20, 10, seed=1).to(setting.dtype).requires_grad_(),
+        )
         weights = np.ones((8, 10), "float64" if setting.dtype == torch.float64 else "float32")
         loss = ((x @ weight) * torch.from_numpy(weights)).sum()
         weights[:] = 0

@@ -1,4 +1,6 @@
-"""Networks under autocast: its conversions run under one setting alone, and their rounding belongs to them."""
+"""Networks under autocast: its conversions run under one setting alone, and their rounding
+belongs to them.
+"""
 
 import math
 
@@ -26,7 +28,9 @@ def linear():
 
 
 def perceptron():
-    return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5))
+    return nn.Sequential(
+        nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5)
+    )
 
 
 def normalised():
@@ -34,12 +38,21 @@ def normalised():
 
 
 def convolutions():
-    layers = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 2), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(16, 5)]
+    layers = [
+        nn.Conv2d(1, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 2),
+        nn.BatchNorm2d(8),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    ]
     return nn.Sequential(nn.Unflatten(1, (1, 4, 5)), *layers)
 
 
 def encoder():
-    return nn.Sequential(nn.TransformerEncoderLayer(20, 2, 32, dropout=0.0, batch_first=True), nn.Linear(20, 5))
+    return nn.Sequential(
+        nn.TransformerEncoderLayer(20, 2, 32, dropout=0.0, batch_first=True), nn.Linear(20, 5)
+    )
 
 
 NETWORKS = [linear, perceptron, normalised, convolutions, encoder, Residual]
@@ -59,7 +72,9 @@ def test_autocast_is_reduced_precision_and_never_a_bug(network, autocast):
         assert not report.faulty, str(report)
         assert report.kind == "reduced precision"
         shares = [finding.share for finding in report.findings if not math.isnan(finding.share)]
-        assert sum(shares) == pytest.approx(1, abs=0.001), "conversions and products make all of the difference"
+        assert sum(shares) == pytest.approx(1, abs=0.001), (
+            "conversions and products make all of the difference"
+        )
 
 
 class ForgetsFactor(nn.Module):
@@ -74,7 +89,8 @@ class ForgetsFactor(nn.Module):
 
 
 @pytest.mark.parametrize("place", range(1, 5))
-@pytest.mark.parametrize(("autocast", "factor"), [("float16", 1.02), ("bfloat16", 1.5)])  # far beyond their rounding
+# far beyond their rounding
+@pytest.mark.parametrize(("autocast", "factor"), [("float16", 1.02), ("bfloat16", 1.5)])
 def test_fault_under_autocast_is_found(autocast, factor, place):
     torch.manual_seed(place)
     model = perceptron()

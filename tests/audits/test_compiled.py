@@ -1,4 +1,6 @@
-"""Audits of compiled networks: what is right is not suspected, and what is wrong is named by its smallest module."""
+"""Audits of compiled networks: what is right is not suspected, and what is wrong is named by its
+smallest module.
+"""
 
 import math
 
@@ -18,13 +20,17 @@ INDUCTOR = [name for name, one in CASES.items() if "inductor" in one.pairs[1][1]
 def step_of(*modules, width=8):
     torch.manual_seed(0)
     model = nn.Sequential(*modules)
-    return gl.Step(model, (torch.randn(6, width), torch.zeros(1)), lambda output, _: output.square().mean())
+    return gl.Step(
+        model, (torch.randn(6, width), torch.zeros(1)), lambda output, _: output.square().mean()
+    )
 
 
 SLOW = pytest.mark.slow("Inductor compiles for half a minute")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[SLOW] * (name in INDUCTOR)) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[SLOW] * (name in INDUCTOR)) for name in CASES]
+)
 def test_first_line_of_a_compiled_case(name):
     row = public_cases.examined(CASES[name], CASES[name].pairs[1])
     assert row["right"], row["text"]
@@ -59,7 +65,9 @@ def test_compiled_audit_leaves_the_model_as_it_was():
     answer = audited(step, b="cpu:compile=aot_eager")
     assert answer.kind == "rounding"
     assert "updated 1.running_mean" in set(answer.table.result)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in step.model.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in step.model.state_dict().items()
+    )
     assert step.model._compiled_call_impl is None
     assert all(parameter.grad is None for parameter in step.model.parameters())
 
@@ -76,7 +84,9 @@ def test_loss_that_is_not_finite_is_told_first():
     step = step_of(nn.Linear(8, 8), nn.Softmax(-1))
     step = gl.Step(step.model, step.batch, lambda output, _: (output - output).log().mean())
     answer = audited(step, b="cpu:compile=aot_eager")
-    assert [finding.kind for finding in answer.findings] == ["not finite"], "NaN that is NaN again repeats itself"
+    assert [finding.kind for finding in answer.findings] == ["not finite"], (
+        "NaN that is NaN again repeats itself"
+    )
 
 
 REFUSED = {
@@ -102,7 +112,9 @@ def test_compiler_that_fails_is_one_line():
         raise NotImplementedError("no such kernel")
 
     torch._dynamo.register_backend(backend, "fails")
-    with pytest.raises(gl.GpulabError, match=r"'cpu:compile=fails'.*compiler fails on this step: .*no such kernel"):
+    with pytest.raises(
+        gl.GpulabError, match=r"'cpu:compile=fails'.*compiler fails on this step: .*no such kernel"
+    ):
         audited(step_of(nn.Linear(8, 8)), b="cpu:compile=fails")
 
 
@@ -124,7 +136,7 @@ def test_batch_that_the_model_changes_in_place_stays_as_it_was(b):
     assert torch.equal(step.batch[0], before)
 
 
-# --- no float64 reference -----------------------------------------------------------------------------------------
+# --- no float64 reference -------------------------------------------------------------------------
 
 
 class HeadInFloat32(nn.Module):
@@ -183,13 +195,17 @@ class Fails(nn.Module):
 
 def one_module(make, rows=8):
     torch.manual_seed(0)
-    return gl.Step(make(), (torch.randn(2, rows, 16), torch.zeros(1)), lambda output, _: output.square().mean())
+    return gl.Step(
+        make(), (torch.randn(2, rows, 16), torch.zeros(1)), lambda output, _: output.square().mean()
+    )
 
 
 ASKS = {
     HeadInFloat32: "In this line|return self.head(h.float()) (in HeadInFloat32) asks for float32",
     MixedAttention: "keys = x.to(torch.float32) (in MixedAttention) asks for float32",
-    GridInFloat32: "places = torch.arange(16, dtype=torch.float32) (in GridInFloat32) asks for float32",
+    GridInFloat32: (
+        "places = torch.arange(16, dtype=torch.float32) (in GridInFloat32) asks for float32"
+    ),
 }
 
 
@@ -198,7 +214,9 @@ def test_step_that_asks_for_float32_is_compared_without_a_float64_reference(make
     answer = audited(one_module(make), b="cpu:compile=aot_eager")
     assert (answer.kind, answer.faulty) == ("rounding", False)
     assert answer.table[["error", "plain_error"]].isna().all(axis=None)
-    assert answer.table.tolerance.between(0, 1e-3).all(), "measured by the executions from moved numbers"
+    assert answer.table.tolerance.between(0, 1e-3).all(), (
+        "measured by the executions from moved numbers"
+    )
     assert "There was no float64 reference: " in answer.headline
     assert any(words in answer.headline for words in ASKS[make].split("|"))
     assert "x.dtype" in answer.headline
@@ -224,8 +242,12 @@ def test_fault_is_found_without_a_float64_reference():
 def test_wrong_module_that_has_no_float64_reference_says_so():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), HeadInFloat32(), nn.Linear(5, 16))
-    step = gl.Step(model, (torch.randn(8, 16), torch.zeros(1)), lambda output, _: output.square().mean())
-    compiled_cases.planted("head_off", "self.head(h.float())", "linear", compiled_cases.followed_by(lambda x: x * 1.01))
+    step = gl.Step(
+        model, (torch.randn(8, 16), torch.zeros(1)), lambda output, _: output.square().mean()
+    )
+    compiled_cases.planted(
+        "head_off", "self.head(h.float())", "linear", compiled_cases.followed_by(lambda x: x * 1.01)
+    )
     answer = audited(step, b="cpu:compile=head_off")
     assert [finding.kind for finding in answer.findings] == ["mismatch"]
     assert (answer.findings[0].operation, answer.findings[0].module) == ("HeadInFloat32", "1")
@@ -251,7 +273,10 @@ def test_raft_of_torchvision_is_audited():
 
 
 def test_step_that_fails_uncompiled_is_one_sentence_with_its_line():
-    with pytest.raises(gl.UsageError, match=r"the step fails under cpu: RuntimeError: .*\(at test_compiled\.py:\d+: "):
+    with pytest.raises(
+        gl.UsageError,
+        match=r"the step fails under cpu: RuntimeError: .*\(at test_compiled\.py:\d+: ",
+    ):
         audited(one_module(Fails), b="cpu:compile=aot_eager")
 
 
@@ -260,11 +285,13 @@ def test_compiled_code_that_fails_when_it_runs_is_one_sentence():
         raise ValueError("no such buffer")
 
     torch._dynamo.register_backend(lambda *_: run, "fails_later")
-    with pytest.raises(gl.GpulabError, match="fails under cpu:compile=fails_later: ValueError: no such buffer"):
+    with pytest.raises(
+        gl.GpulabError, match="fails under cpu:compile=fails_later: ValueError: no such buffer"
+    ):
         audited(step_of(nn.Linear(8, 8)), b="cpu:compile=fails_later")
 
 
-# --- bfloat16 and float16 -----------------------------------------------------------------------------------------
+# --- bfloat16 and float16 -------------------------------------------------------------------------
 
 SHORT = ("precision=bfloat16", "autocast=bfloat16", "autocast=float16")
 
@@ -290,7 +317,9 @@ def transformer(seed=0):
 
 def convolutional(seed=0):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
     return gl.Step(model, (0.3 * torch.randn(8, 3, 8, 8), torch.arange(8) % 4), F.cross_entropy)
 
 
@@ -302,7 +331,9 @@ def recurrent(seed=0):
 
 def autoencoder(seed=0):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.ConvTranspose2d(8, 1, 3), nn.Sigmoid())
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.ConvTranspose2d(8, 1, 3), nn.Sigmoid()
+    )
     return gl.Step(model, (torch.rand(4, 1, 8, 8), torch.rand(4, 1, 8, 8)), F.mse_loss)
 
 
@@ -323,7 +354,13 @@ PLANTED = {
         "Mlp|Linear",
     ),
     "forgets_a_bias": ("", "linear", without_bias, transformer, "Linear"),
-    "forgets_the_root": ("torch.div(scores", "div", compiled_cases.left_out, transformer, "Attention"),
+    "forgets_the_root": (
+        "torch.div(scores",
+        "div",
+        compiled_cases.left_out,
+        transformer,
+        "Attention",
+    ),
     "other_epsilon": ("", "batch_norm", another_epsilon, convolutional, "BatchNorm2d"),
 }
 for name, (line, target, change, *_) in PLANTED.items():
@@ -340,13 +377,22 @@ def test_fault_in_a_short_format_is_found(name, setting):
 
 
 def fewer_roundings(program, _):
-    """A backend that is right and rounds elsewhere: it computes in float32, as fused code does, and rounds results."""
+    """A backend that is right and rounds elsewhere: it computes in float32, as fused code does,
+    and rounds results.
+    """
 
     def widened(value):
-        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+        return (
+            value.float()
+            if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+            else value
+        )
 
     def run(*args):
-        return [x.bfloat16() if x.is_floating_point() else x for x in program.forward(*map(widened, args))]
+        return [
+            x.bfloat16() if x.is_floating_point() else x
+            for x in program.forward(*map(widened, args))
+        ]
 
     return run
 
@@ -357,7 +403,9 @@ torch._dynamo.register_backend(fewer_roundings, "fewer_roundings")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("make", [transformer, autoencoder])
 def test_right_network_that_rounds_elsewhere_is_not_called_wrong(make, seed):
-    answer = audited(make(seed), "cpu:precision=bfloat16", "cpu:precision=bfloat16,compile=fewer_roundings")
+    answer = audited(
+        make(seed), "cpu:precision=bfloat16", "cpu:precision=bfloat16,compile=fewer_roundings"
+    )
     assert answer.kind == "rounding", answer
     assert answer.table.difference.max() > 1e-3, "bfloat16 rounds otherwise"
     assert answer.table.tolerance.median() < 0.05
@@ -373,7 +421,9 @@ def test_inductor_in_a_short_format_is_not_called_wrong(make, setting):
 
 
 @pytest.mark.slow("Inductor compiles for half a minute")
-@pytest.mark.parametrize("setting", ["precision=bfloat16", "autocast=bfloat16", "autocast=float16", "threads=1"])
+@pytest.mark.parametrize(
+    "setting", ["precision=bfloat16", "autocast=bfloat16", "autocast=float16", "threads=1"]
+)
 def test_other_random_numbers_are_seen_however_small_their_effect(setting):
     for rate in (0.3, 1e-3):
         step = step_of(nn.Linear(8, 8), nn.Dropout(rate), nn.Linear(8, 8))
@@ -390,5 +440,9 @@ def test_float64_reference_begins_with_the_rounded_numbers():
         def forward(self, x):
             return 2 * x + 0 * self.weight
 
-    answer = audited(one_module(Doubled), "cpu:precision=bfloat16", "cpu:precision=bfloat16,compile=aot_eager")
-    assert answer.table.set_index("result").plain_error["output"] == 0, "bfloat16 doubles without a rounding"
+    answer = audited(
+        one_module(Doubled), "cpu:precision=bfloat16", "cpu:precision=bfloat16,compile=aot_eager"
+    )
+    assert answer.table.set_index("result").plain_error["output"] == 0, (
+        "bfloat16 doubles without a rounding"
+    )

@@ -23,7 +23,7 @@ def places(*rows):
     return torch.tensor(rows)
 
 
-# --- places of numbers ---------------------------------------------------------------------------------------------
+# --- places of numbers ----------------------------------------------------------------------------
 
 
 def answers(*texts):
@@ -33,8 +33,18 @@ def answers(*texts):
 
 # The operation, its arguments after the tensor, the places of two right answers, and wrong ones.
 SELECTIONS = {
-    "topk": (aten.topk.default, (2, 1), answers("02 12", "76 41"), answers("00 12", "01 12", "08 12")),
-    "topk without order": (aten.topk.default, (3, 1, False, False), answers("451 305", "354 703"), answers("450 305")),
+    "topk": (
+        aten.topk.default,
+        (2, 1),
+        answers("02 12", "76 41"),
+        answers("00 12", "01 12", "08 12"),
+    ),
+    "topk without order": (
+        aten.topk.default,
+        (3, 1, False, False),
+        answers("451 305", "354 703"),
+        answers("450 305"),
+    ),
     "max": (aten.max.dim, (1, False), [places(0, 1), places(7, 4)], [places(1, 1)]),
     "min": (aten.min.dim, (1, True), answers("4 3", "5 3"), answers("4 0")),
     "median": (aten.median.dim, (1,), [places(1, 5), places(3, 7)], [places(4, 5)]),
@@ -68,7 +78,9 @@ def test_any_of_equal_numbers_may_be_selected_and_no_other(name):
     for index in wrong:
         assert not is_right(operation, (TIES, *more), answer(index))
     values, index = answer(right[0])
-    assert not is_right(operation, (TIES, *more), (values + 1e-3, index)), "a value that is none of them"
+    assert not is_right(operation, (TIES, *more), (values + 1e-3, index)), (
+        "a value that is none of them"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
@@ -87,15 +99,27 @@ def test_pooling_may_pass_on_any_of_its_largest_numbers():
     x = torch.tensor([[[[1.0, 5, 0, 2], [5, 3, 2, 1]]]])
     args = (x, [2, 2], [2, 2])
     pool = aten.max_pool2d_with_indices.default
-    for largest, *where, right in [(2, 1, 3, True), (2, 4, 6, True), (2, 1, 2, False), (3, 1, 5, False)]:
-        assert is_right(pool, args, (torch.tensor([[[[5.0, largest]]]]), places([[where]]))) is right
+    for largest, *where, right in [
+        (2, 1, 3, True),
+        (2, 4, 6, True),
+        (2, 1, 2, False),
+        (3, 1, 5, False),
+    ]:
+        assert (
+            is_right(pool, args, (torch.tensor([[[[5.0, largest]]]]), places([[where]]))) is right
+        )
 
 
-# --- several numbers in one place --------------------------------------------------------------------------------
+# --- several numbers in one place -----------------------------------------------------------------
 
 
 def test_any_of_several_numbers_written_to_one_place_may_stay():
-    before, once, twice, source = drawn(6), torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]), drawn(3, seed=1)
+    before, once, twice, source = (
+        drawn(6),
+        torch.tensor([0, 1, 2]),
+        torch.tensor([0, 1, 1]),
+        drawn(3, seed=1),
+    )
     for operation, args in [
         (aten.scatter.src, (before, 0, once, source)),
         (aten.index_copy.default, (before, 0, once, source)),
@@ -110,7 +134,7 @@ def test_any_of_several_numbers_written_to_one_place_may_stay():
     assert is_right(aten.index_put.default, (before, [twice], source, True), sums)
 
 
-# --- matrices ----------------------------------------------------------------------------------------------------
+# --- matrices -------------------------------------------------------------------------------------
 
 
 def test_bases_of_either_sign_are_right_and_of_other_matrices_not():

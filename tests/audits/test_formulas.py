@@ -1,4 +1,6 @@
-"""Formulas of kernels that have none in float64 give what autograd gives in float64 by other operations."""
+"""Formulas of kernels that have none in float64 give what autograd gives in float64 by other
+operations.
+"""
 
 import itertools
 import math
@@ -29,7 +31,7 @@ def assert_close(found, expected):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-# --- attention ------------------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------
 
 
 def random_call(seed, causal=False, shared=False, mask=None):
@@ -37,15 +39,24 @@ def random_call(seed, causal=False, shared=False, mask=None):
     draws = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 6, (6,), generator=draws).tolist()
     batch, heads, queries, keys, width, width_of_values = sizes
-    shapes = [(3 * heads if shared else heads, queries, width), (heads, keys, width), (heads, keys, width_of_values)]
-    q, k, v = (drawn(batch, *shape, seed=seed + n).double().requires_grad_() for n, shape in enumerate(shapes))
+    shapes = [
+        (3 * heads if shared else heads, queries, width),
+        (heads, keys, width),
+        (heads, keys, width_of_values),
+    ]
+    q, k, v = (
+        drawn(batch, *shape, seed=seed + n).double().requires_grad_()
+        for n, shape in enumerate(shapes)
+    )
     scores = batch, shapes[0][0], queries, keys
     masks = {
         None: lambda: None,
         "truth values": lambda: torch.rand(scores, generator=draws) < 0.6,
         "one for all heads": lambda: torch.rand(scores[2:], generator=draws) < 0.6,
         "numbers": lambda: torch.randn(scores, generator=draws).double(),
-        "numbers and infinity": lambda: torch.where(torch.rand(scores, generator=draws) < 0.4, -math.inf, 0.3).double(),
+        "numbers and infinity": lambda: torch.where(
+            torch.rand(scores, generator=draws) < 0.4, -math.inf, 0.3
+        ).double(),
         "nothing to be seen": lambda: torch.zeros(scores, dtype=torch.bool),
     }
     gradient = drawn(batch, scores[1], queries, width_of_values, seed=seed + 9).double()
@@ -55,7 +66,9 @@ def random_call(seed, causal=False, shared=False, mask=None):
 def by_autograd(q, k, v, mask, gradient, options):
     """Result and gradients of query, key and value by torch's operations, one by one."""
     with sdpa_kernel(SDPBackend.MATH):
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1], **options)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1], **options
+        )
     return y.detach(), *torch.autograd.grad(y, (q, k, v), gradient)
 
 
@@ -73,14 +86,18 @@ def forward_call(kernel, q, k, v, mask, causal, scale):
 
 
 def backward_call(kernel, gradient, q, k, v, mask, causal, scale, asked=False):
-    """The arguments of the backward pass of a kernel. What it kept of the forward pass is not there to be used."""
+    """The arguments of the backward pass of a kernel. What it kept of the forward pass is not
+    there to be used.
+    """
     q, k, v = without_graph(q, k, v)
     out, note = torch.full_like(gradient, math.nan), torch.full((), math.nan)
     if kernel == "flash_attention_for_cpu":
         return (gradient, q, k, v, out, note, 0.0, causal), {"attn_mask": mask, "scale": scale}
     if kernel == "efficient_attention":
         wanted = [True, True, True, asked]
-        return (gradient, q, k, v, mask, out, note, note, note, 0.0, wanted, causal), {"scale": scale}
+        return (gradient, q, k, v, mask, out, note, note, note, 0.0, wanted, causal), {
+            "scale": scale
+        }
     lengths = None, None, q.shape[2], k.shape[2]
     if kernel == "flash_attention":
         return (gradient, q, k, v, out, note, *lengths, 0.0, causal, note, note), {"scale": scale}
@@ -95,12 +112,23 @@ CALLS = {
     "causal with shared heads": {"causal": True, "shared": True},
     **{
         f"mask of {mask}": {"mask": mask}
-        for mask in ("truth values", "one for all heads", "numbers", "numbers and infinity", "nothing to be seen")
+        for mask in (
+            "truth values",
+            "one for all heads",
+            "numbers",
+            "numbers and infinity",
+            "nothing to be seen",
+        )
     },
 }
 
 
-TAKEN = [(kernel, call) for kernel in KERNELS for call in CALLS if "mask" not in call or kernel != "flash_attention"]
+TAKEN = [
+    (kernel, call)
+    for kernel in KERNELS
+    for call in CALLS
+    if "mask" not in call or kernel != "flash_attention"
+]
 
 
 @pytest.mark.parametrize(("kernel", "call"), TAKEN)
@@ -111,7 +139,9 @@ def test_formulas_of_attention_are_right_forwards_and_backwards(kernel, call):
         args, kwargs = forward_call(kernel, q, k, v, mask, options["is_causal"], options["scale"])
         (found,) = called(f"{PREFIX}{kernel}", *args, **kwargs)
         assert_close(found, expected)
-        args, kwargs = backward_call(kernel, gradient, q, k, v, mask, options["is_causal"], options["scale"])
+        args, kwargs = backward_call(
+            kernel, gradient, q, k, v, mask, options["is_causal"], options["scale"]
+        )
         of_query, of_key, of_value, of_mask = called(f"{PREFIX}{kernel}_backward", *args, **kwargs)
         for found, right in zip((of_query, of_key, of_value), gradients, strict=True):
             assert_close(found, right)
@@ -120,29 +150,48 @@ def test_formulas_of_attention_are_right_forwards_and_backwards(kernel, call):
 
 @pytest.mark.parametrize("shape", [(2, 2, 3, 4), (1, 1, 3, 4), (3, 4), (2, 1, 1, 4)])
 def test_formula_of_attention_gives_the_gradient_of_an_additive_mask_of_any_shape(shape):
-    q, k, v = (drawn(2, 2, n, 5, seed=seed).double().requires_grad_() for seed, n in enumerate((3, 4, 4)))
-    mask, gradient = drawn(*shape, seed=3).double().requires_grad_(), drawn(2, 2, 3, 5, seed=4).double()
-    (expected,) = torch.autograd.grad((q @ k.mT / math.sqrt(5) + mask).softmax(-1) @ v, mask, gradient)
-    args, kwargs = backward_call("efficient_attention", gradient, q, k, v, mask.detach(), False, None, asked=True)
+    q, k, v = (
+        drawn(2, 2, n, 5, seed=seed).double().requires_grad_() for seed, n in enumerate((3, 4, 4))
+    )
+    mask, gradient = (
+        drawn(*shape, seed=3).double().requires_grad_(),
+        drawn(2, 2, 3, 5, seed=4).double(),
+    )
+    (expected,) = torch.autograd.grad(
+        (q @ k.mT / math.sqrt(5) + mask).softmax(-1) @ v, mask, gradient
+    )
+    args, kwargs = backward_call(
+        "efficient_attention", gradient, q, k, v, mask.detach(), False, None, asked=True
+    )
     assert_close(called(f"{PREFIX}efficient_attention_backward", *args, **kwargs)[3], expected)
 
 
 @pytest.mark.parametrize("lengths", [(2, 5), (5, 2), (1, 4), (4, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_causal_formula_lets_the_first_query_see_the_first_key_as_the_cpu_kernel_does(lengths, dtype):
+def test_causal_formula_lets_the_first_query_see_the_first_key_as_the_cpu_kernel_does(
+    lengths, dtype
+):
     queries, keys = lengths
-    q, k, v = (drawn(1, 1, n, 4, seed=seed).to(dtype) for seed, n in enumerate((queries, keys, keys)))
+    q, k, v = (
+        drawn(1, 1, n, 4, seed=seed).to(dtype) for seed, n in enumerate((queries, keys, keys))
+    )
     kernel = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
     found = attend({"query": q.double(), "key": k.double(), "value": v.double(), "is_causal": True})
-    torch.testing.assert_close(found, kernel.double(), rtol=0, atol=1e-6 if dtype == torch.float32 else 0.02)
+    torch.testing.assert_close(
+        found, kernel.double(), rtol=0, atol=1e-6 if dtype == torch.float32 else 0.02
+    )
     assert_close(found[:, :, 0], v[:, :, 0].double())
 
 
 def test_formula_of_attention_leaves_rows_zero_that_see_nothing_as_the_cpu_kernel_does():
     q, k, v = (drawn(1, 1, 3, 4, seed=seed) for seed in range(3))
     mask = torch.zeros(3, 3).masked_fill(torch.tensor([[False], [True], [False]]), -math.inf)
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask)[0]
-    found = attend({"query": q.double(), "key": k.double(), "value": v.double(), "attn_mask": mask.double()})
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask)[
+        0
+    ]
+    found = attend(
+        {"query": q.double(), "key": k.double(), "value": v.double(), "attn_mask": mask.double()}
+    )
     assert not found[0, 0, 1].any()
     torch.testing.assert_close(found.float(), kernel)
 
@@ -153,17 +202,20 @@ def test_formula_of_attention_refuses_dropout():
         attend({"query": x, "key": x, "value": x, "dropout_p": 0.1})
 
 
-# --- LSTM -----------------------------------------------------------------------------------------------------
+# --- LSTM -----------------------------------------------------------------------------------------
 
 TIMES, BATCH, INPUTS, WIDTH = 4, 3, 2, 5
 LSTM = 2
 
 
 def lstm_call(seed, has_biases):
-    """A layer in float64, its input and states, and what autograd makes of them by torch's own cells."""
+    """A layer in float64, its input and states, and what autograd makes of them by torch's own
+    cells.
+    """
     weights = [drawn(4 * WIDTH, n, seed=seed + n).double() for n in (INPUTS, WIDTH)]
     biases = [
-        drawn(4 * WIDTH, seed=seed + n).double() if has_biases else torch.zeros(4 * WIDTH).double() for n in (7, 8)
+        drawn(4 * WIDTH, seed=seed + n).double() if has_biases else torch.zeros(4 * WIDTH).double()
+        for n in (7, 8)
     ]
     x = drawn(TIMES, BATCH, INPUTS, seed=seed).double()
     states = [drawn(BATCH, WIDTH, seed=seed + n).double() for n in (10, 11)]
@@ -178,13 +230,17 @@ def by_cells(x, *others, reverse):
     outputs = {}
     for time in reversed(range(TIMES)) if reverse else range(TIMES):
         given = x[time], (hidden, cell)
-        hidden, cell = torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), given)
+        hidden, cell = torch.func.functional_call(
+            layer, dict(zip(names, weights, strict=True)), given
+        )
         outputs[time] = hidden
     return torch.stack([outputs[time] for time in range(TIMES)]), hidden, cell
 
 
 def options(has_biases):
-    """Mode, width, layers, whether there are biases, and whether there is another direction, computed by itself."""
+    """Mode, width, layers, whether there are biases, and whether there is another direction,
+    computed by itself.
+    """
     return LSTM, WIDTH, 1, has_biases, True
 
 
@@ -210,12 +266,35 @@ def test_formula_of_an_lstm_is_right_backwards_whichever_gradients_there_are(rev
     tensors = lstm_call(1, True)
     x, *weights, hidden, cell = tensors
     results = by_cells(*tensors, reverse=reverse)
-    gradients = [drawn(*t.shape, seed=20 + n).double() if given[n] else None for n, t in enumerate(results)]
-    pairs = [(result, gradient) for result, gradient in zip(results, gradients, strict=True) if gradient is not None]
-    expected = torch.autograd.grad([result for result, _ in pairs], tensors, [gradient for _, gradient in pairs])
+    gradients = [
+        drawn(*t.shape, seed=20 + n).double() if given[n] else None for n, t in enumerate(results)
+    ]
+    pairs = [
+        (result, gradient)
+        for result, gradient in zip(results, gradients, strict=True)
+        if gradient is not None
+    ]
+    expected = torch.autograd.grad(
+        [result for result, _ in pairs], tensors, [gradient for _, gradient in pairs]
+    )
     kept = [torch.full_like(t, math.nan) for t in results]
-    args = (x, *weights, hidden, cell, *kept, *gradients, reverse, *options(True)[:4], True, False, [], False)
-    found = called("mkldnn_rnn_layer_backward", *without_graph(*args), torch.zeros(1, dtype=torch.uint8))
+    args = (
+        x,
+        *weights,
+        hidden,
+        cell,
+        *kept,
+        *gradients,
+        reverse,
+        *options(True)[:4],
+        True,
+        False,
+        [],
+        False,
+    )
+    found = called(
+        "mkldnn_rnn_layer_backward", *without_graph(*args), torch.zeros(1, dtype=torch.uint8)
+    )
     for one, right in zip(found, expected, strict=True):
         assert_close(one, right)
 
@@ -234,7 +313,9 @@ def test_formula_of_an_lstm_is_right_backwards_without_biases():
         assert_close(one, right)
 
 
-@pytest.mark.parametrize(("mode", "lengths"), [(3, []), (LSTM, [2, 1])], ids=["a GRU", "packed sequences"])
+@pytest.mark.parametrize(
+    ("mode", "lengths"), [(3, []), (LSTM, [2, 1])], ids=["a GRU", "packed sequences"]
+)
 def test_formula_of_an_lstm_refuses_what_it_does_not_know(mode, lengths):
     tensors = without_graph(*lstm_call(0, True))
     with pytest.raises(NotImplementedError):

@@ -1,4 +1,6 @@
-"""Updates that leave the stored bits of weights as they were, and updates that a gradient scaler skips."""
+"""Updates that leave the stored bits of weights as they were, and updates that a gradient scaler
+skips.
+"""
 
 import copy
 import math
@@ -13,7 +15,10 @@ from torch import nn
 
 BFLOAT16, FLOAT16 = "cpu:precision=bfloat16", "cpu:precision=float16"
 X = drawn(5, 8)
-LOST = re.compile(r"update lost: ([\d,]+) of the ([\d,]+) numbers in (.+?) that change in float64 keep their old value")
+LOST = re.compile(
+    r"update lost: ([\d,]+) of the ([\d,]+) numbers in (.+?) that change in float64 keep their old"
+    r" value"
+)
 
 
 def near_one(rate, optimizer=torch.optim.SGD, updates=1):
@@ -37,9 +42,13 @@ def near_one(rate, optimizer=torch.optim.SGD, updates=1):
 
 
 def losses(report):
-    """Of each finding of lost updates how many numbers are lost, of how many, and in which parameters."""
+    """Of each finding of lost updates how many numbers are lost, of how many, and in which
+    parameters.
+    """
     found = [LOST.match(finding.detail) for finding in report.findings]
-    return [(*(int(number.replace(",", "")) for number in m.groups()[:2]), m[3]) for m in found if m]
+    return [
+        (*(int(number.replace(",", "")) for number in m.groups()[:2]), m[3]) for m in found if m
+    ]
 
 
 def of_lost_updates(report):
@@ -52,13 +61,18 @@ def test_a_small_rate_on_bfloat16_weights_is_told_with_the_numbers_that_stay():
     report = audited(near_one(1e-4), b=BFLOAT16)
     assert (report.kind, report.faulty) == ("reduced precision", False)
     assert all(result.agrees for result in report.comparison.results)
-    assert losses(report) == [(75, 75, "0.bias, 0.weight, 2.bias and 1 more")], "6 × 8 + 6 + 3 × 6 + 3 numbers"
+    assert losses(report) == [(75, 75, "0.bias, 0.weight, 2.bias and 1 more")], (
+        "6 × 8 + 6 + 3 × 6 + 3 numbers"
+    )
     found = of_lost_updates(report)
     assert (found.kind, found.setting) == ("reduced precision", BFLOAT16)
     assert "by.step()" in found.line
     assert "(in 4 of 4 updated tensors)" in found.detail
     assert "keep the weights in float32" in found.advice
-    assert "a bfloat16 number cannot represent a relative change of less than about 2e-03" in found.advice
+    assert (
+        "a bfloat16 number cannot represent a relative change of less than about 2e-03"
+        in found.advice
+    )
 
 
 def test_a_lost_update_is_told_first_where_little_else_is_rounded():
@@ -97,7 +111,10 @@ def test_updates_of_a_model_that_is_converted_outside_of_the_step_are_lost_too()
 
 def test_the_numbers_of_lost_updates_are_counted():
     """By hand: two updates, one of which is lost."""
-    start, gradient = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]), torch.tensor([0.5, 1e-4, -1e-4, 1e-4, 0.0])
+    start, gradient = (
+        torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]),
+        torch.tensor([0.5, 1e-4, -1e-4, 1e-4, 0.0]),
+    )
 
     def step(setting):
         layer = nn.Module()
@@ -152,11 +169,13 @@ def test_updates_under_autocast_are_not_lost():
     assert not losses(audited(near_one(1e-4), b="cpu:autocast=bfloat16"))
 
 
-# --- a gradient scaler ----------------------------------------------------------------------------------------
+# --- a gradient scaler ----------------------------------------------------------------------------
 
 
 def scaled(scale, short=torch.float16):
-    """A step in float32, whose scaled loss and its gradients go through a short format where the setting asks."""
+    """A step in float32, whose scaled loss and its gradients go through a short format where the
+    setting asks.
+    """
     model = seeded(lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)))
 
     def step(setting):
@@ -177,8 +196,14 @@ def test_a_step_that_a_scaler_skips_is_no_fault():
     report = audited(scaled(2.0**26), a="cpu:threads=1", b="cpu")
     assert not report.faulty, str(report)
     first = report.findings[0]
-    made = [op for op in report.b.operations if op.outputs and report.b.values[op.outputs[0]].dtype == "float16"]
-    infinite = next(op for op in made if any(math.isinf(x) for x in report.b.values[op.outputs[0]].sketch))
+    made = [
+        op
+        for op in report.b.operations
+        if op.outputs and report.b.values[op.outputs[0]].dtype == "float16"
+    ]
+    infinite = next(
+        op for op in made if any(math.isinf(x) for x in report.b.values[op.outputs[0]].sketch)
+    )
     assert (first.operation, first.phase, first.setting) == (infinite.name, infinite.phase, "cpu")
     assert "infinity" in first.detail
     assert "skip" in first.detail

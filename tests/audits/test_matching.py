@@ -1,4 +1,6 @@
-"""Which values of two executions count as one: the same, in another order of dimensions, rearranged, or parts."""
+"""Which values of two executions count as one: the same, in another order of dimensions,
+rearranged, or parts.
+"""
 
 import copy
 import itertools
@@ -33,7 +35,7 @@ def numbers(*shape, seed=0):
     return drawn(*shape, seed=seed).double()
 
 
-# --- the same -------------------------------------------------------------------------------------------------
+# --- the same -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(3,), (7, 9), (200, 300)])
@@ -51,8 +53,12 @@ def test_a_value_is_the_same_as_itself_to_ten_digits(shape):
 
 def test_values_of_other_sizes_are_not_the_same():
     """Their sketches have one size."""
-    assert not is_same_value(value_of(torch.zeros(100).double()), value_of(torch.zeros(101).double()), exactly)
-    assert not is_same_value(value_of(torch.ones(3).double()), value_of(torch.ones(1).double()), exactly)
+    assert not is_same_value(
+        value_of(torch.zeros(100).double()), value_of(torch.zeros(101).double()), exactly
+    )
+    assert not is_same_value(
+        value_of(torch.ones(3).double()), value_of(torch.ones(1).double()), exactly
+    )
 
 
 def test_a_value_without_reference_is_the_same_as_none():
@@ -72,7 +78,8 @@ def test_values_with_nan_or_infinity_in_the_same_places_are_the_same(count, spec
 
 
 @pytest.mark.parametrize(
-    ("here", "there"), [(math.inf, -math.inf), (math.nan, math.inf), (math.inf, 1.0), (math.nan, 1.0)]
+    ("here", "there"),
+    [(math.inf, -math.inf), (math.nan, math.inf), (math.inf, 1.0), (math.nan, 1.0)],
 )
 def test_values_with_other_infinities_are_not_the_same(here, there):
     x, y = numbers(10), numbers(10)
@@ -87,7 +94,7 @@ def test_very_small_and_very_large_values_are_compared_by_their_size(size):
     assert not is_same_value(value_of(x * size), value_of(1.001 * x * size), exactly)
 
 
-# --- in another order -----------------------------------------------------------------------------------------
+# --- in another order -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (1, 2, 0)])
@@ -107,7 +114,7 @@ def test_of_values_without_a_common_dimension_it_cannot_be_told():
     assert is_transposed(value_of(x), value_of(x.view(2, 3)), exactly) is None
 
 
-# --- parts ----------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -142,7 +149,7 @@ def test_constants_cover_nothing():
     assert not PartSearch([value_of(x[:3])], exactly).covers(value_of(x))
 
 
-# --- what a value says ----------------------------------------------------------------------------------------
+# --- what a value says ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,11 +177,13 @@ def test_roundings_alone_say_little():
     assert value.is_uninformative
 
 
-# --- two executions -------------------------------------------------------------------------------------------
+# --- two executions -------------------------------------------------------------------------------
 
 
 def trace_of(*tensors):
-    """An execution of one operation after the other, each of which makes a value of the one before."""
+    """An execution of one operation after the other, each of which makes a value of the one
+    before.
+    """
     values = {str(number): value_of(tensor) for number, tensor in enumerate(tensors)}
     names = list(values)
     operations = [
@@ -220,25 +229,35 @@ def test_values_that_subtraction_made_are_matched_as_sharply_as_their_digits_all
 
     def near(setting):
         x = drawn(4, 5).to(setting.dtype)
-        return {"one way": (x + 1e7) - 1e7, "another way": (x - 1e8) + 1e8, "a third way": 1.001 * ((x - 1e7) + 1e7)}
+        return {
+            "one way": (x + 1e7) - 1e7,
+            "another way": (x - 1e8) + 1e8,
+            "a third way": 1.001 * ((x - 1e7) + 1e7),
+        }
 
     trace = recorded(near)
-    third, second, first = (trace.values[op.outputs[0]] for op in trace.operations if op.phase == "result")
+    third, second, first = (
+        trace.values[op.outputs[0]] for op in trace.operations if op.phase == "result"
+    )
     tolerance = tolerance_of(Graph(trace), {})
     assert is_same_value(first, second, tolerance)
     assert not is_same_value(first, second, exactly)
     assert not is_same_value(first, third, tolerance)
 
 
-# --- gradients that are zero but for rounding -----------------------------------------------------------------
+# --- gradients that are zero but for rounding -----------------------------------------------------
 
 LAYERS = seeded(
-    lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Tanh(), nn.Linear(8, 3))
+    lambda: nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Tanh(), nn.Linear(8, 3)
+    )
 )
 
 
 def before_normalisation(has_bias, wrong=0.0):
-    """A bias before a normalisation has no effect: its gradient consists of roundings, or there is none."""
+    """A bias before a normalisation has no effect: its gradient consists of roundings, or there
+    is none.
+    """
 
     def step(setting):
         model, x = copy.deepcopy(LAYERS).to(setting.dtype), drawn(12, 6).to(setting.dtype)
@@ -253,18 +272,24 @@ def before_normalisation(has_bias, wrong=0.0):
 
 @pytest.mark.parametrize("setting", ["cpu", "cpu:emulate=tf32", "cpu:precision=bfloat16"])
 def test_a_bias_before_a_normalisation_may_be_left_out(setting):
-    report = gl.audit(before_normalisation(True), before_normalisation(False), setting=setting, progress=False)
+    report = gl.audit(
+        before_normalisation(True), before_normalisation(False), setting=setting, progress=False
+    )
     assert "mismatch" not in {finding.kind for finding in report.findings}, str(report)
     assert not report.faulty
 
 
 def test_gradients_that_consist_of_roundings_agree_with_each_other():
-    """The normalisation by a kernel and by its formula; the gradient of the bias before it is zero."""
+    """The normalisation by a kernel and by its formula; the gradient of the bias before it is
+    zero.
+    """
 
     def by_formula(setting):
         model, x = copy.deepcopy(LAYERS).to(setting.dtype), drawn(12, 6).to(setting.dtype)
         h = model[0](x)
-        h = (h - h.mean(0)) / (h.var(0, correction=0) + 1e-5).sqrt() * model[1].weight + model[1].bias
+        h = (h - h.mean(0)) / (h.var(0, correction=0) + 1e-5).sqrt() * model[1].weight + model[
+            1
+        ].bias
         loss = F.cross_entropy(model[2:](h), labels(12))
         loss.backward()
         return loss.detach()
@@ -278,7 +303,9 @@ def test_gradients_that_consist_of_roundings_agree_with_each_other():
 
 
 def test_a_wrong_layer_before_a_normalisation_is_told():
-    report = gl.audit(before_normalisation(True), before_normalisation(False, 0.1), setting="cpu", progress=False)
+    report = gl.audit(
+        before_normalisation(True), before_normalisation(False, 0.1), setting="cpu", progress=False
+    )
     assert report.faulty
 
 

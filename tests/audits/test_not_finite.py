@@ -1,4 +1,6 @@
-"""NaN and infinity are told first, with the operation that made them; and what the first line says of the rest."""
+"""NaN and infinity are told first, with the operation that made them; and what the first line
+says of the rest.
+"""
 
 from functools import partial
 
@@ -40,7 +42,10 @@ def test_audit_tells_nan_of_a_masked_sentence_before_tf32(b):
     first = report.findings[0]
     assert (first.kind, first.operation, first.module) == ("not finite", "_softmax", "Attention")
     assert "it reaches the loss" in first.detail
-    assert "produces NaN from the infinity that masked_fill (forward) in Attention produced" in first.detail
+    assert (
+        "produces NaN from the infinity that masked_fill (forward) in Attention produced"
+        in first.detail
+    )
     assert report.faulty
     assert "mismatch" not in {finding.kind for finding in report.findings}
 
@@ -57,7 +62,9 @@ def test_audit_tells_an_infinite_ctc_loss_by_its_forward_operation():
     def step(setting):
         scores = drawn(6, 2, 5).to(setting.dtype).requires_grad_()
         lengths = torch.tensor([6, 6]), torch.tensor([9, 9])
-        loss = F.ctc_loss(scores.log_softmax(-1), torch.ones(2, 9, dtype=torch.long), *lengths, reduction="sum")
+        loss = F.ctc_loss(
+            scores.log_softmax(-1), torch.ones(2, 9, dtype=torch.long), *lengths, reduction="sum"
+        )
         loss.backward()
         return loss
 
@@ -67,9 +74,14 @@ def test_audit_tells_an_infinite_ctc_loss_by_its_forward_operation():
 
 
 def test_audit_tells_nan_in_the_data():
-    first = audited(gl.Step(seeded(lambda: nn.Linear(4, 2)), torch.full((3, 4), torch.nan))).findings[0]
+    first = audited(
+        gl.Step(seeded(lambda: nn.Linear(4, 2)), torch.full((3, 4), torch.nan))
+    ).findings[0]
     assert (first.kind, first.operation) == ("not finite", "addmm")
-    assert "receives NaN, which no operation of the step produced: it is in the data or the weights" in first.detail
+    assert (
+        "receives NaN, which no operation of the step produced: it is in the data or the weights"
+        in first.detail
+    )
 
 
 def test_audit_says_where_float64_stays_finite():
@@ -88,7 +100,10 @@ def test_audit_says_which_setting_alone_makes_an_infinite_loss():
         return loss
 
     report = audited(step)
-    assert f"infinity reaches the loss and 1 more result under {B} alone, from mul (forward); " in report.headline
+    assert (
+        f"infinity reaches the loss and 1 more result under {B} alone, from mul (forward); "
+        in report.headline
+    )
     assert report.kind == "mismatch"
 
 
@@ -109,7 +124,11 @@ def test_audit_names_the_conversion_that_overflows_where_a_scaler_skips_the_step
     first = report.findings[0]
     assert "under cpu:autocast=float16 alone, from _to_copy (backward); " in report.headline
     assert "all is well" not in report.headline
-    assert (first.kind, first.operation, first.phase) == ("reduced precision", "_to_copy", "backward")
+    assert (first.kind, first.operation, first.phase) == (
+        "reduced precision",
+        "_to_copy",
+        "backward",
+    )
     assert "it turns numbers beyond the range of float16 into infinity" in first.detail
     assert "the gradient scaler skipped the step, so 2 parameters keep their values" in first.detail
     assert "a smaller init_scale skips fewer" in first.advice
@@ -153,7 +172,9 @@ def test_audit_names_the_underflow_before_a_division_by_zero_and_no_overflow():
 
 
 def test_nan_of_one_setting_alone_in_float32_is_a_fault_and_the_lost_digits_are_named():
-    """The order of summation alone decides whether a variance is negative: 0.037 in float64, 1 and -1 in float32."""
+    """The order of summation alone decides whether a variance is negative: 0.037 in float64, 1
+    and -1 in float32.
+    """
 
     def step(setting):
         x = torch.tensor([2999.9375, 2999.875, 3000.3125]).to(setting.dtype).requires_grad_()
@@ -166,8 +187,8 @@ def test_nan_of_one_setting_alone_in_float32_is_a_fault_and_the_lost_digits_are_
 
     report = audited(step)
     assert (
-        f"NaN reaches the loss and 1 more result under {B} alone, from sqrt (forward); 1 × not finite"
-        in report.headline
+        f"NaN reaches the loss and 1 more result under {B} alone, from sqrt (forward); 1 × not"
+        " finite" in report.headline
     )
     assert report.faulty
     (first, *_) = report.findings
@@ -176,12 +197,15 @@ def test_nan_of_one_setting_alone_in_float32_is_a_fault_and_the_lost_digits_are_
     assert first.detail.endswith("in float64, the loss is finite")
 
 
-# --- what the first line says -----------------------------------------------------------------------------
+# --- what the first line says ---------------------------------------------------------------------
 
 
 def test_audit_says_identical_where_all_bits_are_the_same():
     step = gl.Step(seeded(lambda: nn.Linear(4, 2)), drawn(3, 4))
-    for b, said in ((A, "identical to the last bit"), ("cpu:precision=float64", "all is well: rounding alone")):
+    for b, said in (
+        (A, "identical to the last bit"),
+        ("cpu:precision=float64", "all is well: rounding alone"),
+    ):
         assert said in str(audited(step, A, b)).partition("\n")[0]
 
 
@@ -201,7 +225,7 @@ def test_audit_says_that_no_gradient_was_compared():
     assert "It left no gradient and updated nothing" in str(report).partition("\n")[0]
 
 
-# --- what does not reach the loss -------------------------------------------------------------------------
+# --- what does not reach the loss -----------------------------------------------------------------
 
 
 def mirrored(*call):
@@ -213,7 +237,9 @@ def mirrored(*call):
 @pytest.mark.parametrize(("alone", "kind"), [(True, "rounding"), (False, "another valid answer")])
 def test_audit_takes_singular_values_whose_vectors_differ_in_sign(alone, kind):
     def step(setting):
-        u, values, vh = torch.linalg.svd(drawn(8, 5).to(setting.dtype).requires_grad_(), full_matrices=False)
+        u, values, vh = torch.linalg.svd(
+            drawn(8, 5).to(setting.dtype).requires_grad_(), full_matrices=False
+        )
         loss = values.square().mean() if alone else (u[:5] * vh).sum() + u.sum()
         loss.backward()
         return loss

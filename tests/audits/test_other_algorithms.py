@@ -1,4 +1,5 @@
-"""Bounds allow every order of summation and every documented algorithm of GPUs' libraries, and no wrong kernel.
+"""Bounds allow every order of summation and every documented algorithm of GPUs' libraries, and no
+wrong kernel.
 
 The algorithms are written down here in float32: a CPU has few of them.
 """
@@ -29,7 +30,7 @@ def tells(operation, args, right, *wrong):
         assert measured(operation, args, result) > 1
 
 
-# --- sums, whose terms may come in any order --------------------------------------------------------------------
+# --- sums, whose terms may come in any order ------------------------------------------------------
 
 NUMBERS = {
     "normal": drawn,
@@ -55,7 +56,9 @@ def in_blocks(x, size=512):
 
 ORDERS = {
     "in turn": lambda x: in_turn(x)[-1],
-    "at random": lambda x: in_turn(x[torch.randperm(len(x), generator=torch.Generator().manual_seed(3))])[-1],
+    "at random": lambda x: in_turn(
+        x[torch.randperm(len(x), generator=torch.Generator().manual_seed(3))]
+    )[-1],
     "in blocks": lambda x: in_blocks(x)[-1],
 }
 
@@ -63,7 +66,9 @@ ORDERS = {
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_sums_and_means_in_any_order_are_right(numbers, order):
-    """But for 50,000 numbers that are next to equal and that no library adds up in turn: they would round alike."""
+    """But for 50,000 numbers that are next to equal and that no library adds up in turn: they
+    would round alike.
+    """
     x = NUMBERS[numbers](5000 if numbers in ("far from zero", "all equal") else 50_000)
     total = ORDERS[order](x)
     assert measured(aten.sum.default, (x,), total) < 1
@@ -79,12 +84,16 @@ def test_running_sums_in_blocks_are_right(numbers):
 def test_running_sums_in_turn_are_right_and_wrong_ones_are_not():
     x = NUMBERS["of one sign"](50_000)
     right = in_turn(x)
-    wrong = torch.where(torch.arange(len(x)) < 513, right, right + 0.02 * right.square().mean().sqrt())
+    wrong = torch.where(
+        torch.arange(len(x)) < 513, right, right + 0.02 * right.square().mean().sqrt()
+    )
     tells(aten.cumsum.default, (x, 0), right, wrong)
 
 
 @pytest.mark.parametrize("numbers", ["normal", "of one sign", "far from zero", "all equal"])
-@pytest.mark.parametrize("places", [torch.arange(20_000) % 50, (torch.arange(20_000) % 500 - 450).clamp_min(0)])
+@pytest.mark.parametrize(
+    "places", [torch.arange(20_000) % 50, (torch.arange(20_000) % 500 - 450).clamp_min(0)]
+)
 def test_sums_by_index_in_any_order_are_right(numbers, places):
     x, nothing, sums = NUMBERS[numbers](len(places)), torch.zeros(50), torch.zeros(50)
     np.add.at(sums.numpy(), places.numpy(), x.numpy())
@@ -98,7 +107,7 @@ def test_sums_by_index_in_any_order_are_right(numbers, places):
     tells(aten.embedding_dense_backward.default, gradient, sums[:, None], 1.01 * sums[:, None])
 
 
-# --- means and variances -----------------------------------------------------------------------------------------
+# --- means and variances --------------------------------------------------------------------------
 
 
 def normalised_in_one_pass(x, dims, eps=1e-5):
@@ -120,7 +129,7 @@ def test_normalisations_in_one_pass_are_right(offset, count):
     assert measured(aten.native_layer_norm.default, (x, [6, 8], *none, 1e-5), layer) < 1
 
 
-# --- one right result and wrong ones -------------------------------------------------------------------------------
+# --- one right result and wrong ones --------------------------------------------------------------
 
 
 def algorithms():

@@ -1,4 +1,6 @@
-"""The answer of an audit as a page: what stands where, that every text is escaped, and what a notebook shows."""
+"""The answer of an audit as a page: what stands where, that every text is escaped, and what a
+notebook shows.
+"""
 
 import dataclasses
 import html.parser
@@ -15,7 +17,10 @@ from gpulab.audits import page
 from gpulab.audits.findings import FIELDS, Finding
 from gpulab.audits.page import AnswerPage
 
-HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
+HOSTILE = (
+    "</p><script>alert(1)</script>\"'><img src=x"
+    " onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
+)
 PASSPORT = {
     "cpu": {"model": "Some CPU"},
     "gpus": [{"name": "Some GPU"}],
@@ -25,7 +30,9 @@ ELSEWHERE = PASSPORT | {"cpu": {"model": "Another CPU"}}
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page with their attributes, the text of each, and all text without styles."""
+    """The elements of a page with their attributes, the text of each, and all text without
+    styles.
+    """
 
     def __init__(self, text):
         super().__init__()
@@ -49,20 +56,25 @@ class Page(html.parser.HTMLParser):
 
     def all(self, tag, look=""):
         named = [element for element in self.elements if element["tag"] == tag]
-        return [element for element in named if look in (element.get("class") or "").split() or not look]
+        return [
+            element for element in named if look in (element.get("class") or "").split() or not look
+        ]
 
 
 class Made(AnswerPage):
     """An answer with the findings and the table that a test gives it."""
 
-    def __init__(self, *findings, titles=("cpu", "cuda"), passports=(PASSPORT, PASSPORT), table=None):
+    def __init__(
+        self, *findings, titles=("cpu", "cuda"), passports=(PASSPORT, PASSPORT), table=None
+    ):
         self.findings, self.titles, self.passports = list(findings), titles, passports
         self.table = operations(1) if table is None else table
 
     @property
     def headline(self):
         return (
-            f"{self.titles[0]} against {self.titles[1]}: {len(self.findings)} × {self.kind}. More was said. And more."
+            f"{self.titles[0]} against {self.titles[1]}: {len(self.findings)} × {self.kind}. More"
+            " was said. And more."
         )
 
     def _rows(self):
@@ -78,7 +90,9 @@ def finding(kind="mismatch", operation="mul", line="net.py:12: y = 2 * x", **oth
 def operations(count, **columns):
     """A table as an `Audit` has it."""
     names = {"phase": "forward", "module": "", "line": "", "kind": "rounding", "same_bits": False}
-    numbers = dict.fromkeys(("error_a", "bound_a", "ratio_a", "error_b", "bound_b", "ratio_b", "difference"), 0.5)
+    numbers = dict.fromkeys(
+        ("error_a", "bound_a", "ratio_a", "error_b", "bound_b", "ratio_b", "difference"), 0.5
+    )
     rows = {"operation": [f"op{n}" for n in range(count)], **names, **numbers, **columns}
     return pd.DataFrame(rows)
 
@@ -90,7 +104,10 @@ def saved(answer, folder, **options):
 
 def heads(shown):
     """What stands on the cards while they are folded."""
-    return [" ".join(card["text"].split("What to do")[0].split()) for card in shown.all("details", "ga-card")]
+    return [
+        " ".join(card["text"].split("What to do")[0].split())
+        for card in shown.all("details", "ga-card")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +116,7 @@ def of_two_layers():
     return audited(with_a_function(lambda h: h.tanh()), "cpu", "cpu:emulate=bfloat16")
 
 
-# --- what stands where ----------------------------------------------------------------------------------------
+# --- what stands where ----------------------------------------------------------------------------
 
 
 def test_page_has_title_step_settings_date_versions_and_machine(of_two_layers, tmp_path):
@@ -123,16 +140,23 @@ def test_page_has_title_step_settings_date_versions_and_machine(of_two_layers, t
 
 def test_machines_are_told_apart_where_they_differ(tmp_path):
     def about(*passports, titles=("cpu", "cuda")):
-        (line,) = saved(Made(finding(), titles=titles, passports=passports), tmp_path).all("p", "faint")
+        (line,) = saved(Made(finding(), titles=titles, passports=passports), tmp_path).all(
+            "p", "faint"
+        )
         return line["text"]
 
-    assert about(PASSPORT, PASSPORT).endswith("gpulab 1.0, torch 2.11\N{NO-BREAK SPACE}· Some CPU and Some GPU")
+    assert about(PASSPORT, PASSPORT).endswith(
+        "gpulab 1.0, torch 2.11\N{NO-BREAK SPACE}· Some CPU and Some GPU"
+    )
     assert about(PASSPORT, ELSEWHERE, titles=("cpu", "cpu (there)")).endswith(
-        "gpulab 1.0, torch 2.11\N{NO-BREAK SPACE}· cpu: Some CPU\N{NO-BREAK SPACE}· cpu (there): Another CPU"
+        "gpulab 1.0, torch 2.11\N{NO-BREAK SPACE}· cpu: Some CPU\N{NO-BREAK SPACE}· cpu (there):"
+        " Another CPU"
     )
     newer = PASSPORT | {"software": {"gpulab": "1.0", "torch": "2.12"}}
     assert "cuda: Some GPU, gpulab 1.0, torch 2.12" in about(PASSPORT, newer)
-    assert "unknown machine" in about({}, PASSPORT), "a trace of somebody else's may have no passport"
+    assert "unknown machine" in about({}, PASSPORT), (
+        "a trace of somebody else's may have no passport"
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,13 +186,23 @@ def test_findings_are_cards_in_their_order_with_the_first_open():
             finding("rounding", "mm", line="", ratio=0.051, advice="nothing"),
         ).words()
     )
-    assert [("open" in card) for card in shown.all("details", "ga-card")] == [True, False, False, False]
+    assert [("open" in card) for card in shown.all("details", "ga-card")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
     first, second, third, last = heads(shown)
     assert first == "mismatch mul (forward) at net.py:12 53% of the difference y = 2 * x Seen so."
-    assert second.startswith("nondeterminism bmm (forward) in module encoder.2 less than 1% of the difference")
+    assert second.startswith(
+        "nondeterminism bmm (forward) in module encoder.2 less than 1% of the difference"
+    )
     assert third.startswith("overwritten add (forward) may explain all")
     assert last.startswith("rounding mm (forward) 0.05 of what rounding explains")
-    assert [bar["style"] for bar in shown.all("span") if "style" in bar] == ["width: 53%", "width: 0%"]
+    assert [bar["style"] for bar in shown.all("span") if "style" in bar] == [
+        "width: 53%",
+        "width: 0%",
+    ]
     assert [code["text"] for code in shown.all("pre")] == ["y = 2 * x"]
     assert shown.text.count("What to do:") == 3, "nothing is to be done about rounding"
     (facts, *_) = shown.all("dl")
@@ -185,9 +219,14 @@ def test_findings_are_cards_in_their_order_with_the_first_open():
 def test_findings_of_one_kind_and_line_are_one_card():
     same = [finding(operation=name, module="0") for name in ("mul", "add", "add")]
     other = finding(operation="sub", detail="something else")
-    shown = Page(Made(*same, other, finding(line="net.py:13: z = y"), finding("overwritten")).words())
+    shown = Page(
+        Made(*same, other, finding(line="net.py:13: z = y"), finding("overwritten")).words()
+    )
     assert len(heads(shown)) == 3
-    assert [entry["text"] for entry in shown.all("li")] == ["2 × add (forward) in 0", "sub (forward): something else"]
+    assert [entry["text"] for entry in shown.all("li")] == [
+        "2 × add (forward) in 0",
+        "sub (forward): something else",
+    ]
     assert "3 more operations in this line" in shown.text
 
 
@@ -212,19 +251,41 @@ def test_table_has_findings_first_and_then_what_comes_nearest_to_rounding():
     kinds = ["rounding", "reduced precision", "rounding", "mismatch", "rounding"]
     ratios = [0.1, 900.0, math.nan, math.nan, 0.7]
     table = operations(5, kind=kinds, ratio_b=ratios, ratio_a=0.01)
-    found = [finding("mismatch", "op3", ""), finding("reduced precision", "op1", ""), finding("rounding", "op2", "")]
+    found = [
+        finding("mismatch", "op3", ""),
+        finding("reduced precision", "op1", ""),
+        finding("rounding", "op2", ""),
+    ]
     shown = Page(Made(*found, table=table).words())
     assert names_of_rows(shown) == [f"op{n} (forward)" for n in (3, 1, 4, 0, 2)]
 
 
 def test_table_says_how_far_in_sensible_digits():
-    table = operations(1, error_a=1.26e-7, ratio_a=0.0512, error_b=2e-3, ratio_b=12345.6, difference=math.nan)
+    table = operations(
+        1, error_a=1.26e-7, ratio_a=0.0512, error_b=2e-3, ratio_b=12345.6, difference=math.nan
+    )
     shown = Page(Made(finding(), table=table).words())
-    assert [cell["text"] for cell in shown.all("td", "ga-number")] == ["1.3e-07", "0.05", "2.0e-03", "12,346", "–"]
+    assert [cell["text"] for cell in shown.all("td", "ga-number")] == [
+        "1.3e-07",
+        "0.05",
+        "2.0e-03",
+        "12,346",
+        "–",
+    ]
     assert [cell["text"] for cell in shown.all("td", "ga-strong")] == ["12,346"]
     texts = [head["text"] for head in shown.all("th")]
-    assert texts[:5] == ["operation", "finding", "own error undercpu", "own error undercuda", "difference"]
-    equal = Page(Made(finding(), table=table.assign(same_bits=True, module="encoder", line="net.py:12: y")).words())
+    assert texts[:5] == [
+        "operation",
+        "finding",
+        "own error undercpu",
+        "own error undercuda",
+        "difference",
+    ]
+    equal = Page(
+        Made(
+            finding(), table=table.assign(same_bits=True, module="encoder", line="net.py:12: y")
+        ).words()
+    )
     assert [cell["text"] for cell in equal.all("td")][-3:] == ["same bits", "encoder", "net.py:12"]
 
 
@@ -236,7 +297,12 @@ def test_rows_after_the_twentieth_are_folded():
 
 
 def test_table_of_a_compiled_audit_has_wrong_results_first():
-    numbers = {"difference": [0.1, 0.5, 0.2, 0.0], "tolerance": [1.0, 1.0, 0.1, 1.0], "error": 0.25, "plain_error": 0.5}
+    numbers = {
+        "difference": [0.1, 0.5, 0.2, 0.0],
+        "tolerance": [1.0, 1.0, 0.1, 1.0],
+        "error": 0.25,
+        "plain_error": 0.5,
+    }
     flags = {"wrong": [False, False, True, False], "finite": [True, True, True, False]}
     rows = page.result_rows(pd.DataFrame({"result": ["a", "b", "c", "d"], **numbers, **flags})).rows
     shown = [[Page(cell.text).text for cell in row] for row in rows]
@@ -249,18 +315,24 @@ def test_table_of_a_compiled_audit_has_wrong_results_first():
 
 
 def test_compiled_audit_is_the_same_page(tmp_path):
-    step = gl.Step(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.linspace(-1, 1, 12).reshape(4, 3))
+    step = gl.Step(
+        nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.linspace(-1, 1, 12).reshape(4, 3)
+    )
     shown = saved(audited(step, b="cpu:compile=aot_eager"), tmp_path)
-    assert [element["text"] for element in shown.all("h1")] == ["Audit: cpu against cpu:compile=aot_eager"]
+    assert [element["text"] for element in shown.all("h1")] == [
+        "Audit: cpu against cpu:compile=aot_eager"
+    ]
     assert [element["text"] for element in shown.all("h2")] == ["Findings", "Results"]
     assert "No fault Identical to the last bit." in shown.text
     assert not shown.all("figure")
 
 
-# --- safety ---------------------------------------------------------------------------------------------------
+# --- safety ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("size", "share", "ratio")])
+@pytest.mark.parametrize(
+    "name", [name for name in FIELDS if name not in ("size", "share", "ratio")]
+)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_every_field_of_a_finding_is_escaped(name, is_first):
     hostile = dataclasses.replace(finding(), **{name: HOSTILE})
@@ -271,18 +343,26 @@ def test_every_field_of_a_finding_is_escaped(name, is_first):
 
 @pytest.mark.parametrize("name", ["operation", "phase", "module", "line", "kind"])
 def test_every_text_of_the_table_is_escaped(name):
-    assert_harmless(Page(Made(finding(), table=operations(2).assign(**{name: HOSTILE})).words()), styles=1)
+    assert_harmless(
+        Page(Made(finding(), table=operations(2).assign(**{name: HOSTILE})).words()), styles=1
+    )
 
 
 def test_titles_machines_step_and_title_are_escaped(tmp_path):
-    hostile = {"cpu": {"model": HOSTILE}, "gpus": [], "software": {"gpulab": HOSTILE, "torch": HOSTILE}}
+    hostile = {
+        "cpu": {"model": HOSTILE},
+        "gpus": [],
+        "software": {"gpulab": HOSTILE, "torch": HOSTILE},
+    }
     answer = Made(finding(), titles=(HOSTILE, "b" + HOSTILE), passports=(hostile, PASSPORT))
     answer.step_name = HOSTILE
     for options in ({}, {"title": HOSTILE}):
         shown = saved(answer, tmp_path, **options)
         assert_harmless(shown, styles=1)
         assert shown.text.count("{{7*7}}") > 8
-    results = operations(1).assign(result=HOSTILE, tolerance=1.0, error=0.0, plain_error=0.0, wrong=True, finite=True)
+    results = operations(1).assign(
+        result=HOSTILE, tolerance=1.0, error=0.0, plain_error=0.0, wrong=True, finite=True
+    )
     assert HOSTILE in Page(page.result_rows(results).rows[0][0].text).text
 
 
@@ -300,7 +380,7 @@ def assert_harmless(shown, styles):
     assert "<script>alert(1)</script>" in shown.text
 
 
-# --- notebooks ------------------------------------------------------------------------------------------------
+# --- notebooks ------------------------------------------------------------------------------------
 
 
 def test_notebook_shows_answer_figure_and_findings_in_this_order(of_two_layers, outputs_of):
@@ -323,7 +403,12 @@ def test_notebook_shows_a_compiled_audit_in_one_piece(outputs_of):
 
 def test_html_is_a_piece_that_needs_no_other_file(of_two_layers):
     piece = str(of_two_layers.html())
-    assert piece.index("ga-answer") < piece.index("<figure>") < piece.index("<h2>Findings") < piece.index("<table")
+    assert (
+        piece.index("ga-answer")
+        < piece.index("<figure>")
+        < piece.index("<h2>Findings")
+        < piece.index("<table")
+    )
     shown = Page(piece)
     assert all(image["src"].startswith("data:image/png;base64,") for image in shown.all("img"))
     (narrow,) = shown.all("source")

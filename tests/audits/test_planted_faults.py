@@ -1,6 +1,7 @@
 """An audit never says that all is well of a step that is not, nor the other way round.
 
-A part of the sweep over planted faults, and the public cases of `benchmarks/correctness/public_cases.py`.
+A part of the sweep over planted faults, and the public cases of
+`benchmarks/correctness/public_cases.py`.
 """
 
 import re
@@ -35,9 +36,13 @@ def test_fault_whose_cause_is_not_found_is_a_fault():
     assert (report.kind, report.faulty) == ("cause not found", True)
 
 
-@pytest.mark.parametrize("start", [3, pytest.param(8, marks=pytest.mark.slow("an audit for each of thirty faults"))])
+@pytest.mark.parametrize(
+    "start", [3, pytest.param(8, marks=pytest.mark.slow("an audit for each of thirty faults"))]
+)
 def test_audit_finds_names_and_places_planted_faults(start):
-    """Of the benchmark's table a sixth, in two parts; its kernels are wrong in six ways, each in another one."""
+    """Of the benchmark's table a sixth, in two parts; its kernels are wrong in six ways, each in
+    another one.
+    """
     table = sweep(FAULTS[start::11])
     assert table[["detected", "kind", "place"]].all(axis=None), table.to_string()
 
@@ -56,10 +61,22 @@ ON_A_CPU = [
 ]
 
 
-# Whose bounds depend on the processor's kernels: roundings are magnified, or one of several results is furthest off.
-LOOSE = {"one_row_alone_minus_the_same_in_a_batch", "batch_norm_of_two", "decoder_in_another_environment", "fused_adam"}
+# Whose bounds depend on the processor's kernels: roundings are magnified, or one of several results
+# is furthest off.
+LOOSE = {
+    "one_row_alone_minus_the_same_in_a_batch",
+    "batch_norm_of_two",
+    "decoder_in_another_environment",
+    "fused_adam",
+}
 # Whose findings do: other numbers are drawn each time, or shares lie close together.
-ELSEWHERE = {"noise_of_numpy", "decoder_in_bfloat16", "attention_of_a_tutorial", "small_gpt", *LARGE}
+ELSEWHERE = {
+    "noise_of_numpy",
+    "decoder_in_bfloat16",
+    "attention_of_a_tutorial",
+    "small_gpt",
+    *LARGE,
+}
 
 
 @pytest.mark.parametrize("one", ON_A_CPU)
@@ -70,17 +87,21 @@ def test_audit_of_a_public_case_names_the_cause_and_is_as_recorded(one, as_recor
     assert re.search(one.operation, first.operation), report
     lines = [str(report).partition("\n")[0].partition(". ")[2]]
     lines += [
-        f"{found.kind}: {found.operation} ({found.phase}) in {found.module}, share {found.share:.2g}; {found.detail}"
+        f"{found.kind}: {found.operation} ({found.phase}) in {found.module}, share"
+        f" {found.share:.2g}; {found.detail}"
         for found in report.findings
         if found.kind != "rounding"
     ]
-    said = "{0.operation} ({0.phase}): {0.kind}" + " {0.bound_a:.4g} {0.bound_b:.4g}" * (one.name not in LOOSE)
+    said = "{0.operation} ({0.phase}): {0.kind}" + " {0.bound_a:.4g} {0.bound_b:.4g}" * (
+        one.name not in LOOSE
+    )
     lines += [said.format(row) for row in report.table.itertuples()]
-    if one.name not in ELSEWHERE and one.kind != "another valid answer":  # which each processor's kernels choose
+    # which each processor's kernels choose
+    if one.name not in ELSEWHERE and one.kind != "another valid answer":
         as_recorded(one.name, lines, "torch", rtol=0.05)
 
 
-# --- programs that are drawn, and changed in one place ------------------------------------------------------
+# --- programs that are drawn, and changed in one place --------------------------------------------
 
 OPERATIONS = {
     "t": lambda x, y: x.t(),  # noqa: ARG005
@@ -122,7 +143,9 @@ def test_program_that_computes_something_else_is_never_called_right(program, pla
 
 
 def test_program_that_normalizes_twice_is_never_called_right():
-    assert audit_of_changed_program(["t", "layer_norm", "tanh"], ["t", "layer_norm", "layer_norm"]).faulty
+    assert audit_of_changed_program(
+        ["t", "layer_norm", "tanh"], ["t", "layer_norm", "layer_norm"]
+    ).faulty
 
 
 def test_value_that_is_made_again_later_explains_nothing():

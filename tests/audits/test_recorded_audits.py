@@ -21,7 +21,10 @@ SLOW = pytest.mark.slow("a network of full size")
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(file, marks=[SLOW] * (network_of(file) not in SMALL), id=network_of(file)) for file in RECORDED],
+    [
+        pytest.param(file, marks=[SLOW] * (network_of(file) not in SMALL), id=network_of(file))
+        for file in RECORDED
+    ],
 )
 def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
     """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
@@ -33,16 +36,22 @@ def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
     kinds = {finding.kind for finding in report.findings}
     assert kinds <= {"nondeterminism", "different random numbers", "rounding"}
     products = [op for op in there.operations if op.name in PRODUCTS]
-    assert all(op.ratio <= 1 and op.format is None for op in products), "each was compared with float64"
+    assert all(op.ratio <= 1 and op.format is None for op in products), (
+        "each was compared with float64"
+    )
     matched = report.table.difference.notna()
     # An LSTM or dropout is one kernel on a GPU, and several on this CPU.
-    assert matched.mean() > 0.9 or any("_rnn" in op.name or "dropout" in op.name for op in there.operations)
+    assert matched.mean() > 0.9 or any(
+        "_rnn" in op.name or "dropout" in op.name for op in there.operations
+    )
     assert not report.table.same_bits[matched].all(), "two devices do round differently"
 
 
 def test_audit_tells_what_becomes_nan_under_one_setting_first():
     """The product that ends in NaN comes before those of other layers."""
-    report = gl.audit(TRACES / "whitener-cuda-tf32-off.trace", TRACES / "whitener-cuda-tf32-on.trace")
+    report = gl.audit(
+        TRACES / "whitener-cuda-tf32-off.trace", TRACES / "whitener-cuda-tf32-on.trace"
+    )
     first = report.findings[0]
     assert (first.kind, first.operation, first.module) == ("reduced precision", "mm", "Whitener")
     assert "linalg_cholesky_ex (forward) in Whitener at autoencoders.py:" in first.detail

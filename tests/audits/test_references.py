@@ -1,7 +1,8 @@
-"""The float64 reference of each value is what the step makes of the same numbers where it is done in float64.
+"""The float64 reference of each value is what the step makes of the same numbers where it is done
+in float64.
 
-The oracle is the same program, called with torch.float64 and not watched. Tensors are small, so that traces keep them
-whole.
+The oracle is the same program, called with torch.float64 and not watched. Tensors are small, so
+that traces keep them whole.
 """
 
 import copy
@@ -36,8 +37,13 @@ def flat(tensor):
 def results_of(program, setting="cpu"):
     """The values that a program returned by name, recorded under a setting."""
     trace = recorded(lambda where: program(where.dtype) | {"more": torch.ones(1)}, setting)
-    returned = [op for op in trace.operations if op.phase == "result" and op.name.startswith("result")]
-    values = {op.name.removeprefix("result ['").removesuffix("']"): trace.values[op.outputs[0]] for op in returned}
+    returned = [
+        op for op in trace.operations if op.phase == "result" and op.name.startswith("result")
+    ]
+    values = {
+        op.name.removeprefix("result ['").removesuffix("']"): trace.values[op.outputs[0]]
+        for op in returned
+    }
     del values["more"]
     return values
 
@@ -60,26 +66,46 @@ def check(program, setting="cpu", exact=True):
         assert tensor.numel() <= 64, f"{name} is too large to be kept whole"
         assert value.exact or not exact, f"{name} is not exact"
         size = np.abs(flat(tensor)).max()
-        np.testing.assert_allclose(value.reference, flat(tensor), rtol=CLOSE, atol=CLOSE * size, err_msg=name)
-    assert max(value.deviation for value in values.values()) > 1e-9, "the recorded numbers are those of float64"
+        np.testing.assert_allclose(
+            value.reference, flat(tensor), rtol=CLOSE, atol=CLOSE * size, err_msg=name
+        )
+    assert max(value.deviation for value in values.values()) > 1e-9, (
+        "the recorded numbers are those of float64"
+    )
 
 
-# --- optimizers ---------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 OPTIMIZERS = {
-    "AdamW": lambda parameters, **form: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, **form),
-    "SGD": lambda parameters, **form: torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01, nesterov=True, **form),
-    "RMSprop": lambda parameters, **form: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, centered=True, **form),
-    "Adagrad": lambda parameters, **form: torch.optim.Adagrad(parameters, lr=0.1, lr_decay=0.1, **form),
+    "AdamW": lambda parameters, **form: torch.optim.AdamW(
+        parameters, lr=0.01, weight_decay=0.1, **form
+    ),
+    "SGD": lambda parameters, **form: torch.optim.SGD(
+        parameters, 0.1, 0.9, weight_decay=0.01, nesterov=True, **form
+    ),
+    "RMSprop": lambda parameters, **form: torch.optim.RMSprop(
+        parameters, lr=0.01, momentum=0.5, centered=True, **form
+    ),
+    "Adagrad": lambda parameters, **form: torch.optim.Adagrad(
+        parameters, lr=0.1, lr_decay=0.1, **form
+    ),
 }
-FORMS = {"one by one": {"foreach": False}, "in lists": {"foreach": True}, "in one kernel": {"fused": True}}
+FORMS = {
+    "one by one": {"foreach": False},
+    "in lists": {"foreach": True},
+    "in one kernel": {"fused": True},
+}
 
 
 PERCEPTRON = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)))
 CONVOLUTIONS = seeded(
-    lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.GroupNorm(1, 2), nn.GELU(), nn.Flatten(), nn.Linear(32, 2))
+    lambda: nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1), nn.GroupNorm(1, 2), nn.GELU(), nn.Flatten(), nn.Linear(32, 2)
+    )
 )
-NORMALISED = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)))
+NORMALISED = seeded(
+    lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+)
 LSTMS = {
     "of one layer": seeded(lambda: nn.LSTM(2, 3)),
     "of two layers": seeded(lambda: nn.LSTM(2, 3, 2)),
@@ -95,19 +121,35 @@ def moved(model, dtype):
 
 def trained(model, loss, optimizer=None, updates=3):
     """What a model and its optimizer hold after some updates."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1) if optimizer is None else optimizer(model.parameters())
+    optimizer = (
+        torch.optim.SGD(model.parameters(), 0.1)
+        if optimizer is None
+        else optimizer(model.parameters())
+    )
     for _ in range(updates):
         optimizer.zero_grad()
         value = loss(model)
         value.backward()
         optimizer.step()
-    held = {"loss": value.detach(), **{name: tensor.detach() for name, tensor in model.state_dict().items()}}
+    held = {
+        "loss": value.detach(),
+        **{name: tensor.detach() for name, tensor in model.state_dict().items()},
+    }
     for number, state in enumerate(optimizer.state.values()):
-        held |= {f"{key} of {number}": tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        held |= {
+            f"{key} of {number}": tensor
+            for key, tensor in state.items()
+            if isinstance(tensor, torch.Tensor)
+        }
     return held
 
 
-UPDATES = [(name, form) for name in OPTIMIZERS for form in FORMS if (name, form) != ("RMSprop", "in one kernel")]
+UPDATES = [
+    (name, form)
+    for name in OPTIMIZERS
+    for form in FORMS
+    if (name, form) != ("RMSprop", "in one kernel")
+]
 
 
 @pytest.mark.parametrize(("name", "form"), UPDATES)
@@ -129,7 +171,9 @@ def test_references_follow_the_clipping_of_gradients(foreach):
         model = moved(PERCEPTRON, dtype)
         F.cross_entropy(model(drawn(5, 4).to(dtype)), labels(5)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=foreach)
-        return {"norm": norm} | {name: parameter.grad for name, parameter in model.named_parameters()}
+        return {"norm": norm} | {
+            name: parameter.grad for name, parameter in model.named_parameters()
+        }
 
     check(program)
 
@@ -152,10 +196,12 @@ def test_references_follow_averaged_weights(in_lists):
     check(program)
 
 
-# --- settings that round ----------------------------------------------------------------------------------------
+# --- settings that round --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", ["cpu:precision=bfloat16", "cpu:autocast=bfloat16", "cpu:emulate=tf32"])
+@pytest.mark.parametrize(
+    "setting", ["cpu:precision=bfloat16", "cpu:autocast=bfloat16", "cpu:emulate=tf32"]
+)
 def test_references_know_nothing_of_what_a_setting_rounds(setting):
     """They are those of float32 weights in float64."""
 
@@ -172,17 +218,25 @@ def test_references_know_nothing_of_what_a_setting_rounds(setting):
 def test_references_of_a_step_are_those_of_the_float32_weights():
     """A Step is moved to the setting before it begins; its references begin before that."""
     model, x = PERCEPTRON, drawn(5, 4)
-    traces = [recorded(gl.Step(model, x), setting) for setting in ("cpu:precision=float64", "cpu:precision=bfloat16")]
-    exact, short = ({op.name + op.module: op for op in t.operations if op.phase == "result"} for t in traces)
+    traces = [
+        recorded(gl.Step(model, x), setting)
+        for setting in ("cpu:precision=float64", "cpu:precision=bfloat16")
+    ]
+    exact, short = (
+        {op.name + op.module: op for op in t.operations if op.phase == "result"} for t in traces
+    )
     assert len(exact) == 5
     assert exact.keys() == short.keys()
     for name, op in exact.items():
-        values = [trace.values[one.outputs[0]] for trace, one in zip(traces, (op, short[name]), strict=True)]
+        values = [
+            trace.values[one.outputs[0]]
+            for trace, one in zip(traces, (op, short[name]), strict=True)
+        ]
         np.testing.assert_allclose(values[1].reference, values[0].sketch, rtol=CLOSE, atol=CLOSE)
         assert values[1].deviation > 1e-4
 
 
-# --- layers -----------------------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 
 def test_references_follow_running_statistics():
@@ -230,7 +284,11 @@ def test_references_follow_what_checkpointing_computes_again():
         model = moved(PERCEPTRON, dtype)
 
         def loss(net):
-            return checkpoint(net, drawn(5, 4).to(dtype).requires_grad_(), use_reentrant=False).square().mean()
+            return (
+                checkpoint(net, drawn(5, 4).to(dtype).requires_grad_(), use_reentrant=False)
+                .square()
+                .mean()
+            )
 
         return trained(model, loss)
 
@@ -262,8 +320,14 @@ def attention(query_heads=2, heads=2, queries=3, keys=3, **options):
 
     def program(dtype):
         shapes = (query_heads, queries), (heads, keys), (heads, keys)
-        q, k, v = (drawn(1, h, n, 4, seed=s).to(dtype).requires_grad_() for s, (h, n) in enumerate(shapes))
-        given = options | ({} if mask is None else {"attn_mask": mask if mask.dtype == torch.bool else mask.to(dtype)})
+        q, k, v = (
+            drawn(1, h, n, 4, seed=s).to(dtype).requires_grad_() for s, (h, n) in enumerate(shapes)
+        )
+        given = options | (
+            {}
+            if mask is None
+            else {"attn_mask": mask if mask.dtype == torch.bool else mask.to(dtype)}
+        )
         y = F.scaled_dot_product_attention(q, k, v, **given)
         y.backward(drawn(*y.shape, seed=3).to(dtype))
         return {"y": y.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
@@ -302,7 +366,7 @@ def test_references_follow_an_additive_mask_that_is_learnt():
     check(program)
 
 
-# --- memory ---------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def into_a_slice(x):
@@ -384,8 +448,22 @@ def by_looking_at_real_parts(x):
 
 
 MEMORY = (
-    *(into_a_slice, into_the_whole, by_scattering, by_indices, through_views_of_views, transposed, expanded),
-    *(of_complex_numbers, conjugated_and_negated, by_setting_data, by_results_written_to, by_looking_at_real_parts),
+    *(
+        into_a_slice,
+        into_the_whole,
+        by_scattering,
+        by_indices,
+        through_views_of_views,
+        transposed,
+        expanded,
+    ),
+    *(
+        of_complex_numbers,
+        conjugated_and_negated,
+        by_setting_data,
+        by_results_written_to,
+        by_looking_at_real_parts,
+    ),
 )
 
 
@@ -394,7 +472,9 @@ def test_references_follow_writing(function):
     check(lambda dtype: {"y": function(drawn(4, 6).to(dtype))})
 
 
-@pytest.mark.parametrize("function", [into_a_slice, by_scattering, by_indices, expanded, of_complex_numbers])
+@pytest.mark.parametrize(
+    "function", [into_a_slice, by_scattering, by_indices, expanded, of_complex_numbers]
+)
 def test_references_follow_the_backward_pass_of_writing(function):
     def program(dtype):
         x = drawn(4, 6).to(dtype).requires_grad_()
@@ -413,9 +493,13 @@ def test_references_follow_numbers_that_the_program_reads():
     check(program)
 
 
-@pytest.mark.xfail(strict=True, reason="a constant that equals a number which was read gets its reference")
+@pytest.mark.xfail(
+    strict=True, reason="a constant that equals a number which was read gets its reference"
+)
 def test_references_leave_constants_as_they_are():
-    """A bfloat16 mean of 0.5 is read, whose reference is another number, and then something is halved."""
+    """A bfloat16 mean of 0.5 is read, whose reference is another number, and then something is
+    halved.
+    """
 
     def program(dtype):
         x = torch.full((4,), 0.5013, dtype=torch.float32).to(dtype)
@@ -462,7 +546,9 @@ def test_references_of_a_storage_are_not_those_of_one_before_at_its_address():
             storages.append(storage_identity(part.untyped_storage()))
             total += part.sin_()
             del part
-            other = torch.from_numpy(np.full(16, number / 8, dtype=str(dtype).removeprefix("torch.")))
+            other = torch.from_numpy(
+                np.full(16, number / 8, dtype=str(dtype).removeprefix("torch."))
+            )
             storages.append(storage_identity(other.untyped_storage()))
             total += other * 0.1
             del other

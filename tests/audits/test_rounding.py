@@ -30,17 +30,30 @@ class Watched(TorchDispatchMode):
         before = tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, (args, kwargs))
         out = operation(*args, **kwargs)
         random = torch.Tag.nondeterministic_seeded in operation.tags and "attention" not in name
-        if not random and not operation.is_view and "empty" not in name and name not in ("detach", "_to_copy"):
-            self.seen.append((name, forward_error(operation, name, *before, tree_map(self._falsified, out))))
+        if (
+            not random
+            and not operation.is_view
+            and "empty" not in name
+            and name not in ("detach", "_to_copy")
+        ):
+            self.seen.append(
+                (name, forward_error(operation, name, *before, tree_map(self._falsified, out)))
+            )
         return out
 
     def _falsified(self, value):
-        return self.fault(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        return (
+            self.fault(value)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+        )
 
 
 def watched(function, *tensors, fault=lambda tensor: tensor):
     """What is seen of a function's operations and those of its backward pass, name by name."""
-    leaves = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
+    leaves = [
+        tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors
+    ]
     with Watched(fault) as mode:
         out = function(*leaves)
         if out.requires_grad:
@@ -48,7 +61,7 @@ def watched(function, *tensors, fault=lambda tensor: tensor):
     return mode.seen
 
 
-# --- closed forms -----------------------------------------------------------------------------------------
+# --- closed forms ---------------------------------------------------------------------------------
 
 
 def test_error_and_bound_of_a_product_are_those_computed_by_hand():
@@ -57,9 +70,14 @@ def test_error_and_bound_of_a_product_are_those_computed_by_hand():
     seen = compared(aten.mm.default, (a, b), made)
     exact = a.double().numpy() @ b.double().numpy()
     size = np.linalg.norm(exact)
-    assert seen.error == pytest.approx(np.linalg.norm(made.double().numpy() - exact) / size, rel=1e-9)
+    assert seen.error == pytest.approx(
+        np.linalg.norm(made.double().numpy() - exact) / size, rel=1e-9
+    )
     bound = (
-        SAFETY_FACTOR * math.sqrt(30) * UNIT * np.linalg.norm(np.abs(a.double().numpy()) @ np.abs(b.double().numpy()))
+        SAFETY_FACTOR
+        * math.sqrt(30)
+        * UNIT
+        * np.linalg.norm(np.abs(a.double().numpy()) @ np.abs(b.double().numpy()))
     )
     assert seen.bound == pytest.approx(bound / size, rel=1e-9)
     assert (seen.format, seen.has_rounded_factors) == (None, False)
@@ -84,11 +102,17 @@ def inner_products():
 
 
 def in_double(operation, args, change):
-    made = operation(*tree_map(lambda v: change(v.double()) if isinstance(v, torch.Tensor) else v, list(args)))
-    return [result for result in (made if isinstance(made, tuple) else [made]) if result is not None]
+    made = operation(
+        *tree_map(lambda v: change(v.double()) if isinstance(v, torch.Tensor) else v, list(args))
+    )
+    return [
+        result for result in (made if isinstance(made, tuple) else [made]) if result is not None
+    ]
 
 
-@pytest.mark.parametrize(("operation", "args", "inner"), list(inner_products()), ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(
+    ("operation", "args", "inner"), list(inner_products()), ids=lambda value: str(value)[:24]
+)
 def test_products_are_bounded_by_the_number_of_their_terms(operation, args, inner):
     made = operation(*args)
     seen = compared(operation, args, made)
@@ -102,7 +126,7 @@ def test_products_are_bounded_by_the_number_of_their_terms(operation, args, inne
     assert min(abs(seen.bound / bound - 1) for bound in bounds) < 1e-6
 
 
-# --- right kernels ------------------------------------------------------------------------------------------
+# --- right kernels --------------------------------------------------------------------------------
 
 RIGHT = {
     "exp": lambda x: x.exp(),
@@ -130,7 +154,9 @@ RIGHT = {
     "a product that cancels": lambda x: torch.addmm(-(x @ x.T).detach(), x, x.T),
     "conv1d": lambda x: F.conv1d(x[None], drawn(4, len(x) // 2, 3), groups=2, stride=2, dilation=2),
     "conv3d": lambda x: F.conv3d(x.view(1, 1, 4, -1, 12), drawn(2, 1, 3, 3, 3)),
-    "transposed convolution": lambda x: F.conv_transpose2d(x[None, None], drawn(1, 3, 3, 3), stride=2),
+    "transposed convolution": lambda x: F.conv_transpose2d(
+        x[None, None], drawn(1, 3, 3, 3), stride=2
+    ),
     "depthwise convolution": lambda x: F.conv1d(x[None], drawn(len(x), 1, 3), groups=len(x)),
     "solve": lambda x: torch.linalg.solve(x[:12].T @ x[:12] + 9 * torch.eye(12), x.T),
     "complex numbers": lambda x: (torch.complex(x, 2 * x) @ torch.complex(x.T, x.T)).abs(),
@@ -144,23 +170,44 @@ def test_right_results_stay_within_what_rounding_explains(name, scale, as_record
         pytest.skip("its squares are too small for float32: the error is one of range")
     torch.manual_seed(0)
     seen = watched(RIGHT[name], scale * drawn(24, 12))
-    assert [(n, e.error, e.bound) for n, e in seen if e.error is not None and not ratio(e) <= 1] == []
+    assert [
+        (n, e.error, e.bound) for n, e in seen if e.error is not None and not ratio(e) <= 1
+    ] == []
     assert [(n, e) for n, e in seen if e.format] == []
     if scale == 1:
-        # Which gradient is furthest off, and what is left of what cancels, the processor's kernels decide.
+        # Which gradient is furthest off, and what is left of what cancels, the processor's kernels
+        # decide.
         loose = name in ("attention", "a product that cancels")
-        as_recorded(name, [f"{n}: {e.bound or 0:.4g}" for n, e in seen], "torch", rtol=0.5 if loose else 0.05)
+        as_recorded(
+            name,
+            [f"{n}: {e.bound or 0:.4g}" for n, e in seen],
+            "torch",
+            rtol=0.5 if loose else 0.05,
+        )
 
 
-# --- wrong kernels --------------------------------------------------------------------------------------------
+# --- wrong kernels --------------------------------------------------------------------------------
 
 # Operations of nothing but zeros, or of numbers that cancel, hide what is wrong of them.
-HIDING = ("a sum that cancels", "a product that cancels", "log near 1", "relu at zero", "complex numbers")
+HIDING = (
+    "a sum that cancels",
+    "a product that cancels",
+    "log near 1",
+    "relu at zero",
+    "complex numbers",
+)
 ZEROS = ["zeros", "new_zeros", "zeros_like"]
-COARSER = ["embedding_dense_backward", "linalg_vector_norm", "native_layer_norm_backward", "upsample_bilinear2d"]
+COARSER = [
+    "embedding_dense_backward",
+    "linalg_vector_norm",
+    "native_layer_norm_backward",
+    "upsample_bilinear2d",
+]
 
 
-@pytest.mark.parametrize(("size", "others"), [(1e-5, [*COARSER, "upsample_bilinear2d_backward"]), (1e-3, [])])
+@pytest.mark.parametrize(
+    ("size", "others"), [(1e-5, [*COARSER, "upsample_bilinear2d_backward"]), (1e-3, [])]
+)
 @pytest.mark.parametrize("name", [name for name in RIGHT if name not in HIDING])
 def test_small_relative_errors_are_noticed(name, size, others):
     def fault(tensor):
@@ -182,7 +229,7 @@ def test_one_wrong_number_among_many_is_noticed(wrong):
         assert not ratio(compared(operation, (x,), made)) <= 1000
 
 
-# --- special numbers ------------------------------------------------------------------------------------------
+# --- special numbers ------------------------------------------------------------------------------
 
 
 def test_results_out_of_range_are_explained_by_the_range():
@@ -214,7 +261,9 @@ def test_kernels_that_take_subnormal_numbers_for_zero_are_named():
         right = compared(operation, args, operation(*args))
         assert right.format is None
         assert ratio(right) <= 1
-        wrong = compared(operation, args, made + 1e-3 * operation(*args).abs().max().clamp(min=1e-33))
+        wrong = compared(
+            operation, args, made + 1e-3 * operation(*args).abs().max().clamp(min=1e-33)
+        )
         assert wrong.format is None
         assert ratio(wrong) > 1
 
@@ -238,10 +287,16 @@ def test_operations_without_a_twin_have_no_error_and_no_bound():
         assert (seen.error, seen.bound, seen.format) == (None, None, None)
 
 
-# --- short formats --------------------------------------------------------------------------------------------
+# --- short formats --------------------------------------------------------------------------------
 
 ALIKE = {"float16": ["tf32", "float16"]}  # but for its range, float16 rounds as TF32 does
-SHORT = [("tf32", "nearest"), ("tf32", "away"), ("tf32", "truncate"), ("bfloat16", "nearest"), ("float16", "nearest")]
+SHORT = [
+    ("tf32", "nearest"),
+    ("tf32", "away"),
+    ("tf32", "truncate"),
+    ("bfloat16", "nearest"),
+    ("float16", "nearest"),
+]
 
 
 @pytest.mark.parametrize(("format_", "mode"), SHORT, ids=str)
@@ -256,7 +311,9 @@ def test_products_of_rounded_factors_are_told_by_the_format(format_, mode, shape
 
 
 @pytest.mark.parametrize(("format_", "mode"), SHORT, ids=str)
-@pytest.mark.parametrize("wanted", [[True, True, False], [False, True, False], [True, False, False]], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [[True, True, False], [False, True, False], [True, False, False]], ids=str
+)
 def test_convolutions_of_rounded_factors_are_told_by_the_format(wanted, format_, mode):
     tensors = drawn(2, 8, 9, 9, seed=2), drawn(2, 6, 9, 9), drawn(8, 6, 3, 3, seed=1)
     more = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)

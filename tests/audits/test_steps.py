@@ -54,7 +54,9 @@ def same_bits(one, other):
 
 
 def everything(model):
-    """What a model holds, down to the identity of what others may hold, too, and the bits of its tensors."""
+    """What a model holds, down to the identity of what others may hold, too, and the bits of its
+    tensors.
+    """
     held = []
     for module in model.modules():
         for name, value in vars(module).items():
@@ -65,12 +67,24 @@ def everything(model):
                 held.append([id(each) for each in value])
     for tensor in [*model.parameters(), *model.buffers()]:
         bits = tensor.detach().contiguous().cpu().numpy().tobytes()
-        gradient = None if tensor.grad is None else (id(tensor.grad), tensor.grad.cpu().numpy().tobytes())
-        held.append((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device, tensor.requires_grad, bits, gradient))
+        gradient = (
+            None if tensor.grad is None else (id(tensor.grad), tensor.grad.cpu().numpy().tobytes())
+        )
+        held.append(
+            (
+                id(tensor),
+                tensor.data_ptr(),
+                tensor.dtype,
+                tensor.device,
+                tensor.requires_grad,
+                bits,
+                gradient,
+            )
+        )
     return held
 
 
-# --- the model is left as it was ---------------------------------------------------------------------------
+# --- the model is left as it was ------------------------------------------------------------------
 
 
 class Remembers(nn.Module):
@@ -101,7 +115,9 @@ def with_gradients():
 
 
 def mixed():
-    model = nn.Sequential(nn.Linear(4, 4).half(), nn.BatchNorm1d(4).double(), nn.Dropout(), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 4).half(), nn.BatchNorm1d(4).double(), nn.Dropout(), nn.Linear(4, 2)
+    )
     model[3].bias.requires_grad_(False)
     return model
 
@@ -131,7 +147,9 @@ def test_step_gives_the_bits_of_a_moved_copy_and_leaves_the_model(name, setting)
     same_bits(performed(gl.Step(model, batch), setting), by_hand(model, loss, setting))
 
 
-@pytest.mark.parametrize(("precision", "rel"), [("float32", 1e-6), ("float64", 1e-13), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize(
+    ("precision", "rel"), [("float32", 1e-6), ("float64", 1e-13), ("bfloat16", 1e-2)]
+)
 def test_complex_parameters_stay_complex(precision, rel):
     model = Own(lambda x: (x[:, :2] * model.turn).abs())
     model.turn = nn.Parameter(torch.tensor([0.5 + 2j, 1 - 1j]))
@@ -152,13 +170,16 @@ def test_step_leaves_the_model_as_it_was_after_an_error(where):
         model[1].register_forward_hook(fail)
     elif where == "backward":
         model[0].weight.register_hook(fail)
-    step, before = gl.Step(model, (X, X), fail if where == "loss" else F.mse_loss), everything(model)
+    step, before = (
+        gl.Step(model, (X, X), fail if where == "loss" else F.mse_loss),
+        everything(model),
+    )
     with pytest.raises(KeyboardInterrupt):
         step(gl.Setting.parse("cpu:precision=float64"))
     assert everything(model) == before
 
 
-# --- hooks -------------------------------------------------------------------------------------------------
+# --- hooks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("setting", [*SETTINGS, "cpu:precision=bfloat16"])
@@ -175,10 +196,12 @@ def test_hooks_on_parameters_act(setting):
         hooked = performed(gl.Step(model, (X, Y), F.cross_entropy), setting)[1]
     wanted = bare | {"0.weight": 2 * bare["0.weight"], "2.bias": torch.zeros_like(bare["2.bias"])}
     assert all(torch.equal(hooked[name], gradient) for name, gradient in wanted.items())
-    assert [parameter is model[2].bias for parameter in seen] == [True, True], "the parameter itself, not a copy"
+    assert [parameter is model[2].bias for parameter in seen] == [True, True], (
+        "the parameter itself, not a copy"
+    )
 
 
-# --- what people have --------------------------------------------------------------------------------------
+# --- what people have -----------------------------------------------------------------------------
 
 
 class Classifier(nn.Module):
@@ -213,7 +236,11 @@ RIGHT = {
     "keywords, the loss alone": (Classifier("alone"), {"values": X, "labels": Y}, None),
     "keywords of a tokenizer": (Classifier(), UserDict(values=X, labels=Y), None),
     "the loss gets all of the batch": (Classifier(), {"values": X, "classes": Y, "id": 7}, of_all),
-    "keywords and labels": (Classifier(), ({"values": X}, Y), lambda out, labels: F.cross_entropy(out.logits, labels)),
+    "keywords and labels": (
+        Classifier(),
+        ({"values": X}, Y),
+        lambda out, labels: F.cross_entropy(out.logits, labels),
+    ),
     "a dict as one argument": (Whole(), {"nested": {"values": [X]}, "classes": Y}, of_all),
 }
 
@@ -231,13 +258,33 @@ class Detector(nn.Linear):
 
 
 WRONG = {
-    "losses of several names": (Detector(4, 2), X, None, r"which loss .* Detector gave a dict with \['classes'"),
+    "losses of several names": (
+        Detector(4, 2),
+        X,
+        None,
+        r"which loss .* Detector gave a dict with \['classes'",
+    ),
     "an object without a loss": (Classifier(), {"values": X}, None, "which loss is meant"),
-    "keywords unknown": (Classifier(), {"values": X, "classes": Y}, None, "has classes, which Classifier"),
+    "keywords unknown": (
+        Classifier(),
+        {"values": X, "classes": Y},
+        None,
+        "has classes, which Classifier",
+    ),
     "a pair without a loss": (plain(), (X, Y), None, r"got a pair as its one input .* with loss="),
-    "a tensor with a loss": (plain(), X, F.mse_loss, r"a Tensor; with a loss it is \(inputs, targets\)"),
+    "a tensor with a loss": (
+        plain(),
+        X,
+        F.mse_loss,
+        r"a Tensor; with a loss it is \(inputs, targets\)",
+    ),
     "three with a loss": (plain(), (X, X, X), F.mse_loss, "a tuple of 3"),
-    "a loader": (plain(), DataLoader(TensorDataset(X, Y)), F.cross_entropy, "DataLoader; give its first batch"),
+    "a loader": (
+        plain(),
+        DataLoader(TensorDataset(X, Y)),
+        F.cross_entropy,
+        "DataLoader; give its first batch",
+    ),
 }
 
 
@@ -253,10 +300,16 @@ def test_batches_and_losses_that_do_not_fit_are_refused(name):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_step_moves_the_model_to_the_gpu_and_back():
     for make, batch in (MODELS["that remembers"], MODELS["an LSTM"], MODELS["of several types"]):
-        for here, setting in (("cpu", "cuda:tf32=off"), ("cuda", "cpu"), ("cuda", "cuda:precision=float64")):
+        for here, setting in (
+            ("cpu", "cuda:tf32=off"),
+            ("cuda", "cpu"),
+            ("cuda", "cuda:precision=float64"),
+        ):
             model = make().to(here)
             loss, gradients = performed(gl.Step(model, batch.to(here)), setting)
-            kinds = {gradient.device.type for gradient in gradients.values() if gradient is not None}
+            kinds = {
+                gradient.device.type for gradient in gradients.values() if gradient is not None
+            }
             assert {loss.device.type} == kinds == {setting.partition(":")[0]}
 
 
@@ -294,5 +347,7 @@ def test_a_step_that_a_setting_does_not_fit_is_refused_with_the_line(setting):
         weight = torch.ones(4, 2, requires_grad=True)
         (X.to(setting.dtype) @ weight).sum().backward()
 
-    with pytest.raises(gl.errors.UsageError, match=r"\(at test_steps\.py:\d+: \(X\.to\(setting\.dtype\) @ weight\)"):
+    with pytest.raises(
+        gl.errors.UsageError, match=r"\(at test_steps\.py:\d+: \(X\.to\(setting\.dtype\) @ weight\)"
+    ):
         gl.record(step, setting, progress=False)

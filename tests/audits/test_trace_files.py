@@ -25,7 +25,9 @@ def file(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("inputs", [drawn(5, 20), torch.tensor([[math.nan, math.inf, *[1.0] * 18]])])
+@pytest.mark.parametrize(
+    "inputs", [drawn(5, 20), torch.tensor([[math.nan, math.inf, *[1.0] * 18]])]
+)
 def test_trace_is_read_as_it_was_written(inputs, tmp_path):
     trace = recorded(tmp_path / "deep" / "one.trace", inputs)
     read = gl.audits.Trace.load(str(tmp_path / "deep" / "one.trace"))
@@ -47,7 +49,9 @@ def test_trace_is_read_as_it_was_written(inputs, tmp_path):
         assert other.profiles.keys() == value.profiles.keys()
         for dim, profile in value.profiles.items():
             np.testing.assert_array_equal(other.profiles[dim], profile)
-    assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["one.trace"], "no scratch file is left"
+    assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["one.trace"], (
+        "no scratch file is left"
+    )
 
 
 def refused(file, *words):
@@ -58,7 +62,17 @@ def refused(file, *words):
 
 def test_trace_that_was_cut_short_or_changed_anywhere_is_refused(file, tmp_path):
     content, other = file.read_bytes(), tmp_path / "cut.trace"
-    for place in [0, 1, 3, 4, 5, len(content) // 2, len(content) - 9, len(content) - 4, len(content) - 1]:
+    for place in [
+        0,
+        1,
+        3,
+        4,
+        5,
+        len(content) // 2,
+        len(content) - 9,
+        len(content) - 4,
+        len(content) - 1,
+    ]:
         other.write_bytes(content[:place])
         refused(other)
     other.write_bytes(content + b"more")
@@ -94,10 +108,14 @@ DAMAGED = {
     "no findings": lambda trace: setattr(trace, "overwritten", [{"operation": 3}]),
     "a value that is not there": lambda trace: trace.values.popitem(),
     "a value without a shape": lambda trace: setattr(trace.values["0"], "shape", "20"),
-    "a dimension without sums": lambda trace: trace.values["0"].profiles.update({5: np.zeros((2, 0))}),
+    "a dimension without sums": lambda trace: trace.values["0"].profiles.update(
+        {5: np.zeros((2, 0))}
+    ),
     "values too many": lambda trace: trace.operations[0].inputs.append("another"),
     "an error in words": lambda trace: setattr(trace.operations[0], "error", "small"),
-    "arguments without names": lambda trace: setattr(trace.operations[0], "arguments", ["Tensor", 1]),
+    "arguments without names": lambda trace: setattr(
+        trace.operations[0], "arguments", ["Tensor", 1]
+    ),
 }
 
 

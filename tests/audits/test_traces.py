@@ -42,13 +42,17 @@ def values(trace, name):
     return trace.values[name].sketch
 
 
-# --- what is noted ----------------------------------------------------------------------------------------
+# --- what is noted --------------------------------------------------------------------------------
 
 
 def test_tiny_step_is_recorded_as_computed_by_hand():
     step = tiny_step()
     trace = recorded(step)
-    (inputs, targets), weight, bias = step.batch, step.model.first.weight.detach(), step.model.first.bias.detach()
+    (inputs, targets), weight, bias = (
+        step.batch,
+        step.model.first.weight.detach(),
+        step.model.first.bias.detach(),
+    )
     (linear,), (relu,), (loss,) = (
         operation_phrase(trace, "addmm"),
         operation_phrase(trace, "relu"),
@@ -56,23 +60,35 @@ def test_tiny_step_is_recorded_as_computed_by_hand():
     )
     before = inputs @ weight.T + bias
     after = before.relu()
-    for op, expected in [(linear, before), (relu, after), (loss, (after - targets).square().mean())]:
-        np.testing.assert_allclose(values(trace, op.outputs[0]), expected.double().ravel(), rtol=1e-6, atol=1e-7)
+    for op, expected in [
+        (linear, before),
+        (relu, after),
+        (loss, (after - targets).square().mean()),
+    ]:
+        np.testing.assert_allclose(
+            values(trace, op.outputs[0]), expected.double().ravel(), rtol=1e-6, atol=1e-7
+        )
         assert (op.phase, op.dtype, op.shape) == ("forward", "float32", list(expected.shape))
         assert op.repeats
         assert op.ratio <= 1
     assert [op.module for op in (linear, relu, loss)] == ["first", "Tiny", ""]
-    assert relu.line == f"test_traces.py:{Tiny.forward.__code__.co_firstlineno + 2}: return torch.relu(y)  # the line"
+    assert (
+        relu.line
+        == f"test_traces.py:{Tiny.forward.__code__.co_firstlineno + 2}: return torch.relu(y)  # the"
+        " line"
+    )
     assert relu.inputs == linear.outputs
     (mse_backward,) = operation_phrase(trace, "mse_loss_backward", "backward")
     (relu_backward,) = operation_phrase(trace, "threshold_backward", "backward")
     gradient = 2 * (after - targets) / after.numel()
-    np.testing.assert_allclose(values(trace, mse_backward.outputs[0]), gradient.double().ravel(), rtol=1e-5)
+    np.testing.assert_allclose(
+        values(trace, mse_backward.outputs[0]), gradient.double().ravel(), rtol=1e-5
+    )
     assert relu_backward.module == "Tiny"
     assert relu_backward.line == relu.line, "of the forward pass, which the user wrote"
 
 
-# --- kinds of steps -----------------------------------------------------------------------------------------
+# --- kinds of steps -------------------------------------------------------------------------------
 
 
 def two_backwards(setting):
@@ -87,7 +103,9 @@ def no_backward(setting):
 
 
 def with_checkpoint(setting):
-    model = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh())).to(setting.dtype)
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh())).to(
+        setting.dtype
+    )
     x = drawn(3, 4).to(setting.dtype).requires_grad_()
     checkpoint(model, x, use_reentrant=False).sum().backward()
 
@@ -112,7 +130,7 @@ def test_what_is_no_step_is_refused():
             recorded(without_numbers)
 
 
-# --- nothing is left behind ---------------------------------------------------------------------------------
+# --- nothing is left behind -----------------------------------------------------------------------
 
 
 def state():
@@ -138,11 +156,15 @@ def test_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
     assert [op.module for op in operation_phrase(trace, "addmm")] == ["first"]
 
 
-# --- what the step is for -------------------------------------------------------------------------------------
+# --- what the step is for -------------------------------------------------------------------------
 
 
 def results(trace):
-    return {(op.name, op.module): values(trace, op.outputs[0]) for op in trace.operations if op.phase == RESULT}
+    return {
+        (op.name, op.module): values(trace, op.outputs[0])
+        for op in trace.operations
+        if op.phase == RESULT
+    }
 
 
 def test_results_are_loss_gradients_and_what_was_updated():
@@ -164,12 +186,22 @@ def test_results_are_loss_gradients_and_what_was_updated():
     loss.backward()
     assert seen["loss", ""] == pytest.approx(loss.item())
     for name, parameter in model.named_parameters():
-        np.testing.assert_allclose(seen["gradient", name], parameter.grad.double().ravel(), rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(
+            seen["gradient", name], parameter.grad.double().ravel(), rtol=1e-4, atol=1e-7
+        )
     updated = (model[0].weight - 0.1 * model[0].weight.grad).detach().double().ravel()
     np.testing.assert_allclose(seen["updated", "0.weight"], updated, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(seen["updated", "2.running_mean"], model[2].running_mean.double(), rtol=1e-5)
+    np.testing.assert_allclose(
+        seen["updated", "2.running_mean"], model[2].running_mean.double(), rtol=1e-5
+    )
     names = {name for kind, name in seen if kind == "updated"}
-    assert names == {"0.weight", "0.bias", "2.running_mean", "2.running_var", "2.num_batches_tracked"}
+    assert names == {
+        "0.weight",
+        "0.bias",
+        "2.running_mean",
+        "2.running_var",
+        "2.num_batches_tracked",
+    }
 
 
 def test_generators_of_numpy_and_python_are_seeded_and_put_back():
@@ -187,10 +219,12 @@ def test_generators_of_numpy_and_python_are_seeded_and_put_back():
 def test_lstm_and_attention_of_cudnn_draw_with_dropout_alone(dropout):
     aten = torch.ops.aten
     assert _is_random(aten._cudnn_rnn.default, {"dropout": dropout}) == (dropout > 0)
-    assert _is_random(aten._scaled_dot_product_efficient_attention.default, {"dropout_p": dropout}) == (dropout > 0)
+    assert _is_random(
+        aten._scaled_dot_product_efficient_attention.default, {"dropout_p": dropout}
+    ) == (dropout > 0)
 
 
-# --- sketches -------------------------------------------------------------------------------------------------
+# --- sketches -------------------------------------------------------------------------------------
 
 
 def test_sketch_of_a_small_tensor_is_the_tensor():
@@ -221,7 +255,7 @@ def test_sketches_show_one_wrong_number_among_many_in_full(count):
     assert perturbation_factors(x, 3, 0.5).shape == x.shape
 
 
-# --- aligning ---------------------------------------------------------------------------------------------------
+# --- aligning -------------------------------------------------------------------------------------
 
 
 def operations(*names):
@@ -230,16 +264,21 @@ def operations(*names):
 
 def test_operations_are_aligned_in_order_and_gaps_are_shown():
     first, second = operations("a", "b", "c", "d"), operations("a", "x", "c", "d", "e")
-    pairs = [(one and one.name, other and other.name) for one, other in align_operations(first, second)]
+    pairs = [
+        (one and one.name, other and other.name) for one, other in align_operations(first, second)
+    ]
     assert pairs == [("a", "a"), ("b", None), (None, "x"), ("c", "c"), ("d", "d"), (None, "e")]
     assert align_operations([], []) == []
     (both,) = align_operations(operations("native_batch_norm"), operations("cudnn_batch_norm"))
     assert None not in both
 
 
-# --- comparing arguments ------------------------------------------------------------------------------------
+# --- comparing arguments --------------------------------------------------------------------------
 
-FUSED, ON_CPU = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu"
+FUSED, ON_CPU = (
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
 T = "Tensor"
 
 
@@ -257,7 +296,11 @@ def texts(a, b):
         (({"self": T}, {"x": "none"}), ({"self": T, "x": "tanh"},), {"x": ("'none'", "'tanh'")}),
         (({"self": T, "alpha": 2},), ({"self": T}, {"alpha": 1}), {"alpha": ("2", "1")}),
         (({"self": T, "x": True},), ({"self": T, "x": 1},), {"x": ("True", "1")}),
-        (({"self": T, "x": None},), ({"self": T, "x": [1, math.inf]},), {"x": ("None", "[1, inf]")}),
+        (
+            ({"self": T, "x": None},),
+            ({"self": T, "x": [1, math.inf]},),
+            {"x": ("None", "[1, inf]")},
+        ),
         (({"self": T, "non_blocking": True},), ({"self": T}, {"non_blocking": False}), {}),
         (({"self": T, "other": T},), ({"self": T, "other": 0.5},), {}),
         (({"self": T, "value": math.nan},), ({"self": T, "value": math.nan},), {}),
@@ -277,5 +320,8 @@ def test_kernels_of_two_devices_are_compared_in_what_they_share():
     assert texts(plain, called(FUSED, {"query": T, "compute_log_sumexp": True}, defaults)) == {}
     causal = called(FUSED, {"query": T, "is_causal": True, "scale": 0.125}, {"dropout_p": 0.0})
     assert texts(plain, causal) == {"is_causal": ("False", "True")}
-    norms = called("native_batch_norm", {"training": True, "eps": 1e-5}), called("cudnn_batch_norm", {"epsilon": 1e-3})
+    norms = (
+        called("native_batch_norm", {"training": True, "eps": 1e-5}),
+        called("cudnn_batch_norm", {"epsilon": 1e-3}),
+    )
     assert texts(*norms) == {"eps": ("1e-05", "0.001")}

@@ -1,4 +1,6 @@
-"""Two programs that compute one function agree in all their results, and those that do not are told apart."""
+"""Two programs that compute one function agree in all their results, and those that do not are
+told apart.
+"""
 
 import copy
 
@@ -16,11 +18,23 @@ from gpulab.settings import Setting
 
 SLOW = pytest.mark.slow("an audit of a whole program")
 # Of the longer programs, those that are audited every day.
-DAILY = {"accumulated_gradients", "distillation", "graph_attention", "merged_adapters", "quantised_training"}
+DAILY = {
+    "accumulated_gradients",
+    "distillation",
+    "graph_attention",
+    "merged_adapters",
+    "quantised_training",
+}
 LONGEST = {"generator_and_discriminator", "meta_learning", "packed_sequences"}
 PROGRAMS = [
-    *(pytest.param(p, id=p.name, marks=[SLOW] * (p.name in LONGEST)) for p in whole_programs.PROGRAMS),
-    *(pytest.param(p, id=f"other {p.name}", marks=[SLOW] * (p.name not in DAILY)) for p in other_programs.PROGRAMS),
+    *(
+        pytest.param(p, id=p.name, marks=[SLOW] * (p.name in LONGEST))
+        for p in whole_programs.PROGRAMS
+    ),
+    *(
+        pytest.param(p, id=f"other {p.name}", marks=[SLOW] * (p.name not in DAILY))
+        for p in other_programs.PROGRAMS
+    ),
 ]
 
 
@@ -37,7 +51,9 @@ def assert_one_function(report):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_rewritten_program_agrees_and_a_faulty_one_does_not(program):
-    plain, rewritten, faulty = (recorded(program.step(variant)) for variant in ("plain", "rewritten", "faulty"))
+    plain, rewritten, faulty = (
+        recorded(program.step(variant)) for variant in ("plain", "rewritten", "faulty")
+    )
     right, wrong = gl.audit(plain, rewritten), gl.audit(plain, faulty)
     assert (right.kind, right.faulty) == ("rounding", False), str(right)
     assert "results agree in float64" in right.headline
@@ -53,28 +69,35 @@ def test_the_audit_of_two_steps_is_that_of_their_traces():
     assert [(f.kind, f.operation, f.line) for f in here.findings] == [
         (f.kind, f.operation, f.line) for f in there.findings
     ]
-    assert here.titles == tuple(f"cpu (tensor_parallel_network(variant={name}))" for name in ("plain", "faulty"))
+    assert here.titles == tuple(
+        f"cpu (tensor_parallel_network(variant={name}))" for name in ("plain", "faulty")
+    )
 
 
-@pytest.mark.parametrize("setting", ["cpu:emulate=tf32", "cpu:precision=bfloat16", "cpu:autocast=bfloat16"])
+@pytest.mark.parametrize(
+    "setting", ["cpu:emulate=tf32", "cpu:precision=bfloat16", "cpu:autocast=bfloat16"]
+)
 def test_a_rewritten_program_agrees_where_the_setting_rounds(setting):
     program = next(p for p in whole_programs.PROGRAMS if p.name == "decoupled_decay")
     right, wrong = (
-        of_two(program.step("plain"), program.step(variant), setting) for variant in ("rewritten", "faulty")
+        of_two(program.step("plain"), program.step(variant), setting)
+        for variant in ("rewritten", "faulty")
     )
     assert (right.kind, right.faulty) == ("reduced precision", False), str(right)
     assert not right.comparison.differing_results
     assert wrong.faulty
 
 
-# --- small programs -------------------------------------------------------------------------------------------
+# --- small programs -------------------------------------------------------------------------------
 
 MODEL = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
 X = drawn(5, 6)
 
 
 def moved(setting):
-    return copy.deepcopy(MODEL).to(setting.device, setting.dtype), X.to(setting.device, setting.dtype)
+    return copy.deepcopy(MODEL).to(setting.device, setting.dtype), X.to(
+        setting.device, setting.dtype
+    )
 
 
 def whole(setting: Setting):
@@ -123,9 +146,15 @@ def in_halves(wrong=1.0):
     def step(setting):
         model, x = moved(setting)
         first, last = model[0], model[2]
-        weights = [[t.detach()[rows].clone().requires_grad_() for t in (first.weight, first.bias)] for rows in HALVES]
+        weights = [
+            [t.detach()[rows].clone().requires_grad_() for t in (first.weight, first.bias)]
+            for rows in HALVES
+        ]
         columns = [last.weight.detach()[:, rows].clone().requires_grad_() for rows in HALVES]
-        parts = [torch.tanh(F.linear(x, *of_half)) @ c.T for of_half, c in zip(weights, columns, strict=True)]
+        parts = [
+            torch.tanh(F.linear(x, *of_half)) @ c.T
+            for of_half, c in zip(weights, columns, strict=True)
+        ]
         loss = F.cross_entropy(parts[0] + wrong * parts[1] + last.bias, labels(5))
         loss.backward()
         return loss.detach()
@@ -152,7 +181,11 @@ def prediction(rows, after, normalised=False):
 
     def step(setting):
         model, x = moved(setting)
-        layer = nn.BatchNorm1d(6, device=setting.device, dtype=setting.dtype) if normalised else nn.Identity()
+        layer = (
+            nn.BatchNorm1d(6, device=setting.device, dtype=setting.dtype)
+            if normalised
+            else nn.Identity()
+        )
         return model(layer(x[rows]))[after].softmax(-1)
 
     return step
@@ -193,7 +226,9 @@ def test_parameters_of_other_names_are_paired():
 
     def by_hand(setting):
         model, x = moved(setting)
-        last, first = ([t.detach().clone().requires_grad_() for t in model[n].parameters()] for n in (2, 0))
+        last, first = (
+            [t.detach().clone().requires_grad_() for t in model[n].parameters()] for n in (2, 0)
+        )
         hidden = torch.tanh(torch.einsum("nk,hk->nh", x, first[0]) + first[1])
         scores = torch.addmm(last[1], hidden, last[0].T)
         loss = scores.logsumexp(1).mean() - scores.gather(1, labels(5)[:, None]).mean()
@@ -206,11 +241,17 @@ def test_parameters_of_other_names_are_paired():
 def test_a_result_that_one_program_alone_returns_is_named():
     def with_more(setting, more):
         loss = whole(setting)
-        return {"loss": loss, "double": 2 * loss} | ({"norm": X.to(setting.dtype).norm()} if more else {})
+        return {"loss": loss, "double": 2 * loss} | (
+            {"norm": X.to(setting.dtype).norm()} if more else {}
+        )
 
-    report = of_two(lambda setting: with_more(setting, False), lambda setting: with_more(setting, True))
+    report = of_two(
+        lambda setting: with_more(setting, False), lambda setting: with_more(setting, True)
+    )
     assert not report.faulty
-    assert "1 result has no counterpart to be compared with: the result ['norm']." in report.headline
+    assert (
+        "1 result has no counterpart to be compared with: the result ['norm']." in report.headline
+    )
 
 
 def scaled_by(number):

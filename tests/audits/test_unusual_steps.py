@@ -1,4 +1,6 @@
-"""Steps that an audit met with a raw error or a wrong word: memory nobody wrote, sparse tensors, state, autocast."""
+"""Steps that an audit met with a raw error or a wrong word: memory nobody wrote, sparse tensors,
+state, autocast.
+"""
 
 import pytest
 import torch
@@ -24,12 +26,13 @@ def test_audit_of_a_step_that_clips_its_gradients():
     def step():
         net.zero_grad()
         net(X).square().mean().backward()
-        return nn.utils.clip_grad_norm_(net.parameters(), 0.01)  # one call, `_foreach_norm`, for all of them
+        # one call, `_foreach_norm`, for all of them
+        return nn.utils.clip_grad_norm_(net.parameters(), 0.01)
 
     assert audited(step).kind == "rounding"
 
 
-# --- memory that nobody has written ---------------------------------------------------------------------------
+# --- memory that nobody has written ---------------------------------------------------------------
 
 
 def in_part_of_new_memory(y):
@@ -44,10 +47,13 @@ def test_audit_takes_unwritten_memory_for_no_data():
         del freed  # which leaves NaN in the memory that is given out next
         answer = audited(computing(in_part_of_new_memory))
         assert answer.kind == "rounding"
-        assert {op.repeats for trace in (answer.a, answer.b) for op in trace.operations} <= {True, None}
+        assert {op.repeats for trace in (answer.a, answer.b) for op in trace.operations} <= {
+            True,
+            None,
+        }
 
 
-# --- tensors of other kinds -----------------------------------------------------------------------------------
+# --- tensors of other kinds -----------------------------------------------------------------------
 
 EDGES = torch.tensor([[0, 1, 2, 3, 5, 7, 7], [1, 0, 3, 2, 6, 1, 4]])
 ADJACENCY = torch.sparse_coo_tensor(EDGES, torch.linspace(0.1, 1, 7), (8, 8)).coalesce()
@@ -73,7 +79,7 @@ def test_audit_of_types_that_numpy_or_most_operations_lack(dtype):
     assert audited(step).kind == "rounding"
 
 
-# --- what a setting cannot do ---------------------------------------------------------------------------------
+# --- what a setting cannot do ---------------------------------------------------------------------
 
 
 def test_audit_names_a_tensor_that_is_no_buffer():
@@ -88,7 +94,7 @@ def test_audit_of_a_bare_network_says_how_to_make_a_step():
         audited(nn.Linear(2, 2))
 
 
-# --- state that a function step changes -----------------------------------------------------------------------
+# --- state that a function step changes -----------------------------------------------------------
 
 
 def test_audit_puts_back_buffers_gradients_and_optimizers():
@@ -107,7 +113,7 @@ def test_audit_puts_back_buffers_gradients_and_optimizers():
     assert (len(optimizer.state), model[0].weight.grad) == (0, None)
 
 
-# --- autocast, compiled models, threads -----------------------------------------------------------------------
+# --- autocast, compiled models, threads -----------------------------------------------------------
 
 
 def test_audit_of_a_compiled_model_compiles_nothing_of_ours(python):
@@ -141,10 +147,19 @@ def test_audit_says_which_loss_it_took_of_a_step_without_one():
 
 
 HIDDEN_PRODUCTS = {  # in operations whose kernels call others
-    "affine grid": (lambda x: F.affine_grid(x.view(2, 2, 3), [2, 1, 5, 5], align_corners=False), 12),
-    "affine grid in space": (lambda x: F.affine_grid(x.view(2, 3, 4), [2, 1, 3, 4, 5], align_corners=False), 24),
+    "affine grid": (
+        lambda x: F.affine_grid(x.view(2, 2, 3), [2, 1, 5, 5], align_corners=False),
+        12,
+    ),
+    "affine grid in space": (
+        lambda x: F.affine_grid(x.view(2, 3, 4), [2, 1, 3, 4, 5], align_corners=False),
+        24,
+    ),
     "bilinear": (lambda x: F.bilinear(x.view(8, 3), x.view(8, 3), x[:18].view(2, 3, 3)), 24),
-    "convolution in time": (lambda x: torch.conv_tbc(x.view(9, 3, 3), x[:27].view(3, 3, 3), x[:3], 1), 81),
+    "convolution in time": (
+        lambda x: torch.conv_tbc(x.view(9, 3, 3), x[:27].view(3, 3, 3), x[:3], 1),
+        81,
+    ),
     "distances": (lambda x: torch.cdist(x.view(40, 6), x.view(40, 6)[1:] + 1), 240),
     "pseudoinverse": (lambda x: torch.linalg.pinv(x.view(8, 3)), 24),
 }
@@ -162,4 +177,8 @@ def test_emulated_products_inside_other_operations_are_reduced_precision(name):
 
     report = gl.audit(step, "cpu", "cpu:emulate=tf32", progress=False)
     assert {finding.kind for finding in report.findings} == {"reduced precision", "rounding"}
-    assert any(finding.phase == "forward" for finding in report.findings if finding.kind == "reduced precision")
+    assert any(
+        finding.phase == "forward"
+        for finding in report.findings
+        if finding.kind == "reduced precision"
+    )

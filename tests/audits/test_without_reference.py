@@ -1,4 +1,6 @@
-"""Steps that float64 cannot follow all the way are compared as recorded, and the first line names what it could not."""
+"""Steps that float64 cannot follow all the way are compared as recorded, and the first line
+names what it could not.
+"""
 
 import copy
 
@@ -31,14 +33,18 @@ def first_line(report):
 def assert_no_fault(report):
     assert report.kind in ROUNDING, str(report)
     assert not report.faulty, str(report)
-    assert {"mismatch", "other data", "cause not found"}.isdisjoint(finding.kind for finding in report.findings)
+    assert {"mismatch", "other data", "cause not found"}.isdisjoint(
+        finding.kind for finding in report.findings
+    )
 
 
-# --- memory ---------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def two_updates(setting):
-    network = seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.GELU(), nn.LayerNorm(30), nn.Linear(30, 5)))
+    network = seeded(
+        lambda: nn.Sequential(nn.Linear(20, 30), nn.GELU(), nn.LayerNorm(30), nn.Linear(30, 5))
+    )
     network.to(setting.dtype)
     optimizer = torch.optim.AdamW(network.parameters())
     for _ in range(2):
@@ -51,7 +57,8 @@ def two_updates(setting):
 
 @pytest.mark.parametrize("b", [B, TF32, BFLOAT16, AUTOCAST])
 @pytest.mark.parametrize(
-    "step", [two_updates, gl.Step(seeded(lambda: nn.Linear(20, 5)), (X, labels(8)), F.cross_entropy)]
+    "step",
+    [two_updates, gl.Step(seeded(lambda: nn.Linear(20, 5)), (X, labels(8)), F.cross_entropy)],
 )
 @pytest.mark.parametrize("copies", [0, 1, 5])
 def test_an_audit_without_memory_for_references_goes_on_without_them(step, b, copies, monkeypatch):
@@ -72,7 +79,7 @@ def test_an_audit_without_memory_for_references_goes_on_without_them(step, b, co
     assert "rounding alone explains" not in first_line(report)
 
 
-# --- the format that a step asks for ------------------------------------------------------------------------------
+# --- the format that a step asks for --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("b", [B, TF32, BFLOAT16, AUTOCAST, "cpu:precision=float64"])
@@ -84,7 +91,7 @@ def test_a_step_that_asks_for_float32_has_exact_references(b):
     assert all(value.exact for trace in (report.a, report.b) for value in trace.values.values())
 
 
-# --- operations without a kernel for float64 ----------------------------------------------------------------------
+# --- operations without a kernel for float64 ------------------------------------------------------
 
 LIBRARY = torch.library.Library("gpulab_tests", "DEF")
 LIBRARY.define("waves(Tensor x, float factor) -> Tensor")
@@ -123,7 +130,9 @@ def test_an_operation_without_float64_is_compared_as_recorded_and_named(b):
 
 def test_what_follows_from_an_operation_without_float64_is_not_exact_and_what_comes_before_is():
     trace = recorded(with_a_function(lambda h: Waves.apply(h, 2.0)))
-    exact = {(op.name, op.phase, op.module): trace.values[op.outputs[0]].exact for op in trace.operations}
+    exact = {
+        (op.name, op.phase, op.module): trace.values[op.outputs[0]].exact for op in trace.operations
+    }
     assert exact["addmm", "forward", "0"]
     assert not exact["waves", "forward", "1"]
     assert not exact["addmm", "forward", "2"]
@@ -131,7 +140,9 @@ def test_what_follows_from_an_operation_without_float64_is_not_exact_and_what_co
 
 
 def with_waves_that_differ(what):
-    """The argument of an operation without float64 depends on the setting, or what is done with its result."""
+    """The argument of an operation without float64 depends on the setting, or what is done with
+    its result.
+    """
     if what == "argument":
         return with_a_function(lambda h: Waves.apply(h, 2.5 if under_b() else 2.0))
     return with_a_function(lambda h: Waves.apply(h, 2.0) * (1.5 if under_b() else 1.0))
@@ -150,7 +161,7 @@ def test_a_fault_at_or_behind_an_operation_without_float64_is_told_where_it_is(w
     assert (first.operation, first.phase, first.module) == (operation, "forward", "1")
 
 
-# --- fake quantisation --------------------------------------------------------------------------------------------
+# --- fake quantisation ----------------------------------------------------------------------------
 
 
 def quantised(h):
@@ -159,7 +170,9 @@ def quantised(h):
 
 def quantised_by_channel(h):
     scales, zeros = torch.full((30,), 0.1), torch.zeros(30, dtype=torch.int32)
-    return torch.fake_quantize_per_channel_affine(h.float(), scales, zeros, 1, -128, 127).to(h.dtype)
+    return torch.fake_quantize_per_channel_affine(h.float(), scales, zeros, 1, -128, 127).to(
+        h.dtype
+    )
 
 
 @pytest.mark.parametrize("function", [quantised, quantised_by_channel])
@@ -178,11 +191,13 @@ def test_another_grid_of_fake_quantisation_is_told():
     assert "fake_quantize" in report.findings[0].operation
 
 
-# --- numbers that pass through NumPy ------------------------------------------------------------------------------
+# --- numbers that pass through NumPy --------------------------------------------------------------
 
 
 def through_numpy(wrong=None):
-    """A scale that NumPy computes of what the network makes, and which is wrong on one side, if it is."""
+    """A scale that NumPy computes of what the network makes, and which is wrong on one side, if
+    it is.
+    """
 
     def step(setting):
         model = copy.deepcopy(MODEL).to(setting.device, setting.dtype)
@@ -211,13 +226,15 @@ def test_the_first_line_says_that_values_enter_from_outside(b):
     assert OUTSIDE in first_line(audited(through_numpy(), b=b))
 
 
-@pytest.mark.parametrize("ends", [(B, "cpu"), ("cpu:threads=1,autocast=bfloat16", AUTOCAST), ("cpu", B)])
+@pytest.mark.parametrize(
+    "ends", [(B, "cpu"), ("cpu:threads=1,autocast=bfloat16", AUTOCAST), ("cpu", B)]
+)
 def test_values_of_numpy_that_are_five_percent_off_are_a_fault(ends):
     report = audited(through_numpy(1.05), *ends)
     assert report.faulty, str(report)
 
 
-# --- transforms of functions and other layouts --------------------------------------------------------------------
+# --- transforms of functions and other layouts ----------------------------------------------------
 
 
 def by_samples(setting):
@@ -266,7 +283,9 @@ def test_sparse_tensors_of_rounded_numbers_are_no_fault(name):
 @pytest.mark.parametrize("b", [B, TF32, BFLOAT16])
 def test_sparse_gradients_of_an_embedding_are_no_fault(b):
     def step(setting):
-        words = nn.Embedding.from_pretrained(X.view(40, 4).to(setting.dtype), freeze=False, sparse=True)
+        words = nn.Embedding.from_pretrained(
+            X.view(40, 4).to(setting.dtype), freeze=False, sparse=True
+        )
         optimizer = torch.optim.SGD(words.parameters(), lr=0.1)
         words(torch.tensor([1, 3, 3, 8])).square().sum().backward()
         optimizer.step()
@@ -274,7 +293,9 @@ def test_sparse_gradients_of_an_embedding_are_no_fault(b):
     assert_no_fault(audited(step, b=b))
 
 
-@pytest.mark.xfail(strict=True, reason="what is done to the numbers of a sparse tensor has no float64 reference")
+@pytest.mark.xfail(
+    strict=True, reason="what is done to the numbers of a sparse tensor has no float64 reference"
+)
 def test_a_wrong_sparse_product_is_told():
     wrong = Own(lambda y: torch.sparse.mm(ADJACENCY.to(y.dtype) * (1.5 if under_b() else 1.0), y))
     report = audited(gl.Step(seeded(lambda: nn.Sequential(nn.Linear(20, 30), wrong)), drawn(8, 20)))

@@ -47,7 +47,14 @@ OVERFULL_SLIDES = """() => {
 }"""
 FILL_A_SLIDE = """() => document.querySelectorAll(".slides section")[2].insertAdjacentHTML(
     "beforeend", "<div style='flex: none; height: 900px'>much</div>")"""
-PAGES = ["report", "report_of_all_notebooks", "report_of_an_audit", "report_of_a_verdict", "front_page", "deck"]
+PAGES = [
+    "report",
+    "report_of_all_notebooks",
+    "report_of_an_audit",
+    "report_of_a_verdict",
+    "front_page",
+    "deck",
+]
 PICTURE_CHANGED = "source => document.querySelector('.widget-html img').src !== source"
 
 
@@ -68,7 +75,7 @@ def browser():
         opened.close()
 
 
-# --- the pages --------------------------------------------------------------------------------------
+# --- the pages ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -94,26 +101,39 @@ def report_of_all_notebooks(tmp_path_factory):
 def report_of_an_audit(tmp_path_factory):
     """The report of an audit with a long setting, a long line of code and long names."""
     name = "a_module_whose_name_is_longer_than_a_phone_is_wide"
-    net = torch.nn.Sequential(OrderedDict([(name, torch.nn.Linear(4, 3)), ("last", torch.nn.Linear(3, 2))]))
+    net = torch.nn.Sequential(
+        OrderedDict([(name, torch.nn.Linear(4, 3)), ("last", torch.nn.Linear(3, 2))])
+    )
 
     def step(setting):
         inputs = torch.ones(5, 4, dtype=setting.dtype)
-        loss_with_a_name_as_long_as_this = net.to(setting.dtype)(inputs).square().mean() + (0 * inputs).square().sum()
+        loss_with_a_name_as_long_as_this = (
+            net.to(setting.dtype)(inputs).square().mean() + (0 * inputs).square().sum()
+        )
         loss_with_a_name_as_long_as_this.backward()
 
     file = tmp_path_factory.mktemp("audit") / "report.html"
-    gl.audit(step, "cpu:threads=1", "cpu:threads=1,denormals=off,emulate=tf32,order=pairwise", progress=False).save(
-        file
-    )
+    gl.audit(
+        step,
+        "cpu:threads=1",
+        "cpu:threads=1,denormals=off,emulate=tf32,order=pairwise",
+        progress=False,
+    ).save(file)
     return file.as_uri()
 
 
 @pytest.fixture(scope="module")
 def report_of_a_verdict(tmp_path_factory):
     """The page of a verdict with long settings, a run that diverged, and seeds that are missing."""
-    settings = ["cpu", "cpu:threads=1,denormals=off,emulate=tf32,order=pairwise", "cuda:tf32=on,deterministic=on"]
+    settings = [
+        "cpu",
+        "cpu:threads=1,denormals=off,emulate=tf32,order=pairwise",
+        "cuda:tf32=on,deterministic=on",
+    ]
     runs = [
-        {"setting": name, "seed": seed, "final_loss": seed + n} for n, name in enumerate(settings) for seed in range(8)
+        {"setting": name, "seed": seed, "final_loss": seed + n}
+        for n, name in enumerate(settings)
+        for seed in range(8)
     ]
     runs[10]["final_loss"] = float("inf")
     file = tmp_path_factory.mktemp("verdict") / "report.html"

@@ -9,7 +9,9 @@ from companion import learning
 
 @pytest.mark.parametrize(("net", "losses"), [("prednet", 19), ("autoencoder", 20)])
 def test_overwritten_frames_change_no_loss_and_prednet_s_gradient_alone(net, losses):
-    copied, overwritten = (companion.FirstWindow(net, loader, profile="smoke") for loader in ("copied", "reused"))
+    copied, overwritten = (
+        companion.FirstWindow(net, loader, profile="smoke") for loader in ("copied", "reused")
+    )
     difference = overwritten.gradient("cpu").against(copied.gradient("cpu"))
     assert difference["same_losses"] == difference["losses"] == losses
     assert (difference["gradient_difference"] > 0.001) == (net == "prednet")
@@ -17,10 +19,19 @@ def test_overwritten_frames_change_no_loss_and_prednet_s_gradient_alone(net, los
 
 
 def runs(loader, losses, **columns):
-    common = {"experiment": "prednet", "profile": "smoke", "setting": "cpu", "data": "walk", "speed": 1.0}
+    common = {
+        "experiment": "prednet",
+        "profile": "smoke",
+        "setting": "cpu",
+        "data": "walk",
+        "speed": 1.0,
+    }
     common |= {"scene_seed": 0, "frame_size": "24x32", "machine": "m", "recorded": False}
     common |= {"frames": 200, "protocol": "p", "rerun": 0, "status": "finished"}
-    rows = [{"loader": loader, "seed": n, "final_loss": x, "weights": f"{loader}{n}"} for n, x in enumerate(losses)]
+    rows = [
+        {"loader": loader, "seed": n, "final_loss": x, "weights": f"{loader}{n}"}
+        for n, x in enumerate(losses)
+    ]
     return pd.DataFrame(rows).assign(**{**common, **columns})
 
 
@@ -32,14 +43,16 @@ def test_four_questions_are_asked():
     both = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
     verdicts = learning.learning_verdicts(both, "loader", "copied", plateau=0.05, repeat=0.0125)
     assert list(verdicts) == list(learning.METRICS)
-    assert verdicts[learning.BEAT].table.difference[0] == pytest.approx(-5 / 8), "none with overwritten frames"
+    assert verdicts[learning.BEAT].table.difference[0] == pytest.approx(-5 / 8), (
+        "none with overwritten frames"
+    )
     assert verdicts[learning.STUCK].table.difference[0] == 0
     assert verdicts[learning.BEAT].margin == verdicts[learning.STUCK].margin == 0.1
     assert verdicts[learning.LEARNED].decision == "different"
     assert verdicts[learning.LEARNED].table.seeds[0] == 7, "the seed on the plateau did not learn"
 
 
-def test_the_table_has_every_decision_with_and_without_correction_and_against_the_registered_margin():
+def test_the_table_has_every_decision_with_and_without_correction_and_by_the_registered_margin():
     frame = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
     slow, fast = frame, frame.assign(speed=2.0)
     table = companion.learning_table(pd.concat([slow, fast]), "loader", "copied")
@@ -47,9 +60,17 @@ def test_the_table_has_every_decision_with_and_without_correction_and_against_th
     assert table.metric.tolist() == [*learning.METRICS] * 2
     (alone,) = table.query("metric == @learning.LEARNED and speed == 1").to_dict("records")
     assert (alone["p"], alone["p_holm"]) == (2 / 2**7, 8 * 2 / 2**7), "two speeds, four metrics"
-    assert (alone["uncorrected"], alone["registered"], alone["decision"]) == ("different", "different", "inconclusive")
+    assert (alone["uncorrected"], alone["registered"], alone["decision"]) == (
+        "different",
+        "different",
+        "inconclusive",
+    )
     spread = pd.Series(COPIED[:-1]).std()
     assert alone["registered_margin"] == pytest.approx(0.25 * spread)
     assert alone["margin"] < alone["registered_margin"]
     better = frame.final_loss < companion.repeat_losses(frame)
-    assert (alone["beat"], alone["beat_reference"]) == (better.sum(), better[frame.loader == "copied"].sum()) == (2, 2)
+    assert (
+        (alone["beat"], alone["beat_reference"])
+        == (better.sum(), better[frame.loader == "copied"].sum())
+        == (2, 2)
+    )

@@ -19,12 +19,29 @@ def test_philox_known_answers(given):
 
 
 def test_cuda_uniform_published_numbers():
-    """`torch.manual_seed(0); torch.rand(12, device="cuda")`, as a test of TensorRT-LLM holds it, among others."""
-    known = [0.3990, 0.5167, 0.0249, 0.9401, 0.9459, 0.7967, 0.4150, 0.8203, 0.2290, 0.9096, 0.1183, 0.0752]
+    """`torch.manual_seed(0); torch.rand(12, device="cuda")`, as a test of TensorRT-LLM holds it,
+    among others.
+    """
+    known = [
+        0.3990,
+        0.5167,
+        0.0249,
+        0.9401,
+        0.9459,
+        0.7967,
+        0.4150,
+        0.8203,
+        0.2290,
+        0.9096,
+        0.1183,
+        0.0752,
+    ]
     assert cuda_uniform(0, (3, 4), "T4").flatten().tolist() == pytest.approx(known, abs=5e-5)
 
 
-@pytest.mark.parametrize(("card", "other"), [("T4", "H100"), ("V100", "RTX 4090"), ("H100", "H100")])
+@pytest.mark.parametrize(
+    ("card", "other"), [("T4", "H100"), ("V100", "RTX 4090"), ("H100", "H100")]
+)
 @pytest.mark.parametrize("count", [1, 40_961, 300_000])
 def test_cuda_uniform_differs_from_where_a_thread_draws_again(card, other, count):
     equal = cuda_uniform(3, (count,), card) == cuda_uniform(3, (count,), other)

@@ -12,7 +12,8 @@ from companion.run import execute, execute_in_place
 KERNEL = {"kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}}
 PARAMETERS = 'profile = "quick"  # a size\nstore = "runs"'
 FINDING = (
-    "import os, sys\nprint(profile, os.environ['GPULAB_PROFILE'], store != 'runs')\nprint('<bar>', file=sys.stderr)"
+    "import os, sys\nprint(profile, os.environ['GPULAB_PROFILE'], store != 'runs')\nprint('<bar>',"
+    " file=sys.stderr)"
 )
 
 
@@ -54,14 +55,21 @@ def test_copies_without_outputs_are_made_once(notebooks, tmp_path):
     outputs = [nbformat.v4.new_output("stream", text="seen")]
     (notebooks / "solutions").mkdir()
     for name in ("03_three", "solutions/03_solutions"):
-        cells = [new_code_cell("print('seen')", outputs=outputs, execution_count=1, metadata={"tags": ["finding"]})]
+        cells = [
+            new_code_cell(
+                "print('seen')", outputs=outputs, execution_count=1, metadata={"tags": ["finding"]}
+            )
+        ]
         nbformat.write(new_notebook(cells=cells, metadata=KERNEL), notebooks / f"{name}.ipynb")
     made = copy_without_outputs(notebooks, tmp_path / "lab")
     assert sorted(copy.stem for copy in made) == ["01_one", "02_two", "03_solutions", "03_three"]
     cell, answers = nbformat.read(tmp_path / "lab" / "03_three.ipynb", 4).cells
     assert answers.cell_type == "code"
     assert (cell.outputs, cell.execution_count, cell.metadata.tags) == ([], None, ["finding"])
-    assert nbformat.read(tmp_path / "lab" / "solutions" / "03_solutions.ipynb", 4).cells[0].outputs == outputs
+    assert (
+        nbformat.read(tmp_path / "lab" / "solutions" / "03_solutions.ipynb", 4).cells[0].outputs
+        == outputs
+    )
     (tmp_path / "lab" / "03_three.ipynb").write_text("my work")
     assert copy_without_outputs(notebooks, tmp_path / "lab") == []
     assert (tmp_path / "lab" / "03_three.ipynb").read_text() == "my work"
@@ -86,7 +94,10 @@ def test_what_cannot_be_executed_is_named(notebooks, tmp_path):
     torn.write_text("{")
     out, usual = tmp_path / "build", {"profile": "smoke", "device": "cpu"}
     for refused, named in (
-        (lambda: find_notebooks(notebooks, "01,07"), "no notebook begins with '07'; there are 01_one, 02_two"),
+        (
+            lambda: find_notebooks(notebooks, "01,07"),
+            "no notebook begins with '07'; there are 01_one, 02_two",
+        ),
         (lambda: find_notebooks(tmp_path / "missing", None), "missing: no such folder"),
         (lambda: execute(torn.parent, out, **usual), "03_three.ipynb: not a notebook"),
         (lambda: execute(notebooks, torn, **usual), "cannot be written: Not a directory"),

@@ -1,4 +1,6 @@
-"""Every notebook has three exercises with a hint, a check that says what is wrong, and a solution that runs."""
+"""Every notebook has three exercises with a hint, a check that says what is wrong, and a
+solution that runs.
+"""
 
 import contextlib
 import functools
@@ -19,7 +21,8 @@ from companion.exercises import CHECKS, LEVELS
 ROOT = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = {file.name[:2]: file for file in sorted(ROOT.glob("[0-9][0-9]_*.ipynb"))}
 ITEM = re.compile(
-    r"^\*\*(\d\d-\d)\*\*, (\w+), (\d+) minutes\. (.+?)\n\n<details><summary>Hint</summary>\n\n(.+?)\n\n</details>$",
+    r"^\*\*(\d\d-\d)\*\*, (\w+), (\d+) minutes\."
+    r" (.+?)\n\n<details><summary>Hint</summary>\n\n(.+?)\n\n</details>$",
     re.M | re.S,
 )
 
@@ -35,10 +38,14 @@ def cells(file, kind):
 @pytest.mark.parametrize("number", NOTEBOOKS)
 def test_a_notebook_has_three_exercises_and_their_checks(number):
     (text,) = [
-        text.partition("## Exercises\n")[2] for text in cells(NOTEBOOKS[number], "markdown") if "## Exerc" in text
+        text.partition("## Exercises\n")[2]
+        for text in cells(NOTEBOOKS[number], "markdown")
+        if "## Exerc" in text
     ]
     found = ITEM.findall(text)
-    assert [(name, level) for name, level, *_ in found] == [(f"{number}-{n}", level) for n, level in LEVELS.items()]
+    assert [(name, level) for name, level, *_ in found] == [
+        (f"{number}-{n}", level) for n, level in LEVELS.items()
+    ]
     assert {name for name, *_ in found} == {name for name in CHECKS if name.startswith(number)}
     assert text.count("<details>") == 3
     for name in re.findall(r"\bgl\.([\w.]*\w)", text):
@@ -55,7 +62,10 @@ def solved(request, tmp_path_factory):
         answers[name], said[name] = answer, check(name, answer)
         return said[name]
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(tmp_path_factory.mktemp("solutions")):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.chdir(tmp_path_factory.mktemp("solutions")),
+    ):
         patch.setenv("GPULAB_PROFILE", "smoke")
         patch.setattr(companion, "check", kept)
         for code in cells(ROOT / "solutions" / f"{request.param}_solutions.ipynb", "code"):
@@ -91,8 +101,14 @@ WRONG = {  # by exercise: what must be said of a wrong answer, and how it is mad
     "00-2": ("2 seeds are in both", lambda right: (right[0], right[1][right[1].seed < 2])),
     "00-3": ("was run once only", lambda right: right[right["rerun"] == 0]),
     "01-1": ("count bytes", lambda right: 4 * right),
-    "01-2": ("with all threads", lambda right: (right[0], {"memory", "arithmetic"}.difference([right[1]]).pop())),
-    "01-3": ("near the GPU's peak", lambda right: {**right, "cuda": {"gflops": 50_000, "watts": 700}}),
+    "01-2": (
+        "with all threads",
+        lambda right: (right[0], {"memory", "arithmetic"}.difference([right[1]]).pop()),
+    ),
+    "01-3": (
+        "near the GPU's peak",
+        lambda right: {**right, "cuda": {"gflops": 50_000, "watts": 700}},
+    ),
     "02-1": ("those of x itself", lambda _: 78),
     "02-2": ("the first step", lambda right: of_runs(right, step=0)),
     "02-3": ("float32 numbers apart", lambda right: {**right, "neighbour": right["start"] + 0.01}),
@@ -100,13 +116,19 @@ WRONG = {  # by exercise: what must be said of a wrong answer, and how it is mad
     "03-2": ("emulate rounds products", lambda right: with_level(right, "cpu:emulate=bfloat16")),
     "03-3": ("of one protocol", lambda right: {1: right[32], 32: right[32]}),
     "04-1": ("a seed was run on each", lambda right: 2 * right),
-    "04-2": ("take heldout_loss", lambda right: (right[0], right[0].final_loss / right[0].data.repeat_loss())),
+    "04-2": (
+        "take heldout_loss",
+        lambda right: (right[0], right[0].final_loss / right[0].data.repeat_loss()),
+    ),
     "04-3": ("says how well", lambda right: replace(right, metric="final_loss")),
     "05-1": ("share the buffer's memory", lambda _: (210, 210)),
     "05-2": ("neither trace was overwritten", lambda right: gl.audit(right.a, right.a)),
     "05-3": ("measured from what is right", lambda right: replace(right, reference="reused")),
     "06-1": ("in this table float64 left", lambda right: (right[0], "float32")),
-    "06-2": ("was not tried", lambda right: right[~right.master_weights | (right.learning_rate > 1e-4)]),
+    "06-2": (
+        "was not tried",
+        lambda right: right[~right.master_weights | (right.learning_rate > 1e-4)],
+    ),
     "06-3": ("still rounded away", lambda right: right.table.assign(step_ratio=0.2)),
     "07-1": ("how many times as dear", lambda right: 10 * right),
     "07-2": ("'width' does", lambda right: {**right, "width": right["words"]}),
@@ -135,8 +157,29 @@ def one_pass(arithmetic):
         return CODES.T @ CODES / 50 - torch.outer(CODES.mean(0), CODES.mean(0))
 
 
-STRANGE = [None, "", "\x1b[31m", float("nan"), -np.inf, [], {}, [0] * 10**6, object(), int, 10**400, 1j, -1, np.True_]
-STRANGE += [torch.ones(3, requires_grad=True), np.array([]), pd.DataFrame(), (None, None), {"cpu": 1j, "cuda": None}]
+STRANGE = [
+    None,
+    "",
+    "\x1b[31m",
+    float("nan"),
+    -np.inf,
+    [],
+    {},
+    [0] * 10**6,
+    object(),
+    int,
+    10**400,
+    1j,
+    -1,
+    np.True_,
+]
+STRANGE += [
+    torch.ones(3, requires_grad=True),
+    np.array([]),
+    pd.DataFrame(),
+    (None, None),
+    {"cpu": 1j, "cuda": None},
+]
 
 
 @pytest.mark.parametrize("name", CHECKS)

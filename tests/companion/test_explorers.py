@@ -21,7 +21,7 @@ def changes(explorer, control, value, part="image"):
     return getattr(explorer, part).value != before
 
 
-# --- the bits of a number ----------------------------------------------------------------------------------
+# --- the bits of a number -------------------------------------------------------------------------
 
 
 def pattern(explorer):
@@ -70,10 +70,18 @@ def test_the_bits_are_those_that_torch_stores_and_tf32_lacks_the_last(name):
     assert (sign, exponent, len(fraction)) == (*format_bits(1 / 3)[:2], 10)
 
 
-# --- a ball on a saddle ------------------------------------------------------------------------------------
+# --- a ball on a saddle ---------------------------------------------------------------------------
 
 
-MOVES = {"turn": 30, "tilt": 60, "step": 25, "optimizer": "rmsprop", "format": "float64", "rate": 0.1, "push": 0.1}
+MOVES = {
+    "turn": 30,
+    "tilt": 60,
+    "step": 25,
+    "optimizer": "rmsprop",
+    "format": "float64",
+    "rate": 0.1,
+    "push": 0.1,
+}
 
 
 def test_every_control_of_the_saddle_and_of_a_slice_changes_the_picture():
@@ -89,7 +97,9 @@ def test_every_control_of_the_saddle_and_of_a_slice_changes_the_picture():
 def test_a_trajectory_is_that_of_the_escape_and_ends_where_it_leaves_the_finite_numbers():
     saddle = explorers.small_saddle()
     options = {"optimizers": {"momentum": [0.05]}, "perturbations": [1e-3], "progress": False}
-    path = explorers.trajectory(saddle, "cpu:precision=float64", optimizer="momentum", rate=0.05, push=1e-3)
+    path = explorers.trajectory(
+        saddle, "cpu:precision=float64", optimizer="momentum", rate=0.05, push=1e-3
+    )
     history = gl.saddles.escape_table(saddle, ["cpu:precision=float64"], **options).paths
     same = path[: len(history)]
     np.testing.assert_allclose(np.hypot(same.along, same.across), history.distance, rtol=1e-12)
@@ -99,7 +109,7 @@ def test_a_trajectory_is_that_of_the_escape_and_ends_where_it_leaves_the_finite_
     assert np.isfinite(path).all(axis=None)
 
 
-# --- seed by seed ------------------------------------------------------------------------------------------
+# --- seed by seed ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +128,7 @@ def test_every_comparison_has_the_verdict_of_all_its_runs(seeds, name):
     assert seeds.verdicts[seeds.seeds.max].table.equals(whole.table)
 
 
-# --- the buffer that is written over -----------------------------------------------------------------------
+# --- the buffer that is written over --------------------------------------------------------------
 
 
 def test_buffer_explorer_shows_which_number_the_gradient_finds():

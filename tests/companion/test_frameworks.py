@@ -1,4 +1,6 @@
-"""The library as a factor: JAX and Keras do what torch does, from the same weights, and refuse what they cannot."""
+"""The library as a factor: JAX and Keras do what torch does, from the same weights, and refuse
+what they cannot.
+"""
 
 import pytest
 
@@ -31,14 +33,17 @@ def test_a_step_is_torchs_to_rounding(library, net):
     (row,) = frameworks.one_step(net, libraries=[name_of(library)], **SIZE).itertuples()
     assert row.loss_difference < 1e-6
     assert 0 < row.gradient_difference < 3e-6
-    (row,) = frameworks.one_step(net, "cpu:precision=float64", libraries=[name_of(library)], **SIZE).itertuples()
+    (row,) = frameworks.one_step(
+        net, "cpu:precision=float64", libraries=[name_of(library)], **SIZE
+    ).itertuples()
     assert row.loss_difference < 1e-14
     assert row.gradient_difference < 1e-14
 
 
 @pytest.mark.parametrize("what", ["autoencoder", "prednet", "prednet truncation=state"])
 def test_a_training_follows_torchs(library, what):
-    """In float64, where what is left of a difference is the protocol's, and what Keras keeps in float32 of Adam.
+    """In float64, where what is left of a difference is the protocol's, and what Keras keeps in
+    float32 of Adam.
 
     A later window follows only where it is cut off from the one before at the same place.
     """
@@ -55,7 +60,15 @@ def test_a_training_follows_torchs(library, what):
 
 
 @pytest.mark.parametrize(
-    "option", ["emulate=tf32", "order=pairwise", "denormals=off", "deterministic=on", "precision=bfloat16", "cudnn=off"]
+    "option",
+    [
+        "emulate=tf32",
+        "order=pairwise",
+        "denormals=off",
+        "deterministic=on",
+        "precision=bfloat16",
+        "cudnn=off",
+    ],
 )
 def test_a_setting_of_torchs_alone_is_refused_by_name(option):
     device = "cuda" if "cudnn" in option else "cpu"
@@ -65,7 +78,9 @@ def test_a_setting_of_torchs_alone_is_refused_by_name(option):
 
 
 def test_threads_are_as_many_as_asked_or_refused(library, python):
-    """Counted are the threads that compute, which both libraries name `tf_...`; threads that compile are left out."""
+    """Counted are the threads that compute, which both libraries name `tf_...`; threads that
+    compile are left out.
+    """
     code = f"""
     import pathlib
 
@@ -74,12 +89,14 @@ def test_threads_are_as_many_as_asked_or_refused(library, python):
 
     def train(setting, size):
         options = {{"size": size}}
-        gl.train("{training(library, "autoencoder")}", setting=setting, model_options=options, progress=False)
+        name = "{training(library, "autoencoder")}"
+        gl.train(name, setting=setting, model_options=options, progress=False)
 
     def used():
         tasks = pathlib.Path("/proc/self/task")
         threads = psutil.Process().threads()
-        computing = [each for each in threads if (tasks / str(each.id) / "comm").read_text().startswith("tf_")]
+        names = {{each.id: (tasks / str(each.id) / "comm").read_text() for each in threads}}
+        computing = [each for each in threads if names[each.id].startswith("tf_")]
         return {{thread.id: thread.user_time + thread.system_time for thread in computing}}
 
     before = used()

@@ -15,9 +15,14 @@ FRAMES = next(gl.load("walk", frames=20, size=(24, 32)).windows(5)).frames
 @pytest.mark.parametrize("colours", ["4:4:4", "4:2:0"])
 def test_encode_jpeg_as_pillow(colours):
     file = io.BytesIO()
-    Image.fromarray(FRAMES[0].transpose(1, 2, 0)).save(file, "JPEG", quality=90, subsampling=colours)
+    Image.fromarray(FRAMES[0].transpose(1, 2, 0)).save(
+        file, "JPEG", quality=90, subsampling=colours
+    )
     assert encode_jpeg(FRAMES[0], 90, colours) == file.getvalue()
-    assert (jpeg_decoders()["pillow"](file.getvalue()) == np.asarray(Image.open(file)).transpose(2, 0, 1)).all()
+    assert (
+        jpeg_decoders()["pillow"](file.getvalue())
+        == np.asarray(Image.open(file)).transpose(2, 0, 1)
+    ).all()
 
 
 @pytest.mark.parametrize("decoder", jpeg_decoders())
@@ -31,4 +36,6 @@ def test_jpeg_decoders_agree_up_to_small_differences(decoder):
 def test_ffmpeg_decodes_halved_colours_otherwise_than_pillow():
     decoders, file = jpeg_decoders(), encode_jpeg(FRAMES[0])
     assert {"pillow", "torchvision", "av"} <= set(decoders)
-    assert (decoders["av"](file) != decoders["pillow"](file)).any(), "otherwise there is no factor to speak of"
+    assert (decoders["av"](file) != decoders["pillow"](file)).any(), (
+        "otherwise there is no factor to speak of"
+    )

@@ -5,7 +5,9 @@ import gpulab as gl
 
 
 def test_a_pole_stays_up_longer_where_observations_are_copied():
-    copied, overwritten = (companion.learn_cartpole(seed=7, keep=keep)["steps_up"] for keep in ("tensor", "as_tensor"))
+    copied, overwritten = (
+        companion.learn_cartpole(seed=7, keep=keep)["steps_up"] for keep in ("tensor", "as_tensor")
+    )
     assert copied > 3 * overwritten
     assert gl.recorded_runs("cartpole").groupby("keep").seed.nunique().tolist() == [32, 32]
 

@@ -26,7 +26,9 @@ def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
     assert losses.isna().tolist() == (frame.experiment == "autoencoder").tolist()
     for row, loss in zip(frame.itertuples(), losses, strict=True):
         if row.experiment == "prednet":
-            film = gl.load("walk", frames=200, size=(24, 32), seed=int(row.scene_seed), speed=row.speed)
+            film = gl.load(
+                "walk", frames=200, size=(24, 32), seed=int(row.scene_seed), speed=row.speed
+            )
             frames = np.stack(list(film.stream(0, 200))) / 255
             errors = np.square(np.diff(frames, axis=0)).mean((1, 2, 3))  # of frames 1 to 199
             assert loss == pytest.approx(errors[-40:].mean()), "the last two of ten windows of 20"
@@ -40,7 +42,9 @@ def test_what_was_recorded_of_a_film_is_what_it_gives_when_it_is_rendered():
     assert len(small) >= 8
     for film in small:
         rendered = films.RenderedLosses(film)
-        assert (rendered.repeat, rendered.blurred, rendered.missing_colour) == pytest.approx(losses[film], rel=1e-6)
+        assert (rendered.repeat, rendered.blurred, rendered.missing_colour) == pytest.approx(
+            losses[film], rel=1e-6
+        )
 
 
 def test_film_of_runs_is_shared_and_has_recorded_losses():
@@ -54,14 +58,16 @@ def test_film_of_runs_is_shared_and_has_recorded_losses():
         assert film.repeat_loss() == recorded[film].repeat
 
 
-# --- findings --------------------------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------
 
 
 def judged(shift, spread, seeds=12):
     losses = 10 + np.arange(seeds) / seeds
     moved = losses + shift + np.random.default_rng(0).normal(0, spread, seeds)
     frame = pd.DataFrame({"cpu": losses, "cpu:threads=1": moved}).rename_axis("seed").reset_index()
-    return gl.verdict(frame.melt("seed", var_name="setting", value_name="final_loss"), reference="cpu")
+    return gl.verdict(
+        frame.melt("seed", var_name="setting", value_name="final_loss"), reference="cpu"
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from gpulab.store.recorded import recorded_folder
 
 def test_audits_of_an_h200_and_of_the_emulation_blame_one_line():
     traces = recorded_folder("traces")
-    report = gl.audit(traces / "whitener-cuda-tf32-off.trace", traces / "whitener-cuda-tf32-on.trace")
+    report = gl.audit(
+        traces / "whitener-cuda-tf32-off.trace", traces / "whitener-cuda-tf32-on.trace"
+    )
     net = gl.models.Whitener()
     net.draw_weights(torch.Generator().manual_seed(7))
     images = torch.from_numpy(next(gl.load("digits").windows(200, 7)).frames[:50]).float() / 255

@@ -1,4 +1,6 @@
-"""The registered runs of the published network, dose and response: what tables, figures and the page make of them."""
+"""The registered runs of the published network, dose and response: what tables, figures and the
+page make of them.
+"""
 
 import math
 
@@ -27,25 +29,46 @@ def table(recorded):
     return companion.published_table(recorded)
 
 
-def runs(device="cuda", loader="reused", losses=(), film="walk", size="160x120", round_trip=True, repeat=0.01):
+def runs(
+    device="cuda",
+    loader="reused",
+    losses=(),
+    film="walk",
+    size="160x120",
+    round_trip=True,
+    repeat=0.01,
+):
     losses = np.array(losses, float)
     frame = pd.DataFrame({"final_loss": losses, "seed": range(100, 100 + len(losses))})
     frame = frame.assign(
-        beats_repeating=losses < repeat, repeat_loss=repeat, device=device, loader=loader, data=film, setting=device
+        beats_repeating=losses < repeat,
+        repeat_loss=repeat,
+        device=device,
+        loader=loader,
+        data=film,
+        setting=device,
     )
-    frame = frame.assign(size=size, round_trip=round_trip, frames=5000, speed=2.0, status="finished", recorded=True)
-    return anomaly.described(frame.assign(machine=device, experiment="published", profile="own", rerun=0))
+    frame = frame.assign(
+        size=size, round_trip=round_trip, frames=5000, speed=2.0, status="finished", recorded=True
+    )
+    return anomaly.described(
+        frame.assign(machine=device, experiment="published", profile="own", rerun=0)
+    )
 
 
 def test_the_table_counts_seeds_by_hand(recorded, table):
     walk = recorded[(recorded.film == "walk") & recorded.full & recorded.round_trip]
     losses = walk.pivot_table(index="seed", columns="loader", values="final_loss").dropna()
-    share, loss = table[(table.film == "walk") & (table.family == anomaly.PLANNED[0].family)].itertuples()
+    share, loss = table[
+        (table.film == "walk") & (table.family == anomaly.PLANNED[0].family)
+    ].itertuples()
     assert (share.seeds, loss.seeds) == (len(losses), len(losses))
     assert loss.worse == (losses.shared > losses.reused).sum()
     assert loss.ratio == pytest.approx((losses.shared / losses.reused).median())
     assert loss.margin == pytest.approx(losses.reused.std() / 4)
-    beats = walk.pivot_table(index="seed", columns="loader", values="beats_repeating", aggfunc="first")
+    beats = walk.pivot_table(
+        index="seed", columns="loader", values="beats_repeating", aggfunc="first"
+    )
     beats = beats.loc[losses.index]
     one_way, other_way = ((beats.reused > beats.shared).sum(), (beats.shared > beats.reused).sum())
     assert min(one_way, other_way) == 0
@@ -68,16 +91,25 @@ def test_the_correction_is_over_the_films_of_an_endpoint():
     assert table[table.film != "walk"].beat_blurred.isna().all()
 
 
-# --- dose and response -----------------------------------------------------------------------------------
+# --- dose and response ----------------------------------------------------------------------------
 
 
 def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_window():
-    found = gl.train(TRAINING, setting=CPU, seed=3, model_options={"size": "smoke"}, progress=False).metrics
+    found = gl.train(
+        TRAINING, setting=CPU, seed=3, model_options={"size": "smoke"}, progress=False
+    ).metrics
     for loader, name in (("copied", "copied"), ("reused", "shared")):
-        run = gl.train("prednet", setting=CPU, seed=3, profile="smoke", loader=loader, progress=False)
+        run = gl.train(
+            "prednet", setting=CPU, seed=3, profile="smoke", loader=loader, progress=False
+        )
         assert run.record["summary"]["final_loss"] == found[name]
-    windows = [companion.FirstWindow("prednet", loader, 3, "smoke").gradient(CPU) for loader in ("reused", "copied")]
-    assert found["bias_first"] == pytest.approx(windows[0].against(windows[1])["gradient_difference"], rel=1e-4)
+    windows = [
+        companion.FirstWindow("prednet", loader, 3, "smoke").gradient(CPU)
+        for loader in ("reused", "copied")
+    ]
+    assert found["bias_first"] == pytest.approx(
+        windows[0].against(windows[1])["gradient_difference"], rel=1e-4
+    )
     assert found["bias"] > 0
 
 

@@ -17,24 +17,40 @@ RELATED = pd.DataFrame({"over the training": [0.9, -0.1], "p": [0.01, 0.4]})
 
 
 def escapes(optimizer, batch_size=0, **steps):
-    """Trainings from a saddle by seeds 0 and 1: the steps that each took by its arithmetic, NaN if it never left."""
+    """Trainings from a saddle by seeds 0 and 1: the steps that each took by its arithmetic, NaN
+    if it never left.
+    """
     settings = {"exact": EXACT, "plain": PLAIN, "tf32": TF32}
-    rows = [(settings[name], seed, step) for name, both in steps.items() for seed, step in enumerate(both)]
-    frame = pd.DataFrame(rows, columns=["setting", "seed", "steps"]).assign(optimizer=optimizer, batch_size=batch_size)
-    frame = frame.assign(learning_rate=0.1, perturbation=0.0, master_weights=False, left=frame.steps.notna())
+    rows = [
+        (settings[name], seed, step)
+        for name, both in steps.items()
+        for seed, step in enumerate(both)
+    ]
+    frame = pd.DataFrame(rows, columns=["setting", "seed", "steps"]).assign(
+        optimizer=optimizer, batch_size=batch_size
+    )
+    frame = frame.assign(
+        learning_rate=0.1, perturbation=0.0, master_weights=False, left=frame.steps.notna()
+    )
     return frame.assign(step_ratio=frame.left.map({True: 3.0, False: 0.3}))
 
 
 def said(adam, share=0.02):
-    """What is found of these escapes by Adam, and of trainings that end with this share of ways down under TF32."""
+    """What is found of these escapes by Adam, and of trainings that end with this share of ways
+    down under TF32.
+    """
     held = escapes("sgd", exact=(700, 710), plain=(np.nan, np.nan), tf32=(200, 210))
     held = pd.concat([held, held.assign(optimizer="momentum")])
     freed = escapes("sgd", plain=(300, 310)).assign(master_weights=True)
     batches = escapes("sgd", batch_size=20, exact=(1000, 1100), tf32=(1000, 1122))
     ends = pd.DataFrame({"setting": ["cpu"] * 8 + [TF32] * 8, "seed": [*range(8)] * 2})
-    ends["index_fraction"] = [0.02 + 1e-4 * seed for seed in range(8)] + [share + 1e-4 * seed for seed in range(8)]
+    ends["index_fraction"] = [0.02 + 1e-4 * seed for seed in range(8)] + [
+        share + 1e-4 * seed for seed in range(8)
+    ]
     verdicts = {"a network": gl.verdict(ends, metric="index_fraction")}
-    found = companion.saddle_finding(pd.concat([adam, held, freed, batches], ignore_index=True), RELATED, verdicts)
+    found = companion.saddle_finding(
+        pd.concat([adam, held, freed, batches], ignore_index=True), RELATED, verdicts
+    )
     return dict(found.sentences())
 
 
@@ -62,13 +78,20 @@ def test_saddle_finding_counts_trainings_that_end_with_fewer_ways_down():
 
 
 def test_correlation_at_one_step_in_notebook_06_is_that_of_scipy():
-    cells = json.loads((ROOT / "notebooks" / "06_saddle_points.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((ROOT / "notebooks" / "06_saddle_points.ipynb").read_text(encoding="utf-8"))[
+        "cells"
+    ]
     source = "".join(next(cell["source"] for cell in cells if cell["id"] == "06-correlation"))
     names = {"np": np, "pd": pd}
     exec(compile(source.partition("\n\n\nrelated")[0], "notebook 06", "exec"), names)
     frame = gl.saddles.recorded_curvature().query("experiment == 'autoencoder'")
-    seeds = frame.pivot_table(index="seed", columns="step", values=["loss", "index_fraction"]).dropna()
-    by_step = [spearmanr(seeds["loss"][step], seeds["index_fraction"][step]).statistic for step in seeds["loss"]]
+    seeds = frame.pivot_table(
+        index="seed", columns="step", values=["loss", "index_fraction"]
+    ).dropna()
+    by_step = [
+        spearmanr(seeds["loss"][step], seeds["index_fraction"][step]).statistic
+        for step in seeds["loss"]
+    ]
     related = names["correlations"](frame)
     assert related["at one step"] == pytest.approx(np.mean(by_step))
     assert related.p > 0.05

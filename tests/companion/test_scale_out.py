@@ -16,7 +16,9 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
 def noise_scale():
     """The function as it stands in the notebook."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    (source,) = (text for cell in cells if (text := "".join(cell["source"])).startswith("def noise_scale("))
+    (source,) = (
+        text for cell in cells if (text := "".join(cell["source"])).startswith("def noise_scale(")
+    )
     names = {"torch": torch, "np": np, "parameters_to_vector": torch.nn.utils.parameters_to_vector}
     exec(compile(source, str(NOTEBOOK), "exec"), names)
     return names["noise_scale"]
@@ -38,5 +40,6 @@ def test_noise_scale_in_closed_form(noise_scale):
     """Normal examples of deviation 0.3 in 50 dimensions: |G|² = 50 × 0.25, tr Σ = 50 × 0.09."""
     examples = 0.3 * torch.randn(20_000, 50, generator=torch.Generator().manual_seed(0))
     assert noise_scale(Mean(50), examples, 10) == pytest.approx(0.36, rel=0.03)
-    nearly_balanced = torch.tensor([[0.0], [0.0], [1.0], [0.8]])  # the mean is no longer than its noise
+    # the mean is no longer than its noise
+    nearly_balanced = torch.tensor([[0.0], [0.0], [1.0], [0.8]])
     assert noise_scale(Mean(1), nearly_balanced, 2) == np.inf

@@ -19,12 +19,20 @@ def rows(part, values, unit="s", size="quick", note="", **where):
     found = []
     for way, some in values.items():
         for seed, value in enumerate(some) if isinstance(some, list) else [(None, some)]:
-            row = {"part": part, "way": way, "value": value, "unit": unit, "seed": seed, "note": note, "size": size}
+            row = {
+                "part": part,
+                "way": way,
+                "value": value,
+                "unit": unit,
+                "seed": seed,
+                "note": note,
+                "size": size,
+            }
             found.append(row | where | {"where": where["machine"]})
     return pd.DataFrame(found)
 
 
-# --- what is measured ------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow("trains, also in other libraries")
@@ -54,7 +62,7 @@ def test_texts_held_out_are_not_trained_on_and_words_are_numbered_alike_whatever
     assert numbers[2, 1:].tolist() == [0, 0], "an empty text is one word"
 
 
-# --- what is made of it ----------------------------------------------------------------------------------
+# --- what is made of it ---------------------------------------------------------------------------
 
 
 def test_claims_are_ratios_of_medians_here_before_recorded():
@@ -62,7 +70,11 @@ def test_claims_are_ratios_of_medians_here_before_recorded():
         [
             rows("text", {"float32": [10.0, 30.0, 20.0, 20.0, 20.0, 20.0]}, **HERE),
             rows("text", {"float32": 999.0}, **{**HERE, "recorded": True}),
-            rows("text", {"float32": [1.0, 3.0, 2.0, 2.0, 2.0, 2.0], "float32, compiled": [0.1]}, **GPU),
+            rows(
+                "text",
+                {"float32": [1.0, 3.0, 2.0, 2.0, 2.0, 2.0], "float32, compiled": [0.1]},
+                **GPU,
+            ),
             rows("text", {"bfloat16": [1.0, 1.0, 1.0, 1.0, 1.0, 3.0]}, **GPU),
             rows("inference", {"1 core": 50.0, "2 cores": 80.0}, unit="images/s", **HERE),
             rows("inference", {"1 device": 800.0, "2 devices": 1600.0}, unit="images/s", **GPU),
@@ -73,9 +85,17 @@ def test_claims_are_ratios_of_medians_here_before_recorded():
     said = table.measured + ": " + table.answer
     assert said["text classification is faster on a GPU"] == "10× (in 6 of 6 seeds): yes"
     assert said["GPUs serve faster"] == "20×: yes"
-    assert said["tensor cores train faster in mixed precision"] == "2× (in 4 of 6 seeds): not decided"
-    assert said["compilation makes training faster"] == "20× (from 1 of the 6 seeds that it takes): not decided"
+    assert (
+        said["tensor cores train faster in mixed precision"] == "2× (in 4 of 6 seeds): not decided"
+    )
+    assert (
+        said["compilation makes training faster"]
+        == "20× (from 1 of the 6 seeds that it takes): not decided"
+    )
     trees = table.loc["gradient-boosted trees are faster on GPUs"]
     assert trees.answer == "not measured"
-    assert (trees["from"], trees.to) == ("not measured on a CPU", "not measured on a GPU: XGBoost is not installed")
+    assert (trees["from"], trees.to) == (
+        "not measured on a CPU",
+        "not measured on a GPU: XGBoost is not installed",
+    )
     assert len(companion.claims_table(frame, "paper")) == len(speed.CLAIMS)

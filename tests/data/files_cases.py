@@ -28,7 +28,9 @@ def write_video(file, frames, codec="ffv1", pixels="bgr0"):
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = pixels
         for frame in frames:
-            picture = av.VideoFrame.from_ndarray(frame, format="gray" if frame.ndim == 2 else "rgb24")
+            picture = av.VideoFrame.from_ndarray(
+                frame, format="gray" if frame.ndim == 2 else "rgb24"
+            )
             container.mux(stream.encode(picture))
         container.mux(stream.encode())
     return file

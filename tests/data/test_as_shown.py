@@ -1,4 +1,6 @@
-"""Images and films are read as they are shown, or refused: transparency, wide numbers, negatives, ink, animations."""
+"""Images and films are read as they are shown, or refused: transparency, wide numbers,
+negatives, ink, animations.
+"""
 
 import struct
 import zlib
@@ -35,16 +37,29 @@ def palette():
 
 
 def write_png16(file, kind, numbers, transparent=b""):
-    """A PNG of 16 bits, which Pillow can write in grey only; `transparent` is what stands for nothing."""
+    """A PNG of 16 bits, which Pillow can write in grey only; `transparent` is what stands for
+    nothing.
+    """
 
     def chunk(name, content):
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        return (
+            struct.pack(">I", len(content))
+            + name
+            + content
+            + struct.pack(">I", zlib.crc32(name + content))
+        )
 
     height, width = numbers.shape[:2]
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in numbers)
     head = chunk(b"IHDR", struct.pack(">2I5B", width, height, 16, kind, 0, 0, 0))
     note = chunk(b"tRNS", transparent) if transparent else b""
-    file.write_bytes(b"\x89PNG\r\n\x1a\n" + head + note + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+    file.write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + head
+        + note
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 def write_negative(file, image):
@@ -76,7 +91,11 @@ TRANSPARENT = {
     "webp": (saved(colour(HIDDEN), lossless=True), "webp", {}),
     "tiff": (saved(colour(HIDDEN)), "tiff", {}),
     "shade of a palette": (saved(palette(), transparency=palette().getpixel((0, 0))), "png", {}),
-    "faint shade of a palette": (saved(palette(), transparency=bytes([255] * 3 + [9] + [255] * 28)), "png", {}),
+    "faint shade of a palette": (
+        saved(palette(), transparency=bytes([255] * 3 + [9] + [255] * 28)),
+        "png",
+        {},
+    ),
     "one colour": (saved(colour(), transparency=FIRST), "png", {}),
     "16 bits": (lambda file: write_png16(file, 6, ALMOST), "png", {}),
     "one colour of 16 bits": (
@@ -90,7 +109,11 @@ TRANSPARENT = {
         "png",
         {"grey": True},
     ),
-    "one shade of 16 bits": (lambda f: write_png16(f, 0, GREY, struct.pack(">H", GREY[3, 3])), "png", {"grey": True}),
+    "one shade of 16 bits": (
+        lambda f: write_png16(f, 0, GREY, struct.pack(">H", GREY[3, 3])),
+        "png",
+        {"grey": True},
+    ),
     "black or white": (saved(colour().convert("1"), transparency=0), "png", {"grey": True}),
 }
 
@@ -98,7 +121,9 @@ TRANSPARENT = {
 @pytest.mark.parametrize("kind", TRANSPARENT)
 def test_images_with_transparent_places_are_refused(tmp_path, kind):
     write, suffix, options = TRANSPARENT[kind]
-    with pytest.raises(gl.DataError, match=rf"0\.{suffix}: has transparent places, and nothing says what is behind"):
+    with pytest.raises(
+        gl.DataError, match=rf"0\.{suffix}: has transparent places, and nothing says what is behind"
+    ):
         load_images(tmp_path, write, suffix, **options)
 
 
@@ -111,7 +136,12 @@ READ = {
         {},
         np.asarray(palette().convert("RGB")),
     ),
-    "a palette with alpha": (saved(palette().convert("PA")), "tiff", {}, np.asarray(palette().convert("RGB"))),
+    "a palette with alpha": (
+        saved(palette().convert("PA")),
+        "tiff",
+        {},
+        np.asarray(palette().convert("RGB")),
+    ),
     "16 bits in colour": (lambda file: write_png16(file, 2, WIDE[..., :3]), "png", {}, PICTURE),
     "16 bits and alpha": (lambda file: write_png16(file, 6, WIDE), "png", {}, PICTURE),
     "grey with alpha": (saved(grey()), "png", {"grey": True}, np.asarray(colour().convert("L"))),
@@ -149,16 +179,61 @@ def tiff(numbers):
 
 UNREADABLE = {
     "amounts of ink": (saved(colour().convert("CMYK")), "jpg", {}, r"amounts of ink \(CMYK\)"),
-    "amounts of ink, in grey": (saved(colour().convert("CMYK")), "tiff", {"grey": True}, r"amounts of ink \(CMYK\)"),
+    "amounts of ink, in grey": (
+        saved(colour().convert("CMYK")),
+        "tiff",
+        {"grey": True},
+        r"amounts of ink \(CMYK\)",
+    ),
     "L*a*b*": (saved(Image.new("LAB", SMALL[::-1])), "tiff", {}, r"L\*a\*b\*"),
-    "up to 1": (tiff(np.float32(GREY) / 65535), "tiff", {"grey": True}, r"\(float32\) from 0 to 1, and nothing says"),
-    "above 255": (tiff(np.float32(GREY)), "tiff", {"grey": True}, r"\(float32\) from 0 to 6.55e\+04, and nothing says"),
-    "below 0": (tiff(np.float32(GREY) / 300 - 9), "tiff", {"grey": True}, r"\(float32\) from -9 to 209, and nothing"),
-    "not a number": (tiff(np.full(SMALL, np.nan, np.float32)), "tiff", {"grey": True}, "from nan to nan"),
-    "32 bits": (tiff(GREY.astype(np.int32)), "tiff", {"grey": True}, r"\(int32\) from 0 to 6.55e\+04"),
-    "two pages": (saved(colour(), save_all=True, append_images=[colour().rotate(180)]), "tiff", {}, "2 pictures"),
-    "animated PNG": (saved(colour(), save_all=True, append_images=[colour().rotate(180)]), "png", {}, "2 pictures"),
-    "animated WebP": (saved(colour(), save_all=True, append_images=[colour().rotate(180)]), "webp", {}, "2 pictures"),
+    "up to 1": (
+        tiff(np.float32(GREY) / 65535),
+        "tiff",
+        {"grey": True},
+        r"\(float32\) from 0 to 1, and nothing says",
+    ),
+    "above 255": (
+        tiff(np.float32(GREY)),
+        "tiff",
+        {"grey": True},
+        r"\(float32\) from 0 to 6.55e\+04, and nothing says",
+    ),
+    "below 0": (
+        tiff(np.float32(GREY) / 300 - 9),
+        "tiff",
+        {"grey": True},
+        r"\(float32\) from -9 to 209, and nothing",
+    ),
+    "not a number": (
+        tiff(np.full(SMALL, np.nan, np.float32)),
+        "tiff",
+        {"grey": True},
+        "from nan to nan",
+    ),
+    "32 bits": (
+        tiff(GREY.astype(np.int32)),
+        "tiff",
+        {"grey": True},
+        r"\(int32\) from 0 to 6.55e\+04",
+    ),
+    "two pages": (
+        saved(colour(), save_all=True, append_images=[colour().rotate(180)]),
+        "tiff",
+        {},
+        "2 pictures",
+    ),
+    "animated PNG": (
+        saved(colour(), save_all=True, append_images=[colour().rotate(180)]),
+        "png",
+        {},
+        "2 pictures",
+    ),
+    "animated WebP": (
+        saved(colour(), save_all=True, append_images=[colour().rotate(180)]),
+        "webp",
+        {},
+        "2 pictures",
+    ),
 }
 
 
@@ -169,7 +244,7 @@ def test_images_that_do_not_say_how_they_are_shown_are_refused(tmp_path, kind):
         load_images(tmp_path, write, suffix, **options)
 
 
-# --- films -------------------------------------------------------------------------------------------------
+# --- films ----------------------------------------------------------------------------------------
 
 
 def write_film(file, codec, pixels, alpha, options=()):
@@ -187,7 +262,9 @@ def write_film(file, codec, pixels, alpha, options=()):
 
 
 def write_gif(file, alpha):
-    first, *others = (Image.fromarray(np.roll(np.concatenate([PICTURE, alpha], -1), n, 1)) for n in range(6))
+    first, *others = (
+        Image.fromarray(np.roll(np.concatenate([PICTURE, alpha], -1), n, 1)) for n in range(6)
+    )
     first.save(file, save_all=True, append_images=others, disposal=2)
     return file
 
@@ -203,7 +280,9 @@ FILMS = {
 @pytest.mark.parametrize("kind", FILMS)
 def test_films_with_transparent_places_are_refused_and_opaque_ones_read(tmp_path, kind):
     file = write_film(tmp_path / kind, *FILMS[kind], HIDDEN)
-    with pytest.raises(gl.DataError, match="frame 0 has transparent places, and nothing says what is behind them"):
+    with pytest.raises(
+        gl.DataError, match="frame 0 has transparent places, and nothing says what is behind them"
+    ):
         gl.load(f"video:{file}", size=SMALL)
     film = gl.load(f"video:{write_film(tmp_path / kind, *FILMS[kind], OPAQUE)}", size=(96, 128))
     assert np.array_equal(every_frame(film)[0][:, ::4, ::4], PICTURE.transpose(2, 0, 1))
@@ -217,13 +296,19 @@ def test_gif_with_transparent_places_is_refused_and_an_opaque_one_read(tmp_path)
 
 def test_film_whose_transparency_lies_beside_its_frames_is_refused(tmp_path):
     file = write_film(tmp_path / "a.webm", "libvpx-vp9", "yuva420p", HIDDEN, {"auto-alt-ref": "0"})
-    with pytest.raises(gl.DataError, match=r"what is transparent \(alpha_mode\), which is not read"):
+    with pytest.raises(
+        gl.DataError, match=r"what is transparent \(alpha_mode\), which is not read"
+    ):
         gl.load(f"video:{file}")
 
 
-@pytest.mark.parametrize(("codec", "pixels"), [("ffv1", "gray16le"), ("png", "ya8"), ("png", "monob")])
+@pytest.mark.parametrize(
+    ("codec", "pixels"), [("ffv1", "gray16le"), ("png", "ya8"), ("png", "monob")]
+)
 def test_grey_films_of_every_format_must_be_asked_for_in_grey(tmp_path, codec, pixels):
-    file = write_film(tmp_path / "a.mov" if codec == "png" else tmp_path / "a.mkv", codec, pixels, OPAQUE)
+    file = write_film(
+        tmp_path / "a.mov" if codec == "png" else tmp_path / "a.mkv", codec, pixels, OPAQUE
+    )
     with pytest.raises(gl.DataError, match=rf"is grey \({pixels}\); ask for grey=True"):
         gl.load(f"video:{file}")
     assert gl.load(f"video:{file}", grey=True).channels == 1

@@ -57,9 +57,20 @@ def numbers(window):
     return window.frames[:, 0, 0, 0].tolist()
 
 
-REFUSED = [(name, {}) for name in ("", "imagenet", "digits:7", "walk:x", "moving-digits:x", "video", "frames:")]
-REFUSED += [("walk", options) for options in ({"size": (24, -1)}, {"frames": 2.5}, {"seed": -1}, {"speed": 0})]
-REFUSED += [("digits", {"seed": 3}), ("mnist", {"speed": 2.0}), ("walk", {"grey": True})]  # would have no meaning
+REFUSED = [
+    (name, {})
+    for name in ("", "imagenet", "digits:7", "walk:x", "moving-digits:x", "video", "frames:")
+]
+REFUSED += [
+    ("walk", options)
+    for options in ({"size": (24, -1)}, {"frames": 2.5}, {"seed": -1}, {"speed": 0})
+]
+# would have no meaning
+REFUSED += [
+    ("digits", {"seed": 3}),
+    ("mnist", {"speed": 2.0}),
+    ("walk", {"grey": True}),
+]
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=str)
@@ -78,7 +89,9 @@ def test_windows_follow_each_other_and_no_frame_is_read_before_its_time(frames, 
     """A short sequence is passed over again, and to start at a window is to skip those before."""
     data, in_a_pass = Counter(frames), frames // length
     if in_a_pass == 0:
-        with pytest.raises(gl.DataError, match=f"{frames} frames to train on; a window needs {length}"):
+        with pytest.raises(
+            gl.DataError, match=f"{frames} frames to train on; a window needs {length}"
+        ):
             next(data.windows(length))
         return
     windows, read = data.windows(length, start=start), []
@@ -105,12 +118,20 @@ def test_held_out_frames_are_those_after_the_training_part(heldout_count, length
 def test_the_loss_of_repeating_the_last_frame_is_that_of_the_held_out_part():
     data = gl.load("walk", frames=40, size=SMALL)
     frames = np.stack(list(data.stream(40, 60))) / 255
-    assert data.repeat_loss() == pytest.approx(np.square(frames[1:] - frames[:-1]).mean(), rel=1e-12)
+    assert data.repeat_loss() == pytest.approx(
+        np.square(frames[1:] - frames[:-1]).mean(), rel=1e-12
+    )
 
 
 def test_a_scene_has_the_frames_asked_for_of_its_seed_and_speed():
     data = gl.load("walk", frames=300, size=SMALL, seed=3, speed=2.0)
-    assert data.options() == {"size": [24, 32], "frames": 300, "heldout": 30, "scene_seed": 3, "speed": 2.0}
+    assert data.options() == {
+        "size": [24, 32],
+        "frames": 300,
+        "heldout": 30,
+        "scene_seed": 3,
+        "speed": 2.0,
+    }
     first = next(data.windows(4)).frames
     for seed, speed, same in [(3, 2.0, True), (4, 2.0, False), (3, 1.0, False)]:
         other = next(gl.load("walk", size=SMALL, seed=seed, speed=speed).windows(4, seed=9)).frames
@@ -118,7 +139,11 @@ def test_a_scene_has_the_frames_asked_for_of_its_seed_and_speed():
 
 
 def numbered_images(count):
-    return Images("numbered", np.arange(count)[:, None, None, None], np.arange(count, count + 7)[:, None, None, None])
+    return Images(
+        "numbered",
+        np.arange(count)[:, None, None, None],
+        np.arange(count, count + 7)[:, None, None, None],
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -147,19 +172,25 @@ def test_digits_are_the_real_ones_enlarged_each_in_one_part_only():
     spoiled.heldout_images[:] = 0
     assert gl.load("digits").heldout_images.any(), "what one caller writes no other reads"
     every, small = np.concatenate([data.train, data.heldout_images])[:, 0], load_digits().images
-    shrunk = np.stack([np.asarray(Image.fromarray(digit).resize((8, 8), Image.Resampling.BOX)) for digit in every])
+    shrunk = np.stack(
+        [np.asarray(Image.fromarray(digit).resize((8, 8), Image.Resampling.BOX)) for digit in every]
+    )
     alike = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in zip(shrunk, small, strict=True)]
     assert min(alike) > 0.95  # in scikit-learn's order: no image is in both parts
 
 
-@pytest.mark.parametrize("place", ["{}-images-idx3-ubyte", "{}-images.idx3-ubyte.gz", "MNIST/raw/{}-images-idx3-ubyte"])
+@pytest.mark.parametrize(
+    "place", ["{}-images-idx3-ubyte", "{}-images.idx3-ubyte.gz", "MNIST/raw/{}-images-idx3-ubyte"]
+)
 def test_mnist_is_found_under_its_usual_names(tmp_path, place):
     for split, count in (("train", 30), ("t10k", 20)):
         write_idx(tmp_path / place.format(split), noise(count, 28, 28))
     data = gl.load(f"mnist:{tmp_path}")
     assert (len(data.train), len(data.heldout_images)) == (30, 20)
     (tmp_path / place.format("train")).unlink()
-    assert len(gl.load(f"mnist:{tmp_path}").heldout_images) == 20 // 10, "of one part the last tenth"
+    assert len(gl.load(f"mnist:{tmp_path}").heldout_images) == 20 // 10, (
+        "of one part the last tenth"
+    )
 
 
 def sha256(file):
@@ -178,7 +209,9 @@ def mirror(tmp_path, monkeypatch):
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
         monkeypatch.setattr(images, "MIRRORS", [f"{address}nowhere/", address])
-        monkeypatch.setattr(images, "SHA256", {name: sha256(served / name) for name in images.SHA256})
+        monkeypatch.setattr(
+            images, "SHA256", {name: sha256(served / name) for name in images.SHA256}
+        )
         monkeypatch.setattr("pooch.os_cache", lambda _: tmp_path / "cache")
         yield served
         server.shutdown()
@@ -193,7 +226,9 @@ def test_mnist_is_downloaded_once_both_files_or_none(mirror, tmp_path, name, how
     else:
         write_idx(mirror / name, noise(30, 28, 28) // 2)
     for _ in range(2):  # what is there of it is not taken for the whole
-        with pytest.raises(gl.DataError, match=rf"{name} could not be downloaded.*nowhere.*http://127"):
+        with pytest.raises(
+            gl.DataError, match=rf"{name} could not be downloaded.*nowhere.*http://127"
+        ):
             gl.load("mnist")
     assert not (tmp_path / "cache" / "mnist" / name).exists()
     (mirror / name).write_bytes(good)
@@ -223,10 +258,13 @@ def test_a_video_is_cut_in_the_middle_and_scaled(tmp_path):
     frames[:, :, 40:80] = (200, 100, 50)  # the middle third, a square, is all that a square shows
     write_video(tmp_path / "a.mkv", frames)
     (frame,) = gl.load(f"video:{tmp_path / 'a.mkv'}", size=(10, 10)).stream(0, 1)
-    assert (frame[:, :, 1:-1] == np.array([200, 100, 50])[:, None, None]).all()  # edges are blended with what is beyond
+    # edges are blended with what is beyond
+    assert (frame[:, :, 1:-1] == np.array([200, 100, 50])[:, None, None]).all()
 
 
-@pytest.mark.parametrize(("shape", "size"), [((124, 214), (118, 26)), ((201, 386), (49, 184)), ((206, 174), (45, 42))])
+@pytest.mark.parametrize(
+    ("shape", "size"), [((124, 214), (118, 26)), ((201, 386), (49, 184)), ((206, 174), (45, 42))]
+)
 def test_image_is_cut_to_a_shape_that_no_number_of_pixels_has(tmp_path, shape, size):
     """The edges of such a cut lie between pixels, and may not lie outside by a rounding."""
     write_images(tmp_path, noise(4, *shape, 3))
@@ -237,12 +275,19 @@ def test_frames_of_a_folder_come_in_natural_order(tmp_path):
     frames = noise(12, 24, 32, 3)
     for number, frame in enumerate(frames):
         (tmp_path / f"shot_{number}.png").write_bytes(encoded(frame))
-    assert (every_frame(gl.load(f"frames:{tmp_path}", size=SMALL)) == frames.transpose(0, 3, 1, 2)).all()
+    assert (
+        every_frame(gl.load(f"frames:{tmp_path}", size=SMALL)) == frames.transpose(0, 3, 1, 2)
+    ).all()
 
 
 # By Exif's number, 1 to 8.
 SHOWN = [np.array, np.fliplr, lambda p: np.rot90(p, 2), np.flipud]
-SHOWN += [lambda p: p.swapaxes(0, 1), lambda p: np.rot90(p, -1), lambda p: np.rot90(p, 2).swapaxes(0, 1), np.rot90]
+SHOWN += [
+    lambda p: p.swapaxes(0, 1),
+    lambda p: np.rot90(p, -1),
+    lambda p: np.rot90(p, 2).swapaxes(0, 1),
+    np.rot90,
+]
 
 
 @pytest.mark.parametrize("suffix", ["png", "tiff"])
@@ -271,20 +316,33 @@ def test_any_video_may_be_asked_for_in_grey(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "trained", "heldout_count"), [(None, 40, 4), (20, 20, 2), (1000, 40, 4), (41, 40, 4)]
 )
-def test_a_video_gives_the_frames_asked_for_and_holds_the_next_ones_out(files, asked, trained, heldout_count):
+def test_a_video_gives_the_frames_asked_for_and_holds_the_next_ones_out(
+    files, asked, trained, heldout_count
+):
     data = gl.load(f"video:{files.mkv}", frames=asked, size=ODD)
-    assert (data.channels, data.options()) == (3, {"size": [45, 61], "frames": trained, "heldout": heldout_count})
+    assert (data.channels, data.options()) == (
+        3,
+        {"size": [45, 61], "frames": trained, "heldout": heldout_count},
+    )
     assert (next(data.heldout(20)).frames == files.frames[trained : trained + heldout_count]).all()
 
 
-STORED = [("png", np.uint8), ("png", np.uint16), ("tiff", np.uint8), ("tiff", ">u2"), ("tiff", np.float32)]
+STORED = [
+    ("png", np.uint8),
+    ("png", np.uint16),
+    ("tiff", np.uint8),
+    ("tiff", ">u2"),
+    ("tiff", np.float32),
+]
 
 
 @pytest.mark.parametrize(("suffix", "kind"), STORED)
 def test_grey_images_must_be_asked_for_in_grey_and_keep_their_shades(tmp_path, suffix, kind):
     ramp = np.linspace(0, 255, 24 * 32).astype(np.uint8).reshape(24, 32)
     # Of 16 bits the shades are 257 apart, and a number belongs to the nearest.
-    shades = (ramp.astype(np.uint16) * 257 + 128 * (ramp < 255) if np.dtype(kind).itemsize == 2 else ramp).astype(kind)
+    shades = (
+        ramp.astype(np.uint16) * 257 + 128 * (ramp < 255) if np.dtype(kind).itemsize == 2 else ramp
+    ).astype(kind)
     write_images(tmp_path, np.stack(6 * [shades]), suffix)
     with pytest.raises(gl.DataError, match=r"000\.\w+: is grey .*grey=True"):
         gl.load(f"frames:{tmp_path}")
@@ -294,7 +352,7 @@ def test_grey_images_must_be_asked_for_in_grey_and_keep_their_shades(tmp_path, s
     assert (frame[0] == ramp).all()
 
 
-# --- what data are made from, by content --------------------------------------------------------------------
+# --- what data are made from, by content ----------------------------------------------------------
 
 CLIP, OTHER = noise(12, 24, 32, 3), noise(24, 24, 32, 3)[12:]
 
@@ -342,7 +400,11 @@ CHANGES = {
 @pytest.mark.parametrize("words", CHANGES)
 @pytest.mark.parametrize("kind", ["video", "frames"])
 def test_a_file_that_was_changed_since_it_was_loaded_is_named(tmp_path, kind, words):
-    file = write_video(tmp_path / "a.mkv", CLIP) if kind == "video" else write_images(tmp_path, CLIP) / "009.png"
+    file = (
+        write_video(tmp_path / "a.mkv", CLIP)
+        if kind == "video"
+        else write_images(tmp_path, CLIP) / "009.png"
+    )
     data = load(file if kind == "video" else tmp_path)
     data.check_unchanged()
     CHANGES[words](file)

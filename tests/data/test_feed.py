@@ -29,7 +29,11 @@ def small_net():
 def test_every_loader_gives_the_same_numbers_in_the_precision_of_the_setting(precision):
     """In float32 the nearest to k / 255, of every byte."""
     setting = gl.Setting.parse(f"cpu:precision={precision}")
-    given = np.random.default_rng(0).permutation(np.arange(5 * 256, dtype=np.uint8)).reshape(5, 1, 16, 16)
+    given = (
+        np.random.default_rng(0)
+        .permutation(np.arange(5 * 256, dtype=np.uint8))
+        .reshape(5, 1, 16, 16)
+    )
     window = Loader("window", setting).window(given)
     assert window.dtype == getattr(torch, precision)
     if precision == "float32":
@@ -46,7 +50,9 @@ def test_every_loader_gives_the_same_numbers_in_the_precision_of_the_setting(pre
 def test_a_gpu_gets_the_same_numbers_from_bytes(setting):
     """What a GPU looks up there, is looked up here where there is none."""
     setting = Setting.parse(setting)
-    here = setting if torch.cuda.is_available() else Setting.parse(str(setting).replace("cuda", "cpu"))
+    here = (
+        setting if torch.cuda.is_available() else Setting.parse(str(setting).replace("cuda", "cpu"))
+    )
     looked_up, divided = Loader("window", here), Loader("window", Setting.parse("cpu"))
     looked_up.quotients = divided.window(np.arange(256, dtype=np.uint8)).to(here.device, here.dtype)
     frames = np.random.default_rng(0).integers(0, 256, (5, 3, 4, 4), dtype=np.uint8)
@@ -57,7 +63,9 @@ def test_a_gpu_gets_the_same_numbers_from_bytes(setting):
 
 @pytest.mark.parametrize(("net", "options"), [("whitener", {}), ("autoencoder", {"batch_size": 2})])
 def test_frames_one_by_one_are_refused_where_an_update_sees_several_at_a_time(net, options):
-    with pytest.raises(gl.UsageError, match=r"loader 'copied' hands over one frame after another, and .* sees"):
+    with pytest.raises(
+        gl.UsageError, match=r"loader 'copied' hands over one frame after another, and .* sees"
+    ):
         plan_run(net, profile="smoke", loader="copied", model_options=options)
 
 
@@ -106,9 +114,14 @@ def test_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
     net.training_loss(feed, None)[0].backward()
     mine = chainer_views(net, lambda parameter: parameter.grad)
     prefix = f"grad_{'copied' if name == 'copied' else 'reused'}/predictor/"
-    theirs = {key.removeprefix(prefix): value for key, value in expected.items() if key.startswith(prefix)}
+    theirs = {
+        key.removeprefix(prefix): value for key, value in expected.items() if key.startswith(prefix)
+    }
     assert mine.keys() == theirs.keys()
-    apart = {key: np.linalg.norm(mine[key].numpy() - theirs[key]) / np.linalg.norm(theirs[key]) for key in mine}
+    apart = {
+        key: np.linalg.norm(mine[key].numpy() - theirs[key]) / np.linalg.norm(theirs[key])
+        for key in mine
+    }
     assert {key: value for key, value in apart.items() if not value < 1e-6} == {}
 
 

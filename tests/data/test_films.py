@@ -16,8 +16,14 @@ KINDS = {  # codec, its options, the container's
     "mp4": ("libx264", X264),
     "fragments.mp4": ("libx264", X264, {"movflags": "frag_keyframe+empty_moov"}),
     "mkv": ("libx264", X264),
-    "open.ts": ("libx264", X264 | {"x264-params": "open-gop=1:keyint=12:min-keyint=12:bframes=2:scenecut=0"}),
-    "vp9.webm": ("libvpx-vp9", {"g": "30", "auto-alt-ref": "1", "lag-in-frames": "16", "cpu-used": "8"}),
+    "open.ts": (
+        "libx264",
+        X264 | {"x264-params": "open-gop=1:keyint=12:min-keyint=12:bframes=2:scenecut=0"},
+    ),
+    "vp9.webm": (
+        "libvpx-vp9",
+        {"g": "30", "auto-alt-ref": "1", "lag-in-frames": "16", "cpu-used": "8"},
+    ),
     "mpg": ("mpeg2video", X264 | {"b": "4M"}),
     "avi": ("mpeg4", X264),
     "wmv": ("wmv2", {"g": "12"}),
@@ -34,7 +40,9 @@ def write_film(file, codec, options=(), container=(), times=range(FRAMES)):
         stream.codec_context.time_base = unit
         for number, time in enumerate(times):
             moved = np.roll(picture, number, axis=1)
-            frame = av.VideoFrame.from_ndarray(moved, format="rgb24").reformat(format=stream.pix_fmt)
+            frame = av.VideoFrame.from_ndarray(moved, format="rgb24").reformat(
+                format=stream.pix_fmt
+            )
             frame.pts, frame.time_base = time, unit
             output.mux(stream.encode(frame))
         output.mux(stream.encode())
@@ -63,7 +71,9 @@ def test_a_whole_film_is_read_from_any_frame_on(made, kind):
 
 
 def count(file):
-    """How many frames are read of a film; 0 where it is refused, with the file named in one line."""
+    """How many frames are read of a film; 0 where it is refused, with the file named in one
+    line.
+    """
     try:
         return len(every_frame(load(file)))
     except gl.DataError as error:
@@ -96,7 +106,11 @@ def write_turned(file, matrix):
     content = write_video(file, np.stack(6 * [picture]), "png", "rgb24").read_bytes()
     place = content.index(b"tkhd") + 44
     a, b, c, d = (65536 * number for number in matrix)
-    file.write_bytes(content[:place] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + content[place + 36 :])
+    file.write_bytes(
+        content[:place]
+        + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+        + content[place + 36 :]
+    )
     return picture
 
 

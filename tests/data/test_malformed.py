@@ -1,4 +1,6 @@
-"""Files that are damaged, cut off, too large or of another kind: an error names the file, and what is wrong with it."""
+"""Files that are damaged, cut off, too large or of another kind: an error names the file, and
+what is wrong with it.
+"""
 
 import gzip
 import os
@@ -8,7 +10,16 @@ import zlib
 
 import numpy as np
 import pytest
-from files_cases import SMALL, encoded, every_frame, idx, noise, write_images, write_sound, write_video
+from files_cases import (
+    SMALL,
+    encoded,
+    every_frame,
+    idx,
+    noise,
+    write_images,
+    write_sound,
+    write_video,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,32 +41,68 @@ def a_png_of(edge):
     """84 bytes that promise so many pixels to either side."""
 
     def chunk(kind, content):
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     header = struct.pack(">2I5B", edge, edge, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
 
 
 MALFORMED = [
     (f"{TEST}.gz", damaged(PACKED, 12), "cannot be unpacked"),
     (f"{TEST}.gz", b"", "begins with 0"),
-    (f"{TEST}.gz", gzip.compress(WHOLE[:4] + struct.pack(">3I", 2**31, 28, 28)), "2147483648 images"),
+    (
+        f"{TEST}.gz",
+        gzip.compress(WHOLE[:4] + struct.pack(">3I", 2**31, 28, 28)),
+        "2147483648 images",
+    ),
     (TEST, idx(noise(30, 28, 28), magic=2049), "2049"),
     (TEST, WHOLE + b"x", "30 images of 28×28"),
     (TRAIN, WHOLE[:10], "30 images of 0×0"),
     ("004.png", PROSE, NO_IMAGE),
-    ("004.png", damaged(IMAGE, IMAGE.index(b"IDAT") - 1, b"\x07"), NO_IMAGE),  # the next chunk begins elsewhere
+    # the next chunk begins elsewhere
+    (
+        "004.png",
+        damaged(IMAGE, IMAGE.index(b"IDAT") - 1, b"\x07"),
+        NO_IMAGE,
+    ),
     ("004.png", encoded(noise(20, 32, 3)), "is 32×20 pixels, the images before it 32×24"),
     ("004.png", encoded(*noise(3, 24, 32, 3)), "3 pictures"),
     # Pillow would hand an EPS file, whatever its name, to Ghostscript, which runs it.
-    ("004.png", encoded(noise(24, 32, 3), suffix="eps"), f"{NO_IMAGE} of a known format (PNG, JPEG"),
+    (
+        "004.png",
+        encoded(noise(24, 32, 3), suffix="eps"),
+        f"{NO_IMAGE} of a known format (PNG, JPEG",
+    ),
     ("004.png", a_png_of(12_000), "12,000×12,000 pixels"),  # more than gpulab allows
     ("004.png", a_png_of(16_000), "256000000 pixels"),  # and than Pillow does
     ("text.mp4", PROSE, "not a video"),
-    ("list.mp4", b"ffconcat version 1.0\nfile 'film.mkv'\n", "not a video"),  # which would open another file
-    ("hls.mp4", b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfilm.mkv\n#EXT-X-ENDLIST\n", "not a video"),
+    # which would open another file
+    (
+        "list.mp4",
+        b"ffconcat version 1.0\nfile 'film.mkv'\n",
+        "not a video",
+    ),
+    (
+        "hls.mp4",
+        b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfilm.mkv\n#EXT-X-ENDLIST\n",
+        "not a video",
+    ),
     ("short.mkv", lambda file: write_video(file, noise(3, 24, 32, 3)), "3 frames; at least 4"),
-    ("grey.mkv", lambda file: write_video(file, noise(20, 45, 61), pixels="gray"), "is grey (gray); ask for grey=True"),
+    (
+        "grey.mkv",
+        lambda file: write_video(file, noise(20, 45, 61), pixels="gray"),
+        "is grey (gray); ask for grey=True",
+    ),
     ("sound.wav", write_sound, "no video"),
     ("missing.mp4", lambda _: None, "No such file"),
     ("folder", os.mkdir, "not a file, but a folder"),
@@ -74,9 +121,13 @@ def load(file):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("name", "content", "why"), MALFORMED, ids=lambda value: value if type(value) is str else "")
+@pytest.mark.parametrize(
+    ("name", "content", "why"), MALFORMED, ids=lambda value: value if type(value) is str else ""
+)
 def test_a_malformed_file_is_named_with_what_is_wrong(tmp_path, monkeypatch, name, content, why):
-    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
+    monkeypatch.setattr(
+        "PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("Ghostscript was started")
+    )
     write_video(tmp_path / "film.mkv", noise(5, 24, 32, 3))
     write_images(tmp_path, noise(5, 24, 32, 3))
     file = tmp_path / name
@@ -87,7 +138,11 @@ def test_a_malformed_file_is_named_with_what_is_wrong(tmp_path, monkeypatch, nam
     assert "object at 0x" not in str(error.value)
 
 
-SUMMED = ["004.png", f"{TEST}.gz"]  # hold a sum of their content; of others only the length can be told to be wrong
+# hold a sum of their content; of others only the length can be told to be wrong
+SUMMED = [
+    "004.png",
+    f"{TEST}.gz",
+]
 ENDING = [*SUMMED, TEST, *(f"004.{suffix}" for suffix in ("jpg", "webp", "bmp", "tiff"))]
 
 
@@ -107,7 +162,8 @@ def valid(tmp_path_factory):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.tuples(st.sampled_from(SUMMED), st.binary(min_size=1, max_size=9)) | st.tuples(st.sampled_from(ENDING)),
+    st.tuples(st.sampled_from(SUMMED), st.binary(min_size=1, max_size=9))
+    | st.tuples(st.sampled_from(ENDING)),
     st.floats(0, 1, exclude_max=True),
 )
 def test_a_file_that_is_damaged_or_cut_anywhere_never_loads_as_another(valid, damage, share):
@@ -126,7 +182,11 @@ OTHER_SIZE = f"{TEST}: a single image, or images of another size"
 FOLDERS = [  # what lies in one
     ("frames:{}/missing", {}, "missing: no such folder"),
     ("frames:{}", {}, "holds no images"),
-    ("mnist:{}", {"a.csv": b""}, f"holds a.csv, but neither {TRAIN} nor {TEST}.*MNIST/raw; 'mnist' downloads them"),
+    (
+        "mnist:{}",
+        {"a.csv": b""},
+        f"holds a.csv, but neither {TRAIN} nor {TEST}.*MNIST/raw; 'mnist' downloads them",
+    ),
     ("mnist:{}/a.csv", {"a.csv": b""}, "a.csv: a file, not a folder; 'mnist:DIR'"),
     ("mnist:{}", {TRAIN: WHOLE, TEST: idx(noise(12, 8, 8))}, OTHER_SIZE),
     ("mnist:{}", {TEST: idx(noise(1, 8, 8))}, OTHER_SIZE),
@@ -144,7 +204,9 @@ def test_a_folder_without_images_or_with_images_of_two_sizes_is_named(tmp_path, 
 def test_a_real_video_with_a_hole_is_named(real_data, tmp_path):
     content = real_data("video/road_camera.mp4").read_bytes()
     (tmp_path / "hole.mp4").write_bytes(damaged(content, len(content) // 2, bytes(20_000)))
-    with pytest.raises(gl.DataError, match=r"\A.*hole\.mp4: frame \d+ is damaged or incomplete; .*\Z"):
+    with pytest.raises(
+        gl.DataError, match=r"\A.*hole\.mp4: frame \d+ is damaged or incomplete; .*\Z"
+    ):
         gl.load(f"video:{tmp_path / 'hole.mp4'}", size=SMALL)
 
 

@@ -14,8 +14,9 @@ def moving(seed, size, speed=1.0):
 
 
 SCENES = pytest.mark.parametrize("scene", [Walk, moving])
-# The bytes are the same with every NumPy, on every platform. If one of these changes, every recorded
-# run that was trained on the scene says something about other data than this version renders.
+# The bytes are the same with every NumPy, on every platform. If one of these changes, every
+# recorded run that was trained on the scene says something about other data than this version
+# renders.
 BYTES = [  # of the frames 0, 137 and 5000, one after the other
     (Walk, 0, (48, 64), 1.0, "31489e6b94b8aa2795214e73e1739a7cc6c3aac6934849bd5e9cf441d1af2c92"),
     (Walk, 3, (24, 32), 2.0, "85603fb00f69a013db3b087b1261d8da539bf8e7ac8b136efe9da9e883c1e28c"),
@@ -33,7 +34,10 @@ def frames(scene, start, stop):
 
 @pytest.mark.parametrize(("scene", "seed", "size", "speed", "digest"), BYTES)
 def test_a_scene_has_the_same_bytes_everywhere(scene, seed, size, speed, digest):
-    made = [next(scene(seed, size, speed).stream(number, number + 1)).tobytes() for number in (0, 137, 5000)]
+    made = [
+        next(scene(seed, size, speed).stream(number, number + 1)).tobytes()
+        for number in (0, 137, 5000)
+    ]
     assert hashlib.sha256(b"".join(made)).hexdigest() == digest
 
 

@@ -13,7 +13,9 @@ from gpulab.device.rooflines import OperationCounter
 from gpulab.store.recorded import make_measurement, write_document
 
 EDGE = 64
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no CUDA GPU"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,12 @@ def test_roofline_counts_operations_and_bytes_in_every_precision(small):
     # 3×3, 5·16 channels in, 4·16 out, on a map of 24×32
     flop, moved = 2 * 9 * 80 * 64 * 24 * 32, 4 * (9 * 80 * 64 + (80 + 64) * 24 * 32)
     assert counts["PredNet (quick), gates"] == (flop, moved)
-    elsewhere = gl.device.recorded_rooflines().query("kind == 'network'").set_index("operation").flop
-    assert small[small.kind == "network"].set_index("operation").flop.to_dict() == elsewhere.to_dict()
+    elsewhere = (
+        gl.device.recorded_rooflines().query("kind == 'network'").set_index("operation").flop
+    )
+    assert (
+        small[small.kind == "network"].set_index("operation").flop.to_dict() == elsewhere.to_dict()
+    )
     precise = small[small.kind == "precision"]
     assert list(precise.precision) == ["float32", "bfloat16", "float16", "float64"]
     edges = precise.operation.str.extract(r"matrix product (\d+), ")[0].astype(int)
@@ -64,8 +70,14 @@ def test_roofline_on_cuda_has_tf32(monkeypatch):
 def test_bounds_of_layers_left_and_right_of_the_ridge():
     columns = ["setting", "operation", "kind", "gigabytes_per_second", "gflops", "intensity"]
     rows = [("cpu", "copy", "memory", 10, 0.0, 0.0), ("cpu", "product", "matrix", 1.0, 100, 99.0)]
-    rows += [("cpu", "layer 0", "network", 8.0, 4.0, 0.5), ("cpu", "layer 1", "network", 2.5, 50.0, 20.0)]
-    rows += [("cuda", "copy", "memory", 1000, 0.0, 0.0), ("cuda", "product", "matrix", 1.0, 50_000, 99.0)]
+    rows += [
+        ("cpu", "layer 0", "network", 8.0, 4.0, 0.5),
+        ("cpu", "layer 1", "network", 2.5, 50.0, 20.0),
+    ]
+    rows += [
+        ("cuda", "copy", "memory", 1000, 0.0, 0.0),
+        ("cuda", "product", "matrix", 1.0, 50_000, 99.0),
+    ]
     rows += [("cuda", "layer 1", "network", 250.0, 5000.0, 20.0)]
     assert gl.device.bounds(pd.DataFrame(rows, columns=columns)).to_numpy().tolist() == [
         ["layer 0", "cpu", 0.5, 10, "memory", 0.8],
@@ -77,15 +89,18 @@ def test_bounds_of_layers_left_and_right_of_the_ridge():
 def test_recorded_rooflines_are_shipped_and_one_is_read_back(small, tmp_path, monkeypatch):
     assert "NVIDIA H200" in set(gl.device.recorded_rooflines().machine)
     write_document(
-        tmp_path / "measured" / "rooflines-here.json", make_measurement("cpu", rows=small.to_dict("records"))
+        tmp_path / "measured" / "rooflines-here.json",
+        make_measurement("cpu", rows=small.to_dict("records")),
     )
     monkeypatch.setattr("gpulab.store.recorded.DATA_FOLDER", tmp_path)
     back = gl.device.recorded_rooflines()
-    assert set(back.machine) == {gl.passport()["cpu"]["model"]}, "the setting was the CPU's, whatever else is there"
+    assert set(back.machine) == {gl.passport()["cpu"]["model"]}, (
+        "the setting was the CPU's, whatever else is there"
+    )
     pd.testing.assert_frame_equal(back[small.columns], small)
 
 
-# --- where a step stands -----------------------------------------------------------------------------------
+# --- where a step stands --------------------------------------------------------------------------
 
 
 def ceilings(bandwidth=100.0, peak=1000.0, launch=1e-6, setting="cpu"):
@@ -108,11 +123,17 @@ def product(dtype=torch.float32):
 
 def test_place_counts_a_product_in_each_precision():
     found = place(product(), ceilings(), repeats=2)
-    assert (found.flop, found.moved, found.operations) == ({"float32": 2 * EDGE**3}, 3 * 4 * EDGE**2, 1)
+    assert (found.flop, found.moved, found.operations) == (
+        {"float32": 2 * EDGE**3},
+        3 * 4 * EDGE**2,
+        1,
+    )
     floors = {"memory": found.moved / 100e9, "arithmetic": 2 * EDGE**3 / 1000e9, "launches": 1e-6}
     assert found.at_least == pytest.approx(floors)
     assert found.intensity == 2 * EDGE**3 / (3 * 4 * EDGE**2)
-    assert found.gflops / found.reached == pytest.approx(1000), "the larger of the two float32 ceilings"
+    assert found.gflops / found.reached == pytest.approx(1000), (
+        "the larger of the two float32 ceilings"
+    )
     found = place(lambda: (product()(), product(torch.bfloat16)()), ceilings(), repeats=2)
     assert found.flop == {"float32": 2 * EDGE**3, "bfloat16": 2 * EDGE**3}
     assert found.at_least["arithmetic"] == pytest.approx(2 * EDGE**3 * (1 / 1000e9 + 1 / 4000e9))
@@ -120,7 +141,11 @@ def test_place_counts_a_product_in_each_precision():
 
 @pytest.mark.parametrize(
     ("bound", "options"),
-    [("launches", {}), ("arithmetic", {"launch": 1e-12}), ("memory", {"launch": 1e-12, "bandwidth": 10.0})],
+    [
+        ("launches", {}),
+        ("arithmetic", {"launch": 1e-12}),
+        ("memory", {"launch": 1e-12, "bandwidth": 10.0}),
+    ],
 )
 def test_place_is_bound_by_what_takes_longest_and_drawn_there(bound, options):
     found = place(product(), ceilings(**options), repeats=2)
@@ -128,7 +153,9 @@ def test_place_is_bound_by_what_takes_longest_and_drawn_there(bound, options):
     assert found.bound == bound
     assert f"ound by {bound}" in str(found)
     (star,) = roof.collections
-    assert star.get_offsets().tolist() == [[pytest.approx(found.intensity), pytest.approx(found.gflops)]]
+    assert star.get_offsets().tolist() == [
+        [pytest.approx(found.intensity), pytest.approx(found.gflops)]
+    ]
 
 
 def counted(step):
@@ -139,22 +166,31 @@ def counted(step):
 
 def test_operation_counter_counts_each_byte_once_and_no_views():
     x, numbers = torch.ones(EDGE, EDGE), 4 * EDGE**2
-    assert counted(lambda: x.t().reshape(-1, 1)[3:]) == (1, 2 * numbers), "a transposed one is copied to be flat"
+    assert counted(lambda: x.t().reshape(-1, 1)[3:]) == (1, 2 * numbers), (
+        "a transposed one is copied to be flat"
+    )
     assert counted(lambda: x.view(-1).detach().expand(5, -1)) == (0, 0)
     assert counted(lambda: x.add_(1)) == (1, 2 * numbers)
     assert counted(lambda: x.zero_()) == (1, numbers), "what it held before is not read"
     assert counted(lambda: x + x) == (1, 2 * numbers), "one tensor is read once"
-    assert counted(lambda: torch.ones(EDGE).expand(EDGE, EDGE) + x) == (2, 4 * EDGE + 4 * EDGE + 2 * numbers)
+    assert counted(lambda: torch.ones(EDGE).expand(EDGE, EDGE) + x) == (
+        2,
+        4 * EDGE + 4 * EDGE + 2 * numbers,
+    )
     weights = [torch.ones(EDGE, requires_grad=True) for _ in range(3)]
     for weight in weights:
         weight.grad = torch.ones(EDGE)
     step = torch.optim.SGD(weights, lr=0.1, foreach=True).step
-    assert counted(step) == (1, 3 * 3 * 4 * EDGE), "reads weights and gradients, writes weights, and returns none"
+    assert counted(step) == (1, 3 * 3 * 4 * EDGE), (
+        "reads weights and gradients, writes weights, and returns none"
+    )
 
 
 LOSSES = {
     "resnet18": lambda: torchvision.models.resnet18()(torch.randn(2, 3, 32, 32)).square().mean(),
-    "Transformer": lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)(torch.randn(5, 2, 16)).square().mean(),
+    "Transformer": lambda: (
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)(torch.randn(5, 2, 16)).square().mean()
+    ),
 }
 
 
@@ -169,7 +205,9 @@ def test_place_counts_the_flop_of_torchs_counter(loss):
 def test_place_leaves_a_step_as_it_was_and_begins_without_gradients():
     model = nn.Linear(4, 2)
     before = [p.clone() for p in model.parameters()]
-    found = place(gl.Step(model, (torch.ones(3, 4), torch.zeros(3, 2)), F.mse_loss), ceilings(), repeats=2)
+    found = place(
+        gl.Step(model, (torch.ones(3, 4), torch.zeros(3, 2)), F.mse_loss), ceilings(), repeats=2
+    )
     assert all(map(torch.equal, before, model.parameters()))
     assert all(p.grad is None for p in model.parameters())
     bare, _ = counted(lambda: F.mse_loss(model(torch.ones(3, 4)), torch.zeros(3, 2)).backward())
@@ -183,8 +221,16 @@ def test_place_measures_the_roofline_of_a_setting(monkeypatch):
 
 REFUSED = {
     "ceilings of NVIDIA H200": (product(), ceilings().assign(machine="NVIDIA H200"), 2),
-    "ceilings of cpu, cuda: expected": (product(), pd.concat([ceilings(), ceilings(setting="cuda")]), 2),
-    "float64: there are ceilings of bfloat16, float32 alone": (product(torch.float64), ceilings(), 2),
+    "ceilings of cpu, cuda: expected": (
+        product(),
+        pd.concat([ceilings(), ceilings(setting="cuda")]),
+        2,
+    ),
+    "float64: there are ceilings of bfloat16, float32 alone": (
+        product(torch.float64),
+        ceilings(),
+        2,
+    ),
     "repeats": (product(), ceilings(), 1),
 }
 
@@ -196,7 +242,9 @@ def test_place_refuses_ceilings_that_do_not_fit(words):
 
 
 def test_place_of_a_step_without_products_or_without_a_formula():
-    found = place(lambda: torch.fft.fft(torch.ones(8, dtype=torch.complex64)), ceilings(), repeats=2)
+    found = place(
+        lambda: torch.fft.fft(torch.ones(8, dtype=torch.complex64)), ceilings(), repeats=2
+    )
     assert "torch has no formula: the FLOP of _fft_c2c" in str(found)
     x = torch.ones(1000)
     found = place(lambda: x + 1, ceilings(), repeats=2)

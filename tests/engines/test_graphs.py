@@ -10,15 +10,22 @@ from gpulab.store.identities import weights_digest
 from gpulab.training.evaluation import EvaluationEngine, heldout_loss
 from gpulab.training.networks import NetworkRun
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no CUDA GPU"
+)
 
 
 def trained(model, **options):
-    return gl.train(model, profile="smoke", progress=False, **{"setting": "cuda:tf32=off"} | options)
+    return gl.train(
+        model, profile="smoke", progress=False, **{"setting": "cuda:tf32=off"} | options
+    )
 
 
 WAYS = [("autoencoder", {}, 0), ("whitener", {}, 0), ("prednet", {"setting": "cuda:tf32=on"}, 1e-2)]
-WAYS += [("prednet", {"setting": f"cuda:{how}"}, 1e-4) for how in ("tf32=off", "cudnn=off", "precision=float64")]
+WAYS += [
+    ("prednet", {"setting": f"cuda:{how}"}, 1e-4)
+    for how in ("tf32=off", "cudnn=off", "precision=float64")
+]
 WAYS += [("prednet", {"loader": loader}, 1e-4) for loader in ("copied", "imitated")]
 
 
@@ -28,7 +35,9 @@ def test_a_captured_training_is_that_of_kernel_by_kernel(model, options, roundin
     """To the bit where the kernels are the same; PredNet's gradients are written out."""
     fast, plain = (trained(model, fast=fast, **options) for fast in (True, False))
     assert (fast.record["captured"], plain.record["captured"]) == (True, False)
-    assert fast.history.loss.tolist() == pytest.approx(plain.history.loss.tolist(), rel=rounding, abs=0)
+    assert fast.history.loss.tolist() == pytest.approx(
+        plain.history.loss.tolist(), rel=rounding, abs=0
+    )
     assert rounding or fast.record["summary"]["weights"] == plain.record["summary"]["weights"]
 
 
@@ -40,7 +49,10 @@ def test_what_has_to_be_seen_is_not_captured():
     assert not trained("autoencoder", frames=60, loader="imitated").record["captured"]
 
 
-ON_GPU = [pytest.param(f"cuda:{how}", marks=needs_cuda) for how in ("tf32=off", "tf32=on", "precision=float64")]
+ON_GPU = [
+    pytest.param(f"cuda:{how}", marks=needs_cuda)
+    for how in ("tf32=off", "tf32=on", "precision=float64")
+]
 
 
 @pytest.mark.parametrize("setting", ["cpu", *ON_GPU])
@@ -56,13 +68,20 @@ def test_heldout_windows_by_the_fastest_engine_have_the_same_bits(model, setting
         engine, losses = fastest(plain), []
         for window in spec.data.heldout(spec.window):
             (found, states[0]), (expected, states[1]) = (
-                one.train_window(window.frames, state) for one, state in zip((engine, plain), states, strict=True)
+                one.train_window(window.frames, state)
+                for one, state in zip((engine, plain), states, strict=True)
             )
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
             losses += expected.tolist()
-        assert (len(losses) > spec.window, "captured" in plain.used_methods) == (True, setting != "cpu")
+        assert (len(losses) > spec.window, "captured" in plain.used_methods) == (
+            True,
+            setting != "cpu",
+        )
         mean = sum(losses) / len(losses)  # TF32 ruins the whitener's
         assert heldout_loss(training.model, spec.data, spec.window, spec.setting) == pytest.approx(
             mean, rel=1e-12, nan_ok=True
         )
-    assert (weights_digest(training.model.state_dict()), training.gradient_methods) == (weights, set())
+    assert (weights_digest(training.model.state_dict()), training.gradient_methods) == (
+        weights,
+        set(),
+    )

@@ -9,22 +9,37 @@ import pytest
 import gpulab as gl
 
 ROOT = Path(__file__).parents[2]
-OF_SADDLES = [f"saddles/test_{name}.py" for name in ("spectrum", "critical", "landscapes", "escapes")]
-TESTS = [f"tests/{name}" for name in ("training/test_loop.py", "training/test_run.py", "models", *OF_SADDLES)]
+OF_SADDLES = [
+    f"saddles/test_{name}.py" for name in ("spectrum", "critical", "landscapes", "escapes")
+]
+TESTS = [
+    f"tests/{name}"
+    for name in ("training/test_loop.py", "training/test_run.py", "models", *OF_SADDLES)
+]
 
 
 @pytest.mark.slow("runs the tests of the core once more")
 def test_tests_of_the_core_pass_without_the_engines():
     hidden = "import sys, pytest; sys.modules['gpulab.engines'] = None"
-    code = f"{hidden}; sys.exit(pytest.main(['-q', '-m', 'not slow', '-p', 'no:cacheprovider', *{TESTS}]))"
+    code = (
+        f"{hidden}; sys.exit(pytest.main(['-q', '-m', 'not slow', '-p', 'no:cacheprovider',"
+        f" *{TESTS}]))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_losses_are_the_same_without_the_engines():
     code = "import sys; sys.modules['gpulab.engines'] = None; import gpulab as gl\n"
-    code += "run = gl.train('prednet', profile='smoke', setting='cpu:precision=float64', frames=60, progress=False)\n"
+    code += (
+        "run = gl.train('prednet', profile='smoke', setting='cpu:precision=float64', frames=60,"
+        " progress=False)\n"
+    )
     code += "print(run.record['gradients'], run.final_loss)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    usual = gl.train("prednet", profile="smoke", setting="cpu:precision=float64", frames=60, progress=False)
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    usual = gl.train(
+        "prednet", profile="smoke", setting="cpu:precision=float64", frames=60, progress=False
+    )
     assert (said[0], float(said[1])) == ("autograd", pytest.approx(usual.final_loss, rel=1e-9))

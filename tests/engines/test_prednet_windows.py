@@ -15,7 +15,9 @@ from gpulab.models import PredNet
 from gpulab.numerics.flags import restore_tf32_on_exit, switch_tf32
 from gpulab.settings import Setting
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no CUDA GPU"
+)
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
 
 
@@ -43,7 +45,9 @@ def both_ways(net, film, length=6):
             else:
                 windows = windows or Windows(net, frames)
                 losses, states[1] = windows(frames, states[1])
-            found.append((losses, {name: p.grad.clone() for name, p in net.named_parameters()}, states[way]))
+            found.append(
+                (losses, {name: p.grad.clone() for name, p in net.named_parameters()}, states[way])
+            )
         yield found
 
 
@@ -62,19 +66,30 @@ def check(net, film):
     assert clipped, "no prediction was clipped, so that its gradient was not tried"
 
 
-@pytest.mark.parametrize("setting", ["cpu:threads=1", "cpu:threads=2", pytest.param("cuda:tf32=off", marks=needs_cuda)])
+@pytest.mark.parametrize(
+    "setting", ["cpu:threads=1", "cpu:threads=2", pytest.param("cuda:tf32=off", marks=needs_cuda)]
+)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("truncation", SUPPORTED_TRUNCATIONS)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_losses_gradients_and_state_are_autograds_window_after_window(batch, truncation, dtype, setting):
+def test_losses_gradients_and_state_are_autograds_window_after_window(
+    batch, truncation, dtype, setting
+):
     film = torch.rand(19, batch, 3, 16, 24, dtype=dtype).to(setting.partition(":")[0])
     with gl.setting(setting):
         check(unlike_fresh(dtype, film.device, truncation=truncation), film)
 
 
 def test_memory_that_all_frames_share_spoils_the_gradient_as_autograds():
-    film, states = np.random.default_rng(0).integers(0, 256, (19, 3, 16, 24), np.uint8), [None, None]
-    loader, net, windows = Loader("imitated", Setting.parse("cpu:precision=float64")), unlike_fresh(), None
+    film, states = (
+        np.random.default_rng(0).integers(0, 256, (19, 3, 16, 24), np.uint8),
+        [None, None],
+    )
+    loader, net, windows = (
+        Loader("imitated", Setting.parse("cpu:precision=float64")),
+        unlike_fresh(),
+        None,
+    )
     for start in (0, 6, 12):
         part = film[start : start + 7]
         net.zero_grad()
@@ -84,9 +99,12 @@ def test_memory_that_all_frames_share_spoils_the_gradient_as_autograds():
         frames = loader.window(part)[:, None]
         windows = windows or Windows(net, frames, frames_share_memory=True)
         same_losses, states[1] = windows(frames, states[1])
-        torch.testing.assert_close(same_losses, losses, rtol=1e-7, atol=0)  # a feed divides in float32
+        # a feed divides in float32
+        torch.testing.assert_close(same_losses, losses, rtol=1e-7, atol=0)
         for name, parameter in net.named_parameters():
-            torch.testing.assert_close(parameter.grad, spoilt[name], rtol=1e-6, atol=1e-7 * spoilt[name].abs().max())
+            torch.testing.assert_close(
+                parameter.grad, spoilt[name], rtol=1e-6, atol=1e-7 * spoilt[name].abs().max()
+            )
 
 
 @pytest.mark.parametrize("truncation", SUPPORTED_TRUNCATIONS)
@@ -95,7 +113,9 @@ def test_channels_side_by_side_with_room_for_more_of_them(monkeypatch, batch, tr
     monkeypatch.setattr(prednet_windows, "uses_tf32", lambda like: like.is_floating_point())
     net = unlike_fresh(truncation=truncation)  # of 3 channels, for which there is room for 4
     check(net, torch.rand(19, batch, 3, 16, 24, dtype=torch.float64))
-    lowest = prednet_windows.Windows(net, torch.rand(7, batch, 3, 16, 24, dtype=torch.float64)).layers[0]
+    lowest = prednet_windows.Windows(
+        net, torch.rand(7, batch, 3, 16, 24, dtype=torch.float64)
+    ).layers[0]
     assert lowest.padded_channels == 4
     assert lowest.inputs.shape[2] % 16 == 0
 
@@ -112,16 +132,22 @@ def test_pixel_by_pixel_only_where_tf32_is_allowed():
 
 def test_written_out_gradient_of_one_layer_is_autograds():
     net = PredNet((3,), (4, 6)).double()
-    for (_, gradient, _), (_, same, _) in both_ways(net, torch.rand(13, 1, 3, 4, 6, dtype=torch.float64)):
+    for (_, gradient, _), (_, same, _) in both_ways(
+        net, torch.rand(13, 1, 3, 4, 6, dtype=torch.float64)
+    ):
         for name, expected in gradient.items():
             torch.testing.assert_close(same[name], expected)
 
 
 CHANGES = {
     "a hook": lambda net: net.lstm[0].register_forward_hook(lambda *_: None),
-    "a hook on a weight": lambda net: net.conv_p[0].weight.register_hook(lambda gradient: 2 * gradient),
+    "a hook on a weight": lambda net: net.conv_p[0].weight.register_hook(
+        lambda gradient: 2 * gradient
+    ),
     "weights that are shared": lambda net: setattr(net.lstm[1], "peep_i", net.lstm[1].peep_f),
-    "another layer": lambda net: net.conv_a.insert(0, torch.nn.utils.parametrizations.weight_norm(net.conv_a.pop(0))),
+    "another layer": lambda net: net.conv_a.insert(
+        0, torch.nn.utils.parametrizations.weight_norm(net.conv_a.pop(0))
+    ),
     "another forward": lambda net: setattr(net.conv_p[0], "forward", lambda x: 0 * x),
 }
 
@@ -148,6 +174,8 @@ def test_a_run_says_which_way_its_gradients_were_computed():
     usual = {"profile": "smoke", "frames": 60, "progress": False}
     others = [{"fast": False}, {"loader": "reused"}, {"setting": "cpu:emulate=tf32"}]
     assert gl.train("prednet", **usual).record["gradients"] == "written out"
-    assert [gl.train("prednet", **usual, **other).record["gradients"] for other in others] == 3 * ["autograd"]
+    assert [gl.train("prednet", **usual, **other).record["gradients"] for other in others] == 3 * [
+        "autograd"
+    ]
     with gl.guard():
         assert gl.train("prednet", **usual).record["gradients"] == "autograd"

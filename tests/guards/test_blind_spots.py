@@ -135,7 +135,12 @@ def test_thread_that_enters_the_guard_is_watched():
 
 def test_functions_are_restored_when_the_guard_ends():
     def functions():
-        owners = (torch, "compile"), (nn.Module, "compile"), (threading.Thread, "start"), (torch.jit, "script")
+        owners = (
+            (torch, "compile"),
+            (nn.Module, "compile"),
+            (threading.Thread, "start"),
+            (torch.jit, "script"),
+        )
         return [vars(owner)[name] for owner, name in owners]
 
     before = functions()

@@ -1,4 +1,6 @@
-"""Which line a finding blames: one of the user's, never one of the guard or of what it calls torch through."""
+"""Which line a finding blames: one of the user's, never one of the guard or of what it calls
+torch through.
+"""
 
 import numpy as np
 import pytest
@@ -24,7 +26,9 @@ def test_finding_blames_the_line_that_calls_through_that_module():
     buffer = np.ones((2, 2), np.float32)
     weight = torch.ones(2, 2, requires_grad=True)
     with gl.guard():
-        loss = internals.call_composite_kernel(aten.matmul.default, (weight, torch.from_numpy(buffer)), {}).sum()
+        loss = internals.call_composite_kernel(
+            aten.matmul.default, (weight, torch.from_numpy(buffer)), {}
+        ).sum()
     buffer[:] = 2
     with pytest.raises(gl.OverwrittenError) as caught:
         loss.backward()
@@ -34,7 +38,9 @@ def test_finding_blames_the_line_that_calls_through_that_module():
 
 def test_traceback_of_a_script_has_no_frame_of_that_module():
     with pytest.raises(RuntimeError) as caught:
-        internals.call_composite_kernel(aten.matmul.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
+        internals.call_composite_kernel(
+            aten.matmul.default, (torch.ones(2, 3), torch.ones(2, 3)), {}
+        )
     remove_guard_frames(caught.value)
     files, trace = [], caught.value.__traceback__
     while trace:

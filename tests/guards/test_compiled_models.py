@@ -8,16 +8,24 @@ from torch._C._dynamo import eval_frame
 
 import gpulab as gl
 
-# An older torch (2.6) compiles what runs between the graphs of a compiled function that calls `backward`.
+# An older torch (2.6) compiles what runs between the graphs of a compiled function that calls
+# `backward`.
 needs_newer_torch = pytest.mark.skipif(
-    not hasattr(eval_frame, "_FrameAction"), reason="this torch cannot leave out a function and all that it calls"
+    not hasattr(eval_frame, "_FrameAction"),
+    reason="this torch cannot leave out a function and all that it calls",
 )
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 
 def network():
     torch.manual_seed(0)
-    layers = [nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Flatten()]
+    layers = [
+        nn.Conv1d(2, 3, 3),
+        nn.BatchNorm1d(3),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*layers, nn.Linear(18, 4))
 
 
@@ -64,8 +72,12 @@ def whole_step_compiled(backend):
 
 @BACKENDS
 @pytest.mark.parametrize("reads", ["backward", "any"])
-@pytest.mark.parametrize("way", [forward_compiled, pytest.param(whole_step_compiled, marks=needs_newer_torch)])
-def test_guard_leaves_a_compiled_model_its_gradients_and_is_not_compiled(way, reads, backend, compiled_frames):
+@pytest.mark.parametrize(
+    "way", [forward_compiled, pytest.param(whole_step_compiled, marks=needs_newer_torch)]
+)
+def test_guard_leaves_a_compiled_model_its_gradients_and_is_not_compiled(
+    way, reads, backend, compiled_frames
+):
     step = way(backend)
     plain = gradients(step, network())
     with gl.guard(reads=reads) as report:

@@ -1,4 +1,6 @@
-"""Copies between the host and a GPU that nobody has waited for: told where the host uses their memory, else not."""
+"""Copies between the host and a GPU that nobody has waited for: told where the host uses their
+memory, else not.
+"""
 
 import contextlib
 import warnings
@@ -14,7 +16,9 @@ UNSEEN = ["view_made_before"]  # NumPy reads it without torch
 
 
 @CUDA
-@pytest.mark.parametrize("case", copies_under_way_cases.CASES, ids=lambda case: case.program.__name__)
+@pytest.mark.parametrize(
+    "case", copies_under_way_cases.CASES, ids=lambda case: case.program.__name__
+)
 def test_guard_of_programs_that_copy_to_and_from_a_gpu(case):
     row = copies_under_way_cases.tried(case)
     seen = case.program.__name__ not in UNSEEN
@@ -36,7 +40,11 @@ def refilled(host):
 def test_error_names_the_copy_to_the_gpu_and_the_remedy():
     with pytest.raises(gl.OverwrittenError, match="overwritten before its copy to the GPU") as told:
         guarded(refilled, torch.zeros(1 << 20, pin_memory=True))
-    for words in ("copied by refilled", 'there = host.to("cuda", non_blocking=True)', "event.synchronize()"):
+    for words in (
+        "copied by refilled",
+        'there = host.to("cuda", non_blocking=True)',
+        "event.synchronize()",
+    ):
         assert words in str(told.value)
 
 
@@ -50,7 +58,10 @@ def test_guard_forgets_copies_after_an_error_in_its_block():
     host.fill_(1)
     torch.cuda.synchronize()
     assert (
-        guard._shared_reads.async_copies.copies == guard._shared_reads.async_copies.unreported == guard.findings == []
+        guard._shared_reads.async_copies.copies
+        == guard._shared_reads.async_copies.unreported
+        == guard.findings
+        == []
     )
 
 

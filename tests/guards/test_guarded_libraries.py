@@ -1,4 +1,6 @@
-"""Libraries of others under `gl.guard(reads="any")`: what they do rightly is no finding. What is absent is skipped."""
+"""Libraries of others under `gl.guard(reads="any")`: what they do rightly is no finding. What is
+absent is skipped.
+"""
 
 import tempfile
 
@@ -13,7 +15,9 @@ import gpulab as gl
 @pytest.mark.parametrize(("copy", "found"), [(True, []), (False, ["together"])])
 def test_guard_of_gymnasium_vector_environment(copy, found):
     gymnasium = pytest.importorskip("gymnasium")
-    worlds = gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="sync", vector_kwargs={"copy": copy})
+    worlds = gymnasium.make_vec(
+        "CartPole-v1", 4, vectorization_mode="sync", vector_kwargs={"copy": copy}
+    )
     net, kept = nn.Linear(4, 2), []
     observed, _ = worlds.reset(seed=0)
     report = gl.guard(reads="any")
@@ -31,9 +35,15 @@ def test_guard_of_gymnasium_vector_environment(copy, found):
 @pytest.mark.parametrize("name", ["PPO", "A2C", "DQN"])
 def test_guard_of_stable_baselines3(name):
     baselines = pytest.importorskip("stable_baselines3")
-    options = {"PPO": {"n_steps": 64, "batch_size": 32}, "A2C": {}, "DQN": {"learning_starts": 50, "train_freq": 4}}
+    options = {
+        "PPO": {"n_steps": 64, "batch_size": 32},
+        "A2C": {},
+        "DQN": {"learning_starts": 50, "train_freq": 4},
+    }
     with gl.guard(reads="any") as report:
-        getattr(baselines, name)("MlpPolicy", "CartPole-v1", device="cpu", **options[name]).learn(200)
+        getattr(baselines, name)("MlpPolicy", "CartPole-v1", device="cpu", **options[name]).learn(
+            200
+        )
     assert report.checked > 100
 
 
@@ -44,7 +54,13 @@ def test_guard_of_transformers_trainer():
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
     rows = np.random.default_rng(0).integers(0, 50, (16, 16))
     data = [{"input_ids": torch.from_numpy(row), "labels": torch.from_numpy(row)} for row in rows]
-    options = {"max_steps": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    options = {
+        "max_steps": 3,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
     arguments = transformers.TrainingArguments(tempfile.mkdtemp(), **options)
     with gl.guard(reads="any") as report:
         transformers.Trainer(model, arguments, train_dataset=data).train()

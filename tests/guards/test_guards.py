@@ -16,7 +16,9 @@ import gpulab as gl
 from gpulab.guards import fingerprints, guards
 from gpulab.guards.fingerprints import fingerprint
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no CUDA GPU"
+)
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 
 
@@ -39,7 +41,9 @@ def clean(step):
 
 
 def spoiled(forward, spoil):
-    """What the guard collects in a step that overwrites something between its forward and its backward pass."""
+    """What the guard collects in a step that overwrites something between its forward and its
+    backward pass.
+    """
 
     def step():
         loss = forward().sum()
@@ -60,7 +64,7 @@ class Weight(nn.Module):
         return x * self.w
 
 
-# --- what it catches -----------------------------------------------------------------------------------------
+# --- what it catches ------------------------------------------------------------------------------
 
 
 def test_finding_of_a_numpy_buffer_that_is_used_again():
@@ -77,11 +81,25 @@ def test_finding_of_a_numpy_buffer_that_is_used_again():
     with pytest.raises(gl.OverwrittenError) as caught, gl.guard():
         train()
     finding = caught.value.finding
-    assert (finding.operation, finding.function, finding.operand) == ("MseLossBackward0", "mse_loss", "target")
-    assert (finding.shape, finding.dtype, finding.device, finding.cause) == ((1, 3, 6, 8), "float32", "cpu", "numpy")
+    assert (finding.operation, finding.function, finding.operand) == (
+        "MseLossBackward0",
+        "mse_loss",
+        "target",
+    )
+    assert (finding.shape, finding.dtype, finding.device, finding.cause) == (
+        (1, 3, 6, 8),
+        "float32",
+        "cpu",
+        "numpy",
+    )
     assert (finding.line.file, finding.line.function) == (__file__, "train")
     assert finding.line.text == "losses.append(F.mse_loss(net(frame), frame))"
-    for words in ("mse_loss (MseLossBackward0)", "`target`", "array `buffer` (float32", "torch.tensor(buffer)"):
+    for words in (
+        "mse_loss (MseLossBackward0)",
+        "`target`",
+        "array `buffer` (float32",
+        "torch.tensor(buffer)",
+    ):
         assert words in str(caught.value)
 
 
@@ -113,7 +131,9 @@ def test_finding_of_a_write_through_data(device):
 
 
 def test_finding_of_data_that_is_assigned():
-    """Without the guard autograd sees the new values of a leaf, and with it the old ones: so it must say so."""
+    """Without the guard autograd sees the new values of a leaf, and with it the old ones: so it
+    must say so.
+    """
     net, x = Weight(3), torch.ones(3, requires_grad=True)
     (finding,) = spoiled(lambda: net(x), lambda: setattr(net.w, "data", torch.full((3,), 9.0)))
     assert (finding.cause, finding.operand) == ("replaced", "other")
@@ -154,7 +174,9 @@ def test_backward_after_the_block_of_the_guard(on):
         loss = net(torch.from_numpy(buffer)).sum()
         buffer[:] = 2
     assert not report, "what is overwritten but never used is no error"
-    with pytest.raises(gl.OverwrittenError) if on == "raise" else pytest.warns(gl.OverwrittenWarning):
+    with (
+        pytest.raises(gl.OverwrittenError) if on == "raise" else pytest.warns(gl.OverwrittenWarning)
+    ):
         loss.backward()
     assert len(report) == 1
 
@@ -178,7 +200,10 @@ def checkpointed(x, constant):
 GRAPHS = {
     "custom function": (lambda x, constant: Times.apply(constant, x), "Times (TimesBackward)"),
     "checkpoint": (checkpointed, "recomputation"),
-    "batch norm in use": (lambda x, constant: F.batch_norm(x, constant, torch.ones(3)).square(), "`running_mean`"),
+    "batch norm in use": (
+        lambda x, constant: F.batch_norm(x, constant, torch.ones(3)).square(),
+        "`running_mean`",
+    ),
 }
 
 
@@ -236,7 +261,8 @@ def test_finding_is_printed_with_its_line_of_source_the_holder_and_a_cure():
         loss.backward()
     first, saved, source, why, cure = str(report).splitlines()
     assert first.startswith(
-        "the backward pass of mul (MulBackward0) was given its `other`, float32 of shape (3,) on cpu"
+        "the backward pass of mul (MulBackward0) was given its `other`, float32 of shape (3,)"
+        " on cpu"
     )
     assert saved.startswith("  saved by test_finding_is_printed")
     assert source == "      loss = (weight * scale).sum()"
@@ -250,15 +276,26 @@ def test_error_of_the_program_itself_passes_as_it_is():
     assert type(caught.value) is RuntimeError
 
 
-# --- what it leaves alone --------------------------------------------------------------------------------------
+# --- what it leaves alone -------------------------------------------------------------------------
 
 
 KERNEL = nn.Parameter(torch.rand(3, 3, 1, 1))
-LAYERS = [nn.BatchNorm2d(3), nn.BatchNorm2d(3).eval(), nn.InstanceNorm2d(3, affine=True, track_running_stats=True)]
-LAYERS += [nn.RReLU(), nn.RReLU(inplace=True), nn.Dropout2d(), parametrizations.spectral_norm(nn.Conv2d(3, 3, 1))]
+LAYERS = [
+    nn.BatchNorm2d(3),
+    nn.BatchNorm2d(3).eval(),
+    nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+]
+LAYERS += [
+    nn.RReLU(),
+    nn.RReLU(inplace=True),
+    nn.Dropout2d(),
+    parametrizations.spectral_norm(nn.Conv2d(3, 3, 1)),
+]
 FUNCTIONS = {
     **{f"{type(layer).__name__} {number}": layer for number, layer in enumerate(LAYERS)},
-    "autocast": torch.autocast("cpu", torch.bfloat16)(lambda x: F.conv2d(x, KERNEL) + F.conv2d(x, KERNEL)),
+    "autocast": torch.autocast("cpu", torch.bfloat16)(
+        lambda x: F.conv2d(x, KERNEL) + F.conv2d(x, KERNEL)
+    ),
     "sparse": lambda x: torch.sparse.mm(torch.eye(4).to_sparse(), x[0, 0]),
     "complex numbers": lambda x: (torch.fft.fft(x).conj() * x).abs(),
     "views": lambda x: x[:, 0, None].expand(2, 3, 4, 4).transpose(0, 2)[:, ::2].square(),
@@ -279,10 +316,12 @@ def test_guard_leaves_layers_and_tensors_of_every_kind_alone(name):
     clean(step)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", [torch.Tensor.backward, torch.Tensor.detach], ids=["backward", "dropped"])
+@pytest.mark.parametrize(
+    "end", [torch.Tensor.backward, torch.Tensor.detach], ids=["backward", "dropped"]
+)
 def test_memory_is_freed_without_the_garbage_collector(end):
     def step():
         with gl.guard():
@@ -297,7 +336,7 @@ def test_memory_is_freed_without_the_garbage_collector(end):
         gc.enable()
 
 
-# --- the fingerprint ---------------------------------------------------------------------------------------------
+# --- the fingerprint ------------------------------------------------------------------------------
 
 
 def in_words(tensor):
@@ -354,12 +393,17 @@ def test_fingerprint_changes_in_memory_of_every_layout(take, kind):
 def test_fingerprint_of_a_tensor_of_several_chunks(monkeypatch):
     x, chunk = torch.rand(5 * fingerprints.MAX_ROW_WORDS + 3), 2 * fingerprints.MAX_ROW_WORDS
     monkeypatch.setattr(fingerprints, "MAX_CHUNK_WORDS", chunk)
-    others = [x.index_add(0, torch.tensor([place]), torch.ones(1)) for place in (0, chunk // 2, chunk, len(x) - 1)]
+    others = [
+        x.index_add(0, torch.tensor([place]), torch.ones(1))
+        for place in (0, chunk // 2, chunk, len(x) - 1)
+    ]
     others.append(torch.cat([x[chunk : 2 * chunk], x[:chunk], x[2 * chunk :]]))
     state = torch.get_rng_state()
     fingerprints._table.cache_clear()
     assert len({in_words(x), *map(in_words, others)}) == 6
-    assert torch.equal(state, torch.get_rng_state()), "its table is drawn beside the generator of training"
+    assert torch.equal(state, torch.get_rng_state()), (
+        "its table is drawn beside the generator of training"
+    )
 
 
 def test_comparison_at_the_end_of_backward_as_on_a_gpu(monkeypatch):
@@ -387,20 +431,30 @@ def test_fingerprint_of_sparse_complex_and_parameter_tensors():
     for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
         mark = fingerprint(sparse)
         assert mark is not None
-        sparse.values().data.add_(1) if sparse.layout != torch.sparse_coo else sparse._values().add_(1)
+        sparse.values().data.add_(
+            1
+        ) if sparse.layout != torch.sparse_coo else sparse._values().add_(1)
         assert fingerprint(sparse) != mark
     x = torch.rand(3, dtype=torch.complex64)
-    assert fingerprint(x.conj()) == fingerprint(x)  # the same memory, and the flag cannot be changed
+    # the same memory, and the flag cannot be changed
+    assert fingerprint(x.conj()) == fingerprint(x)
     assert fingerprint(x.conj().imag) is not None
     assert fingerprint(nn.Parameter(dense)) == fingerprint(dense), "of a subclass"
 
 
-# --- where it is used ----------------------------------------------------------------------------------------------
+# --- where it is used -----------------------------------------------------------------------------
 
 
 def test_training_under_guard():
-    options = {"model_options": {"hidden": [16]}, "frames": 40, "profile": "smoke", "progress": False}
-    options["setting"] = "cpu:threads=1"  # with many threads even the same training need not repeat itself
+    options = {
+        "model_options": {"hidden": [16]},
+        "frames": 40,
+        "profile": "smoke",
+        "progress": False,
+    }
+    options["setting"] = (
+        "cpu:threads=1"  # with many threads even the same training need not repeat itself
+    )
     plain = gl.train("autoencoder", **options)
     with gl.guard():
         guarded = gl.train("autoencoder", **options)
@@ -437,7 +491,10 @@ class LSTM(nn.LSTM):
 
 MODELS = {
     "resnet": (lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), (2, 3, 32, 32)),
-    "vision transformer": (lambda: torchvision.models.VisionTransformer(32, 16, **VISION_TRANSFORMER), (1, 3, 32, 32)),
+    "vision transformer": (
+        lambda: torchvision.models.VisionTransformer(32, 16, **VISION_TRANSFORMER),
+        (1, 3, 32, 32),
+    ),
     "lstm": (lambda: LSTM(5, 7, num_layers=2, dropout=0.1, batch_first=True), (3, 6, 5)),
 }
 
@@ -451,7 +508,9 @@ def two_steps(name, device):
     gradients = []
     for _ in range(2):
         optimizer.zero_grad()
-        F.cross_entropy(net(x).flatten(1), torch.zeros(len(x), dtype=torch.long, device=device)).backward()
+        F.cross_entropy(
+            net(x).flatten(1), torch.zeros(len(x), dtype=torch.long, device=device)
+        ).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         gradients += [p.grad.clone() for p in net.parameters()]
         optimizer.step()
@@ -468,7 +527,10 @@ def test_guard_leaves_real_models_alone_and_their_gradients_the_same_bits(name, 
 
 
 def test_report_says_how_many_uses_were_not_compared():
-    seen, unseen = torch.rand(3, requires_grad=True), torch.rand(3, device="meta", requires_grad=True)
+    seen, unseen = (
+        torch.rand(3, requires_grad=True),
+        torch.rand(3, device="meta", requires_grad=True),
+    )
     with gl.guard() as report:
         seen.exp().sum().backward()
         assert "not compared" not in str(report)
@@ -489,5 +551,8 @@ def step(x):
 
 def test_line_in_a_notebook_is_called_a_cell():
     exec(compile(CELL, "/tmp/ipykernel_171/1402239833.py", "exec"), names := {})
-    with pytest.warns(gl.OverwrittenWarning, match="saved by step, a notebook cell:3"), gl.guard("warn"):
+    with (
+        pytest.warns(gl.OverwrittenWarning, match="saved by step, a notebook cell:3"),
+        gl.guard("warn"),
+    ):
         names["step"](torch.ones(3, requires_grad=True) * 1).backward()

@@ -11,7 +11,9 @@ import gpulab as gl
 
 
 def actor_and_critic(optimizer):
-    """The critic makes its step before the actor's loss, which went through the critic, is differentiated."""
+    """The critic makes its step before the actor's loss, which went through the critic, is
+    differentiated.
+    """
     torch.manual_seed(0)
     actor, critic = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
     critic_steps = optimizer(critic.parameters())
@@ -52,9 +54,14 @@ def test_guard_names_the_optimizer_step_that_changed_a_parameter(name):
     found = findings(lambda: actor_and_critic(OPTIMIZERS[name]))
     assert {finding.cause for finding in found} == {"step"}
     assert {finding.lines["changed by"].text for finding in found} == {"critic_steps.step()"}
-    explanation = f"it is a parameter, which the step of the optimizer {name} changed after the forward pass"
+    explanation = (
+        f"it is a parameter, which the step of the optimizer {name} changed after the forward pass"
+    )
     assert {finding.explanation.partition(";")[0] for finding in found} == {explanation}
-    assert all("changed by actor_and_critic" in str(f) and f.remedy.startswith("step after backward") for f in found)
+    assert all(
+        "changed by actor_and_critic" in str(f) and f.remedy.startswith("step after backward")
+        for f in found
+    )
 
 
 def test_guard_blames_no_optimizer_step_made_before_the_forward_pass():

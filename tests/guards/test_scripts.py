@@ -15,15 +15,21 @@ FILES = {
         "print(__name__, __package__, sys.argv[1:], sys.argv[0] == __file__)\n"
         "warnings.warn('of the script')\nadd(torch.ones(int(sys.argv[1])))\n"
     ),
-    "chained.py": "try:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('b') from error\n",
+    "chained.py": (
+        "try:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('b') from error\n"
+    ),
     "mistyped.py": "x = (\n",
     "message.py": "import sys\nsys.exit('not today')\n",
-    "hook.py": "import sys\nsys.excepthook = lambda *error: print('caught', error[1])\nraise ValueError('c')\n",
+    "hook.py": (
+        "import sys\nsys.excepthook = lambda *error: print('caught', error[1])\nraise"
+        " ValueError('c')\n"
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "command", ["-m shop.train 3", "-m shop.train 2", "chained.py", "mistyped.py", "message.py", "hook.py"]
+    "command",
+    ["-m shop.train 3", "-m shop.train 2", "chained.py", "mistyped.py", "message.py", "hook.py"],
 )
 def test_guard_runs_a_script_with_the_output_and_status_of_python(command, tmp_path):
     for name, text in FILES.items():
@@ -38,7 +44,11 @@ def test_guard_runs_a_script_with_the_output_and_status_of_python(command, tmp_p
 
     def errors(done):
         lines = done.stderr.splitlines()
-        return [line for line in lines if "<frozen runpy>" not in line and not line.startswith("nothing was overw")]
+        return [
+            line
+            for line in lines
+            if "<frozen runpy>" not in line and not line.startswith("nothing was overw")
+        ]
 
     plain, guarded = run(), run("-m", "gpulab", "guard")
     assert (guarded.returncode, guarded.stdout) == (plain.returncode, plain.stdout)
@@ -55,7 +65,10 @@ def ended(*arguments):
 
 @pytest.mark.parametrize(
     ("command", "status", "words"),
-    [("-m no_such_module", 1, "No module named no_such_module"), ("nowhere.py", 2, "nowhere.py: no such script")],
+    [
+        ("-m no_such_module", 1, "No module named no_such_module"),
+        ("nowhere.py", 2, "nowhere.py: no such script"),
+    ],
 )
 def test_guard_refuses_a_script_or_module_that_is_not_there(command, status, words, capsys):
     assert ended(*command.split()) == status

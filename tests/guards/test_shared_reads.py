@@ -1,4 +1,6 @@
-"""Memory that a tensor shares is written, and the tensor is read later: told where it is a fault, and nowhere else."""
+"""Memory that a tensor shares is written, and the tensor is read later: told where it is a
+fault, and nowhere else.
+"""
 
 import contextlib
 import sys
@@ -24,12 +26,17 @@ MAKERS = {  # by a name that is looked up when it is called, as programs do
     "from_dlpack": lambda array: torch.from_dlpack(array),
     "from_dlpack of utils": lambda array: torch.utils.dlpack.from_dlpack(array),
     "frombuffer": lambda array: torch.frombuffer(array, dtype=torch.float32),
-    **{f"{make.__name__}, imported before": make for make in (torch.from_numpy, torch.as_tensor, torch.asarray)},
+    **{
+        f"{make.__name__}, imported before": make
+        for make in (torch.from_numpy, torch.as_tensor, torch.asarray)
+    },
 }
 
 
 class Environment:
-    """Like many of reinforcement learning: what it sees lies in one array, which the next step overwrites."""
+    """Like many of reinforcement learning: what it sees lies in one array, which the next step
+    overwrites.
+    """
 
     def __init__(self):
         self.seen = np.zeros(4, np.float32)
@@ -64,7 +71,10 @@ def test_finding_of_a_stale_read_names_maker_reader_and_remedy():
         "read by": "first.sum()",
     }
     assert {line.file for line in finding.lines.values()} == {__file__}
-    assert "float32 of shape (4,) on cpu: its memory was overwritten before it was read again" in str(finding)
+    assert (
+        "float32 of shape (4,) on cpu: its memory was overwritten before it was read again"
+        in str(finding)
+    )
     assert "do: copy it where it is made: torch.tensor(environment.seen)" in str(finding)
 
 
@@ -92,7 +102,12 @@ def test_guard_notes_every_function_that_makes_a_tensor_without_a_copy(make):
 
 def test_guard_puts_back_the_functions_that_it_replaces_in_torch():
     def own():
-        names = [(torch, "from_numpy"), (torch, "frombuffer"), (torch.Tensor, "numpy"), (torch.Tensor, "tolist")]
+        names = [
+            (torch, "from_numpy"),
+            (torch, "frombuffer"),
+            (torch.Tensor, "numpy"),
+            (torch.Tensor, "tolist"),
+        ]
         return [getattr(owner, name) for owner, name in [*names, (torch.cuda.Event, "query")]]
 
     before = own()
@@ -131,7 +146,9 @@ def test_guard_tells_the_overwritten_part_of_a_large_memory_from_others():
         new = torch.from_numpy(array)
         assert old[0].sum() + old[2].sum() == 1
         assert new[1].sum() == block
-        with pytest.raises(gl.OverwrittenError, match=f"of shape \\({block},\\) on cpu: its memory was overwritten"):
+        with pytest.raises(
+            gl.OverwrittenError, match=f"of shape \\({block},\\) on cpu: its memory was overwritten"
+        ):
             old[1].sum()
         old[1].copy_(new[1])  # which reads nothing of it, and is counted
         assert old.sum() == block + 1
@@ -194,7 +211,7 @@ def test_guard_leaves_unchanged_parts_and_copies_beside_a_view_alone(program):
     assert report.findings == []
 
 
-# --- a script that knows nothing of gpulab ----------------------------------------------------------------------
+# --- a script that knows nothing of gpulab --------------------------------------------------------
 
 SCRIPT = """
 import sys
@@ -218,7 +235,9 @@ CLEAN = "nothing was overwritten in 0 uses of saved tensors and 1 reads"
         ([], ["1", "3"], 3, "sum 4.0\n", CLEAN),
     ],
 )
-def test_guard_command_runs_a_script(options, arguments, status, printed, words, tmp_path, monkeypatch):
+def test_guard_command_runs_a_script(
+    options, arguments, status, printed, words, tmp_path, monkeypatch
+):
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -234,6 +253,9 @@ def test_report_counts_reads_that_were_compared_and_those_that_could_not_be():
         torch.ones(3).to_sparse() * 2
     assert (report.checked, report.unchecked) == (0, 1)
     assert str(report).splitlines() == [
-        "nothing was overwritten in 0 uses of saved tensors and 1 reads of memory that tensors share with others",
+        (
+            "nothing was overwritten in 0 uses of saved tensors and 1 reads of memory that tensors"
+            " share with others"
+        ),
         "not compared: 1 others, because torch does not give the tensor's content away",
     ]

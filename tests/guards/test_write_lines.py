@@ -1,4 +1,6 @@
-"""Findings name the line that wrote, whoever wrote: NumPy, torch, another library, a collate function, a thread."""
+"""Findings name the line that wrote, whoever wrote: NumPy, torch, another library, a collate
+function, a thread.
+"""
 
 import ctypes
 import queue
@@ -74,10 +76,20 @@ def collate(buffer, _):
 
 
 WRITERS = [
-    *(slice_assignment, ufunc_with_out, copyto, method, augmented_in_a_loop, memory_view, foreign_library),
+    *(
+        slice_assignment,
+        ufunc_with_out,
+        copyto,
+        method,
+        augmented_in_a_loop,
+        memory_view,
+        foreign_library,
+    ),
     *(view_of_the_tensor, torch_copy, torch_out, through_data, collate),
 ]
-not_followed = pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger or coverage follows the lines")
+not_followed = pytest.mark.skipif(
+    sys.gettrace() is not None, reason="a debugger or coverage follows the lines"
+)
 
 
 def finding_of(write, reads="any", own=False):
@@ -134,13 +146,18 @@ def test_stale_read_names_the_line_that_filled_the_array_again():
             buffer[:] = value + 1  # fills
             kept.append(torch.from_numpy(buffer))
         torch.stack(kept)
-    assert [writer.text for writer in report.findings[0].writers] == ["buffer[:] = value + 1  # fills"]
+    assert [writer.text for writer in report.findings[0].writers] == [
+        "buffer[:] = value + 1  # fills"
+    ]
 
 
 def test_a_writer_that_is_not_looked_for_is_said_to_be_unknown():
     finding = finding_of(slice_assignment, reads="backward")
     assert finding.writers == ()
-    assert "which line wrote is not known, only that it ran after that one (gpulab.guard(" in finding.explanation
+    assert (
+        "which line wrote is not known, only that it ran after that one (gpulab.guard("
+        in finding.explanation
+    )
 
 
 def test_lines_are_not_followed_where_somebody_else_follows_them():
@@ -155,7 +172,9 @@ def test_lines_are_not_followed_where_somebody_else_follows_them():
     finally:
         sys.settrace(before)
     assert finding.writers == ()
-    assert finding.explanation.endswith("which line wrote is not known, only that it ran after that one")
+    assert finding.explanation.endswith(
+        "which line wrote is not known, only that it ran after that one"
+    )
 
 
 def test_lines_are_followed_no_longer_than_the_guard():

@@ -1,10 +1,13 @@
-"""Make chainer_windows.npz: windows of the authors' own network, trained by stock Chainer on a CPU, frames copied.
+"""Make chainer_windows.npz: windows of the authors' own network, trained by stock Chainer on a CPU,
+frames copied.
 
-    python tests/models/make_chainer_windows.py prednet_in_chainer_py3/PredNet tests/models/chainer_windows.npz
+    python tests/models/make_chainer_windows.py prednet_in_chainer_py3/PredNet
+    tests/models/chainer_windows.npz
 
-`python benchmarks/peers/published.py --help` says how to install Chainer and where the authors' `net.py` is from. The
-archive holds frames as bytes (T, C, H, W); the losses of each window; the weights before the first window and the
-gradient of each, all arrays one after the other in the order of their names; and how it was made.
+`python benchmarks/peers/published.py --help` says how to install Chainer and where the authors'
+`net.py` is from. The archive holds frames as bytes (T, C, H, W); the losses of each window; the
+weights before the first window and the gradient of each, all arrays one after the other in the
+order of their names; and how it was made.
 """
 
 import json
@@ -34,7 +37,9 @@ def scene(count, height, width):
 def main():
     """Train, and keep what each window gave."""
     net, output = sys.argv[1:]
-    authors = benchmark("peers/published").Published(net, size=SIZE, channels=CHANNELS, loader="copied")
+    authors = benchmark("peers/published").Published(
+        net, size=SIZE, channels=CHANNELS, loader="copied"
+    )
     weights = {name: parameter.data for name, parameter in sorted(authors.model.namedparams())}
     frames = scene(WINDOWS * FRAMES, *SIZE)
     seen = frames.astype(np.float32) / np.float32(255)
@@ -43,11 +48,23 @@ def main():
     for number in range(WINDOWS):
         begin, end = number * FRAMES, (number + 1) * FRAMES
         gradients = []
-        losses = authors.window(seen[max(1, begin) : end], lambda: gradients.append(authors.gradients()))  # noqa: B023
-        kept |= {f"losses{number}": np.array(losses, np.float32), f"gradient{number}": flat(gradients[0])}
-    versions = {"chainer": authors.chainer.__version__, "numpy": np.__version__, "python": platform.python_version()}
+        losses = authors.window(
+            seen[max(1, begin) : end],
+            lambda: gradients.append(authors.gradients()),  # noqa: B023
+        )
+        kept |= {
+            f"losses{number}": np.array(losses, np.float32),
+            f"gradient{number}": flat(gradients[0]),
+        }
+    versions = {
+        "chainer": authors.chainer.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
     names = [name.removeprefix("/predictor/") for name in weights]
-    kept["made"] = np.array(json.dumps({**versions, "command": shlex.join(["python", *sys.argv]), "names": names}))
+    kept["made"] = np.array(
+        json.dumps({**versions, "command": shlex.join(["python", *sys.argv]), "names": names})
+    )
     np.savez_compressed(output, **kept)
 
 

@@ -8,8 +8,33 @@ import torch
 
 import gpulab as gl
 
-NO_WIDTHS = [(3.0, 4), (True, 4), ("3", 4), "34", 3, (), None, (-1, 3), (0, 3), {3: 4}, {3, 4}, np.array(3), [[3], 4]]
-NO_SIZES = [(12,), 12, (12, 16, 3), (12.0, 16), (0, 16), (-12, 16), "12x16", None, (True, 16), (float("nan"), 16)]
+NO_WIDTHS = [
+    (3.0, 4),
+    (True, 4),
+    ("3", 4),
+    "34",
+    3,
+    (),
+    None,
+    (-1, 3),
+    (0, 3),
+    {3: 4},
+    {3, 4},
+    np.array(3),
+    [[3], 4],
+]
+NO_SIZES = [
+    (12,),
+    12,
+    (12, 16, 3),
+    (12.0, 16),
+    (0, 16),
+    (-12, 16),
+    "12x16",
+    None,
+    (True, 16),
+    (float("nan"), 16),
+]
 NO_COUNTS = [1.0, 0, -3, True, "5", None, (3,)]
 SIZED = {
     "prednet": functools.partial(gl.models.PredNet, (3, 4)),
@@ -30,9 +55,13 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("given", NO_WIDTHS, ids=repr)
-@pytest.mark.parametrize(("make", "name"), [(gl.models.PredNet, "channels"), (gl.models.Autoencoder, "hidden")])
+@pytest.mark.parametrize(
+    ("make", "name"), [(gl.models.PredNet, "channels"), (gl.models.Autoencoder, "hidden")]
+)
 def test_widths_that_are_no_whole_numbers_are_refused(make, name, given):
-    with pytest.raises(gl.UsageError, match=rf"^{name}=.*: expected one or more whole numbers from 1$"):
+    with pytest.raises(
+        gl.UsageError, match=rf"^{name}=.*: expected one or more whole numbers from 1$"
+    ):
         make(given)
 
 
@@ -40,7 +69,10 @@ def test_widths_that_are_no_whole_numbers_are_refused(make, name, given):
 @pytest.mark.parametrize("kind", SIZED)
 def test_sizes_that_are_no_height_and_width_are_refused(kind, given):
     with pytest.raises(
-        gl.UsageError, match=r"size=.*: expected \(height, width\), whole numbers from 1(, got (height|width)=.*)?$"
+        gl.UsageError,
+        match=(
+            r"size=.*: expected \(height, width\), whole numbers from 1(, got (height|width)=.*)?$"
+        ),
     ):
         SIZED[kind](size=given)
 

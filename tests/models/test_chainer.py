@@ -21,12 +21,16 @@ def net(saved):
 
 def test_every_parameter_is_one_of_the_file_and_back(net, saved):
     assert (net.channels, net.size) == ((3, 8, 16), (24, 32))
-    views = chainer_views(gl.models.PredNet.from_chainer(str(saved)), lambda parameter: parameter.data)
+    views = chainer_views(
+        gl.models.PredNet.from_chainer(str(saved)), lambda parameter: parameter.data
+    )
     with np.load(saved) as archive:
         assert {name.removeprefix("predictor/") for name in archive.files} == set(views)
         for name in archive.files:
             assert (views[name.removeprefix("predictor/")].numpy() == archive[name]).all(), name
-    assert sum(view.numel() for view in views.values()) == sum(parameter.numel() for parameter in net.parameters())
+    assert sum(view.numel() for view in views.values()) == sum(
+        parameter.numel() for parameter in net.parameters()
+    )
 
 
 @torch.no_grad()
@@ -36,7 +40,9 @@ def test_predictions_and_losses_are_those_of_chainer(net, real_data):
     assert np.abs(net(frames[:-1])[0][:, 0].numpy() - expected["predictions"]).max() < 1e-5
     objective, per_frame, _ = net.training_loss(frames, None)
     np.testing.assert_allclose(per_frame.numpy(), expected["losses"], rtol=1e-5, atol=0)
-    assert objective.item() == pytest.approx(float(expected["losses"].astype(np.float64).sum()), rel=1e-5)
+    assert objective.item() == pytest.approx(
+        float(expected["losses"].astype(np.float64).sum()), rel=1e-5
+    )
 
 
 def refused(file, *words):
@@ -46,9 +52,13 @@ def refused(file, *words):
     assert "\n" not in str(error.value)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(share=st.floats(0, 1, exclude_max=True), by=st.none() | st.binary(min_size=1, max_size=2000))
-def test_a_model_that_is_damaged_or_cut_anywhere_never_loads_as_another(net, saved, tmp_path, share, by):
+def test_a_model_that_is_damaged_or_cut_anywhere_never_loads_as_another(
+    net, saved, tmp_path, share, by
+):
     content, file = saved.read_bytes(), tmp_path / "a.model"
     place = int(len(content) * share)
     file.write_bytes(content[:place] + (by + content[place + len(by) :] if by else b""))
@@ -87,7 +97,10 @@ CHANGES = {
     "whole numbers": ({"a\x1b[31m": np.zeros(1, np.int64)}, [r"a\x1b[31m is of type int64"]),
     "of another shape": ({"predictor/ConvA1/W": np.zeros((2, 3, 3, 3))}, ["ConvA1/W"]),
     "of another size": ({"predictor/ConvLSTM0/c_i/W": np.zeros((1, 3, 23, 31))}, []),
-    "not finite": ({"predictor/ConvP0/b": np.array([np.inf])}, ["ConvP0/b holds numbers that are not finite"]),
+    "not finite": (
+        {"predictor/ConvP0/b": np.array([np.inf])},
+        ["ConvP0/b holds numbers that are not finite"],
+    ),
 }
 
 

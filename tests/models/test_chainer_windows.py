@@ -1,4 +1,6 @@
-"""The published network, window after window, beside the authors' own in stock Chainer (make_chainer_windows.py)."""
+"""The published network, window after window, beside the authors' own in stock Chainer
+(make_chainer_windows.py).
+"""
 
 from pathlib import Path
 
@@ -20,27 +22,39 @@ def chainer():
 
 
 def windows(chainer):
-    """Of frames, as the published loop cuts them: each begins with the last frame of the one before."""
+    """Of frames, as the published loop cuts them: each begins with the last frame of the one
+    before.
+    """
     count = sum(name.startswith("losses") for name in chainer)
     frames, length = chainer["frames"], len(chainer["frames"]) // count
     return [frames[max(0, number * length - 1) : (number + 1) * length] for number in range(count)]
 
 
 def network(chainer, truncation="loss"):
-    """With the weights that Chainer began with, and these, one after the other, to be written to."""
+    """With the weights that Chainer began with, and these, one after the other, to be written
+    to.
+    """
     net = gl.models.PredNet((3, 4, 8), chainer["frames"].shape[2:], truncation=truncation)
     place = 0
     for _, weights in sorted(chainer_views(net, lambda parameter: parameter.data).items()):
-        weights.copy_(torch.from_numpy(chainer["weights"][place : (place := place + weights.numel())]).view_as(weights))
+        weights.copy_(
+            torch.from_numpy(
+                chainer["weights"][place : (place := place + weights.numel())]
+            ).view_as(weights)
+        )
     return net
 
 
 class ChainersAdam:
-    """As Kingma and Ba 2014 end their section 2: epsilon is added to the root of the moment before its correction."""
+    """As Kingma and Ba 2014 end their section 2: epsilon is added to the root of the moment
+    before its correction.
+    """
 
     def __init__(self, parameters):
         self.parameters, self.count = parameters, 0
-        self.moments = [(torch.zeros_like(parameter), torch.zeros_like(parameter)) for parameter in parameters]
+        self.moments = [
+            (torch.zeros_like(parameter), torch.zeros_like(parameter)) for parameter in parameters
+        ]
 
     @torch.no_grad()
     def step(self):
@@ -81,7 +95,9 @@ def distances(chainer, number, gradient):
 def test_every_window_has_the_losses_and_the_gradient_of_chainer(chainer, loader):
     for number, (losses, gradient) in enumerate(trained(chainer, loader=loader)):
         np.testing.assert_allclose(losses, chainer[f"losses{number}"], rtol=1e-5, atol=0)
-        assert {name: d for name, d in distances(chainer, number, gradient).items() if not d < 1e-4} == {}
+        assert {
+            name: d for name, d in distances(chainer, number, gradient).items() if not d < 1e-4
+        } == {}
 
 
 def test_with_the_whole_state_cut_off_later_windows_lack_a_term(chainer):
@@ -96,7 +112,9 @@ def test_with_the_whole_state_cut_off_later_windows_lack_a_term(chainer):
 def after_a_window(chainer, truncation, dtype=torch.float32):
     """A network, the second window, and the state that it begins with."""
     net = network(chainer, truncation).to(dtype)
-    first, second, *_ = (torch.from_numpy(frames).to(dtype).div(255)[:, None] for frames in windows(chainer))
+    first, second, *_ = (
+        torch.from_numpy(frames).to(dtype).div(255)[:, None] for frames in windows(chainer)
+    )
     return net, second, net.training_loss(first, None)[2]
 
 
@@ -108,7 +126,8 @@ def gradient_of(net, batch, state):
 
 def test_the_term_is_what_autograd_gives_for_a_graph_that_was_kept(chainer):
     net, batch, state = after_a_window(chainer, "state", torch.float64)
-    kept = [state[0]]  # the last P are made again from the last R, which is where Chainer's graph ends
+    # the last P are made again from the last R, which is where Chainer's graph ends
+    kept = [state[0]]
     for conv, layer in zip(net.conv_p[1:], state[1:], strict=True):
         kept.append(layer._replace(p=torch.relu(conv(layer.r))))
         assert (kept[-1].p == layer.p).all()
@@ -122,7 +141,9 @@ def test_the_hessian_is_that_of_double_backward(chainer):
     net, batch, state = after_a_window(chainer, "loss", torch.float64)
     parameters = list(net.parameters())
     v = torch.randn(15468, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    gradient = torch.autograd.grad(net.training_loss(batch, state)[0], parameters, create_graph=True)
+    gradient = torch.autograd.grad(
+        net.training_loss(batch, state)[0], parameters, create_graph=True
+    )
     slope = torch.cat([part.flatten() for part in gradient]) @ v
     expected = torch.cat([part.flatten() for part in torch.autograd.grad(slope, parameters)])
     found = gl.hessian(net, lambda: net.training_loss(batch, state)[0]) @ v

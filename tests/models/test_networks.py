@@ -1,4 +1,6 @@
-"""What all networks have in common: what they refuse, that an option makes another run, and bits that are flipped."""
+"""What all networks have in common: what they refuse, that an option makes another run, and bits
+that are flipped.
+"""
 
 import math
 import re
@@ -16,13 +18,23 @@ SMALL = {"setting": "cpu:threads=1", "profile": "smoke", "progress": False}
 REFUSED = {
     gl.models.PredNet: {"channels": [(), (3, 0)], "truncation": ["none"]},
     gl.models.Autoencoder: {"hidden": [(), (8, -1)], "batch_size": [0, 2.0]},
-    gl.models.Whitener: {"hidden": [-1], "code": [0], "batch_size": [24], "covariance": ["two-pass"]},
+    gl.models.Whitener: {
+        "hidden": [-1],
+        "code": [0],
+        "batch_size": [24],
+        "covariance": ["two-pass"],
+    },
 }
 
 
 @pytest.mark.parametrize(
     ("network", "option", "value"),
-    [(network, option, value) for network, of in REFUSED.items() for option in of for value in of[option]],
+    [
+        (network, option, value)
+        for network, of in REFUSED.items()
+        for option in of
+        for value in of[option]
+    ],
 )
 def test_an_option_that_makes_no_sense_is_refused_with_its_value(network, option, value):
     with pytest.raises(gl.UsageError) as error:
@@ -48,22 +60,32 @@ SHAPES = {
 def test_frames_of_another_shape_are_refused_with_the_shape_expected(expected):
     net, shapes = SHAPES[expected]
     for shape in shapes:
-        with pytest.raises(gl.UsageError, match=re.escape(f"of shape {shape}: expected {expected}")):
+        with pytest.raises(
+            gl.UsageError, match=re.escape(f"of shape {shape}: expected {expected}")
+        ):
             net(torch.zeros(shape))
 
 
 def test_networks_that_differ_in_one_option_are_other_runs():
     nets = [gl.models.PredNet((3, 4), (12, 16), truncation=how) for how in TRUNCATIONS]
     nets += [gl.models.Autoencoder((8,), batch_size=size) for size in (1, 4)]
-    assert len({plan_run(net, profile="smoke").identity(gl.passport()).id for net in nets}) == len(nets)
+    assert len({plan_run(net, profile="smoke").identity(gl.passport()).id for net in nets}) == len(
+        nets
+    )
 
 
-@pytest.mark.parametrize(("hidden", "size"), [((128, 32), (28, 28)), ((5,), (4, 5)), ([64, 16, 8], (6, 10))])
+@pytest.mark.parametrize(
+    ("hidden", "size"), [((128, 32), (28, 28)), ((5,), (4, 5)), ([64, 16, 8], (6, 10))]
+)
 @torch.no_grad()
 def test_the_layers_are_those_of_the_docstring_written_out(hidden, size):
     net, pictures = gl.models.Autoencoder(hidden, size), torch.rand(3, 1, *size)
     layers = [layer for layer in net.layers if isinstance(layer, torch.nn.Linear)]
-    assert [layer.out_features for layer in layers] == [*hidden, *reversed(hidden[:-1]), size[0] * size[1]]
+    assert [layer.out_features for layer in layers] == [
+        *hidden,
+        *reversed(hidden[:-1]),
+        size[0] * size[1],
+    ]
     code = pictures.flatten(1)
     for layer in layers:
         layer.bias += 0.1
@@ -81,8 +103,12 @@ def test_batch_size_says_how_many_images_an_update_sees():
     net = gl.models.Autoencoder(batch_size=8)
     loss, each, _ = net.training_loss(window[:8], None)
     assert each.tolist() == 8 * [loss.item()]
-    assert loss.item() == pytest.approx((net(window[:8]) - window[:8]).square().mean().item(), rel=1e-6)
-    run = gl.train("autoencoder", profile="smoke", frames=40, model_options={"batch_size": 8}, progress=False)
+    assert loss.item() == pytest.approx(
+        (net(window[:8]) - window[:8]).square().mean().item(), rel=1e-6
+    )
+    run = gl.train(
+        "autoencoder", profile="smoke", frames=40, model_options={"batch_size": 8}, progress=False
+    )
     assert run.history.step.iloc[-1] == 6  # two windows of three updates
 
 
@@ -104,8 +130,14 @@ def test_the_last_bit_of_any_weight_can_be_changed_alone_and_changed_back(weight
 def test_what_is_not_there_is_refused():
     for call, words in (
         (lambda: gl.models.flip_bit(two_layers(), 14), "flip 14: .* from 0 to 13"),
-        (lambda: gl.train("autoencoder", flip=999_999_999, **SMALL), "flip 999999999: expected the number of a weight"),
-        (lambda: gl.train("autoencoder", draws="dice", **SMALL), "draws 'dice': expected one of cpu, device"),
+        (
+            lambda: gl.train("autoencoder", flip=999_999_999, **SMALL),
+            "flip 999999999: expected the number of a weight",
+        ),
+        (
+            lambda: gl.train("autoencoder", draws="dice", **SMALL),
+            "draws 'dice': expected one of cpu, device",
+        ),
     ):
         with pytest.raises(gl.UsageError, match=words):
             call()
@@ -120,21 +152,30 @@ def test_the_record_says_what_was_flipped_and_who_drew(tmp_path):
     assert frame.weights.nunique() == 1
 
 
-# --- one network, many images; drawn weights ---------------------------------------------------------------
+# --- one network, many images; drawn weights ------------------------------------------------------
 
 
 @torch.no_grad()
 def test_a_batch_is_its_members_one_by_one():
-    net, frames = gl.models.PredNet((3, 4, 5), (8, 12)).double(), torch.rand(5, 2, 3, 8, 12).double()
+    net, frames = (
+        gl.models.PredNet((3, 4, 5), (8, 12)).double(),
+        torch.rand(5, 2, 3, 8, 12).double(),
+    )
     alone = [net(member)[0] for member in frames.split(1, dim=1)]
     torch.testing.assert_close(net(frames)[0], torch.cat(alone, dim=1), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("net", [gl.models.PredNet((3, 48, 96), (64, 96)), gl.models.Autoencoder((500, 200))])
+@pytest.mark.parametrize(
+    "net", [gl.models.PredNet((3, 48, 96), (64, 96)), gl.models.Autoencoder((500, 200))]
+)
 def test_published_weights_are_lecun_normal_and_biases_zero(net):
     """Those of each convolution of the authors' code, by how many numbers it reads."""
     of_prednet, scaled = isinstance(net, gl.models.PredNet), []
-    named = chainer_views(net, lambda parameter: parameter) if of_prednet else dict(net.named_parameters())
+    named = (
+        chainer_views(net, lambda parameter: parameter)
+        if of_prednet
+        else dict(net.named_parameters())
+    )
     for weight in (weight for name, weight in named.items() if name.endswith(("W", "weight"))):
         values = weight.detach().flatten() * math.sqrt(weight[0].numel())
         scaled.append(values)
@@ -144,10 +185,14 @@ def test_published_weights_are_lecun_normal_and_biases_zero(net):
     everything = torch.cat(scaled)
     inside = [(everything.abs() < bound).double().mean().item() for bound in (1, 2, 3)]
     assert inside == pytest.approx([0.6827, 0.9545, 0.9973], abs=2e-3)  # a normal distribution
-    assert all((parameter == 0).all() for name, parameter in net.named_parameters() if "bias" in name)
+    assert all(
+        (parameter == 0).all() for name, parameter in net.named_parameters() if "bias" in name
+    )
 
 
-@pytest.mark.parametrize("make", [lambda: gl.models.PredNet((3, 4), (8, 12)), lambda: gl.models.Autoencoder((6, 3))])
+@pytest.mark.parametrize(
+    "make", [lambda: gl.models.PredNet((3, 4), (8, 12)), lambda: gl.models.Autoencoder((6, 3))]
+)
 def test_the_drawn_weights_depend_on_the_generator_alone(make):
     plain = make()
     reference = drawn(plain)

@@ -10,7 +10,9 @@ CPU, TF32 = "cpu:threads=1", "cpu:threads=1,emulate=tf32"
 
 def codes(count=60, width=5, mean=0.5, spread=0.1):
     generator = torch.Generator().manual_seed(0)
-    mixed = torch.randn(count, width, generator=generator) @ torch.randn(width, width, generator=generator)
+    mixed = torch.randn(count, width, generator=generator) @ torch.randn(
+        width, width, generator=generator
+    )
     return mean + spread * mixed
 
 
@@ -26,12 +28,16 @@ def test_whitened_codes_are_uncorrelated_and_of_variance_one_or_nan():
     white = whiten(x, covariance(x, "centred"))
     assert white.mean(0).abs().max() < 1e-12
     expected = torch.eye(5, dtype=torch.float64)
-    torch.testing.assert_close(white.T @ white / len(white), expected, rtol=0, atol=2 * EPSILON / 0.01**2)
+    torch.testing.assert_close(
+        white.T @ white / len(white), expected, rtol=0, atol=2 * EPSILON / 0.01**2
+    )
     x = codes(width=2)
     white = whiten(x, torch.diag(torch.tensor([1.0, -1e-3])))
     assert white.shape == x.shape
     assert white.isnan().all()
-    assert whiten(x, torch.diag(torch.tensor([1.0, 0.0]))).isfinite().all(), "a variance of nothing is made up for"
+    assert whiten(x, torch.diag(torch.tensor([1.0, 0.0]))).isfinite().all(), (
+        "a variance of nothing is made up for"
+    )
 
 
 def test_a_window_is_cut_into_batches_of_at_least_the_size_asked_for():
@@ -62,7 +68,10 @@ def test_it_learns_in_float32_and_turns_nan_in_tf32_unless_cured(seed):
 def test_centred_covariance_has_no_negative_eigenvalue_whatever_the_rounding():
     x = 100 + codes(width=20)
     with gl.emulate("tf32"):
-        lowest = {how: torch.linalg.eigvalsh(covariance(x, how).double()).min().item() for how in COVARIANCES}
+        lowest = {
+            how: torch.linalg.eigvalsh(covariance(x, how).double()).min().item()
+            for how in COVARIANCES
+        }
     assert lowest["one-pass"] < -EPSILON
     assert lowest["centred"] > -1e-7 < lowest["float32"] + 1e-2
 

@@ -1,4 +1,6 @@
-"""Emulated arithmetic: against products written out, against exact fractions (test_products.py: an H200)."""
+"""Emulated arithmetic: against products written out, against exact fractions (test_products.py:
+an H200).
+"""
 
 import itertools
 import math
@@ -36,14 +38,22 @@ PRODUCTS = {
     "addbmm": lambda r: torch.addbmm(BIAS, r(BATCH), r(OTHER), alpha=3),
     "in place": lambda r: BIAS.clone().addmm_(r(A), r(B), beta=0.5),
     "into a tensor of another size": lambda r: torch.mm(r(A), r(B), out=torch.empty(0)),
-    "convolution": lambda r: F.conv2d(r(draw(2, 3, 6, 5)), r(draw(4, 3, 3, 3, seed=1)), V[:4], padding=1),
+    "convolution": lambda r: F.conv2d(
+        r(draw(2, 3, 6, 5)), r(draw(4, 3, 3, 3, seed=1)), V[:4], padding=1
+    ),
 }
 NOT_PLAIN = {
     "dimensions=1": lambda r: F.conv1d(r(draw(2, 3, 9)), r(draw(4, 3, 3, seed=1)), stride=2),
     "dimensions=3": lambda r: F.conv3d(r(draw(1, 2, 4, 4, 4)), r(draw(3, 2, 2, 2, 2, seed=1))),
-    "transposed=True": lambda r: F.conv_transpose2d(r(draw(2, 4, 6, 5)), r(draw(4, 3, 3, 3, seed=1)), stride=2),
-    "dilation=.1, 2.": lambda r: F.conv2d(r(draw(2, 3, 6, 5)), r(draw(4, 3, 3, 2, seed=1)), dilation=(1, 2)),
-    "groups=2": lambda r: F.conv2d(r(draw(2, 4, 6, 5)), r(draw(6, 2, 3, 3, seed=1)), groups=2, dilation=2),
+    "transposed=True": lambda r: F.conv_transpose2d(
+        r(draw(2, 4, 6, 5)), r(draw(4, 3, 3, 3, seed=1)), stride=2
+    ),
+    "dilation=.1, 2.": lambda r: F.conv2d(
+        r(draw(2, 3, 6, 5)), r(draw(4, 3, 3, 2, seed=1)), dilation=(1, 2)
+    ),
+    "groups=2": lambda r: F.conv2d(
+        r(draw(2, 4, 6, 5)), r(draw(6, 2, 3, 3, seed=1)), groups=2, dilation=2
+    ),
 }
 
 
@@ -81,7 +91,9 @@ def test_emulated_backward_pass_rounds_factors_and_not_the_gradient_of_a_bias():
         weight, short, given = (round_to(t.detach(), "tf32") for t in (layer.weight, flow, x))
         expected = short @ weight if x.ndim == 2 else nn.grad.conv2d_input(x.shape, weight, short)
         assert torch.equal(x.grad, expected)
-        expected = short.T @ given if x.ndim == 2 else nn.grad.conv2d_weight(given, weight.shape, short)
+        expected = (
+            short.T @ given if x.ndim == 2 else nn.grad.conv2d_weight(given, weight.shape, short)
+        )
         assert torch.equal(layer.weight.grad, expected)
         assert apart(layer.bias.grad, flow.double().sum([0, *range(2, x.ndim)])) < 1e-6
 
@@ -119,9 +131,15 @@ def test_emulated_float32_does_not_pass_tensor_cores():
 
 REACHED = {
     "affine grid": (lambda x: F.affine_grid(x, [2, 1, 5, 5], align_corners=False), (2, 2, 3)),
-    "affine grid in space": (lambda x: F.affine_grid(x, [2, 1, 3, 4, 5], align_corners=False), (2, 3, 4)),
+    "affine grid in space": (
+        lambda x: F.affine_grid(x, [2, 1, 3, 4, 5], align_corners=False),
+        (2, 3, 4),
+    ),
     "bilinear": (lambda x: F.bilinear(x, x, x.new_ones(3, 6, 6) / 3), (40, 6)),
-    "convolution in time": (lambda x: torch.conv_tbc(x, x[:3, :3].mT.contiguous() / 3, x.new_ones(3), 1), (9, 3, 3)),
+    "convolution in time": (
+        lambda x: torch.conv_tbc(x, x[:3, :3].mT.contiguous() / 3, x.new_ones(3), 1),
+        (9, 3, 3),
+    ),
     "distances": (lambda x: torch.cdist(x, x), (40, 6)),
     "pseudoinverse": (torch.linalg.pinv, (40, 6)),
     "linear": (nn.Linear(6, 3), (40, 6)),
@@ -146,7 +164,10 @@ def test_emulation_reaches_composite_operations_and_fused_layers(name, mode):
 
 
 def test_emulation_refuses_fused_operations_that_it_cannot_reach():
-    words = r"inside linalg_matrix_exp: write it .* \(at test_emulation\.py:\d+: torch\.linalg\.matrix_exp\(draw"
+    words = (
+        r"inside linalg_matrix_exp: write it .* \(at test_emulation\.py:\d+:"
+        r" torch\.linalg\.matrix_exp\(draw"
+    )
     with pytest.raises(gl.GpulabError, match=words), emulate("tf32"):
         torch.linalg.matrix_exp(draw(2, 2, 2))
 
@@ -158,7 +179,8 @@ def test_refusal_of_an_order_names_the_line():
 
 
 @pytest.mark.parametrize(
-    ("points", "options"), [(40, {"p": 1.0}), (5, {}), (40, {"compute_mode": "donot_use_mm_for_euclid_dist"})]
+    ("points", "options"),
+    [(40, {"p": 1.0}), (5, {}), (40, {"compute_mode": "donot_use_mm_for_euclid_dist"})],
 )
 def test_emulation_leaves_distances_without_products_alone(points, options):
     x = draw(points, 6)
@@ -167,7 +189,7 @@ def test_emulation_leaves_distances_without_products_alone(points, options):
         assert torch.equal(torch.cdist(x, x, **options), plain)
 
 
-# --- orders of summation ---------------------------------------------------------------------------------
+# --- orders of summation --------------------------------------------------------------------------
 
 
 def sequential(a, b, _):
@@ -198,8 +220,13 @@ def tensor_core(a, b, how):
     """Align to the largest exponent, cut, add, and cut to the bits kept."""
     total = Fraction(0)
     for start in range(0, len(a), how.block_size):
-        pairs = list(zip(a[start : start + how.block_size], b[start : start + how.block_size], strict=True))
-        last = max([leading(x) + leading(y) for x, y in pairs] + [leading(float(total))]) - how.fraction_bits
+        pairs = list(
+            zip(a[start : start + how.block_size], b[start : start + how.block_size], strict=True)
+        )
+        last = (
+            max([leading(x) + leading(y) for x, y in pairs] + [leading(float(total))])
+            - how.fraction_bits
+        )
         total = sum((cut(Fraction(x) * Fraction(y), last) for x, y in pairs), cut(total, last))
         size = math.floor(math.log2(abs(total))) if total else 0
         total = cut(total, max(size, -126) - how.significant_bits + 1)
@@ -216,21 +243,37 @@ SUMS += [(name, "tensor-core") for name in ("hopper", "ampere", "float16", "floa
 @pytest.mark.parametrize("count", [1, 3, 8, 37])
 @pytest.mark.parametrize(("name", "order"), SUMS)
 def test_orders_of_summation_are_their_definition_in_exact_fractions(name, order, count, spread):
-    how, most = find_arithmetic(name, order), 12 if name == "float16" else 25 if name == "float32" else 70
+    how, most = (
+        find_arithmetic(name, order),
+        12 if name == "float16" else 25 if name == "float32" else 70,
+    )
     for seed in range(5):
         generator = np.random.default_rng(seed)
         powers = generator.integers(-min(spread, most), min(spread, most) + 1, (2, count))
-        x = torch.from_numpy((generator.standard_normal((2, count)) * 2.0**powers).astype(np.float32))
+        x = torch.from_numpy(
+            (generator.standard_normal((2, count)) * 2.0**powers).astype(np.float32)
+        )
         a, b = round_to(x, how.format).nan_to_num(0, 0, 0)
         a[generator.random(count) < 0.1] = 0
-        assert DEFINITIONS[order](a.tolist(), b.tolist(), how) == how.multiply(a[None], b[:, None]).item()
+        assert (
+            DEFINITIONS[order](a.tolist(), b.tolist(), how)
+            == how.multiply(a[None], b[:, None]).item()
+        )
 
 
 def test_emulated_tensor_core_passes_on_what_is_not_finite():
     with gl.setting("cpu:tf32=on,emulate=hopper,order=tensor-core"):
-        for given, expected in (([math.inf, 1.0], math.inf), ([-math.inf, 1.0], -math.inf), ([3e38, 3e38], math.inf)):
+        for given, expected in (
+            ([math.inf, 1.0], math.inf),
+            ([-math.inf, 1.0], -math.inf),
+            ([3e38, 3e38], math.inf),
+        ):
             assert (torch.tensor([given]) @ torch.tensor([[1.0], [1.0]])).item() == expected
-        assert (torch.tensor([[math.inf, -math.inf], [math.nan, 1.0]]) @ torch.ones(2, 1)).isnan().all()
+        assert (
+            (torch.tensor([[math.inf, -math.inf], [math.nan, 1.0]]) @ torch.ones(2, 1))
+            .isnan()
+            .all()
+        )
 
 
 @pytest.mark.parametrize("order", [*ORDERS, "tensor-core+split-3"])
@@ -239,25 +282,31 @@ def test_emulated_products_without_numbers_or_of_zeros_are_zero(order, shape):
     rows, terms, columns = shape
     for name in ("tf32", "float8_e4m3fn"):
         with emulate(name, order=order):
-            assert torch.equal(torch.zeros(rows, terms) @ torch.zeros(terms, columns), torch.zeros(rows, columns))
+            assert torch.equal(
+                torch.zeros(rows, terms) @ torch.zeros(terms, columns), torch.zeros(rows, columns)
+            )
 
 
 @pytest.mark.parametrize("order", ["sequential", "split-3", "tensor-core+split-2"])
 def test_emulated_order_of_convolutions_of_every_geometry_matches_float64(order):
     name, tolerance = ("tf32", 5e-3) if "tensor" in order else ("float32", 1e-5)
-    for stride, padding in itertools.product(itertools.product((1, 3), (1, 2)), itertools.product((0, 1, 2), (0, 1))):
+    for stride, padding in itertools.product(
+        itertools.product((1, 3), (1, 2)), itertools.product((0, 1, 2), (0, 1))
+    ):
         x, weight = draw(2, 4, 6, 5).requires_grad_(), draw(6, 4, 3, 2, seed=1).requires_grad_()
         right = F.conv2d(x.double(), weight.double(), stride=stride, padding=padding)
         flow = draw(*right.shape, seed=3)
         with emulate(name, order=order):
             out = F.conv2d(x, weight, stride=stride, padding=padding)
             made = out, *torch.autograd.grad(out, (x, weight), flow)
-        for got, wanted in zip(made, (right, *torch.autograd.grad(right, (x, weight), flow.double())), strict=True):
+        for got, wanted in zip(
+            made, (right, *torch.autograd.grad(right, (x, weight), flow.double())), strict=True
+        ):
             assert got.shape == wanted.shape
             assert apart(got.detach(), wanted.detach()) < tolerance, (stride, padding)
 
 
-# --- the block -------------------------------------------------------------------------------------------
+# --- the block ------------------------------------------------------------------------------------
 
 
 def test_emulation_inside_another_replaces_it_and_leaves_it_in_place():
@@ -279,7 +328,10 @@ def test_emulate_refuses_unknown_names_naming_what_there_is():
     for options, named in (
         ("emulate=tf23", ["'tf23'", *FORMATS, *CHIPS]),
         ("emulate=tf32,order=split-0", ["'split-0'", "1 to 9999", *ORDERS]),
-        ("emulate=float32,order=tensor-core", ["no tensor cores for float32", "tf32, ampere or hopper"]),
+        (
+            "emulate=float32,order=tensor-core",
+            ["no tensor cores for float32", "tf32, ampere or hopper"],
+        ),
     ):
         with pytest.raises(gl.UsageError) as error, gl.setting(f"cpu:{options}"):
             pass

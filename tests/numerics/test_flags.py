@@ -1,4 +1,6 @@
-"""Whether TF32 is allowed, by both of torch's interfaces, and by the old one alone, as an older torch has it."""
+"""Whether TF32 is allowed, by both of torch's interfaces, and by the old one alone, as an older
+torch has it.
+"""
 
 import itertools
 
@@ -29,15 +31,23 @@ def test_tf32_is_switched_read_and_put_back():
         with restore_tf32_on_exit():
             switch_tf32(allowed)
             assert (cublas.allow_tf32, cudnn.allow_tf32) == (allowed, allowed)
-            assert [precision_allowed(product) == "tf32" for product in ("matmul", "conv")] == [allowed, allowed]
+            assert [precision_allowed(product) == "tf32" for product in ("matmul", "conv")] == [
+                allowed,
+                allowed,
+            ]
             cublas.allow_tf32, cudnn.allow_tf32 = True, False
-            assert [precision_allowed(product) == "tf32" for product in ("matmul", "conv")] == [True, False]
+            assert [precision_allowed(product) == "tf32" for product in ("matmul", "conv")] == [
+                True,
+                False,
+            ]
             assert arithmetic()["matmul_fp32"] != arithmetic()["convolution_fp32"]
         assert (cublas.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()) == before
 
 
 def short():
-    """Of matrix products and of convolutions, forward and backward: whether their factors were rounded to TF32."""
+    """Of matrix products and of convolutions, forward and backward: whether their factors were
+    rounded to TF32.
+    """
     x = torch.full((1, 1, 1, 1), 1 + 3 * 2.0**-12)
     weight = torch.ones(1, 1, 1, 1, requires_grad=True)
     made = []
@@ -53,7 +63,11 @@ def short():
 def test_emulated_card_uses_tf32_where_the_program_allows_it(chip):
     with gl.setting("cpu"), emulate(chip):
         for in_products, in_convolutions, by_cudnn in itertools.product((False, True), repeat=3):
-            cublas.allow_tf32, cudnn.allow_tf32, cudnn.enabled = in_products, in_convolutions, by_cudnn
+            cublas.allow_tf32, cudnn.allow_tf32, cudnn.enabled = (
+                in_products,
+                in_convolutions,
+                by_cudnn,
+            )
             # without cuDNN a card's convolutions are matrix products
             assert short() == (in_products, in_convolutions if by_cudnn else in_products)
         for precision, allowed in (("highest", False), ("high", True), ("medium", True)):
@@ -62,4 +76,6 @@ def test_emulated_card_uses_tf32_where_the_program_allows_it(chip):
     for how in (CHIPS[chip], "tf32"):
         with gl.setting("cpu"), emulate(how):
             switch_tf32(False)
-            assert short() == (True, True), "what is given as an arithmetic, or asked for by its name, holds"
+            assert short() == (True, True), (
+                "what is given as an arithmetic, or asked for by its name, holds"
+            )

@@ -6,7 +6,8 @@ from exact_numbers import draw
 import gpulab as gl
 from gpulab.numerics.formats import round_to, rounded_format
 
-# What a format keeps: (bits of the significand after the leading one, smallest exponent, largest finite number).
+# What a format keeps: (bits of the significand after the leading one, smallest exponent, largest
+# finite number).
 FORMATS = {
     "float32": (23, -126, (2 - 2.0**-23) * 2.0**127),
     "tf32": (10, -126, (2 - 2.0**-10) * 2.0**127),
@@ -16,7 +17,21 @@ FORMATS = {
     "float8_e5m2": (2, -14, 57344.0),
 }
 # The largest numbers, what still rounds to them, and the first that does not.
-SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 65504.0, 65519.99, 65520.0, -65520.0, 448.0, 463.9, 464.0, 464.1]
+SPECIAL = [
+    0.0,
+    -0.0,
+    np.inf,
+    -np.inf,
+    np.nan,
+    65504.0,
+    65519.99,
+    65520.0,
+    -65520.0,
+    448.0,
+    463.9,
+    464.0,
+    464.1,
+]
 SPECIAL += [57344.0, 61439.9, 61440.0, 3.4028235e38, -3.4028235e38]
 ROUND = {
     "nearest": np.rint,  # ties to even
@@ -35,7 +50,9 @@ def rounded(x, name, mode):
     steps = np.divide(x, step, where=np.isfinite(x), out=np.zeros_like(x))
     infinite = largest if name == "float8_e4m3fn" else np.inf
     result = np.where(np.isinf(x), infinite, np.abs(ROUND[mode](steps) * step))
-    result = np.where(np.isfinite(x) & (result > largest), largest if mode == "truncate" else infinite, result)
+    result = np.where(
+        np.isfinite(x) & (result > largest), largest if mode == "truncate" else infinite, result
+    )
     return np.copysign(result, x).astype(np.float32)
 
 
@@ -44,9 +61,20 @@ def bit_patterns():
     generator = np.random.default_rng(0)
     exponents = np.arange(256, dtype=np.uint32)[:, None] << 23
     ends = [0, 1, 0x7FFFFF, 0x7FFFFE]
-    for bit in (12, 13, 15, 16, 19, 20, 21):  # halfway between two numbers, and one bit to either side
+    # halfway between two numbers, and one bit to either side
+    for bit in (
+        12,
+        13,
+        15,
+        16,
+        19,
+        20,
+        21,
+    ):
         ends += [1 << bit, (1 << bit) - 1, (1 << bit) + 1, 3 << bit, 0x7FFFFF & ~((1 << bit) - 1)]
-    significands = np.concatenate([np.array(ends, np.uint32), generator.integers(0, 1 << 23, 200, dtype=np.uint32)])
+    significands = np.concatenate(
+        [np.array(ends, np.uint32), generator.integers(0, 1 << 23, 200, dtype=np.uint32)]
+    )
     positive = (exponents | significands[None]).ravel()
     patterns = np.concatenate([positive, positive | np.uint32(1 << 31)])
     return np.concatenate([patterns.view(np.float32), np.array(SPECIAL, np.float32)])
@@ -65,7 +93,10 @@ def test_round_to_refuses_other_formats_modes_and_types():
     one, double = (torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.float64))
     for arguments, words in (
         ((one, "tf16", "nearest"), "format 'tf16', mode 'nearest'"),
-        ((one, "float16", "truncate"), "mode 'truncate': numbers are rounded to float16 to nearest"),
+        (
+            (one, "float16", "truncate"),
+            "mode 'truncate': numbers are rounded to float16 to nearest",
+        ),
         ((double, "tf32"), "must be float32, and these are float64"),
     ):
         with pytest.raises(gl.UsageError, match=words):
@@ -89,5 +120,14 @@ def test_rounded_format_names_rounded_numbers_and_no_full_ones(count):
 def test_rounded_format_of_what_is_short_by_nature_is_none(count):
     whole = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).float()
     powers, steps = 2.0 ** (whole % 40 - 20), torch.linspace(0, 1, count)
-    for numbers in (whole, whole / 255, whole / 10, torch.eye(count)[0], powers, (whole % 2) / 0.9, steps, whole[:0]):
+    for numbers in (
+        whole,
+        whole / 255,
+        whole / 10,
+        torch.eye(count)[0],
+        powers,
+        (whole % 2) / 0.9,
+        steps,
+        whole[:0],
+    ):
         assert rounded_format(numbers) is None

@@ -1,4 +1,6 @@
-"""The emulation against what an NVIDIA H200 computed, by `benchmarks/correctness/compare_products.py`."""
+"""The emulation against what an NVIDIA H200 computed, by
+`benchmarks/correctness/compare_products.py`.
+"""
 
 from dataclasses import replace
 
@@ -8,15 +10,27 @@ import torch
 from benchmarks.correctness import compare_products as products
 from gpulab.numerics.emulation import CHIPS, PRECISIONS, emulate, find_arithmetic
 
-FORWARD, TO_INPUT, TO_WEIGHT, MATRIX = products.FORWARD, products.TO_INPUT, products.TO_WEIGHT, products.MATRIX
+FORWARD, TO_INPUT, TO_WEIGHT, MATRIX = (
+    products.FORWARD,
+    products.TO_INPUT,
+    products.TO_WEIGHT,
+    products.MATRIX,
+)
 INPUTS, Case = products.INPUTS, products.Case
 SAMPLES = products.recorded_samples()
 
 
 def assert_bit_for_bit(case, how):
-    """In one channel of a convolution, and eight rows of a matrix product unless a tensor has one scale for all."""
+    """In one channel of a convolution, and eight rows of a matrix product unless a tensor has
+    one scale for all.
+    """
     first, second = case.crop(*case.operands)
-    whole = {MATRIX: len(first), TO_WEIGHT: first.shape[1], FORWARD: len(second), TO_INPUT: second.shape[1]}
+    whole = {
+        MATRIX: len(first),
+        TO_WEIGHT: first.shape[1],
+        FORWARD: len(second),
+        TO_INPUT: second.shape[1],
+    }
     some = {MATRIX: len(first) if "float8" in case.format else 8}.get(case.operation, 1)
     first = {MATRIX: first[:some], TO_WEIGHT: first[:, :some]}.get(case.operation, first)
     second = {FORWARD: second[:some], TO_INPUT: second[:, :some]}.get(case.operation, second)
@@ -30,7 +44,12 @@ def assert_bit_for_bit(case, how):
 
 
 # In how many slices the library split the sum is its choice for each shape, found by trying.
-SLICES = {"tf32": (2, 14, 16, 52), "bfloat16": (1, 1, 1, 6), "float16": (1, 1, 1, 6), "float8_e4m3fn": (1, 1, 1, 3)}
+SLICES = {
+    "tf32": (2, 14, 16, 52),
+    "bfloat16": (1, 1, 1, 6),
+    "float16": (1, 1, 1, 6),
+    "float8_e4m3fn": (1, 1, 1, 3),
+}
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
@@ -38,11 +57,14 @@ SLICES = {"tf32": (2, 14, 16, 52), "bfloat16": (1, 1, 1, 6), "float16": (1, 1, 1
 @pytest.mark.parametrize("name", SLICES)
 def test_matrix_products_of_an_h200_are_reproduced_bit_for_bit(name, shape, inputs):
     case = Case(MATRIX, shape, inputs, name)
-    how = replace(find_arithmetic(name, f"tensor-core+split-{SLICES[name][shape]}"), result="float32")
+    how = replace(
+        find_arithmetic(name, f"tensor-core+split-{SLICES[name][shape]}"), result="float32"
+    )
     assert_bit_for_bit(case, how)
 
 
-# cuDNN's kernels for Hopper run through 32 channels at a time; those for Ampere, some through all, round ties away.
+# cuDNN's kernels for Hopper run through 32 channels at a time; those for Ampere, some through all,
+# round ties away.
 HOPPER = replace(CHIPS["hopper"], order="tensor-core")
 AMPERE = replace(HOPPER, channel_tile=None, roundings=CHIPS["ampere"].roundings)
 BFLOAT16 = replace(PRECISIONS["bfloat16"], order="tensor-core", channel_tile=32)

@@ -1,4 +1,5 @@
-"""Every figure as it was when somebody last looked at it: words, places, sizes and colours of all that is drawn.
+"""Every figure as it was when somebody last looked at it: words, places, sizes and colours of all
+that is drawn.
 
 `test_figures.json` has a line for each thing that is drawn.
 """
@@ -13,8 +14,31 @@ import torch
 import gpulab as gl
 from gpulab.plots import instruments
 
-SEEN = ("text", "position", "xydata", "offsets", "segments", "xy", "array", "sizes", "color", "facecolor", "edgecolor")
-SEEN += ("alpha", "linewidth", "linestyle", "marker", "markersize", "markerfacecolor", "fontsize", "ha", "va", "zorder")
+SEEN = (
+    "text",
+    "position",
+    "xydata",
+    "offsets",
+    "segments",
+    "xy",
+    "array",
+    "sizes",
+    "color",
+    "facecolor",
+    "edgecolor",
+)
+SEEN += (
+    "alpha",
+    "linewidth",
+    "linestyle",
+    "marker",
+    "markersize",
+    "markerfacecolor",
+    "fontsize",
+    "ha",
+    "va",
+    "zorder",
+)
 SEEN += ("xlim", "ylim", "xscale", "yscale", "xlabel", "ylabel", "size_inches", "label")
 
 SADDLE = gl.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
@@ -22,14 +46,18 @@ THREE_VALUES = torch.diag(torch.tensor([-1.0, 0.0, 4.0]).repeat(9))
 
 
 def runs():
-    """Six seeds under three settings: the second half as much again, a run of the third diverged, one run repeated."""
+    """Six seeds under three settings: the second half as much again, a run of the third
+    diverged, one run repeated.
+    """
     table = [
         {"setting": setting, "seed": seed, "final_loss": 0.1 * (seed + 1) ** 2 * times, "rerun": 0}
         for setting, times in (("cpu", 1.0), ("cuda:tf32=on", 1.5), ("cpu:threads=1", 1.0))
         for seed in range(6)
     ]
     frame = pd.DataFrame([*table, table[0] | {"final_loss": 0.5, "rerun": 1}])
-    frame = frame.assign(experiment="prednet", profile="smoke", protocol="p", machine="m", status="finished")
+    frame = frame.assign(
+        experiment="prednet", profile="smoke", protocol="p", machine="m", status="finished"
+    )
     frame.loc[15, ["final_loss", "status"]] = np.nan, "diverged"
     return frame.assign(recorded=frame.setting.str.startswith("cuda"), id=frame.index.astype(str))
 
@@ -37,21 +65,37 @@ def runs():
 def histories(settings):
     frame = runs()[lambda frame: frame.setting.isin(settings)].fillna({"final_loss": 9.0})
     windows = [(20 * n, frame.final_loss * (1 + 9 / n) * (1 + n % 3)) for n in range(1, 121)]
-    return pd.concat([frame.assign(frames_seen=seen, loss=loss) for seen, loss in windows], ignore_index=True)
+    return pd.concat(
+        [frame.assign(frames_seen=seen, loss=loss) for seen, loss in windows], ignore_index=True
+    )
 
 
 def step():
     floors = {"memory": 0.004, "arithmetic": 0.005, "launches": 0.001}
     roofline = gl.device.recorded_rooflines()
-    return gl.device.Placement("cuda:tf32=off", 7, {"float32": 10**11}, 10**10, 0.02, 0.01, floors, (), roofline)
+    return gl.device.Placement(
+        "cuda:tf32=off", 7, {"float32": 10**11}, 10**10, 0.02, 0.01, floors, (), roofline
+    )
 
 
 def audit():
-    """A table as audits have it, with a finding, an operation without error, and one without a twin."""
-    kinds, phases = ["rounding", "mismatch", "rounding", "mismatch"], ["forward", "forward", "backward", "backward"]
-    errors = {"error_a": [1e-8, 3e-8, 0.0, np.nan], "error_b": [2e-8, 1e-3, 4e-7, np.nan], "bound_a": [1e-6] * 4}
+    """A table as audits have it, with a finding, an operation without error, and one without a
+    twin.
+    """
+    kinds, phases = (
+        ["rounding", "mismatch", "rounding", "mismatch"],
+        ["forward", "forward", "backward", "backward"],
+    )
+    errors = {
+        "error_a": [1e-8, 3e-8, 0.0, np.nan],
+        "error_b": [2e-8, 1e-3, 4e-7, np.nan],
+        "bound_a": [1e-6] * 4,
+    }
     table = pd.DataFrame({"kind": kinds, "phase": phases, **errors, "bound_b": [2e-6, 2e-6, 0, 0]})
-    a, b = (SimpleNamespace(setting=setting, title=f"step under {setting}") for setting in ("cpu", "cpu:threads=1"))
+    a, b = (
+        SimpleNamespace(setting=setting, title=f"step under {setting}")
+        for setting in ("cpu", "cpu:threads=1")
+    )
     return SimpleNamespace(table=table, a=a, b=b, kind="mismatch")
 
 
@@ -97,7 +141,15 @@ def described(picture):
     figure, lines = picture.figure, [picture.alt]
     seen = [figure, figure._suptitle]
     for axes in figure.axes:
-        seen += [axes, axes.title, *axes.lines, *axes.collections, *axes.patches, *axes.texts, *axes.images]
+        seen += [
+            axes,
+            axes.title,
+            *axes.lines,
+            *axes.collections,
+            *axes.patches,
+            *axes.texts,
+            *axes.images,
+        ]
         for axis in (axes.xaxis, axes.yaxis):
             lines.append(str(axis.get_major_formatter().format_ticks(axis.get_majorticklocs())))
     for legend in figure.legends:

@@ -18,10 +18,21 @@ SETTINGS = ("cpu", "cuda:tf32=on", "cpu:threads=1,emulate=tf32")
 
 @pytest.fixture
 def runs():
-    """Eight seeds from 0.1 to 0.8; the third setting moves each by a hundredth, and one run diverged."""
+    """Eight seeds from 0.1 to 0.8; the third setting moves each by a hundredth, and one run
+    diverged.
+    """
     rows = [
-        {"setting": setting, "seed": seed, "final_loss": 0.1 * (seed + 1) * (1 + 0.01 * number), "status": "finished"}
-        | {"recorded": setting.startswith("cuda"), "machine": setting[:4], "weights": f"{seed}{number // 2}"}
+        {
+            "setting": setting,
+            "seed": seed,
+            "final_loss": 0.1 * (seed + 1) * (1 + 0.01 * number),
+            "status": "finished",
+        }
+        | {
+            "recorded": setting.startswith("cuda"),
+            "machine": setting[:4],
+            "weights": f"{seed}{number // 2}",
+        }
         for number, setting in ((0, SETTINGS[0]), (0, SETTINGS[1]), (1, SETTINGS[2]))
         for seed in range(8)
     ]
@@ -34,8 +45,12 @@ def test_losses_of_two_experiments_are_refused(runs):
 
 
 def test_differences_of_one_seed_have_no_spread_to_compare_with(runs):
-    one = gl.verdict(runs[runs.seed == 0].assign(loader=runs.setting), factor="loader", reference="cpu")
-    assert gl.plots.differences(one).figure.get_suptitle() == "One seed has no spread to compare with"
+    one = gl.verdict(
+        runs[runs.seed == 0].assign(loader=runs.setting), factor="loader", reference="cpu"
+    )
+    assert (
+        gl.plots.differences(one).figure.get_suptitle() == "One seed has no spread to compare with"
+    )
 
 
 def test_what_a_network_of_a_function_makes_is_not_known():
@@ -57,7 +72,9 @@ def test_an_error_of_next_to_nothing_is_not_called_zero():
 
 def test_a_name_with_dollars_is_no_mathematics(runs):
     odd = {SETTINGS[1]: r"$\nothing{$", SETTINGS[2]: "$2^3$"}
-    table = runs.assign(loader=runs.setting.replace(odd), machine=r"a $\frac{1}{$").drop(columns="setting")
+    table = runs.assign(loader=runs.setting.replace(odd), machine=r"a $\frac{1}{$").drop(
+        columns="setting"
+    )
     verdict = gl.verdict(table, factor="loader", reference="cpu")
     for picture in (verdict.plot(), gl.plots.differences(verdict)):
         assert picture.png()
@@ -77,16 +94,23 @@ def test_a_picture_is_a_png_with_words_which_a_notebook_folds_below_it(tmp_path,
     assert image.attrib["src"].startswith("data:image/png;base64,")
     assert int(image.attrib["width"]) == wide // 2, "drawn twice as fine as it is shown"
     figure, fold = outputs_of(picture)
-    assert set(figure.data) == {"image/png", "text/plain"}, "where there is HTML too, JupyterLab shows that"
+    assert set(figure.data) == {"image/png", "text/plain"}, (
+        "where there is HTML too, JupyterLab shows that"
+    )
     words = figure.data["text/plain"]
-    assert fold.data["text/html"] == f"<details><summary>In words</summary><p>{escape(words)}</p></details>"
+    assert (
+        fold.data["text/html"]
+        == f"<details><summary>In words</summary><p>{escape(words)}</p></details>"
+    )
     assert figure.metadata["image/png"]["alt"] == words
 
 
 def test_rows_put_below_each_other_may_bear_the_same_numbers(runs):
     """As two experiments do that were concatenated."""
     twice = pd.concat([some.reset_index(drop=True) for _, some in runs.groupby("setting")])
-    drawn, drawn_again = (gl.verdict(frame).plot() for frame in (twice, twice.reset_index(drop=True)))
+    drawn, drawn_again = (
+        gl.verdict(frame).plot() for frame in (twice, twice.reset_index(drop=True))
+    )
     assert drawn.png() == drawn_again.png()
 
 
@@ -101,9 +125,11 @@ def test_draw_finds_the_figure_of_a_derived_result_and_refuses_others(python):
             pass
 
         seeds = [number // 2 for number in range(12)]
-        runs = pd.DataFrame({"setting": ["cpu", "cuda"] * 6, "seed": seeds, "final_loss": range(12)})
+        settings = ["cpu", "cuda"] * 6
+        runs = pd.DataFrame({"setting": settings, "seed": seeds, "final_loss": range(12)})
         verdict = gl.verdict(runs)
-        mine = Mine(**{field.name: getattr(verdict, field.name) for field in dataclasses.fields(verdict)})
+        names = [field.name for field in dataclasses.fields(verdict)]
+        mine = Mine(**{name: getattr(verdict, name) for name in names})
         print(type(mine.plot()).__name__)
         try:
             draw(3)
@@ -117,7 +143,13 @@ def test_draw_finds_the_figure_of_a_derived_result_and_refuses_others(python):
 def test_curves_draw_a_panel_for_each_of_more_than_two_settings(number):
     settings = ["cpu", "cpu:threads=1", "cuda:tf32=off", "cuda:tf32=on", "cuda"][:number]
     rows = [
-        {"setting": setting, "id": f"{setting} {seed}", "seed": seed, "frames_seen": 20 * n, "loss": 1 / (n + 1)}
+        {
+            "setting": setting,
+            "id": f"{setting} {seed}",
+            "seed": seed,
+            "frames_seen": 20 * n,
+            "loss": 1 / (n + 1),
+        }
         for setting in settings
         for seed in range(2)
         for n in range(10)

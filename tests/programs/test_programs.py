@@ -39,7 +39,9 @@ def test_data_parallel_two_processes(run):
     for row in document["scaling"]:
         assert row["frames_per_second"] == pytest.approx(row["batch"] * 3 / row["seconds"])
     ends = {row["precision"]: row["weights"] for row in document["ends"]}
-    assert {row["update"] for row in (*document["scaling"], *document["ends"])} == {"kernel by kernel"}
+    assert {row["update"] for row in (*document["scaling"], *document["ends"])} == {
+        "kernel by kernel"
+    }
     assert all(row["communication"] > 0 for row in document["scaling"] if row["devices"] > 1)
     assert ends["float64"] < 1e-12 < ends["float32"] < 1e-5
 
@@ -53,14 +55,19 @@ def test_hogwild_two_processes(run):
     for seed in (0, 1):
         losses = [rows[way, seed]["heldout_loss"] for way in ("synchronous", "lock-free")]
         assert losses[1] == pytest.approx(losses[0], rel=0.05)
-    losses = [row["loss"] for row in document["curve"] if row["way"] == "lock-free" and row["seed"] == 0]
+    losses = [
+        row["loss"] for row in document["curve"] if row["way"] == "lock-free" and row["seed"] == 0
+    ]
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow("imports torch anew")
 def test_model_parallel_memory_per_part(run):
     first, second = run("model_parallel", "--hidden", 16)[1]["parts"]
-    assert [round(part["weights"] * 2**20) for part in (first, second)] == [4 * (784 * 16 + 16), 4 * (16 * 784 + 784)]
+    assert [round(part["weights"] * 2**20) for part in (first, second)] == [
+        4 * (784 * 16 + 16),
+        4 * (16 * 784 + 784),
+    ]
     assert first["whole"] == first["parts"]
     assert first["optimizer"] == 3 * first["weights"]
     assert first["activations"] > 0 < second["activations"]

@@ -29,7 +29,9 @@ SADDLE = gl.saddles.linear_autoencoder_saddle(SIX_SCALES, [1, 2])
 
 
 def hessian_by(method, *arguments, **options):
-    """The Hessian, and for `reverse over reverse` that which is made where an operation cannot be followed."""
+    """The Hessian, and for `reverse over reverse` that which is made where an operation cannot
+    be followed.
+    """
 
     def follow_nothing(*_):
         raise UnsupportedError("nothing is followed here")
@@ -47,9 +49,21 @@ def symmetric(values, seed=0):
     return (matrix + matrix.T) / 2
 
 
-def escape(saddle=SADDLE, setting=FLOAT64, optimizer="sgd", rate=None, perturbation=0.0, batch_size=None, **options):
+def escape(
+    saddle=SADDLE,
+    setting=FLOAT64,
+    optimizer="sgd",
+    rate=None,
+    perturbation=0.0,
+    batch_size=None,
+    **options,
+):
     """One escape: its row as attributes, and its `history`."""
-    options |= {"optimizers": {optimizer: [rate]}, "perturbations": [perturbation], "batch_sizes": [batch_size]}
+    options |= {
+        "optimizers": {optimizer: [rate]},
+        "perturbations": [perturbation],
+        "batch_sizes": [batch_size],
+    }
     escapes = gl.saddles.escape_table(saddle, [setting], **options, progress=False)
     return SimpleNamespace(**escapes.table.iloc[0], history=escapes.paths)
 

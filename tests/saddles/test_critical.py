@@ -1,4 +1,6 @@
-"""Critical points that theory knows, against the dense Hessian, and those that are searched for, against theory."""
+"""Critical points that theory knows, against the dense Hessian, and those that are searched for,
+against theory.
+"""
 
 import itertools
 
@@ -28,8 +30,12 @@ def search(function, *start):
 
 
 def test_searches_from_random_starts_find_the_losses_and_indices_of_theory():
-    held = [components for size in range(3) for components in itertools.combinations(range(5), size)]
-    known = [gl.saddles.linear_autoencoder_saddle(DATA, components, hidden=2) for components in held]
+    held = [
+        components for size in range(3) for components in itertools.combinations(range(5), size)
+    ]
+    known = [
+        gl.saddles.linear_autoencoder_saddle(DATA, components, hidden=2) for components in held
+    ]
     indices = {}
     for seed in range(8):
         point = find_critical_point(network(seed), MSE, (DATA, DATA), progress=False)
@@ -47,7 +53,9 @@ def test_search_leaves_the_model_alone_and_says_that_its_steps_were_not_enough(m
     monkeypatch.setattr(critical, "MAX_STEPS", 2)
     net, same = network(0), network(0)
     point = find_critical_point(net, MSE, (DATA.float(), DATA.float()), progress=False)
-    torch.testing.assert_close(dict(net.named_parameters()), dict(same.named_parameters()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        dict(net.named_parameters()), dict(same.named_parameters()), rtol=0, atol=0
+    )
     assert not point.found
     assert repr(point).startswith(f"No critical point at loss {point.loss:.6g}: after 2 steps")
     assert "search again from `model`" in point.message
@@ -55,7 +63,11 @@ def test_search_leaves_the_model_alone_and_says_that_its_steps_were_not_enough(m
 
 NOWHERE = {
     "an inflexion": (lambda x: (x**3 + x).sum(), [0.0], "gradient-flat region: 100%"),
-    "an inflexion along one axis": (lambda x: (x[0] ** 3 + x[0]) + x[1] ** 2, [0.0, 0.7], "gradient-flat region: 100%"),
+    "an inflexion along one axis": (
+        lambda x: (x[0] ** 3 + x[0]) + x[1] ** 2,
+        [0.0, 0.7],
+        "gradient-flat region: 100%",
+    ),
     "a linear loss": (lambda x: 3 * x.sum(), [1.0, 2.0], "gradient-flat region: 100%"),
     "a plateau without end": (lambda x: (-x[0]).exp(), [1.0], "on a plateau"),
 }
@@ -85,7 +97,9 @@ PROBLEMS = {
 def test_theory_agrees_with_the_dense_hessian_for_every_set_of_components(name):
     data = PROBLEMS[name]
     features = range(data.shape[1])
-    sets = [held for size in range(len(features) + 1) for held in itertools.combinations(features, size)]
+    sets = [
+        held for size in range(len(features) + 1) for held in itertools.combinations(features, size)
+    ]
     for held, spare in itertools.product(sets, (0, 2)):
         saddle = gl.saddles.linear_autoencoder_saddle(data, held, hidden=max(1, len(held)) + spare)
         H = saddle.hessian()
@@ -97,7 +111,9 @@ def test_theory_agrees_with_the_dense_hessian_for_every_set_of_components(name):
         assert torch.allclose(computed, saddle.eigenvalues, rtol=0, atol=1e-12 * scale)
         assert saddle.index == int((computed < -1e-11 * scale).sum())
         assert torch.allclose(dense @ directions, directions * values, rtol=0, atol=1e-12 * scale)
-        assert torch.allclose(directions.T @ directions, torch.eye(len(values), dtype=DOUBLE), atol=1e-12)
+        assert torch.allclose(
+            directions.T @ directions, torch.eye(len(values), dtype=DOUBLE), atol=1e-12
+        )
         for vector, value in ((saddle.direction, computed[0]), (saddle.steepest, computed[-1])):
             assert vector.norm() == pytest.approx(1, abs=1e-14)
             assert (dense @ vector - value * vector).norm() < 1e-12 * scale

@@ -18,7 +18,12 @@ def along(**options):
 
 @pytest.fixture(scope="module")
 def frame(tmp_path_factory):
-    return along(setting=SETTINGS, seeds=2, store=tmp_path_factory.getbasetemp() / "curvature", command="a command")
+    return along(
+        setting=SETTINGS,
+        seeds=2,
+        store=tmp_path_factory.getbasetemp() / "curvature",
+        command="a command",
+    )
 
 
 def test_curvature_has_a_row_for_every_setting_seed_and_snapshot(frame):
@@ -42,19 +47,28 @@ def test_curvature_is_that_of_the_hessian_at_the_trained_weights(frame):
     assert row.loss == pytest.approx(H.loss, rel=1e-5)
     assert (row.smallest, row.largest) == pytest.approx(spectrum.extremes, rel=1e-4)
     index, size = spectrum.index(), len(H.gradient)
-    assert (row.index_fraction, row.index_error) == pytest.approx((index.value / size, index.error / size), rel=1e-3)
+    assert (row.index_fraction, row.index_error) == pytest.approx(
+        (index.value / size, index.error / size), rel=1e-3
+    )
 
 
 def test_curvature_of_a_sequence_begins_with_a_state_of_zero():
     frame = gl.saddles.curvature_along("prednet", seeds=[3], **SMALL)
     model = gl.models.PredNet(channels=(3, 8, 16), size=(24, 32))
     model.draw_weights(torch.Generator().manual_seed(3))
-    frames = torch.from_numpy(next(gl.load("walk", frames=40, size=(24, 32)).windows(10, 0)).frames).float() / 255
+    frames = (
+        torch.from_numpy(
+            next(gl.load("walk", frames=40, size=(24, 32)).windows(10, 0)).frames
+        ).float()
+        / 255
+    )
     _, losses, _ = model.training_loss(frames[:, None], None)
     assert frame.loss.iloc[0] == pytest.approx(float(losses.mean()), rel=1e-5)
 
 
-def test_curvature_that_is_kept_is_not_made_again_and_a_damaged_file_is_named(frame, tmp_path, monkeypatch):
+def test_curvature_that_is_kept_is_not_made_again_and_a_damaged_file_is_named(
+    frame, tmp_path, monkeypatch
+):
     folder = tmp_path.parent / "curvature"
     monkeypatch.setattr(curvature, "train", None)
     again = along(setting=SETTINGS, seeds=2, store=folder)
@@ -68,7 +82,9 @@ def test_curvature_that_is_kept_is_not_made_again_and_a_damaged_file_is_named(fr
         along(setting=SETTINGS, seeds=2, store=tmp_path)
 
 
-def test_curvature_of_a_training_that_diverges_has_a_last_row_without_numbers(monkeypatch, tmp_path):
+def test_curvature_of_a_training_that_diverges_has_a_last_row_without_numbers(
+    monkeypatch, tmp_path
+):
     def hot(*arguments, **options):
         return gl.train(*arguments, **options, learning_rate=1e30)
 
@@ -89,4 +105,6 @@ def test_recorded_curvature_and_escapes_have_their_passports():
         for _, record in recordings.read_tables(recordings.recorded_folder("saddles") / name):
             assert record["command"].startswith("python benchmarks/record_saddles.py")
             assert record["passport"]["software"]["commit"]
-            assert name == "escapes" or record["tolerance"] == ZERO_SHARE, "what counts as zero is the same in all"
+            assert name == "escapes" or record["tolerance"] == ZERO_SHARE, (
+                "what counts as zero is the same in all"
+            )

@@ -25,13 +25,18 @@ leave = functools.partial(escape, seeds=[1])  # whose weights bfloat16 holds
 
 
 def test_pushed_escapes_leave_when_the_law_says():
-    pushed = gl.saddles.escape_table(SADDLE, [FLOAT64], perturbations=[1e-2, 1e-5, 1e-8, 1e-11], progress=False)
+    pushed = gl.saddles.escape_table(
+        SADDLE, [FLOAT64], perturbations=[1e-2, 1e-5, 1e-8, 1e-11], progress=False
+    )
     for row in pushed.table.itertuples():
         assert row.left
         assert row.start == pytest.approx(row.perturbation, rel=1e-3)
         assert abs(row.steps - row.expected) < 2
     # Four points on a line: the steps between two pushes, over those that the law has between them.
-    (first, last), rate = pushed.table.steps.iloc[[0, -1]], pushed.table.learning_rate[0] * -SADDLE.curvature
+    (first, last), rate = (
+        pushed.table.steps.iloc[[0, -1]],
+        pushed.table.learning_rate[0] * -SADDLE.curvature,
+    )
     slope, low, high = pushed.slope()
     assert low <= slope <= high
     assert slope == pytest.approx((last - first) / (math.log(1e9) / rate), rel=1e-2)
@@ -48,7 +53,9 @@ def test_coarser_products_leave_sooner_and_float64_by_its_own_rounding_alone(alo
 
 
 def test_minibatches_leave_when_their_noise_says(alone):
-    first, again, other = (escape(SADDLE, batch_size=10, seeds=[seed], rate=0.05) for seed in (0, 0, 1))
+    first, again, other = (
+        escape(SADDLE, batch_size=10, seeds=[seed], rate=0.05) for seed in (0, 0, 1)
+    )
     for one in (first, other):
         assert one.noise > 1e6 * alone.noise
         assert 0.5 < one.steps / one.expected < 2
@@ -80,26 +87,43 @@ def test_a_zero_unit_is_a_way_out_and_zeros_alone_never_leave():
 def test_escapes_from_a_saddle_that_was_found():
     x = scaled_data(30, 2.0, 1.6, 1.2)
     net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Tanh(), nn.Linear(2, 3, bias=False))
-    torch.nn.utils.vector_to_parameters(0.01 * torch.ones(12), net.parameters())  # near one: that of no weights
+    # near one: that of no weights
+    torch.nn.utils.vector_to_parameters(0.01 * torch.ones(12), net.parameters())
     point = gl.saddles.find_critical_point(net, nn.functional.mse_loss, (x, x), progress=False)
     seen = escape(point, perturbation=1e-4)
     assert abs(seen.steps - seen.expected) <= 0.05 * seen.expected
 
 
 def test_escapes_by_every_optimiser_are_as_recorded(as_recorded):
-    options = {"optimizers": ["sgd", "momentum", "rmsprop", "adam"], "perturbations": [1e-3], "batch_sizes": [None, 20]}
+    options = {
+        "optimizers": ["sgd", "momentum", "rmsprop", "adam"],
+        "perturbations": [1e-3],
+        "batch_sizes": [None, 20],
+    }
     escapes = gl.saddles.escape_table(SADDLE, [FLOAT64], **options, seeds=1, progress=False)
     table = escapes.table.drop(columns="machine")
-    as_recorded("escapes", table.to_csv(index=False, float_format="%.4g").splitlines(), "torch", rtol=0.02)
+    as_recorded(
+        "escapes", table.to_csv(index=False, float_format="%.4g").splitlines(), "torch", rtol=0.02
+    )
     assert escapes.paths.index.is_unique
 
 
 def test_escape_table_has_a_row_for_each_training_and_its_figure_says_who_left():
-    options = {"batch_sizes": [None, 20], "seeds": 2, "optimizers": {"sgd": [0.3]}, "progress": False}
+    options = {
+        "batch_sizes": [None, 20],
+        "seeds": 2,
+        "optimizers": {"sgd": [0.3]},
+        "progress": False,
+    }
     escapes = gl.saddles.escape_table(SADDLE, [FLOAT64, "cpu:emulate=bfloat16"], **options)
     assert escapes.table.emulated.sum() == 4
     assert len(escapes.paths.groupby(["setting", "perturbation", "batch_size", "seed"])) == 8
-    assert escapes.table[(escapes.table.setting == FLOAT64) & (escapes.table.batch_size == 0)].noise.nunique() == 2
+    assert (
+        escapes.table[
+            (escapes.table.setting == FLOAT64) & (escapes.table.batch_size == 0)
+        ].noise.nunique()
+        == 2
+    )
     assert "theory expects" in escapes.plot().alt
     assert "8 never left" in plots.escape_law(escapes.table.assign(left=False, steps=np.nan)).alt
 
@@ -108,13 +132,17 @@ def test_escape_table_has_a_row_for_each_training_and_its_figure_says_who_left()
 @pytest.mark.parametrize("curvature", [1e-6, 0.3, 3.0])
 def test_growth_by_momentum_is_the_eigenvalue_of_its_recursion(momentum, curvature):
     law, λ = EscapeLaw(0.5, momentum), torch.tensor([curvature], dtype=DOUBLE)
-    recursion = torch.tensor([[1 + momentum + 0.5 * curvature, -momentum], [1.0, 0.0]], dtype=DOUBLE)
+    recursion = torch.tensor(
+        [[1 + momentum + 0.5 * curvature, -momentum], [1.0, 0.0]], dtype=DOUBLE
+    )
     values, vectors = torch.linalg.eig(recursion)
     growth = values.real.max().item()
     assert law.growth(λ).item() == pytest.approx(growth, rel=1e-13)
     assert law.growth_minus_one(λ).item() == pytest.approx(growth - 1, rel=1e-9)
-    # In the long run a push from rest, and a displacement at rest: their parts along the eigenvector that grows.
-    starts = torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=DOUBLE).to(vectors)  # now, and a step before
+    # In the long run a push from rest, and a displacement at rest: their parts along the
+    # eigenvector that grows.
+    # now, and a step before
+    starts = torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=DOUBLE).to(vectors)
     push, rest = torch.linalg.solve(vectors, starts)[values.real.argmax()].real.tolist()
     assert law.accumulated_push(λ).item() == pytest.approx(push / rest, rel=1e-9)
 
@@ -140,7 +168,10 @@ def test_steps_of_one_size_leave_after_the_radius_over_that_size(optimizer):
 
 def test_an_optimiser_without_a_law_has_no_expected_steps():
     assert math.isnan(leave(optimizer=torch.optim.AdamW, steps=5).expected)
-    assert EscapeLaw.of_optimizer(torch.optim.Adam([torch.zeros(1, requires_grad=True)], eps=0.0)) is None
+    assert (
+        EscapeLaw.of_optimizer(torch.optim.Adam([torch.zeros(1, requires_grad=True)], eps=0.0))
+        is None
+    )
     assert math.isnan(leave(optimizer="adam", batch_size=10, steps=5).expected)
 
 

@@ -1,11 +1,24 @@
-"""Hessians of models as other people write them: the two ways to make products agree, and with differences."""
+"""Hessians of models as other people write them: the two ways to make products agree, and with
+differences.
+"""
 
 import copy
 import functools
 
 import pytest
 import torch
-from saddle_problems import DOUBLE, TOKENS, Model, hessian_by, language_model, loss_of, of_layer, on_rows, problem, rand
+from saddle_problems import (
+    DOUBLE,
+    TOKENS,
+    Model,
+    hessian_by,
+    language_model,
+    loss_of,
+    of_layer,
+    on_rows,
+    problem,
+    rand,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
@@ -59,55 +72,103 @@ def by_expert(s, x):
 
 
 def checkpointed(s, x):
-    return checkpoint(lambda h: torch.tanh(s.layer(h)).square(), x * s.layer(x).sum(), use_reentrant=False)
+    return checkpoint(
+        lambda h: torch.tanh(s.layer(h)).square(), x * s.layer(x).sum(), use_reentrant=False
+    )
 
 
 chain, images = nn.Sequential, functools.partial(rand, 2, 2)
 LAYERS = {
     "autoencoder": lambda: (Autoencoder(hidden=(5, 3), size=(4, 4)), rand(6, 1, 4, 4).sigmoid()),
     "prednet": lambda: (
-        Model(lambda s, x: s.net.training_loss(x, None)[0], net=PredNet(channels=(1, 2), size=(4, 4))),
+        Model(
+            lambda s, x: s.net.training_loss(x, None)[0], net=PredNet(channels=(1, 2), size=(4, 4))
+        ),
         rand(3, 1, 1, 4, 4).sigmoid(),
     ),
-    "gelu, softmax": lambda: (chain(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3), nn.Softmax(-1)), rand(6, 4)),
-    "normed": lambda: (chain(nn.Linear(4, 6), nn.LayerNorm(6), nn.SiLU(), nn.Linear(6, 2)), rand(5, 4)),
-    "strided": lambda: (chain(nn.Conv2d(2, 3, 3, 2, 1), nn.Sigmoid(), nn.Conv2d(3, 2, 2)), images(7, 6)),
-    "dilated": lambda: (chain(nn.Conv2d(2, 3, 3, dilation=2), nn.Tanh(), nn.Conv2d(3, 2, 1, bias=False)), images(7, 6)),
-    "one dimension": lambda: (chain(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Conv1d(3, 2, 2, padding=1)), images(9)),
-    "groups": lambda: (chain(nn.Conv2d(4, 4, 3, groups=2), nn.Tanh(), nn.Conv2d(4, 2, 1)), rand(2, 4, 5, 5)),
+    "gelu, softmax": lambda: (
+        chain(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3), nn.Softmax(-1)),
+        rand(6, 4),
+    ),
+    "normed": lambda: (
+        chain(nn.Linear(4, 6), nn.LayerNorm(6), nn.SiLU(), nn.Linear(6, 2)),
+        rand(5, 4),
+    ),
+    "strided": lambda: (
+        chain(nn.Conv2d(2, 3, 3, 2, 1), nn.Sigmoid(), nn.Conv2d(3, 2, 2)),
+        images(7, 6),
+    ),
+    "dilated": lambda: (
+        chain(nn.Conv2d(2, 3, 3, dilation=2), nn.Tanh(), nn.Conv2d(3, 2, 1, bias=False)),
+        images(7, 6),
+    ),
+    "one dimension": lambda: (
+        chain(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Conv1d(3, 2, 2, padding=1)),
+        images(9),
+    ),
+    "groups": lambda: (
+        chain(nn.Conv2d(4, 4, 3, groups=2), nn.Tanh(), nn.Conv2d(4, 2, 1)),
+        rand(2, 4, 5, 5),
+    ),
     "upwards": lambda: (chain(nn.ConvTranspose2d(2, 3, 3, stride=2), nn.Tanh()), images(4, 3)),
-    "pooled": lambda: (chain(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.Tanh(), nn.AdaptiveAvgPool2d(1)), images(8, 8)),
+    "pooled": lambda: (
+        chain(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.Tanh(), nn.AdaptiveAvgPool2d(1)),
+        images(8, 8),
+    ),
     "in place": lambda: (
-        chain(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 2), nn.SiLU(inplace=True)),
+        chain(
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 2, 2),
+            nn.SiLU(inplace=True),
+        ),
         images(6, 6),
     ),
     "one layer more often than goes into one batch": lambda: (
         chain(*10 * [nn.Conv1d(2, 2, 3, padding=1), nn.ELU()]),
         images(4),
     ),
-    "attention": lambda: (nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True), images(4)),
+    "attention": lambda: (
+        nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True),
+        images(4),
+    ),
     "lstm": lambda: recurrent(nn.LSTM(3, 3, batch_first=True)),
     "gru": lambda: recurrent(nn.GRU(3, 3, batch_first=True)),
     "stopped gradients": of_layer(lambda s, x: s.layer(x).tanh() * s.layer(x).exp().detach()),
-    "hard": lambda: (chain(nn.Linear(4, 5), nn.Hardtanh(), nn.Linear(5, 2), nn.LeakyReLU()), rand(6, 4)),
+    "hard": lambda: (
+        chain(nn.Linear(4, 5), nn.Hardtanh(), nn.Linear(5, 2), nn.LeakyReLU()),
+        rand(6, 4),
+    ),
 }
 PROBLEMS = LAYERS | {
     "tied language model": language_model,
     "transposed": lambda: two_layers(lambda s: s.w, lambda s: s.w.t(), w=rand(4, 3)),
     "slices": lambda: two_layers(lambda s: s.w[:3], lambda s: s.w[2:], w=rand(6, 3)),
     "convolution and transposed": lambda: (
-        Model(lambda s, x: F.conv_transpose2d(torch.tanh(F.conv2d(x, s.w)), s.w), w=rand(3, 2, 2, 2)),
+        Model(
+            lambda s, x: F.conv_transpose2d(torch.tanh(F.conv2d(x, s.w)), s.w), w=rand(3, 2, 2, 2)
+        ),
         images(3, 3),
     ),
     "tied recurrent layers": lambda: recurrent(nn.GRU(3, 3, 2), tied=True),
-    "frozen": lambda: (chain(nn.Linear(3, 3).requires_grad_(False), nn.Tanh(), nn.Linear(3, 3)), rand(5, 3)),
+    "frozen": lambda: (
+        chain(nn.Linear(3, 3).requires_grad_(False), nn.Tanh(), nn.Linear(3, 3)),
+        rand(5, 3),
+    ),
     "noise from a seed of its own": of_layer(lambda s, x: s.layer(x + rand(5, 3, seed=3)).tanh()),
     "experts": lambda: on_rows(
         by_expert, router=nn.Linear(3, 3), experts=nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
     ),
     "checkpointed": of_layer(checkpointed),
-    "weight norm": lambda: (chain(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh()), rand(5, 3)),
-    "spectral norm": lambda: (chain(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh()), rand(5, 3)),
+    "weight norm": lambda: (
+        chain(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh()),
+        rand(5, 3),
+    ),
+    "spectral norm": lambda: (
+        chain(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh()),
+        rand(5, 3),
+    ),
     # By-products of these, a matrix's factors, serve the backward pass.
     "solved": of_matrix(lambda A: torch.linalg.solve(A, torch.ones(4, 2, dtype=DOUBLE))),
     "determinant": of_matrix(lambda A: torch.linalg.det(A) / 9),
@@ -117,7 +178,9 @@ PROBLEMS = LAYERS | {
 }
 
 
-CASES = [(name, "cpu") for name in PROBLEMS] + [pytest.param(name, "cuda", marks=needs_cuda) for name in LAYERS]
+CASES = [(name, "cpu") for name in PROBLEMS] + [
+    pytest.param(name, "cuda", marks=needs_cuda) for name in LAYERS
+]
 
 
 @pytest.mark.parametrize(("name", "device"), CASES)
@@ -134,7 +197,9 @@ def test_products_by_both_methods_are_the_same_and_differences_of_gradients(name
         V = rand(H.shape[0], *k)
         expected = reverse @ V
         found = (H @ V.to(device)).cpu()
-        torch.testing.assert_close(found / expected.norm(), expected / expected.norm(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            found / expected.norm(), expected / expected.norm(), rtol=0, atol=1e-10
+        )
 
 
 OVERWRITING = {  # of what each does, the last counts
@@ -146,7 +211,10 @@ OVERWRITING = {  # of what each does, the last counts
     "what a rule needs": (FORWARD, lambda y: (y.add_(2), z := y.rsqrt(), y.add_(1), z + y**2)),
     "in parts": (FORWARD, lambda y: (ab := y.unsafe_chunk(2, 1), ab[0].sigmoid_() * ab[1].tanh_())),
     "copied": (FORWARD, lambda y: (z := torch.zeros_like(y), z.copy_(torch.sin(y)[:1]), z * y)),
-    "constants": (FORWARD, lambda y: (z := torch.zeros(5, 4, dtype=DOUBLE), z[0].add_(1), z[:, 1].add_(2), y * z)),
+    "constants": (
+        FORWARD,
+        lambda y: (z := torch.zeros(5, 4, dtype=DOUBLE), z[0].add_(1), z[:, 1].add_(2), y * z),
+    ),
 }
 
 
@@ -154,7 +222,10 @@ OVERWRITING = {  # of what each does, the last counts
 def test_what_is_overwritten_is_followed_or_left_to_autograd(name):
     method, function = OVERWRITING[name]
     model, x = problem(of_layer(lambda s, x: function(torch.tanh(s.layer(x)) + 0)[-1]))
-    H, reverse = gl.hessian(model, lambda: loss_of(model, x)), hessian_by(REVERSE, model, lambda: loss_of(model, x))
+    H, reverse = (
+        gl.hessian(model, lambda: loss_of(model, x)),
+        hessian_by(REVERSE, model, lambda: loss_of(model, x)),
+    )
     assert H.method == method
     torch.testing.assert_close(H.dense(), reverse.dense(), rtol=0, atol=1e-12)
 
@@ -163,7 +234,9 @@ def test_what_is_overwritten_is_followed_or_left_to_autograd(name):
 def test_an_embedding_of_padding_is_a_constant_in_a_tied_model_too(method):
     model, _ = language_model(padding=1)
     model = model.double()
-    H = hessian_by(method, model, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), (TOKENS, TOKENS))
+    H = hessian_by(
+        method, model, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), (TOKENS, TOKENS)
+    )
     padding = model[0].weight[1].detach().clone()  # as autograd has what is looked up for it
 
     def loss():
@@ -193,13 +266,19 @@ def test_loss_and_gradient_are_the_models_and_some_parameters_make_a_block(metho
         H @ H.gradient[:, None, None]
     block = hessian_by(method, model, loss, parameters=["layers.2", "layers.0.bias"])
     assert list(block.parameters) == ["layers.0.bias", "layers.2.weight", "layers.2.bias"]
-    inside = torch.cat([torch.full((t.numel(),), name in block.parameters) for name, t in H.parameters.items()])
+    inside = torch.cat(
+        [torch.full((t.numel(),), name in block.parameters) for name, t in H.parameters.items()]
+    )
     torch.testing.assert_close(block.dense(), H.dense()[inside][:, inside], rtol=0, atol=1e-14)
 
 
 @both_ways
 def test_the_operator_stays_where_it_was_made_and_the_model_as_it_was(method):
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    model = (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+        .double()
+        .eval()
+    )
     x, state = rand(5, 3), copy.deepcopy(model.state_dict())
     loss = functools.partial(lambda x: checkpoint(model, x, use_reentrant=False).square().mean(), x)
     operator = functools.partial(hessian_by, method, model, loss, parameters="0")

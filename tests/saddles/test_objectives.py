@@ -1,4 +1,6 @@
-"""What a batch may be, of `hessian`, `landscape` and `find_critical_point` alike; anything else is refused by name."""
+"""What a batch may be, of `hessian`, `landscape` and `find_critical_point` alike; anything else
+is refused by name.
+"""
 
 from collections import UserDict
 
@@ -44,7 +46,11 @@ BATCHES = {
 @pytest.mark.parametrize("kind", BATCHES)
 def test_each_kind_of_batch_gives_the_loss_of_all_its_examples(kind):
     net, (batch, loss) = network(), BATCHES[kind]
-    x, y = (batch, torch.zeros(len(batch), 1)) if isinstance(batch, torch.Tensor) else (INPUTS, TARGETS)
+    x, y = (
+        (batch, torch.zeros(len(batch), 1))
+        if isinstance(batch, torch.Tensor)
+        else (INPUTS, TARGETS)
+    )
     expected = gl.hessian(net, lambda: MSE(net(x), y))
     H, around = gl.hessian(net, loss, batch), gl.saddles.landscape(net, loss, batch)
     assert H.loss == pytest.approx(expected.loss, rel=1e-14)
@@ -62,7 +68,10 @@ REFUSED = {
     "batch is a tuple of 3": ((INPUTS, TARGETS, TARGETS), MSE),
     "batch is a list of 1": (loader(INPUTS), MSE),
     "batch is a generator without tensors": ((pair for pair in [(INPUTS, TARGETS)]), MSE),
-    r"tensors of \[2, 8\] rows": (DataLoader([(torch.ones(8, 2), torch.ones(2, 1))] * 2, batch_size=None), MSE),
+    r"tensors of \[2, 8\] rows": (
+        DataLoader([(torch.ones(8, 2), torch.ones(2, 1))] * 2, batch_size=None),
+        MSE,
+    ),
     "Linear got a pair as its one input": (((INPUTS, INPUTS), TARGETS), MSE),
 }
 

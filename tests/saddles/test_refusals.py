@@ -1,4 +1,6 @@
-"""What has no Hessian and what cannot be is refused by name, in one line; asymmetry is told from rounding."""
+"""What has no Hessian and what cannot be is refused by name, in one line; asymmetry is told from
+rounding.
+"""
 
 import copy
 import math
@@ -6,7 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from saddle_problems import SADDLE, SIX_SCALES, TOKENS, escape, hessian_by, loss_of, of_layer, on_rows, rand, symmetric
+from saddle_problems import (
+    SADDLE,
+    SIX_SCALES,
+    TOKENS,
+    escape,
+    hessian_by,
+    loss_of,
+    of_layer,
+    on_rows,
+    rand,
+    symmetric,
+)
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -49,7 +62,7 @@ def in_training(layer):
 
 OWN = torch.Generator().manual_seed(0)
 REFUSED = {
-    r"the loss is [\d.]+ at first and [\d.]+ then: .* call model.eval\(\), or draw them beforehand": of_layer(
+    r"the loss is [\d.]+ at first and [\d.]+ then: .* call model.eval\(\), or draw them": of_layer(
         lambda s, x: s.layer(x) + torch.randn(5, 4, generator=OWN)
     ),
     "1.running_mean changes each time that the loss is computed: call model.eval": in_training(
@@ -59,17 +72,23 @@ REFUSED = {
     r"1 \(BatchNorm1d\) is in training mode: call model.eval": in_training(nn.BatchNorm1d(3)),
     r"0 shortens its own weights .* \(max_norm=0.1\): shorten them once": looked_up(max_norm=0.1),
     "sparse gradients: .* sparse=False": looked_up(sparse=True),
-    "OnceBackward has no second derivatives: it is marked": of_layer(lambda s, x: Once.apply(s.layer(x))),
+    "OnceBackward has no second derivatives: it is marked": of_layer(
+        lambda s, x: Once.apply(s.layer(x))
+    ),
     "modified by an inplace operation": of_layer(lambda s, x: s.layer(x).exp().add_(1)),
     "does not depend on the parameters": of_layer(lambda s, x: s.layer(x).detach()),
 }
 NO_GRADIENT = {
-    "what torch computes as the gradient is not that of the loss": looked_up(scale_grad_by_freq=True),
+    "what torch computes as the gradient is not that of the loss": looked_up(
+        scale_grad_by_freq=True
+    ),
     "values that are not finite: .* or has no derivative here": lambda: on_rows(
         lambda s, x: (x * s.w).square().sum().sqrt(), w=torch.zeros(3)
     ),
     "the loss is nan": of_layer(lambda s, x: s.layer(x * torch.nan)),
-    "w has 3 values that are not finite": lambda: on_rows(lambda s, x: x * s.w, w=torch.full((3,), torch.nan)),
+    "w has 3 values that are not finite": lambda: on_rows(
+        lambda s, x: x * s.w, w=torch.full((3,), torch.nan)
+    ),
 }
 
 
@@ -91,14 +110,20 @@ def test_what_has_no_hessian_is_refused_by_name(message, method, dtype):
 def test_parameters_that_the_loss_holds_itself_are_refused(method):
     model, x = nn.Linear(3, 2).double(), rand(5, 3)
     held = list(model.parameters())
-    with pytest.raises(UsageError, match=r"the loss holds weight itself: ask the model for it each time"):
-        hessian_by(method, model, lambda: model(x).square().mean() + sum(p.pow(4).sum() for p in held))
+    with pytest.raises(
+        UsageError, match=r"the loss holds weight itself: ask the model for it each time"
+    ):
+        hessian_by(
+            method, model, lambda: model(x).square().mean() + sum(p.pow(4).sum() for p in held)
+        )
     H = hessian_by(method, model, lambda: sum(p.pow(4).sum() for p in model.parameters()))
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(H.dense(), torch.diag(12 * weights**2), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.0), (torch.float32, 1e-30), (torch.float64, 1e-200)])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 1.0), (torch.float32, 1e-30), (torch.float64, 1e-200)]
+)
 def test_asymmetry_is_told_from_rounding(dtype, scale):
     A, vectors = (scale * symmetric(torch.linspace(-20, 20, 200))).to(dtype), rand(200, 2).to(dtype)
     check_symmetric(A, vectors, A @ vectors)
@@ -120,23 +145,41 @@ REQUESTS = {
     "hidden=1: expected a whole number from 2": lambda: saddle_of(SIX_SCALES, [1, 2], hidden=1),
     "no direction leads down": lambda: escape(saddle_of(SIX_SCALES, [0, 1])),
     "the least curvature is .*landscape": lambda: gl.saddles.surface(saddle_of(SIX_SCALES, [0, 1])),
-    "5,100 parameters: .* at most 5,000": lambda: search(nn.Linear(50, 100), MSE, (SIX_SCALES, SIX_SCALES)),
-    "a copy of the model: give a batch": lambda: search(nn.Linear(2, 1), lambda: torch.ones(()), None),
+    "5,100 parameters: .* at most 5,000": lambda: search(
+        nn.Linear(50, 100), MSE, (SIX_SCALES, SIX_SCALES)
+    ),
+    "a copy of the model: give a batch": lambda: search(
+        nn.Linear(2, 1), lambda: torch.ones(()), None
+    ),
     "this is no critical point: the components held": lambda: escape(replace(SADDLE, found=False)),
-    "no pair of tensors": lambda: escape(replace(SADDLE, objective=replace(SADDLE.objective, batches=[SIX_SCALES]))),
-    "'lion': expected sgd, momentum, rmsprop, adam, or a function": lambda: escape(optimizer="lion"),
-    "expected a torch.optim.Optimizer that uses": lambda: escape(optimizer=lambda weights, **_: weights),
+    "no pair of tensors": lambda: escape(
+        replace(SADDLE, objective=replace(SADDLE.objective, batches=[SIX_SCALES]))
+    ),
+    "'lion': expected sgd, momentum, rmsprop, adam, or a function": lambda: escape(
+        optimizer="lion"
+    ),
+    "expected a torch.optim.Optimizer that uses": lambda: escape(
+        optimizer=lambda weights, **_: weights
+    ),
     "the learning rate it is given": lambda: escape(
-        optimizer=lambda w, lr: torch.optim.SGD([{"params": w[:1], "lr": 1e-9}, {"params": w[1:]}], lr)
+        optimizer=lambda w, lr: torch.optim.SGD(
+            [{"params": w[:1], "lr": 1e-9}, {"params": w[1:]}], lr
+        )
     ),
 }
 DATA = {
-    "H @ v has values that are not finite": lambda: gl.saddles.spectral_density(torch.eye(4) * math.nan, probes=1),
+    "H @ v has values that are not finite": lambda: gl.saddles.spectral_density(
+        torch.eye(4) * math.nan, probes=1
+    ),
     "not symmetric": lambda: gl.saddles.extreme_eigenpairs(torch.ones(90, 90).triu()),
     "the operator is not symmetric": lambda: gl.saddles.index(torch.ones(9, 9).triu()),
-    "2 of 4 values are not finite": lambda: saddle_of(torch.tensor([[1.0, math.nan], [math.inf, 0.0]]), [0]),
+    "2 of 4 values are not finite": lambda: saddle_of(
+        torch.tensor([[1.0, math.nan], [math.inf, 0.0]]), [0]
+    ),
     "weights are not finite; learning_rate=1e": lambda: escape(rate=1e200, perturbation=1e-2),
-    "a slope needs 3": lambda: gl.saddles.escape_table(SADDLE, ["cpu"], steps=3, progress=False).slope(),
+    "a slope needs 3": lambda: gl.saddles.escape_table(
+        SADDLE, ["cpu"], steps=3, progress=False
+    ).slope(),
 }
 
 
@@ -185,6 +228,11 @@ def ctc(x):
 @pytest.mark.parametrize("function", [once, largest_in_bags, ctc])
 def test_refusal_of_an_operation_inside_a_module_names_the_line(function):
     with pytest.raises(
-        gl.UsageError, match=r"no second derivatives.*\(at test_refusals\.py:\d+: return .*  # refused\)$"
+        gl.UsageError,
+        match=r"no second derivatives.*\(at test_refusals\.py:\d+: return .*  # refused\)$",
     ):
-        gl.hessian(Layered(function), lambda output, _: output.square().mean(), (torch.ones(6, 6), torch.zeros(1)))
+        gl.hessian(
+            Layered(function),
+            lambda output, _: output.square().mean(),
+            (torch.ones(6, 6), torch.zeros(1)),
+        )

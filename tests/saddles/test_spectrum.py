@@ -29,7 +29,10 @@ def test_spectral_density_of_m_steps_is_exact_for_polynomials_below_degree_2m():
 
 
 @settings(max_examples=60, deadline=None, database=None)
-@given(st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1e-9, 0.5, 1.0, 4.0]), min_size=1, max_size=60), st.integers(1, 60))
+@given(
+    st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1e-9, 0.5, 1.0, 4.0]), min_size=1, max_size=60),
+    st.integers(1, 60),
+)
 def test_extremes_and_shares_of_repeated_and_zero_eigenvalues(values, steps):
     A, least, greatest = symmetric(values), min(values), max(values)
     found, vectors = gl.saddles.extreme_eigenpairs(A)
@@ -39,15 +42,20 @@ def test_extremes_and_shares_of_repeated_and_zero_eigenvalues(values, steps):
     assert np.isfinite(spectrum.nodes).all()
     low, high = spectrum.extremes
     assert least - 1e-9 <= low <= high <= greatest + 1e-9
-    if steps > 7:  # as many as there may be different eigenvalues: then each probe's own shares are exact
+    # as many as there may be different eigenvalues: then each probe's own shares are exact
+    if steps > 7:
         exact, turn = torch.linalg.eigh(A)
         parts = (turn.T @ random_signs(len(values), 4, A, 0)).square().mean(1) / len(values)
         for x in (-0.7, 0.2, 4.5):
-            assert spectrum.mass_below(x).value == pytest.approx(float(parts[exact < x].sum()), abs=1e-9)
+            assert spectrum.mass_below(x).value == pytest.approx(
+                float(parts[exact < x].sum()), abs=1e-9
+            )
 
 
 def test_spectral_density_depends_on_its_seed_alone():
-    one, same, other = (density(symmetric([-1.0, 1.0, 2.0]), probes=2, steps=2, seed=seed) for seed in (0, 0, 5))
+    one, same, other = (
+        density(symmetric([-1.0, 1.0, 2.0]), probes=2, steps=2, seed=seed) for seed in (0, 0, 5)
+    )
     assert (one.nodes == same.nodes).all()
     assert (one.nodes != other.nodes).any()
     assert math.isnan(density(symmetric([1.0, 2.0]), probes=1, steps=2).mass_below(1.5).error)
@@ -60,7 +68,10 @@ def test_estimated_index_says_how_many_signs_it_cannot_tell(monkeypatch):
     index = gl.saddles.index(symmetric(values), progress=False)
     assert abs(index.value - 31) < 3 * index.error
     assert abs(index.zero - 37) < 12
-    said = rf"about {int(index)} ± [1-9]\d* of 200 eigenvalues are below -1.0e-02; some \d+ are closer to zero, and"
+    said = (
+        rf"about {int(index)} ± [1-9]\d* of 200 eigenvalues are below -1.0e-02; some \d+ are closer"
+        r" to zero, and"
+    )
     assert re.match(said, repr(index))
 
 
@@ -71,7 +82,10 @@ def test_index_of_a_small_matrix_is_counted():
 
 
 def test_extreme_eigenpairs_of_a_network_agree_with_the_dense_matrix():
-    model, inputs = gl.models.PredNet(channels=(1, 2), size=(4, 4)), torch.rand(3, 1, 1, 4, 4, dtype=DOUBLE)
+    model, inputs = (
+        gl.models.PredNet(channels=(1, 2), size=(4, 4)),
+        torch.rand(3, 1, 1, 4, 4, dtype=DOUBLE),
+    )
     H = gl.hessian(model.double(), lambda: model.training_loss(inputs, None)[0])
     expected = torch.linalg.eigvalsh(H.dense())[[0, -1]]
     for like, within in ((H, 1e-8), (H.dense().float(), 1e-5)):
@@ -90,5 +104,7 @@ def test_extreme_eigenpairs_repeat_and_are_orthogonal():
 
 def test_extreme_eigenpairs_that_are_not_found_are_an_error(monkeypatch):
     monkeypatch.setattr("gpulab.saddles.eigenpairs.MAX_RESTARTS", 1)
-    with pytest.raises(gl.DataError, match=r"no eigenvector to a tolerance of 4e-11: .*; allow a larger one"):
+    with pytest.raises(
+        gl.DataError, match=r"no eigenvector to a tolerance of 4e-11: .*; allow a larger one"
+    ):
         gl.saddles.extreme_eigenpairs(torch.diag(torch.linspace(0, 1, 500).double() ** 2))

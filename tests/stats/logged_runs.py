@@ -19,7 +19,11 @@ def metrics(optimizer, seed, epochs=6, blank=True):
         slow = 3 * 0.3**epoch if optimizer == "sgd" else 0.3**epoch
         loss = FLOORS[optimizer] + 0.01 * noise[epoch] + slow
         lines.append(f"{epoch},{10 * epoch + 4},{loss + 0.2:.4f},")
-        lines.append(f"{epoch},{10 * epoch + 9},{loss + 0.1:.4f}," if blank else f"{epoch},{10 * epoch + 9},,")
+        lines.append(
+            f"{epoch},{10 * epoch + 9},{loss + 0.1:.4f},"
+            if blank
+            else f"{epoch},{10 * epoch + 9},,"
+        )
         lines.append(f"{epoch},{10 * epoch + 9},,{loss:.4f}")
     return "\n".join(lines) + "\n"
 
@@ -27,7 +31,9 @@ def metrics(optimizer, seed, epochs=6, blank=True):
 def logged(seeds=6, read=pd.read_csv, **options):
     """One table of the logs of all runs."""
     tables = [
-        read(io.StringIO(metrics(optimizer, seed, **options))).assign(optimizer=optimizer, seed=seed)
+        read(io.StringIO(metrics(optimizer, seed, **options))).assign(
+            optimizer=optimizer, seed=seed
+        )
         for optimizer in FLOORS
         for seed in range(seeds)
     ]

@@ -15,4 +15,7 @@ WIDE = [0.3, -0.3, 0.2, -0.1, 0.4, -0.5, 0.1, 0.2, -0.2, 0.0]
 
 
 def shifted(by, base=BASE):
-    return [loss + change for loss, change in zip(base, by if isinstance(by, list) else [by] * len(base), strict=True)]
+    return [
+        loss + change
+        for loss, change in zip(base, by if isinstance(by, list) else [by] * len(base), strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""Whatever the table of runs: interval, p value, decision and words of a verdict say the same, or one clear line."""
+"""Whatever the table of runs: interval, p value, decision and words of a verdict say the same,
+or one clear line.
+"""
 
 import math
 import re
@@ -19,21 +21,34 @@ def pair_of(n=10, seed=0, by=0.1):
 
 
 def random_runs(generator):
-    """Runs with ties, effects, noise, lost seeds and scales of every kind; some losses are yes or no."""
+    """Runs with ties, effects, noise, lost seeds and scales of every kind; some losses are yes
+    or no.
+    """
     n, levels = generator.integers(1, 25), generator.integers(1, 5)
-    base = generator.choice([0.0, 1.0], n) if generator.random() < 0.2 else generator.standard_normal(n)
+    base = (
+        generator.choice([0.0, 1.0], n)
+        if generator.random() < 0.2
+        else generator.standard_normal(n)
+    )
     is_binary = set(base) <= {0.0, 1.0}
     losses = {"cpu": base if generator.random() < 0.9 else np.full(n, base[0])}
     for level in range(levels):
-        size, noise = generator.choice([0.0, 0.1, 0.5, 3.0]), generator.choice([0.0, 1e-6, 0.1, 1.0])
+        size, noise = (
+            generator.choice([0.0, 0.1, 0.5, 3.0]),
+            generator.choice([0.0, 1e-6, 0.1, 1.0]),
+        )
         if is_binary:
             losses[f"s{level}"] = np.where(generator.random(n) < size / 4, 1 - base, base)
         else:
             moved = size * (generator.random(n) < generator.choice([0.2, 1.0]))
-            losses[f"s{level}"] = (base + moved + noise * generator.standard_normal(n)).round(generator.choice([1, 12]))
+            losses[f"s{level}"] = (base + moved + noise * generator.standard_normal(n)).round(
+                generator.choice([1, 12])
+            )
     frame = runs_of(losses)
     if generator.random() < 0.4:
-        gone = (generator.random(len(frame)) < 0.3) & (frame.setting == f"s{generator.integers(levels)}")
+        gone = (generator.random(len(frame)) < 0.3) & (
+            frame.setting == f"s{generator.integers(levels)}"
+        )
         frame.loc[gone, "final_loss"] = math.nan
     if not is_binary:
         frame.final_loss *= generator.choice([1.0, 1e-70, 1e70])
@@ -83,7 +98,14 @@ def test_no_verdict_contradicts_itself(part):
 
 
 def test_a_reference_without_spread_has_no_margin_in_sd():
-    runs = runs_of({"cpu": [0.1] * 10, "cuda": np.linspace(0, 1, 10), "all alike": [0.6] * 10, "xpu": [0.1] * 10})
+    runs = runs_of(
+        {
+            "cpu": [0.1] * 10,
+            "cuda": np.linspace(0, 1, 10),
+            "all alike": [0.6] * 10,
+            "xpu": [0.1] * 10,
+        }
+    )
     verdict = gl.verdict(runs)
     assert verdict.table.margin.isna().all()
     assert verdict.decisions == {"cuda": "different", "all alike": "different", "xpu": "equivalent"}
@@ -94,8 +116,12 @@ def test_a_reference_without_spread_has_no_margin_in_sd():
 def test_runs_of_several_protocols_are_compared_by_protocol_or_not_at_all(name):
     frame = runs_of(pair_of())
     other = gl.verdict(frame.rename(columns={"setting": name}), factor=name)
-    pd.testing.assert_frame_equal(other.table.rename(columns={name: "setting"}), gl.verdict(frame).table)
-    with pytest.raises(gl.UsageError, match=r"mixes 20: .*; compare runs of one protocol at a time, or drop"):
+    pd.testing.assert_frame_equal(
+        other.table.rename(columns={name: "setting"}), gl.verdict(frame).table
+    )
+    with pytest.raises(
+        gl.UsageError, match=r"mixes 20: .*; compare runs of one protocol at a time, or drop"
+    ):
         gl.verdict(frame.assign(**{name: range(20)}))
 
 
@@ -104,8 +130,12 @@ def test_runs_that_did_not_finish_are_left_out_and_said():
     frame.loc[17, "final_loss"] = math.nan
     verdict = gl.verdict(frame)
     assert (verdict.table.seeds[0], verdict.table.left_out[0]) == (8, 2)
-    assert "Left out, because they did not finish: 2 (cuda 1 crashed, cuda 1 running)" in str(verdict)
-    retried = pd.concat([frame, frame[frame.status == "crashed"].assign(final_loss=0.5, status="finished")])
+    assert "Left out, because they did not finish: 2 (cuda 1 crashed, cuda 1 running)" in str(
+        verdict
+    )
+    retried = pd.concat(
+        [frame, frame[frame.status == "crashed"].assign(final_loss=0.5, status="finished")]
+    )
     assert gl.verdict(retried).table.seeds[0] == 9, "a run that was started again counts"
     with pytest.raises(gl.UsageError, match=r"none is finished or diverged, but \['killed'\]"):
         gl.verdict(frame.assign(status="killed"))
@@ -124,22 +154,37 @@ def test_the_types_and_names_of_columns_and_the_index_do_not_matter(names, numbe
     typed = frame.astype({"setting": names, "seed": names, "final_loss": numbers})
     for other in (typed, typed.set_index(["setting", "seed"])):
         pd.testing.assert_frame_equal(gl.verdict(other).table, expected.table, check_dtype=False)
-    assert "xpu" not in str(gl.verdict(frame.astype({"setting": pd.CategoricalDtype(["xpu", "cpu", "cuda"])})))
+    assert "xpu" not in str(
+        gl.verdict(frame.astype({"setting": pd.CategoricalDtype(["xpu", "cpu", "cuda"])}))
+    )
 
 
 NONSENSE = {
-    r"have no final_loss that is finite and below 1e\+75": (lambda f: f.assign(final_loss=f.final_loss * 1e306), {}),
-    r"1 finished .*: index \[12\]": (lambda f: f.assign(status="finished").replace(f.final_loss[12], math.inf), {}),
-    "no column 'finalloss'; there are setting, seed, final_loss; .* pandas.melt": (None, {"metric": "finalloss"}),
+    r"have no final_loss that is finite and below 1e\+75": (
+        lambda f: f.assign(final_loss=f.final_loss * 1e306),
+        {},
+    ),
+    r"1 finished .*: index \[12\]": (
+        lambda f: f.assign(status="finished").replace(f.final_loss[12], math.inf),
+        {},
+    ),
+    "no column 'finalloss'; there are setting, seed, final_loss; .* pandas.melt": (
+        None,
+        {"metric": "finalloss"},
+    ),
     "expected three columns, and none of status, rerun, weights": (None, {"block": "setting"}),
     "none of status, rerun": (lambda f: f.assign(weights="a"), {"metric": "weights"}),
-    "'margin' is also a column of the verdict's own table": (lambda f: f.assign(margin=1), {"factor": "margin"}),
+    "'margin' is also a column of the verdict's own table": (
+        lambda f: f.assign(margin=1),
+        {"factor": "margin"},
+    ),
     "more than one column is called seed": (lambda f: f.set_index("seed", drop=False), {}),
     "no runs under 'mps'; there are .*cpu.*cuda": (None, {"reference": "mps"}),
     "'setting' is empty in 2 rows": (lambda f: f.assign(setting=f.setting.where(f.seed > 0)), {}),
     "with another mach": (lambda f: pd.concat([f.assign(machine=m) for m in "ab"]), {}),
     **{
-        f"margin {margin!r}: expected a number above 0": (None, {"margin": margin}) for margin in [0, True, "-1sd", "1"]
+        f"margin {margin!r}: expected a number above 0": (None, {"margin": margin})
+        for margin in [0, True, "-1sd", "1"]
     },
     **{f"alpha {alpha!r}": (None, {"alpha": alpha}) for alpha in [0, 0.5, "5%"]},
 }

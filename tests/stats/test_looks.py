@@ -28,8 +28,18 @@ def test_each_of_several_looks_is_a_verdict_at_a_part_of_the_level(levels, shift
     once = gl.verdict(runs, margin=0.4, alpha=0.05 / LOOKS).table
     looked_at = gl.verdict(runs, margin=0.4, looks=LOOKS).table
     for column in ("p_different_holm", "p_equivalent_holm", "p_diverged_holm"):
-        assert looked_at[column].tolist() == pytest.approx(np.minimum(LOOKS * once[column], 1).tolist())
-    same = ["decision", "low", "high", "confidence", "equivalent_low", "equivalent_high", "equivalent_confidence"]
+        assert looked_at[column].tolist() == pytest.approx(
+            np.minimum(LOOKS * once[column], 1).tolist()
+        )
+    same = [
+        "decision",
+        "low",
+        "high",
+        "confidence",
+        "equivalent_low",
+        "equivalent_high",
+        "equivalent_confidence",
+    ]
     same += ["difference", "p_different", "p_equivalent", "seeds_needed", "moved"]
     pd.testing.assert_frame_equal(looked_at[same], once[same])
 
@@ -45,14 +55,19 @@ def test_a_margin_in_standard_deviations_holds_at_each_look_and_one_in_units_sta
     margin = gl.verdict(RUNS, looks=LOOKS).table.margin[0]
     confidence = 1 - (1 - inference.SD_CONFIDENCE) / LOOKS
     losses = np.array(BASE)
-    assert margin == pytest.approx(0.25 * float(inference.sd_lower_limits(losses, len(losses), confidence)))
+    assert margin == pytest.approx(
+        0.25 * float(inference.sd_lower_limits(losses, len(losses), confidence))
+    )
     assert margin < gl.verdict(RUNS).table.margin[0]
     assert gl.verdict(RUNS, margin=0.3, looks=LOOKS).table.margin[0] == 0.3
 
 
 def test_it_says_for_how_many_looks_it_holds():
     verdict = gl.verdict(RUNS, looks=LOOKS)
-    expected = "This holds for up to 4 looks as seeds come in: each is at a level of 1.25 %, all together at 5 %; "
+    expected = (
+        "This holds for up to 4 looks as seeds come in: each is at a level of 1.25 %, all together"
+        " at 5 %; "
+    )
     assert expected in str(verdict)
     assert expected in verdict.sentences()[-1]
     assert verdict.looks == LOOKS
@@ -78,19 +93,25 @@ def test_it_says_where_looks_and_levels_are_so_many_that_nothing_can_be_shown():
 
 def test_diverged_runs_and_yes_and_no_are_corrected_too():
     diverged = runs_of({"cpu": [0.5] * 9, "cuda": [0.5] * 2 + [np.nan] * 7}).assign(
-        status=lambda runs: runs.final_loss.map(lambda loss: "finished" if loss == loss else "diverged")
+        status=lambda runs: runs.final_loss.map(
+            lambda loss: "finished" if loss == loss else "diverged"
+        )
     )
     once, looked_at = gl.verdict(diverged).table, gl.verdict(diverged, looks=LOOKS).table
     assert (once.decision[0], looked_at.decision[0]) == ("different", "inconclusive")
     assert looked_at.p_diverged_holm[0] == pytest.approx(LOOKS * once.p_diverged[0])
-    learned = runs_of({"cpu": [True] * 30, "cuda": [True] * 30}).rename(columns={"final_loss": "learned"})
+    learned = runs_of({"cpu": [True] * 30, "cuda": [True] * 30}).rename(
+        columns={"final_loss": "learned"}
+    )
     assert gl.verdict(learned, metric="learned", looks=1).decision == "equivalent"
     assert gl.verdict(learned, metric="learned", looks=LOOKS).decision == "inconclusive"
 
 
 @pytest.mark.parametrize("looks", [0, -1, 2.5, 4.0, "4", True, None, float("nan"), [4], 10**400])
 def test_looks_are_a_whole_number(looks):
-    with pytest.raises(gl.UsageError, match=r"looks=.*: expected a whole number from 1 to 1,000,000"):
+    with pytest.raises(
+        gl.UsageError, match=r"looks=.*: expected a whole number from 1 to 1,000,000"
+    ):
         gl.verdict(RUNS, looks=looks)
 
 
@@ -116,6 +137,11 @@ def test_four_looks_together_are_seldom_wrong(shift, wrong):
         differences = shift + 0.3 * generator.normal(size=12)
         runs = runs_of({"cpu": np.linspace(1, 2, 12), "cuda": np.linspace(1, 2, 12) + differences})
         for looks in counts:
-            decisions = [gl.verdict(runs[runs.seed < n], margin=0.3, looks=looks).decision for n in (8, 9, 10, 12)]
-            counts[looks] += any(decision.startswith(wrong) or "negligible" in decision for decision in decisions)
+            decisions = [
+                gl.verdict(runs[runs.seed < n], margin=0.3, looks=looks).decision
+                for n in (8, 9, 10, 12)
+            ]
+            counts[looks] += any(
+                decision.startswith(wrong) or "negligible" in decision for decision in decisions
+            )
     assert counts[LOOKS] <= 0.05 * 150 < counts[1]

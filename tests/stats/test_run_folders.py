@@ -18,9 +18,15 @@ EXPECTED = gl.verdict(logged(), "val_loss", "optimizer", last="epoch").table.dif
 
 
 def hydra(folder, optimizer, seed, number):
-    """As `python train.py -m optimizer=adam,sgd seed=range(6)` with Lightning's logger leaves a run."""
+    """As `python train.py -m optimizer=adam,sgd seed=range(6)` with Lightning's logger leaves a
+    run.
+    """
     job = folder / "multirun" / "2026-03-01" / "10-00-00" / str(number)
-    config = {"seed": seed, "optimizer": {"_target_": f"torch.optim.{optimizer}", "lr": "${lr}"}, "lr": "1e-3"}
+    config = {
+        "seed": seed,
+        "optimizer": {"_target_": f"torch.optim.{optimizer}", "lr": "${lr}"},
+        "lr": "1e-3",
+    }
     write(job / ".hydra/config.yaml", yaml.safe_dump(config | {"experiment": f"e{number}"}))
     write(job / ".hydra/overrides.yaml", yaml.safe_dump([f"optimizer={optimizer}", f"seed={seed}"]))
     write(job / ".hydra/hydra.yaml", "hydra: {run: {dir: here}}\n")
@@ -32,14 +38,24 @@ def hydra(folder, optimizer, seed, number):
 def lightning(folder, optimizer, seed, number):
     """As Lightning's command line leaves a run."""
     version = folder / "lightning_logs" / f"version_{number}"
-    write(version / "config.yaml", yaml.safe_dump({"seed_everything": seed, "trainer": {"max_epochs": 6}}))
-    write(version / "hparams.yaml", yaml.dump({"optimizer": optimizer, "args": argparse.Namespace(width=3)}))
+    write(
+        version / "config.yaml",
+        yaml.safe_dump({"seed_everything": seed, "trainer": {"max_epochs": 6}}),
+    )
+    write(
+        version / "hparams.yaml",
+        yaml.dump({"optimizer": optimizer, "args": argparse.Namespace(width=3)}),
+    )
     write(version / "metrics.csv", metrics(optimizer, seed))
 
 
 def wandb(folder, optimizer, seed, number):
     """A configuration as Weights & Biases writes it."""
-    config = {"_wandb": {"value": {}}, "optimizer": {"desc": None, "value": optimizer}, "seed": {"value": seed}}
+    config = {
+        "_wandb": {"value": {}},
+        "optimizer": {"desc": None, "value": optimizer},
+        "seed": {"value": seed},
+    }
     write(folder / f"run-{number}" / "config.yaml", yaml.safe_dump(config))
     write(folder / f"run-{number}" / "metrics.csv", metrics(optimizer, seed))
 
@@ -49,14 +65,18 @@ def by_name(folder, optimizer, seed, number):  # noqa: ARG001
 
 
 def by_folder(folder, optimizer, seed, number):  # noqa: ARG001
-    write(folder / optimizer / f"seed_{seed}" / "version_0" / "metrics.csv", metrics(optimizer, seed))
+    write(
+        folder / optimizer / f"seed_{seed}" / "version_0" / "metrics.csv", metrics(optimizer, seed)
+    )
 
 
 def tensorboard(folder, optimizer, seed, number):  # noqa: ARG001
     table = pd.read_csv(io.StringIO(metrics(optimizer, seed)))
     for tag in ("val_loss", "train_loss"):
         rows = table.dropna(subset=tag)
-        curve = pd.DataFrame({"Wall time": 1.7e9 + rows.step, "Step": rows.step, "Value": rows[tag]})
+        curve = pd.DataFrame(
+            {"Wall time": 1.7e9 + rows.step, "Step": rows.step, "Value": rows[tag]}
+        )
         write(folder / f"run-{optimizer}_seed{seed}-tag-{tag}.csv", curve.to_csv(index=False))
 
 
@@ -94,23 +114,36 @@ def test_it_says_what_came_from_where(tmp_path):
         "12 tables were read (metrics.csv).",
         "Settings are from hparams.yaml: betas.",
         "Settings are from .hydra/overrides.yaml: optimizer, seed.",
-        "Settings are from .hydra/config.yaml: config.experiment, lr, optimizer._target_, optimizer.lr.",
+        (
+            "Settings are from .hydra/config.yaml: config.experiment, lr, optimizer._target_,"
+            " optimizer.lr."
+        ),
     )
     frame = gl.stats.read_table(tmp_path)
-    assert set(frame["optimizer.lr"]) == {0.001}, "a reference, and a number that YAML takes for text"
+    assert set(frame["optimizer.lr"]) == {0.001}, (
+        "a reference, and a number that YAML takes for text"
+    )
     assert set(frame.betas) == {"[0.9, 0.99]"}
     assert str(gl.verdict(frame, "val_loss", "optimizer", last="epoch")).endswith("\n".join(notes))
     notes = gl.stats.read_table(fill(tmp_path / "other", lightning)).attrs["notes"]
     assert "The column seed is seed_everything." in notes
     notes = gl.stats.read_table(fill(tmp_path / "names", by_folder)).attrs["notes"]
-    assert "No configuration files were found; seed, group: from the names of folders and files." in notes
+    assert (
+        "No configuration files were found; seed, group: from the names of folders and files."
+        in notes
+    )
 
 
 def test_patterns_several_names_and_a_part_of_the_folder(tmp_path):
     fill(tmp_path, hydra)
     pattern = tmp_path / "multirun/*/*/*/csv/*/metrics.csv"
     paths = sorted(tmp_path.glob("multirun/*/*/*/csv/*/metrics.csv"))
-    for given in (str(pattern), paths, str(tmp_path / "multirun/*/*/*"), str(tmp_path / "**/metrics.csv")):
+    for given in (
+        str(pattern),
+        paths,
+        str(tmp_path / "multirun/*/*/*"),
+        str(tmp_path / "**/metrics.csv"),
+    ):
         frame = gl.stats.read_table(given)
         verdict = gl.verdict(frame, "val_loss", "optimizer", last="epoch", reference="adam")
         assert verdict.table.difference[0] == pytest.approx(EXPECTED)
@@ -136,7 +169,9 @@ def test_what_cannot_be_read_is_left_out_by_name(tmp_path):
         frame = gl.stats.read_table(tmp_path)
     for name in ("10/csv", "9/csv", "3/csv", "2/csv", "1/csv"):
         assert name in str(caught[0].message)
-    assert "Without a table, and so left out: multirun/2026-03-01/10-00-00/11." in frame.attrs["notes"]
+    assert (
+        "Without a table, and so left out: multirun/2026-03-01/10-00-00/11." in frame.attrs["notes"]
+    )
     verdict = gl.verdict(frame, "val_loss", "optimizer", last="epoch", reference="adam")
     assert "3 of 6 seeds" in str(verdict)
     assert "Missing: seeds 3, 4 and 5 with sgd." in str(verdict)
@@ -147,20 +182,24 @@ def test_two_versions_of_one_run_are_not_mixed(tmp_path):
     job = tmp_path / "multirun/2026-03-01/10-00-00/2"
     write(job / "csv/version_1/metrics.csv", metrics("adam", 2, epochs=2))
     with pytest.raises(
-        gl.UsageError, match=r"optimizer adam seed 2 has 2 runs.*version_0.*version_1.*keep the rows of"
+        gl.UsageError,
+        match=r"optimizer adam seed 2 has 2 runs.*version_0.*version_1.*keep the rows of",
     ):
         gl.verdict(gl.stats.read_table(tmp_path), "val_loss", "optimizer", last="epoch")
 
 
 def test_folders_without_tables_or_with_others_are_one_clear_line(tmp_path):
     with pytest.raises(
-        DataError, match=r"neither runs of gpulab nor tables in it; expected files such as metrics\.csv"
+        DataError,
+        match=r"neither runs of gpulab nor tables in it; expected files such as metrics\.csv",
     ):
         gl.stats.read_table(tmp_path)
     for number in range(2):
         write(tmp_path / str(number) / "a.csv", "x\n1\n")
         write(tmp_path / str(number) / "b.csv", "x\n1\n")
-    with pytest.raises(DataError, match=r"tables of several names \(2 a.csv, 2 b.csv\); give a pattern such as "):
+    with pytest.raises(
+        DataError, match=r"tables of several names \(2 a.csv, 2 b.csv\); give a pattern such as "
+    ):
         gl.stats.read_table(tmp_path)
     assert len(gl.stats.read_table(tmp_path / "*" / "a.csv")) == 2
 
@@ -169,21 +208,24 @@ def test_a_setting_that_means_something_to_a_verdict_has_another_name(tmp_path):
     fill(tmp_path, lightning)
     for number in range(12):
         write(
-            tmp_path / f"lightning_logs/version_{number}/hparams.yaml", f"weights: w{number}\nstatus: new\nepoch: 6\n"
+            tmp_path / f"lightning_logs/version_{number}/hparams.yaml",
+            f"weights: w{number}\nstatus: new\nepoch: 6\n",
         )
     frame = gl.stats.read_table(tmp_path)
     assert {"config.weights", "config.status", "config.epoch"} <= set(frame)
     assert "weights" not in frame
 
 
-# --- exports ---------------------------------------------------------------------------------------------------
+# --- exports --------------------------------------------------------------------------------------
 
 
 def test_the_table_of_a_chart_of_weights_and_biases(tmp_path):
     columns = {"Step": range(6)}
     for optimizer, seed in RUNS:
         losses = pd.read_csv(io.StringIO(metrics(optimizer, seed))).val_loss.dropna().tolist()
-        columns |= {f"{optimizer}-seed-{seed} - val/loss{bound}": losses for bound in ("", "__MIN", "__MAX")}
+        columns |= {
+            f"{optimizer}-seed-{seed} - val/loss{bound}": losses for bound in ("", "__MIN", "__MAX")
+        }
     pd.DataFrame(columns).to_csv(tmp_path / "chart.csv", index=False)
     frame = gl.stats.read_table(tmp_path / "chart.csv")
     assert list(frame) == ["Step", "run", "val/loss", "seed", "group"]
@@ -198,7 +240,8 @@ def test_the_table_of_a_chart_of_weights_and_biases(tmp_path):
 
 def test_a_table_of_runs_of_weights_and_biases_says_how_they_ended(tmp_path):
     rows = "\n".join(
-        f'"r{n}","{state}",{n % 3},{"ab"[n // 3]},{n}' for n, state in enumerate(["finished"] * 5 + ["crashed"])
+        f'"r{n}","{state}",{n % 3},{"ab"[n // 3]},{n}'
+        for n, state in enumerate(["finished"] * 5 + ["crashed"])
     )
     (tmp_path / "runs.csv").write_text(f'"Name","State","seed","optimizer","loss"\n{rows}\n')
     frame = gl.stats.read_table(tmp_path / "runs.csv")
@@ -208,14 +251,21 @@ def test_a_table_of_runs_of_weights_and_biases_says_how_they_ended(tmp_path):
     assert "did not finish: 1 (b 1 crashed)" in str(verdict)
 
 
-# --- configuration files ---------------------------------------------------------------------------------------
+# --- configuration files --------------------------------------------------------------------------
 
 
 def test_tags_of_python_call_nothing(tmp_path):
     marker = tmp_path / "called"
-    text = f"a: !!python/object/apply:os.system ['touch {marker}']\nb: !!python/name:os.system\nc: !other {{d: 1}}\n"
+    text = (
+        f"a: !!python/object/apply:os.system ['touch {marker}']\nb: !!python/name:os.system\nc:"
+        " !other {d: 1}\n"
+    )
     write(tmp_path / "config.yaml", text)
-    assert read_settings(tmp_path / "config.yaml") == {"a": f"['touch {marker}']", "b": "", "c.d": 1}
+    assert read_settings(tmp_path / "config.yaml") == {
+        "a": f"['touch {marker}']",
+        "b": "",
+        "c.d": 1,
+    }
     assert not marker.exists()
 
 
@@ -223,7 +273,10 @@ BOMBS = {
     "aliases in lists": "a0: &a0 [x, x]\n"
     + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)),
     "aliases in mappings": "a0: &a0 {x: {}}\n"
-    + "".join(f"a{n}: &a{n} {{{', '.join(f'k{k}: *a{n - 1}' for k in range(10))}}}\n" for n in range(1, 12)),
+    + "".join(
+        f"a{n}: &a{n} {{{', '.join(f'k{k}: *a{n - 1}' for k in range(10))}}}\n"
+        for n in range(1, 12)
+    ),
     "merged mappings": "a0: &a0 {x: 1}\n"
     + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 12)),
     "a loop": "a: &a {b: *a}\n",
@@ -247,10 +300,19 @@ def test_a_file_that_stands_for_far_more_than_it_has_is_refused_or_shortened(tmp
 
 def test_plain_values(tmp_path):
     write(
-        tmp_path / "config.yaml", "a: 1e-3\nb: null\nc: on\nd: 2026-03-01\ne: 'text'\nf: {}\ng: ${a}\nh: ${oc.env:X}\n"
+        tmp_path / "config.yaml",
+        "a: 1e-3\nb: null\nc: on\nd: 2026-03-01\ne: 'text'\nf: {}\ng: ${a}\nh: ${oc.env:X}\n",
     )
     settings = read_settings(tmp_path / "config.yaml")
-    expected = {"a": 0.001, "b": "null", "c": True, "d": "2026-03-01", "e": "text", "g": 0.001, "h": "${oc.env:X}"}
+    expected = {
+        "a": 0.001,
+        "b": "null",
+        "c": True,
+        "d": "2026-03-01",
+        "e": "text",
+        "g": 0.001,
+        "h": "${oc.env:X}",
+    }
     assert settings == expected
     write(tmp_path / "empty.yaml", "")
     assert read_settings(tmp_path / "empty.yaml") == {}

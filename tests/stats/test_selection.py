@@ -17,9 +17,11 @@ LOGS = {"metric": "val_loss", "factor": "optimizer"}
 def test_a_row_for_each_epoch_is_refused_with_both_ways_out():
     with pytest.raises(gl.UsageError) as error:
         gl.verdict(logged(), **LOGS)
-    assert str(error.value) == (
-        "optimizer adam seed 0 has 6 rows, which differ in 'epoch' and step, and are not averaged: take the last by "
-        "last='epoch' (--last epoch), or the best by best='val_loss' (--best val_loss)"
+    assert (
+        str(error.value)
+        == "optimizer adam seed 0 has 6 rows, which differ in 'epoch' and step, and are not"
+        " averaged: take the last by last='epoch' (--last epoch), or the best by best='val_loss'"
+        " (--best val_loss)"
     )
 
 
@@ -47,11 +49,17 @@ def test_among_rows_of_the_last_epoch_the_last_step_is_taken():
 def test_the_best_row_is_that_of_the_column_asked_for():
     table = logged()
     filled = table.dropna(subset="val_loss")
-    lowest = filled.loc[filled.groupby(["optimizer", "seed"]).val_loss.idxmin()].set_index(["optimizer", "seed"])
+    lowest = filled.loc[filled.groupby(["optimizer", "seed"]).val_loss.idxmin()].set_index(
+        ["optimizer", "seed"]
+    )
     own = gl.verdict(table, **LOGS, best="val_loss", reference="adam")
-    assert own.table.difference[0] == pytest.approx((lowest.val_loss.sgd - lowest.val_loss.adam).mean())
+    assert own.table.difference[0] == pytest.approx(
+        (lowest.val_loss.sgd - lowest.val_loss.adam).mean()
+    )
     # The training loss is in other rows: of those of the same epoch the last is taken.
-    train = table.dropna(subset="train_loss").groupby(["optimizer", "seed", "epoch"]).train_loss.last()
+    train = (
+        table.dropna(subset="train_loss").groupby(["optimizer", "seed", "epoch"]).train_loss.last()
+    )
     at_best = train.loc[lowest.set_index("epoch", append=True).index].droplevel("epoch")
     other = gl.verdict(table, "train_loss", "optimizer", best="val_loss", reference="adam")
     assert other.table.difference[0] == pytest.approx((at_best.sgd - at_best.adam).mean())
@@ -82,12 +90,21 @@ def test_whatever_the_counting_column_is_called(name):
     assert gl.verdict(table, **LOGS, last=name).table.seeds[0] == 6
 
 
-@pytest.mark.parametrize("name", ["episode", "n", "train_loss_epoch", "steps_per_second", "batch_size"])
+@pytest.mark.parametrize(
+    "name", ["episode", "n", "train_loss_epoch", "steps_per_second", "batch_size"]
+)
 def test_other_repetitions_are_averaged_and_it_is_said(name):
-    table = logged().dropna(subset="val_loss").rename(columns={"epoch": name})[["optimizer", "seed", name, "val_loss"]]
+    table = (
+        logged()
+        .dropna(subset="val_loss")
+        .rename(columns={"epoch": name})[["optimizer", "seed", name, "val_loss"]]
+    )
     text = str(gl.verdict(table, **LOGS))
     assert "72 rows were averaged to 12 first" in text
-    assert f"If {name!r} counts along a training, the mean says nothing about its end: last={name!r} or" in text
+    assert (
+        f"If {name!r} counts along a training, the mean says nothing about its end:"
+        f" last={name!r} or" in text
+    )
     assert gl.verdict(table, **LOGS, last=name).table.seeds[0] == 6
 
 
@@ -102,7 +119,9 @@ def test_a_metric_with_one_row_for_each_run_needs_no_choice():
 def test_a_run_that_ends_early_is_named():
     table = logged()
     table = table[~((table.optimizer == "sgd") & (table.seed == 4) & (table.epoch > 2))]
-    assert "epoch 5, but an earlier one for optimizer sgd seed 4 (2)." in str(gl.verdict(table, **LOGS, last="epoch"))
+    assert "epoch 5, but an earlier one for optimizer sgd seed 4 (2)." in str(
+        gl.verdict(table, **LOGS, last="epoch")
+    )
 
 
 def is_late(runs):
@@ -116,7 +135,8 @@ def test_a_run_that_becomes_nan_has_diverged_and_not_ended_early(lost):
     table.loc[is_late(table) & table.val_loss.notna(), "val_loss"] = lost
     verdict = gl.verdict(table, **LOGS, last="epoch", reference="adam")
     assert verdict.table[["seeds", "diverged", "left_out"]].values.tolist() == [[5, 1, 0]]
-    # Its best row was before; where NaN may be an empty cell, it is known by the epochs of the other runs.
+    # Its best row was before; where NaN may be an empty cell, it is known by the epochs of the
+    # other runs.
     best = gl.verdict(table, **LOGS, best="val_loss", reference="adam")
     assert best.table[["seeds", "diverged"]].values.tolist() == [[6, 0]]
     assert "Diverged after their best row: optimizer sgd seed 4." in str(best)
@@ -132,9 +152,16 @@ def test_a_metric_that_is_logged_every_third_epoch_has_not_diverged():
 
 def test_a_run_without_any_value_is_missing():
     table = logged()
-    text = "\n".join(line for line in metrics("sgd", 9).splitlines() if not line.split(",")[3] or "epoch" in line)
+    text = "\n".join(
+        line for line in metrics("sgd", 9).splitlines() if not line.split(",")[3] or "epoch" in line
+    )
     table = pd.concat(
-        [table, pd.read_csv(io.StringIO(text)).query("epoch < 2").assign(optimizer="sgd", seed=4, val_loss=np.nan)]
+        [
+            table,
+            pd.read_csv(io.StringIO(text))
+            .query("epoch < 2")
+            .assign(optimizer="sgd", seed=4, val_loss=np.nan),
+        ]
     )
     table = table[~((table.optimizer == "sgd") & (table.seed == 4) & table.val_loss.notna())]
     table = table[~((table.optimizer == "sgd") & (table.seed == 4) & (table.epoch > 1))]
@@ -149,7 +176,10 @@ def test_a_run_without_any_value_is_missing():
 REFUSED = {
     "last='epochs': no such column; there are epoch, step": {"last": "epochs"},
     "best='loss': no such column": {"best": "loss"},
-    "last='epoch' and best='val_loss': expected one of the two": {"last": "epoch", "best": "val_loss"},
+    "last='epoch' and best='val_loss': expected one of the two": {
+        "last": "epoch",
+        "best": "val_loss",
+    },
     "mode='low': expected 'min' or 'max'": {"best": "val_loss", "mode": "low"},
     "mode='min' says which value is the best: give the column by best=": {"mode": "min"},
     "best='step': its name does not tell whether lower or higher is better": {"best": "step"},
@@ -167,13 +197,19 @@ def test_a_choice_that_cannot_be_made_is_one_clear_line(words):
 def test_a_metric_that_is_not_in_the_best_epoch_is_refused():
     table = logged()
     table["test_loss"] = table.val_loss.where(table.epoch.isin([0, 1]))
-    with pytest.raises(gl.UsageError, match=r"has no test_loss at epoch \d, where val_loss is best: take the last by"):
+    with pytest.raises(
+        gl.UsageError,
+        match=r"has no test_loss at epoch \d, where val_loss is best: take the last by",
+    ):
         gl.verdict(table, "test_loss", "optimizer", best="val_loss")
 
 
 def test_several_runs_of_one_seed_are_refused_by_what_differs():
     table = pd.concat([logged().assign(run=f"version_{rate}", rate=rate) for rate in (0.1, 0.2)])
-    with pytest.raises(gl.UsageError, match=r"has 2 runs, which differ in rate \(run version_0.1, version_0.2\); keep"):
+    with pytest.raises(
+        gl.UsageError,
+        match=r"has 2 runs, which differ in rate \(run version_0.1, version_0.2\); keep",
+    ):
         gl.verdict(table, **LOGS, last="epoch")
 
 
@@ -184,9 +220,13 @@ def test_reruns_have_rows_of_their_own():
 
 
 def test_a_history_of_gpulabs_own_runs_is_refused_too():
-    runs = gl.recorded_runs().query("experiment == 'autoencoder' and profile == 'quick' and loader == 'window'")
+    runs = gl.recorded_runs().query(
+        "experiment == 'autoencoder' and profile == 'quick' and loader == 'window'"
+    )
     history = gl.store.history(runs[runs.setting.isin(["cpu", "cpu:threads=1"])])
-    with pytest.raises(gl.UsageError, match="which differ in 'step' and frames_seen, and are not averaged"):
+    with pytest.raises(
+        gl.UsageError, match="which differ in 'step' and frames_seen, and are not averaged"
+    ):
         gl.verdict(history, "loss")
     assert gl.verdict(history, "loss", last="step").table.seeds[0] == 10
 
@@ -198,35 +238,39 @@ def test_a_file_read_by_pandas_and_by_gpulab_gets_one_verdict(tmp_path, options,
     text = table.to_csv(index=False)
     if diverges:
         lost = is_late(table) & table.val_loss.notna()
-        text = table.assign(val_loss=table.val_loss.astype(object).mask(lost, "nan")).to_csv(index=False)
+        text = table.assign(val_loss=table.val_loss.astype(object).mask(lost, "nan")).to_csv(
+            index=False
+        )
     (tmp_path / "runs.csv").write_text(text)
     mine = gl.verdict(read_table(tmp_path / "runs.csv"), **LOGS, **options)
     theirs = gl.verdict(pd.read_csv(tmp_path / "runs.csv"), **LOGS, **options)
     assert str(mine) == str(theirs)
-    assert mine.table.diverged[0] + mine.table.reference_diverged[0] == (diverges and "last" in options)
+    assert mine.table.diverged[0] + mine.table.reference_diverged[0] == (
+        diverges and "last" in options
+    )
 
 
 def test_an_empty_cell_of_a_table_with_a_row_for_each_run_is_missing_in_both(tmp_path):
-    (tmp_path / "runs.csv").write_text(
-        "setting,seed,loss\n"
-        + "".join(
-            f"{setting},{seed},{'' if (setting, seed) == ('cuda', 3) else seed / 10 + (setting == 'cuda')}\n"
-            for setting in ("cpu", "cuda")
-            for seed in range(8)
-        )
-    )
+    losses = {("cpu", seed): seed / 10 for seed in range(8)}
+    losses |= {("cuda", seed): seed / 10 + 1 for seed in range(8)} | {("cuda", 3): ""}
+    lines = [f"{setting},{seed},{loss}\n" for (setting, seed), loss in losses.items()]
+    (tmp_path / "runs.csv").write_text("setting,seed,loss\n" + "".join(lines))
     mine = gl.verdict(read_table(tmp_path / "runs.csv"), "loss")
     theirs = gl.verdict(pd.read_csv(tmp_path / "runs.csv"), "loss")
     assert mine.table.equals(theirs.table)
     for verdict in (mine, theirs):
         assert "did not finish: 1 (cuda 1 missing)" in str(verdict)
         assert "Missing: seed 3 under cuda." in str(verdict)
-    assert "`diverged` in a column `status` says that runs diverged" in str(theirs), "pandas cannot tell the two apart"
+    assert "`diverged` in a column `status` says that runs diverged" in str(theirs), (
+        "pandas cannot tell the two apart"
+    )
 
 
-# --- seeds -----------------------------------------------------------------------------------------------------
+# --- seeds ----------------------------------------------------------------------------------------
 
-BASE = pd.DataFrame({"setting": "a", "seed": range(8), "final_loss": [0.0, 10, 20, 30, 40, 50, 60, 70]})
+BASE = pd.DataFrame(
+    {"setting": "a", "seed": range(8), "final_loss": [0.0, 10, 20, 30, 40, 50, 60, 70]}
+)
 WAYS = {
     "text": lambda seeds: seeds.astype(str),
     "decimals": lambda seeds: seeds.astype(float),
@@ -241,7 +285,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("first", WAYS)
 def test_seeds_that_are_the_same_numbers_are_paired_whatever_their_types(way, first):
-    other = BASE.assign(setting="b", final_loss=BASE.final_loss + 1, seed=WAYS[way](BASE.seed)).iloc[::-1]
+    other = BASE.assign(
+        setting="b", final_loss=BASE.final_loss + 1, seed=WAYS[way](BASE.seed)
+    ).iloc[::-1]
     verdict = gl.verdict(pd.concat([BASE.assign(seed=WAYS[first](BASE.seed)), other]))
     assert (verdict.table.seeds[0], verdict.table.left_out[0]) == (8, 0)
     assert verdict.pairs.difference.tolist() == [1.0] * 8
@@ -251,21 +297,32 @@ def test_seeds_of_several_types_that_are_not_the_same_numbers_are_named():
     other = BASE.assign(setting="b", seed="run " + BASE.seed.astype(str))
     with pytest.raises(gl.UsageError) as error:
         gl.verdict(pd.concat([BASE, other]))
-    words = "seed is numbers under a (0, 1, 2) and text under b ('run 0', 'run 1', 'run 2'); write them in one way"
+    words = (
+        "seed is numbers under a (0, 1, 2) and text under b ('run 0', 'run 1', 'run 2'); write them"
+        " in one way"
+    )
     assert str(error.value) == words
 
 
 def test_names_that_only_look_like_numbers_stay_apart():
-    runs = pd.concat([BASE.assign(seed=["01", "1", *"234567"]), BASE.assign(setting="b", seed=[*"01234567"])])
+    runs = pd.concat(
+        [BASE.assign(seed=["01", "1", *"234567"]), BASE.assign(setting="b", seed=[*"01234567"])]
+    )
     assert gl.verdict(runs).table.seeds[0] == 7, "01 and 1 are two seeds under a"
 
 
 def test_truth_values_are_written_with_their_factor():
-    runs = pd.concat([BASE.assign(amp=False), BASE[:6].assign(amp=True, final_loss=BASE.final_loss + 1)])
+    runs = pd.concat(
+        [BASE.assign(amp=False), BASE[:6].assign(amp=True, final_loss=BASE.final_loss + 1)]
+    )
     text = str(gl.verdict(runs, factor="amp"))
     assert text.startswith("amp=True against amp=False, 6 of 8 seeds: ")
     assert "Missing: seeds 6 and 7 with amp=True." in text
-    assert str(gl.verdict(runs, factor="amp", reference="amp=True")).startswith("amp=False against amp=True")
-    with pytest.raises(gl.UsageError, match=r"^amp=True seed 0 was run more than once, with another day"):
+    assert str(gl.verdict(runs, factor="amp", reference="amp=True")).startswith(
+        "amp=False against amp=True"
+    )
+    with pytest.raises(
+        gl.UsageError, match=r"^amp=True seed 0 was run more than once, with another day"
+    ):
         gl.verdict(pd.concat([runs.assign(day="a"), runs[runs.amp].assign(day="b")]), factor="amp")
     assert "np." not in text

@@ -5,8 +5,9 @@ import gpulab as gl
 from gpulab.errors import DataError, UsageError
 from gpulab.stats.tables import read_table
 
-# As Weights & Biases' table of runs exports it, its column `State` renamed: every cell in quotes, configuration and
-# summary by their plain names.
+# ruff: noqa: E501
+# As Weights & Biases' table of runs exports it, its column `State` renamed: every cell in quotes,
+# configuration and summary by their plain names.
 WANDB = """"Name","status","Notes","User","Tags","Created","Runtime","Sweep","device","lr","seed","epoch","val/loss"
 "calm-sun-6","finished","-","ann","","2026-03-01T10:00:00.000Z","61","","cuda","0.001","2","9","0.32"
 "calm-sun-5","finished","-","ann","","2026-03-01T10:00:00.000Z","61","","cuda","0.001","1","9","NaN"
@@ -29,7 +30,9 @@ def table(tmp_path):
     """Read some text, or bytes, as a table."""
 
     def read(content):
-        (tmp_path / "runs.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+        (tmp_path / "runs.csv").write_bytes(
+            content if isinstance(content, bytes) else content.encode()
+        )
         return read_table(tmp_path / "runs.csv")
 
     return read
@@ -38,7 +41,9 @@ def table(tmp_path):
 def test_an_export_of_weights_and_biases(table):
     verdict = gl.verdict(table(WANDB), "val/loss", "device")
     (row,) = verdict.table.to_dict("records")
-    assert (row["seeds"], row["left_out"], row["diverged"]) == (1, 1, 1), "a crashed run's last loss is not its result"
+    assert (row["seeds"], row["left_out"], row["diverged"]) == (1, 1, 1), (
+        "a crashed run's last loss is not its result"
+    )
     assert row["difference"] == pytest.approx(0.02)
     with pytest.raises(UsageError, match=r"1 finished run\(s\) have no val/loss .*: index \[0\]"):
         gl.verdict(table(WANDB.replace('"0.32"', '""')), "val/loss", "device")
@@ -67,13 +72,19 @@ def test_text_of_every_kind(table, text):
     assert verdict.runs.loss.tolist()[:2] == [0.5, 0.001]
     missing = text.endswith((";\n", "\t\n"))
     assert verdict.table[["diverged", "seeds"]].values.tolist() == [[1 if missing else 2, 0]]
-    assert ("did not finish: 1 (cuda 1 missing)" in str(verdict)) == missing, "an empty cell is no loss that diverged"
+    assert ("did not finish: 1 (cuda 1 missing)" in str(verdict)) == missing, (
+        "an empty cell is no loss that diverged"
+    )
 
 
 def test_parquet_and_truth_values(tmp_path):
-    frame = runs_of({"cpu": [True] * 8, "cuda": [False] * 8}).rename(columns={"final_loss": "learned"})
+    frame = runs_of({"cpu": [True] * 8, "cuda": [False] * 8}).rename(
+        columns={"final_loss": "learned"}
+    )
     frame.to_parquet(tmp_path / "runs.parquet")
-    frame.astype({"setting": "category"}).set_index("setting").to_parquet(tmp_path / "indexed.parquet")
+    frame.astype({"setting": "category"}).set_index("setting").to_parquet(
+        tmp_path / "indexed.parquet"
+    )
     frame.to_csv(tmp_path / "runs.csv")
     for name in ("runs.parquet", "indexed.parquet", "runs.csv"):
         read = read_table(tmp_path / name)
@@ -84,7 +95,9 @@ UNTIDY = {
     "no runs in it; expected a header and a row per run": "setting,seed,loss\n",
     "no column 'loss'; there are los, seed, setting; .* pandas.melt": "los,seed,setting\n1,2,3\n",
     "column 'State' has runs that did not finish": "State,loss\nOhio,1\nUtah,2\n",
-    "'loss' is not of numbers or booleans: index 1 has 'n/a'": "setting,seed,loss\na,0,0.5\na,1,n/a\n",
+    "'loss' is not of numbers or booleans: index 1 has 'n/a'": (
+        "setting,seed,loss\na,0,0.5\na,1,n/a\n"
+    ),
     "cannot be read as a table: ParserError": "seed,loss\n0,0.5,7,8\n1,2\n3,4,5,6,7,8\n",
     "cannot be read as a table: UnicodeDecodeError": b"seed,loss\n\xff\xfe,1\n",
     "more than one column is called loss": "seed,loss,loss\n0,1,2\n",

@@ -41,12 +41,20 @@ def test_the_interval_holds_the_shifts_that_the_test_allows(n, alpha):
     low, high = inference.sign_flip_interval(differences, alpha)
     step = 1e-6
     for inside, outside in ((low + step, low - step), (high - step, high + step)):
-        assert inference.sign_flip_p(differences - inside) > alpha >= inference.sign_flip_p(differences - outside)
+        assert (
+            inference.sign_flip_p(differences - inside)
+            > alpha
+            >= inference.sign_flip_p(differences - outside)
+        )
 
 
 SKEWED = {
-    "lognormal": lambda generator, shape: generator.lognormal(sigma=0.5, size=shape) - math.exp(0.125),
-    "a fifth jumps": lambda generator, shape: (generator.random(shape) < 0.2) - 0.2 + 0.05 * generator.random(shape),
+    "lognormal": lambda generator, shape: (
+        generator.lognormal(sigma=0.5, size=shape) - math.exp(0.125)
+    ),
+    "a fifth jumps": lambda generator, shape: (
+        (generator.random(shape) < 0.2) - 0.2 + 0.05 * generator.random(shape)
+    ),
 }
 
 
@@ -69,7 +77,10 @@ def test_the_corrected_interval_holds_the_shifts_that_its_t_allows():
     _, skewness, n = inference.moments(values)
     assert skewness == pytest.approx(stats.skew(values))
     limit = stats.t.isf(0.025, n - 1)
-    ends, students = inference.skewed_t_interval(values, 0.05), stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    ends, students = (
+        inference.skewed_t_interval(values, 0.05),
+        stats.ttest_1samp(values, 0).confidence_interval(0.95),
+    )
     for end, sign in zip(ends, (1, -1), strict=True):
         assert inference.skewed_t(*inference.moments(values - end)) == pytest.approx(sign * limit)
     assert ends[0] == pytest.approx(students[0])
@@ -91,7 +102,9 @@ def test_the_upper_limit_of_a_share_is_clopper_and_pearsons():
     assert inference.clopper_pearson_upper(3, 12) == pytest.approx(theirs)
 
 
-@pytest.mark.parametrize("p", [[], [0.03], [0.04, 0.01, 0.01, 0.9, 0.5], [0.02, math.nan, 0.03], [math.nan] * 2])
+@pytest.mark.parametrize(
+    "p", [[], [0.03], [0.04, 0.01, 0.01, 0.9, 0.5], [0.02, math.nan, 0.03], [math.nan] * 2]
+)
 def test_holms_correction_is_statsmodels(p):
     corrected, tests = inference.holm(p), ~np.isnan(p)
     assert np.isnan(corrected[~tests]).all()
@@ -105,7 +118,9 @@ def test_with_the_seeds_needed_a_comparison_succeeds_four_times_in_five(ratio):
     differences = ratio * (noise[0] - noise[0].mean()) / noise[0].std(ddof=1)
     runs = runs_of({"cpu": BASE, "cuda": shifted(list(differences))})
     n = int(gl.verdict(runs, margin=1.0).table.seeds_needed[0])
-    by_statsmodels = TTestPower().solve_power(1 / ratio, power=0.9, alpha=0.05, alternative="larger")
+    by_statsmodels = TTestPower().solve_power(
+        1 / ratio, power=0.9, alpha=0.05, alternative="larger"
+    )
     assert n == max(math.ceil(by_statsmodels) + 1, 6)
     drawn = ratio * np.random.default_rng(11).standard_normal((400, n))
     assert 0.73 < np.mean([inference.equivalence_p(some, 1.0) <= 0.05 for some in drawn]) < 0.93

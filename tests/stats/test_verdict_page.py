@@ -11,7 +11,12 @@ from stats_runs import BASE, TINY, WIDE, runs_of, shifted
 
 import gpulab as gl
 
-LEVELS = {"cpu": BASE, "cuda": [*shifted(0.3)[:8], math.inf, math.inf], "mps": shifted(TINY), "xpu": shifted(WIDE)[:4]}
+LEVELS = {
+    "cpu": BASE,
+    "cuda": [*shifted(0.3)[:8], math.inf, math.inf],
+    "mps": shifted(TINY),
+    "xpu": shifted(WIDE)[:4],
+}
 
 
 class Page(html.parser.HTMLParser):
@@ -37,7 +42,9 @@ class Page(html.parser.HTMLParser):
 
     def all(self, tag, look=""):
         named = [element for element in self.elements if element["tag"] == tag]
-        return [element for element in named if not look or look in (element.get("class") or "").split()]
+        return [
+            element for element in named if not look or look in (element.get("class") or "").split()
+        ]
 
     def place(self, tag, look=""):
         return self.elements.index(self.all(tag, look)[0])
@@ -71,8 +78,14 @@ def test_page_says_what_was_compared_decides_and_shows(tmp_path):
     ]
     assert order == sorted(order)
     (answer,) = page.all("p", "ga-answer")
-    assert answer["text"] == "different 3 levels of setting against cpu: 1 different, 1 inconclusive, 1 equivalent."
-    rows = [[" ".join(cell["text"].split()) for cell in cells_of(page, row)] for row in page.all("tr")[2:]]
+    assert (
+        answer["text"]
+        == "different 3 levels of setting against cpu: 1 different, 1 inconclusive, 1 equivalent."
+    )
+    rows = [
+        [" ".join(cell["text"].split()) for cell in cells_of(page, row)]
+        for row in page.all("tr")[2:]
+    ]
     assert [row[:3] for row in rows] == [
         ["cuda", "different", "8"],
         ["mps", "equivalent", "10"],
@@ -87,7 +100,9 @@ def test_page_says_what_was_compared_decides_and_shows(tmp_path):
 
 def cells_of(page, row):
     start = page.elements.index(row) + 1
-    later = [place for place in range(start, len(page.elements)) if page.elements[place]["tag"] == "tr"]
+    later = [
+        place for place in range(start, len(page.elements)) if page.elements[place]["tag"] == "tr"
+    ]
     inside = page.elements[start : later[0] if later else None]
     return [element for element in inside if element["tag"] == "td"]
 
@@ -100,11 +115,16 @@ def test_page_of_one_level_has_its_sentence_first_and_where_the_table_is_from(tm
     assert page.all("p", "faint")[0]["text"].startswith(str(tmp_path / "logs.csv"))
     assert "With sgd the val loss is" in page.all("p", "ga-answer")[0]["text"]
     remarks = [element["text"] for element in page.all("li")]
-    assert remarks == ["Of 216 rows the last epoch that has val_loss was taken for each optimizer and seed: epoch 5."]
+    assert remarks == [
+        "Of 216 rows the last epoch that has val_loss was taken for each optimizer and seed:"
+        " epoch 5."
+    ]
 
 
 def test_source_of_a_store_and_of_an_experiment_is_its_folder(tmp_path):
-    frame = gl.Experiment(lambda seed: 0.1 * seed, ["cpu", "cpu:threads=1"], 2, store=tmp_path).run(progress=False)
+    frame = gl.Experiment(lambda seed: 0.1 * seed, ["cpu", "cpu:threads=1"], 2, store=tmp_path).run(
+        progress=False
+    )
     assert gl.verdict(frame).source == str(tmp_path)
     assert gl.verdict(gl.runs(tmp_path)).source == str(tmp_path)
 
@@ -122,7 +142,11 @@ def test_truth_values_have_their_factor_on_the_page_and_in_the_figure(tmp_path):
     verdict = gl.verdict(runs.assign(amp=np.array(runs.setting == "mps")), factor="amp")
     page = saved(verdict, tmp_path)
     assert page.all("h1")[0]["text"] == "Verdict on final loss: amp=True against amp=False"
-    ticks = [tick.get_text() for axes in verdict.plot().figure.axes[:1] for tick in axes.get_yticklabels()]
+    ticks = [
+        tick.get_text()
+        for axes in verdict.plot().figure.axes[:1]
+        for tick in axes.get_yticklabels()
+    ]
     assert ticks == ["amp=False", "amp=True"]
 
 

@@ -27,7 +27,9 @@ def row(verdict, level="cuda"):
     return numbers
 
 
-THREE = levels(**{"cpu": [0.10, 0.20, 0.60], "cpu:threads=1": [0.10, 0.21, 0.57], "cuda": [0.30, 0.18]})
+THREE = levels(
+    **{"cpu": [0.10, 0.20, 0.60], "cpu:threads=1": [0.10, 0.21, 0.57], "cuda": [0.30, 0.18]}
+)
 THREE.loc[[0, 3], "weights"] = "the same"  # of seed 0, under cpu and under one thread
 
 
@@ -51,28 +53,80 @@ LOST, BITS = [math.nan], [0.0, 1.0]
 MANY = list(np.linspace(0.1, 0.9, 100))
 MOVED = shifted(shifted(0.1, TINY))
 TOLD = "Under cuda 7 of 10 runs diverged, under cpu 0 of 10. Difference 0"
-DOUBT = "not one seed differs by a digit from that under cpu: make sure that the setting reached the training"
+DOUBT = (
+    "not one seed differs by a digit from that under cpu: make sure that the setting reached the"
+    " training"
+)
 CASES = [  # losses under cpu and under cuda, margin, decision, words, numbers
     (BASE, shifted(TINY), "0.25sd", "equivalent", "cuda against cpu, 10 seeds: equivalent", {}),
     (BASE, shifted(TINY), 1e-9, "inconclusive", "more than 100,000 seeds would settle it", {}),
     (BASE, MOVED, 0.05, "different", "equivalence within ±0.05; 90 % interval 0.1 to 0.1", {}),
     (BASE, MOVED, 0.2, "different but negligible", "", {}),
     (BASE, shifted(WIDE), "0.25sd", "inconclusive", "seeds would settle it (power 0.8", {}),
-    (BASE, BASE, 1e-12, "equivalent", DOUBT, {"low": 0, "high": 0, "p_different": 1, "p_equivalent": 0}),
-    (BASE[:5], WIDE[:5], "0.25sd", "inconclusive", "5 seeds are too few to show a difference, 6 are enough", {}),
+    (
+        BASE,
+        BASE,
+        1e-12,
+        "equivalent",
+        DOUBT,
+        {"low": 0, "high": 0, "p_different": 1, "p_equivalent": 0},
+    ),
+    (
+        BASE[:5],
+        WIDE[:5],
+        "0.25sd",
+        "inconclusive",
+        "5 seeds are too few to show a difference, 6 are enough",
+        {},
+    ),
     (BASE[:5], WIDE[:5], "0.25sd", "inconclusive", " (a rough guess, power 0.8", {}),
     (BASE[:6], shifted(9.0)[:6], "0.25sd", "different", "", {}),
-    (BASE[:1], [0.4], "0.25sd", "inconclusive", "nothing can be compared: only one seed finished under both", {}),
+    (
+        BASE[:1],
+        [0.4],
+        "0.25sd",
+        "inconclusive",
+        "nothing can be compared: only one seed finished under both",
+        {},
+    ),
     # Yes and no, whose margin is a share of the seeds: 0.9 ** 29 < 0.05 < 0.9 ** 28.
     (BITS * 5, BITS * 5, 0.1, "inconclusive", "", {"p_equivalent": 0.9**10, "seeds_needed": 29}),
-    (BITS * 30, [1, 1, *BITS * 29], "10%", "equivalent", "", {"p_equivalent": stats.binom.cdf(1, 60, 0.1)}),
+    (
+        BITS * 30,
+        [1, 1, *BITS * 29],
+        "10%",
+        "equivalent",
+        "",
+        {"p_equivalent": stats.binom.cdf(1, 60, 0.1)},
+    ),
     # A seed that diverged is no pair, but it is counted.
-    ([0.1, *LOST], [0.2, *LOST], "0.25sd", "inconclusive", "Diverged, or without a number: 1, under cpu 1", {}),
-    ([0.1, *LOST * 2], [*LOST, 0.4, *LOST], 1, "inconclusive", "", {"seeds": 0, "diverged": 2, "p_diverged": 1}),
+    (
+        [0.1, *LOST],
+        [0.2, *LOST],
+        "0.25sd",
+        "inconclusive",
+        "Diverged, or without a number: 1, under cpu 1",
+        {},
+    ),
+    (
+        [0.1, *LOST * 2],
+        [*LOST, 0.4, *LOST],
+        1,
+        "inconclusive",
+        "",
+        {"seeds": 0, "diverged": 2, "p_diverged": 1},
+    ),
     (BASE, [*BASE[:3], *LOST * 7], "0.25sd", "different", TOLD, {"p_diverged_holm": 4 / 2**7}),
     # Where four diverge, no alarm could come of it, and the other test pays nothing for it.
     (BASE, [*shifted(0.3)[:6], *LOST * 4], 1, "different", "", {"p_different_holm": 2 / 2**6}),
-    (BASE * 2, [*shifted(0.3), *BASE[:4], *LOST * 6], 1, "different", "", {"p_different_holm": 4 / 2**10}),
+    (
+        BASE * 2,
+        [*shifted(0.3), *BASE[:4], *LOST * 6],
+        1,
+        "different",
+        "",
+        {"p_different_holm": 4 / 2**10},
+    ),
     (BASE, [*BASE[:9], *LOST], 1, "inconclusive", "could diverge alone", {"p_equivalent_holm": 0}),
     (MANY, [*MANY[:99], *LOST], 1, "equivalent", "", {}),  # at most 5 % could
     ([*BASE, *LOST], [*BASE, *LOST], 1, "equivalent", "", {}),  # which tells no difference
@@ -108,7 +162,9 @@ def test_holms_correction_by_hand():
     a, b, c = verdict.table.p_equivalent
     assert verdict.table.p_equivalent_holm.tolist() == pytest.approx([max(2 * b, a), 2 * b, 3 * c])
     assert verdict.decision == "different", "one level that differs decides the whole"
-    assert gl.verdict(levels(cpu=BASE, a=BASE, b=BASE[:1])).decision == "inconclusive", "equivalent when each is"
+    assert gl.verdict(levels(cpu=BASE, a=BASE, b=BASE[:1])).decision == "inconclusive", (
+        "equivalent when each is"
+    )
 
 
 def test_the_order_of_the_runs_does_not_matter_nor_the_precision():
@@ -127,7 +183,9 @@ def test_any_factor_reference_and_block_can_be_compared():
     runs = levels(a=BASE, b=shifted(0.2)).assign(film=lambda runs: "film " + runs.seed.astype(str))
     numbered = runs.assign(batch=runs.setting.map({"a": 16, "b": 32}), seed=runs.seed % 2)
     verdict = gl.verdict(numbered, factor="batch", block="film", reference="16")
-    assert str(verdict).startswith("32 against 16, 10 films made from 2 distinct seeds: different. With 32 ")
+    assert str(verdict).startswith(
+        "32 against 16, 10 films made from 2 distinct seeds: different. With 32 "
+    )
 
 
 @pytest.mark.parametrize("kind", ["bool", "boolean", "float32"])
@@ -136,22 +194,32 @@ def test_a_metric_of_yes_and_no_is_mcnemars_test(kind):
     runs["learned"] = pd.Series([True] * 12 + [False] * 8 + [True] * 4 + [False] * 16).astype(kind)
     verdict = gl.verdict(runs, metric="learned")
     assert (verdict.margin, verdict.decision) == (0.1, "different")
-    assert row(verdict)["p_different"] == pytest.approx(stats.binomtest(0, 8).pvalue), "8 learn no longer, none now"
+    assert row(verdict)["p_different"] == pytest.approx(stats.binomtest(0, 8).pvalue), (
+        "8 learn no longer, none now"
+    )
     assert row(verdict)["difference"] == pytest.approx(-0.4)
     with pytest.raises(gl.UsageError, match="of yes and no it is a share of the seeds below 1"):
         gl.verdict(runs, metric="learned", margin="0.25sd")
 
 
 def test_the_same_weights_are_not_tested():
-    runs = levels(cpu=BASE, cuda=BASE, tf32=shifted(0.1)).assign(learned=lambda runs: runs.final_loss > 0.3)
+    runs = levels(cpu=BASE, cuda=BASE, tf32=shifted(0.1)).assign(
+        learned=lambda runs: runs.final_loss > 0.3
+    )
     runs.loc[runs.setting == "cuda", "weights"] = [f"cpu{seed}" for seed in range(10)]
     verdict = gl.verdict(runs)
     assert verdict.decisions == {"cuda": "equivalent", "tf32": "different"}
     assert math.isnan(row(verdict)["p_different"])
-    assert row(verdict, "tf32")["p_different_holm"] == row(verdict, "tf32")["p_different"], "one test, not two"
-    assert gl.verdict(runs[runs.setting != "tf32"], "learned").decision == "equivalent", "though ten seeds are few"
+    assert row(verdict, "tf32")["p_different_holm"] == row(verdict, "tf32")["p_different"], (
+        "one test, not two"
+    )
+    assert gl.verdict(runs[runs.setting != "tf32"], "learned").decision == "equivalent", (
+        "though ten seeds are few"
+    )
     runs.loc[runs.index == 12, ["final_loss", "status"]] = math.nan, "diverged"
-    assert gl.verdict(runs[runs.setting != "tf32"]).decision == "inconclusive", "one diverged from the same weights"
+    assert gl.verdict(runs[runs.setting != "tf32"]).decision == "inconclusive", (
+        "one diverged from the same weights"
+    )
 
 
 def test_the_effect_is_said_first_and_then_what_it_is_compared_with():
@@ -161,28 +229,39 @@ def test_the_effect_is_said_first_and_then_what_it_is_compared_with():
         return gl.verdict(levels(cpu=BASE, cuda=shifted(by)), **options).sentences(words)
 
     assert said(0.0002) == [
-        "Under the GPU the loss is 0.054 % higher on average than under cpu, and higher in 10 of 10 seeds: "
-        "that is no luck, but differences below 7.2 % (a quarter of the spread between seeds, estimated cautiously) "
-        "count as none here."
+        "Under the GPU the loss is 0.054 % higher on average than under cpu, and higher in 10 of 10"
+        " seeds: that is no luck, but differences below 7.2 % (a quarter of the spread between"
+        " seeds, estimated cautiously) count as none here."
     ]
     assert said(TINY, margin="1%") == [
-        "Under the GPU the loss is 5.4e-05 % higher on average than under cpu; differences below 1 % count as "
-        "none here. 0 of 10 seeds moved further than that, but jumps in up to 26 % of all seeds cannot be ruled out "
-        "(95 % limit)."
+        "Under the GPU the loss is 5.4e-05 % higher on average than under cpu; differences below 1"
+        " % count as none here. 0 of 10 seeds moved further than that, but jumps in up to 26 % of"
+        " all seeds cannot be ruled out (95 % limit)."
     ]
-    assert said(0.3) == ["Under the GPU the loss is 1.81 times as high as under cpu, and higher in 10 of 10 seeds."]
+    assert said(0.3) == [
+        "Under the GPU the loss is 1.81 times as high as under cpu, and higher in 10 of 10 seeds."
+    ]
     (below_zero,) = said(WIDE)
-    assert below_zero.startswith("Under the GPU the loss is 0.01 higher on average than under cpu, and higher in")
+    assert below_zero.startswith(
+        "Under the GPU the loss is 0.01 higher on average than under cpu, and higher in"
+    )
     (unmoved,) = said([0.1, -0.1, 0.2, -0.2, 0.3, -0.3, 0.0, 0.0, 0.1, -0.1])
-    assert "the same on average as under cpu" in unmoved or "e-1" in unmoved, "the mean is zero but for rounding"
+    assert "the same on average as under cpu" in unmoved or "e-1" in unmoved, (
+        "the mean is zero but for rounding"
+    )
 
 
 def test_rows_of_one_seed_such_as_episodes_are_averaged_and_it_is_said():
     runs = runs_of({"cpu": BASE, "cuda": shifted(0.1)})
-    episodes = pd.concat([runs.assign(episode=n, final_loss=runs.final_loss + n) for n in (-1, 0, 1)])
+    episodes = pd.concat(
+        [runs.assign(episode=n, final_loss=runs.final_loss + n) for n in (-1, 0, 1)]
+    )
     verdict = gl.verdict(episodes)
     assert row(verdict) == pytest.approx(row(gl.verdict(runs)), nan_ok=True)
-    counts = "60 rows were averaged to 20 first, one for each setting and seed; those of one seed differ in episode."
+    counts = (
+        "60 rows were averaged to 20 first, one for each setting and seed; those of one seed differ"
+        " in episode."
+    )
     assert counts in str(verdict)
     assert "If 'episode' counts along a training" in str(verdict)
     one = (episodes.episode == 1) & (episodes.seed == 3) & (episodes.setting == "cuda")
@@ -198,7 +277,9 @@ def test_rows_of_one_seed_such_as_episodes_are_averaged_and_it_is_said():
 def test_the_factor_is_not_named_as_what_differs_between_runs_of_a_seed():
     runs = runs_of({"A100": BASE, "H100": BASE}).rename(columns={"setting": "machine"})
     twice = pd.concat([runs.assign(day="Monday"), runs.assign(day="Sunday")])
-    with pytest.raises(gl.UsageError, match="seed 0 was run more than once, with another day; keep the rows of one"):
+    with pytest.raises(
+        gl.UsageError, match="seed 0 was run more than once, with another day; keep the rows of one"
+    ):
         gl.verdict(twice, factor="machine")
 
 
@@ -206,17 +287,28 @@ def test_seeds_far_from_the_others_that_make_the_margin_wide_are_said():
     """A harm of 20 % to all other seeds passes as negligible within the margin that they make."""
     base = np.append(np.linspace(0.04, 0.06, 18), [0.5, 0.52])
     harmed = np.append(1.2 * base[:18], base[18:])
-    verdict, alone = gl.verdict(levels(cpu=base, cuda=harmed)), gl.verdict(levels(cpu=base[:18], cuda=harmed[:18]))
+    verdict, alone = (
+        gl.verdict(levels(cpu=base, cuda=harmed)),
+        gl.verdict(levels(cpu=base[:18], cuda=harmed[:18])),
+    )
     assert (verdict.decision, alone.decision) == ("different but negligible", "different")
     margins = f"would be {row(alone)['margin']:.2g}, not {row(verdict)['margin']:.2g}."
-    who = "Most of this spread comes from 2 of 20 seeds that lie far from the others: without them the margin"
+    who = (
+        "Most of this spread comes from 2 of 20 seeds that lie far from the others: without them"
+        " the margin"
+    )
     assert str(verdict).count(f"{who} {margins}") == 1
     assert "far from the others" not in str(alone)
-    assert "far from the others" in str(gl.verdict(levels(cpu=base))), "also where there is nothing to compare"
+    assert "far from the others" in str(gl.verdict(levels(cpu=base))), (
+        "also where there is nothing to compare"
+    )
 
 
 def test_the_reruns_of_the_reference_are_a_control_and_not_compared():
-    first, again = levels(cuda=[0.10, 0.20], cpu=[0.10, 0.25]), levels(cuda=[0.10, 0.23], cpu=[0.90]).assign(rerun=1)
+    first, again = (
+        levels(cuda=[0.10, 0.20], cpu=[0.10, 0.25]),
+        levels(cuda=[0.10, 0.23], cpu=[0.90]).assign(rerun=1),
+    )
     again.loc[1, "weights"] = "others"
     verdict = gl.verdict(pd.concat([first, again]), reference="cuda")
     assert verdict.table.setting.tolist() == ["cpu"]
@@ -226,7 +318,9 @@ def test_the_reruns_of_the_reference_are_a_control_and_not_compared():
 
 
 def test_what_cannot_be_compared_is_said_and_has_a_figure_all_the_same():
-    verdict = gl.verdict(levels(cpu=BASE[:2], cuda=BASE[:3]).query("(setting == 'cuda') == (seed == 2)"))
+    verdict = gl.verdict(
+        levels(cpu=BASE[:2], cuda=BASE[:3]).query("(setting == 'cuda') == (seed == 2)")
+    )
     assert (row(verdict)["seeds"], row(verdict)["left_out"]) == (0, 3)
     assert "no seed finished under both" in str(verdict)
     alone = gl.verdict(THREE[THREE.setting == "cpu"])
@@ -235,14 +329,21 @@ def test_what_cannot_be_compared_is_said_and_has_a_figure_all_the_same():
     for drawn in (gl.verdict(THREE[THREE.seed == 0]), gl.verdict(levels(cpu=BASE, cuda=LOST * 10))):
         assert drawn.plot().png()
     runs = levels(cpu=BASE, cuda=[*BASE[:9], *LOST]).fillna({"final_loss": 1e9})
-    assert row(gl.verdict(runs))["largest_difference"] == 0, "a run that diverged has no metric, whatever is written"
+    assert row(gl.verdict(runs))["largest_difference"] == 0, (
+        "a run that diverged has no metric, whatever is written"
+    )
 
 
 def test_the_figure_shows_every_seed_and_every_difference():
     verdict = gl.verdict(levels(cpu=BASE, cuda=[*shifted(TINY)[:9], math.nan]))
     picture = verdict.plot()
-    drawn = [[one for one in axes.collections if isinstance(one, PathCollection)] for axes in picture.figure.axes]
-    assert [sum(len(one.get_offsets()) for one in of_axes) for of_axes in drawn] == [20, 9], "the diverged run, too"
+    drawn = [
+        [one for one in axes.collections if isinstance(one, PathCollection)]
+        for axes in picture.figure.axes
+    ]
+    assert [sum(len(one.get_offsets()) for one in of_axes) for of_axes in drawn] == [20, 9], (
+        "the diverged run, too"
+    )
     keys = [text.get_text() for legend in picture.figure.legends for text in legend.get_texts()]
     assert "mean, 95% interval" in keys
     (margin,) = (words for words in keys if words.startswith("margin"))
@@ -254,30 +355,39 @@ PRINTED = {  # losses under cpu and under cuda, and what `print` shows of the ve
     "two seeds": (
         [0.1, 0.3],
         [0.2, 0.3],
-        "cuda against cpu, 2 seeds: inconclusive. Under cuda the final loss is 25 % higher on average than "
-        "under cpu, and higher in 1 of 2 seeds, which decides nothing; differences below 0.0022 % (a quarter of "
-        "the spread between seeds, estimated cautiously) count as none here; 2 seeds are too few to show a "
-        "difference, 6 are enough; about 54 seeds would settle it (a rough guess, power 0.8, if others are like "
-        "these). Difference 0.05; p = 1; equivalence within ±4.4e-06; 90 % interval -0.27 to 0.37; p = 0.75; "
-        "largest difference 0.1.\nThe standard deviation between seeds under cpu is 0.14.",
+        (
+            "cuda against cpu, 2 seeds: inconclusive. Under cuda the final loss is 25 % higher on"
+            " average than under cpu, and higher in 1 of 2 seeds, which decides nothing;"
+            " differences below 0.0022 % (a quarter of the spread between seeds, estimated"
+            " cautiously) count as none here; 2 seeds are too few to show a difference, 6 are"
+            " enough; about 54 seeds would settle it (a rough guess, power 0.8, if others are like"
+            " these). Difference 0.05; p = 1; equivalence within ±4.4e-06; 90 % interval -0.27 to"
+            " 0.37; p = 0.75; largest difference 0.1.\nThe standard deviation between seeds under"
+            " cpu is 0.14."
+        ),
     ),
     "one seed": (
         [0.1],
         [0.2],
-        "cuda against cpu, 1 seed: inconclusive. Between cuda and cpu nothing can be compared: only one seed "
-        "finished under both; run the same seeds under both, 6 or more.\nThe standard deviation between seeds under "
-        "cpu is unknown.\nEquivalence was not "
-        "asked: seeds under cpu have no spread; give a margin in the metric's units.",
+        (
+            "cuda against cpu, 1 seed: inconclusive. Between cuda and cpu nothing can be compared:"
+            " only one seed finished under both; run the same seeds under both, 6 or more.\nThe"
+            " standard deviation between seeds under cpu is unknown.\nEquivalence was not asked:"
+            " seeds under cpu have no spread; give a margin in the metric's units."
+        ),
     ),
     "a loss of zero": (
         [0.0, *BASE[1:]],
         [0.0, *shifted(WIDE)[1:]],
-        "cuda against cpu, 10 seeds: inconclusive. Under cuda the final loss is 0.02 lower on average than "
-        "under cpu, and lower in 4 of 10 seeds, which decides nothing; differences below 0.032 (a quarter of the"
-        " spread between seeds, estimated cautiously) count as none here; about 254 seeds would settle it (power "
-        "0.8, if others are like these). Difference -0.02; 95 % interval -0.22 to 0.17; p = 0.91; equivalence "
-        "within ±0.032; 90 % interval -0.18 to 0.13; p = 0.45; largest difference 0.5.\nThe standard deviation "
-        "between seeds under cpu is 0.21.",
+        (
+            "cuda against cpu, 10 seeds: inconclusive. Under cuda the final loss is 0.02 lower on"
+            " average than under cpu, and lower in 4 of 10 seeds, which decides nothing;"
+            " differences below 0.032 (a quarter of the spread between seeds, estimated cautiously)"
+            " count as none here; about 254 seeds would settle it (power 0.8, if others are like"
+            " these). Difference -0.02; 95 % interval -0.22 to 0.17; p = 0.91; equivalence within"
+            " ±0.032; 90 % interval -0.18 to 0.13; p = 0.45; largest difference 0.5.\nThe standard"
+            " deviation between seeds under cpu is 0.21."
+        ),
     ),
 }
 
@@ -290,11 +400,18 @@ def test_print_of_a_verdict_to_the_last_word(cpu, cuda, text):
 def test_the_table_has_a_row_for_each_decision():
     verdict = gl.verdict(levels(cpu=BASE, a=shifted(TINY), b=[*BASE[:9], *LOST], c=BASE[:1]))
     by_name = pd.DataFrame(
-        [{"setting": row.level} | {name: getattr(row, name) for name in DECISION_COLUMNS} for row in verdict.rows]
+        [
+            {"setting": row.level} | {name: getattr(row, name) for name in DECISION_COLUMNS}
+            for row in verdict.rows
+        ]
     )
     pd.testing.assert_frame_equal(verdict.table, by_name)
     kinds = LevelDecision.__annotations__
-    assert all(verdict.table[name].dtype == kinds[name] for name in DECISION_COLUMNS if kinds[name] == "int")
+    assert all(
+        verdict.table[name].dtype == kinds[name]
+        for name in DECISION_COLUMNS
+        if kinds[name] == "int"
+    )
     assert [type(row.difference) for row in verdict.rows] == [float] * 3
 
 

@@ -45,7 +45,9 @@ def test_store_refuses_data_whose_content_cannot_be_known(tmp_path):
 
     digits = gl.load("digits")
     own = Brighter("digits", digits.train, digits.heldout_images)
-    with pytest.raises(gl.UsageError, match=r"data .digits.: its content cannot be known.*train it without a store"):
+    with pytest.raises(
+        gl.UsageError, match=r"data .digits.: its content cannot be known.*train it without a store"
+    ):
         gl.train("autoencoder", own, store=tmp_path, frames=20, **SMALL)
     assert gl.train("autoencoder", own, frames=20, **SMALL).status == "finished"
 
@@ -66,7 +68,9 @@ def test_the_file_that_an_option_names_counts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("table_training.py").write_text(TRAINING)
     Path("table.csv").write_text("1.5")
-    train = functools.partial(gl.train, "table_training.py:train", seed=2, store="runs", progress=False)
+    train = functools.partial(
+        gl.train, "table_training.py:train", seed=2, store="runs", progress=False
+    )
     first = train()
     assert first.final_loss == 3.5
     assert train().path == first.path

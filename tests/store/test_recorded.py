@@ -1,4 +1,6 @@
-"""All that lies in `data/`: what comes in by a pull request is read and checked here, like everything else."""
+"""All that lies in `data/`: what comes in by a pull request is read and checked here, like
+everything else.
+"""
 
 import math
 import re
@@ -25,8 +27,12 @@ def test_recorded_runs_are_whole_and_do_not_contradict_themselves(file):
         assert history["window"].to_pylist() == [*range(len(losses))], name
         assert passport.keys() == gl.passport().keys(), name
         assert passport["cpu"].keys() == gl.passport()["cpu"].keys(), name
-        assert all(passport["software"][key] for key in ("torch", "python", "os", "gpulab", "commit")), name
-        assert file.parent.name != "runs" or re.fullmatch("[0-9a-f]{40}", passport["software"]["commit"]), name
+        assert all(
+            passport["software"][key] for key in ("torch", "python", "os", "gpulab", "commit")
+        ), name
+        assert file.parent.name != "runs" or re.fullmatch(
+            "[0-9a-f]{40}", passport["software"]["commit"]
+        ), name
         assert not record["setting"].startswith("cuda") or passport["gpus"][0]["driver"], name
         assert record["command"].startswith("gpulab "), name
         assert "/home/" not in str(record), name
@@ -35,7 +41,9 @@ def test_recorded_runs_are_whole_and_do_not_contradict_themselves(file):
         elif "source" not in configuration:
             assert len(losses) == configuration["frames"] // configuration["window"], name
             last = losses[-max(1, len(losses) // 5) :]
-            assert summary["final_loss"] == pytest.approx(math.fsum(last) / len(last), rel=1e-12), name
+            assert summary["final_loss"] == pytest.approx(math.fsum(last) / len(last), rel=1e-12), (
+                name
+            )
 
 
 MEASURED = sorted(recorded.recorded_folder("measured").glob("*.json"))
@@ -45,7 +53,8 @@ MEASURED = sorted(recorded.recorded_folder("measured").glob("*.json"))
 def test_measured_tables_name_their_command_and_torch(file):
     document = recorded.read_document(file)
     assert document["command"]
-    if file.name != "products-found.json":  # computed from what the others hold, on no machine in particular
+    # computed from what the others hold, on no machine in particular
+    if file.name != "products-found.json":
         assert document["passport"]["software"]["torch"]
 
 

@@ -1,4 +1,6 @@
-"""Runs at rest, one and many: what is written is read back whole, or refused by name; stores as tables."""
+"""Runs at rest, one and many: what is written is read back whole, or refused by name; stores as
+tables.
+"""
 
 import functools
 import math
@@ -22,7 +24,9 @@ from gpulab.store import runs as stores
 from gpulab.store.identities import weights_digest
 from gpulab.store.tensors import read_tensors, write_tensors
 
-HISTORY = pd.DataFrame({"window": [0, 1], "step": [1, 2], "loss": [0.5, 0.25], "seconds": [0.1, 0.2]})
+HISTORY = pd.DataFrame(
+    {"window": [0, 1], "step": [1, 2], "loss": [0.5, 0.25], "seconds": [0.1, 0.2]}
+)
 TENSORS = st.builds(
     lambda dtype, shape: (10 * torch.randn(*shape, 2)).to(dtype).transpose(0, -1),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]),
@@ -42,16 +46,25 @@ def written(record):
     """Write a run of a seed into a store, its record changed; returns its folder."""
 
     def write(store, seed, history=HISTORY, weights=None, **changes):
-        return stores.write_run(store, {**record, "id": f"run-{seed}", "seed": seed, **changes}, history, weights)
+        return stores.write_run(
+            store, {**record, "id": f"run-{seed}", "seed": seed, **changes}, history, weights
+        )
 
     return write
 
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**31), st.text(), LOSSES, st.dictionaries(st.text(), TENSORS, max_size=3))
-def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(written, record, seed, command, losses, weights):
-    changes = {"command": command, "summary": {**record["summary"], "weights": weights_digest(weights)}}
-    history = pd.DataFrame({"loss": losses}).assign(window=range(len(losses)), step=range(len(losses)), seconds=0.3)
+def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(
+    written, record, seed, command, losses, weights
+):
+    changes = {
+        "command": command,
+        "summary": {**record["summary"], "weights": weights_digest(weights)},
+    }
+    history = pd.DataFrame({"loss": losses}).assign(
+        window=range(len(losses)), step=range(len(losses)), seconds=0.3
+    )
     history = history[HISTORY.columns]
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "new" / "store"
@@ -85,7 +98,12 @@ def test_weights_that_are_not_those_of_a_run_are_not_added_to_it(written, tmp_pa
 def test_many_threads_write_at_once_and_readers_see_whole_runs_only(written, tmp_path):
     def work(writer):
         for seed in range(6):
-            written(tmp_path, seed, HISTORY.assign(loss=[float(writer), seed]), command=f"writer {writer}")
+            written(
+                tmp_path,
+                seed,
+                HISTORY.assign(loss=[float(writer), seed]),
+                command=f"writer {writer}",
+            )
             gl.store.history(gl.runs(tmp_path))
 
     with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:
@@ -127,7 +145,11 @@ SHARES = st.floats(0, 1, exclude_max=True)
 DAMAGES = st.one_of(
     st.builds(functools.partial, st.just(flipped), SHARES, st.integers(0, 7)),
     st.builds(functools.partial, st.just(cut), SHARES),
-    st.builds(functools.partial, st.just(replaced_by), st.binary() | st.sampled_from([b"[1, 2]", b'{"format": 99}'])),
+    st.builds(
+        functools.partial,
+        st.just(replaced_by),
+        st.binary() | st.sampled_from([b"[1, 2]", b'{"format": 99}']),
+    ),
     st.sampled_from([Path.unlink, made_a_folder, that_of_another_run]),
 )
 
@@ -146,7 +168,10 @@ def test_damage_anywhere_is_named_and_set_aside_and_never_another_result(two_run
     whole, before = two_runs
     with tempfile.TemporaryDirectory() as folder:
         store = Path(shutil.copytree(whole, folder, dirs_exist_ok=True))
-        run, frame = store / "run-1", before.assign(path=[str(store / f"run-{seed}") for seed in (1, 2)])
+        run, frame = (
+            store / "run-1",
+            before.assign(path=[str(store / f"run-{seed}") for seed in (1, 2)]),
+        )
         damage(run / name)
         with pytest.raises(gl.DataError, match=rf"run-1.{re.escape(name)}"):
             gl.store.history(frame)
@@ -200,9 +225,14 @@ def test_tensors_are_read_back_unless_they_have_another_format(tmp_path, monkeyp
 
 
 def test_nothing_is_ever_unpickled_from_a_file():
-    # What joblib does in memory and through the pipes of its processes reads no file; its `load` does.
-    in_memory = r" import cpu_count|\.externals\.loky[\w.]* import \w+|\.hashing import NumpyHasher|'s hash"
-    pattern = rf"pickle\.loads?\([^\n]*|torch\.load\b|joblib(?!{in_memory})|allow_pickle=True|read_pickle"
+    # What joblib does in memory and through the pipes of its processes reads no file; its `load`
+    # does.
+    in_memory = (
+        r" import cpu_count|\.externals\.loky[\w.]* import \w+|\.hashing import NumpyHasher|'s hash"
+    )
+    pattern = (
+        rf"pickle\.loads?\([^\n]*|torch\.load\b|joblib(?!{in_memory})|allow_pickle=True|read_pickle"
+    )
     found = [
         (file.name, hit)
         for file in Path(gl.__file__).parent.rglob("*.py")
@@ -212,11 +242,16 @@ def test_nothing_is_ever_unpickled_from_a_file():
     assert found == [("workers.py", 'pickle.loads(job), progress=False).record["id"]')]
 
 
-# --- stores as tables --------------------------------------------------------------------------------------
+# --- stores as tables -----------------------------------------------------------------------------
 
 
 def test_rows_tell_machines_protocols_and_missing_losses(written, record, tmp_path):
-    written(tmp_path, 0, setting="cuda:tf32=off", passport={**record["passport"], "gpus": [{"name": "Titan"}]})
+    written(
+        tmp_path,
+        0,
+        setting="cuda:tf32=off",
+        passport={**record["passport"], "gpus": [{"name": "Titan"}]},
+    )
     lost = {**record["summary"], "final_loss": None, "heldout_loss": None}
     written(tmp_path, 1, status="diverged", diverged_at=3, summary=lost)
     written(tmp_path, 2, configuration={**record["configuration"], "learning_rate": 2e-3})
@@ -227,12 +262,17 @@ def test_rows_tell_machines_protocols_and_missing_losses(written, record, tmp_pa
     assert math.isnan(diverged.final_loss)
     assert (frame.final_loss.count(), frame.recorded.any()) == (2, False)
     assert (third.status, third.device, third.frames) == ("finished", "cpu", 20)
-    assert (third.final_loss, third.weights) == (record["summary"]["final_loss"], record["summary"]["weights"])
+    assert (third.final_loss, third.weights) == (
+        record["summary"]["final_loss"],
+        record["summary"]["weights"],
+    )
     assert third.machine == third.cpu == record["passport"]["cpu"]["model"]
     assert (third.torch, third.gpulab) == (torch.__version__, gl.__version__)
 
 
-def test_a_store_may_be_told_by_the_environment_and_an_absent_one_is_empty(written, tmp_path, monkeypatch):
+def test_a_store_may_be_told_by_the_environment_and_an_absent_one_is_empty(
+    written, tmp_path, monkeypatch
+):
     written(tmp_path / "told", 1)
     written(tmp_path / "runs", 2)
     monkeypatch.chdir(tmp_path)
@@ -268,10 +308,15 @@ def test_a_store_may_hold_packed_runs_and_lists_each_once(packed, written):
 
 def test_what_is_no_file_of_whole_packed_runs_is_reported_and_skipped(packed, tmp_path):
     whole, store = (packed / "shared.parquet").read_bytes(), tmp_path / "files"
-    recorded.write_table(store / "other.parquet", HISTORY, {"passport": {}})  # a recording, and none of runs
+    # a recording, and none of runs
+    recorded.write_table(store / "other.parquet", HISTORY, {"passport": {}})
     with pytest.raises(gl.DataError, match="there are no runs in"):
         tables.pack(store, tmp_path / "b.parquet")
-    for name, content in {"empty": b"", "garbage": b"PAR1" * 100, "cut": whole[: len(whole) // 2]}.items():
+    for name, content in {
+        "empty": b"",
+        "garbage": b"PAR1" * 100,
+        "cut": whole[: len(whole) // 2],
+    }.items():
         (store / f"{name}.parquet").write_bytes(content)
     (store / "whole.parquet").write_bytes(whole)
     with pytest.warns(UserWarning, match=r"3 damaged.*cut\.parquet: cannot"):
@@ -282,4 +327,7 @@ def test_a_long_text_as_an_option_of_a_function_is_no_path():
     def train(seed, prompt=""):
         return float(seed + len(prompt))
 
-    assert gl.train(train, model_options={"prompt": 300 * "x"}, progress=False).metrics["final_loss"] == 300
+    assert (
+        gl.train(train, model_options={"prompt": 300 * "x"}, progress=False).metrics["final_loss"]
+        == 300
+    )

@@ -1,4 +1,6 @@
-"""Experiments, their workers in processes and threads, several drivers, and a Ray cluster as in notebook 08."""
+"""Experiments, their workers in processes and threads, several drivers, and a Ray cluster as in
+notebook 08.
+"""
 
 import contextlib
 import json
@@ -42,7 +44,11 @@ def test_jobs_are_each_variant_under_each_setting_from_each_seed(tmp_path):
     ]
     variants = [{}, {"flip": 3}, {"data": "moving-digits", "data_options": {"speed": 2.0}}]
     jobs = experiment(tmp_path, ["cpu", "cpu:threads=1"], variants=variants).jobs()
-    assert len({(job["setting"], job["seed"], job.get("flip"), job.get("data")) for job in jobs}) == len(jobs) == 12
+    assert (
+        len({(job["setting"], job["seed"], job.get("flip"), job.get("data")) for job in jobs})
+        == len(jobs)
+        == 12
+    )
     assert len(gl.Experiment("prednet", ["cpu"], profile="paper", store=tmp_path).jobs()) == 10
 
 
@@ -59,7 +65,9 @@ def test_every_setting_is_run_from_every_seed_again_with_the_same_bits(done):
     assert frame[["setting", "seed"]].values.tolist() == jobs
     assert frame.rerun.groupby([frame.setting, frame.seed]).apply(sorted).tolist() == [[0, 1]] * 4
     assert set(frame.status) == {"finished"}
-    assert frame.groupby(["setting", "seed"]).weights.nunique().tolist() == [1] * 4, "one thread: the same bits"
+    assert frame.groupby(["setting", "seed"]).weights.nunique().tolist() == [1] * 4, (
+        "one thread: the same bits"
+    )
     assert frame.weights.nunique() == 4
     assert len(gl.runs(store)) == 8
     assert gl.verdict(frame[frame.setting == SETTINGS[0]]).reruns.same_bits.tolist() == [True, True]
@@ -78,7 +86,9 @@ def test_experiment_starts_no_worker_for_runs_that_are_done(done, monkeypatch):
     monkeypatch.setattr(workers, "ProcessPoolExecutor", None)
     assert experiment(store, SETTINGS, reruns=2).run(progress=False).equals(frame)
     part = experiment(store, SETTINGS[1:], seeds=[1]).run(progress=False)
-    assert part[["setting", "seed"]].values.tolist() == [[SETTINGS[1], 1]], "runs of other experiments are left out"
+    assert part[["setting", "seed"]].values.tolist() == [[SETTINGS[1], 1]], (
+        "runs of other experiments are left out"
+    )
 
 
 def dies(seed):
@@ -92,15 +102,25 @@ def dies(seed):
 def test_experiment_loses_only_the_runs_of_a_worker_that_dies(tmp_path):
     with pytest.raises(gl.GpulabError) as error:
         gl.Experiment(dies, [ONE], 4, store=tmp_path, workers=2).run(progress=False)
-    assert str(error.value).startswith(f"2 of 4 runs failed, the others are kept in {tmp_path}; run again to try")
-    assert re.search(r"cpu:threads=1 seed 1.*its worker process ended: .*SIGKILL", str(error.value), re.DOTALL)
+    assert str(error.value).startswith(
+        f"2 of 4 runs failed, the others are kept in {tmp_path}; run again to try"
+    )
+    assert re.search(
+        r"cpu:threads=1 seed 1.*its worker process ended: .*SIGKILL", str(error.value), re.DOTALL
+    )
     assert gl.runs(tmp_path).seed.tolist() == [0, 3]
 
 
 def test_a_failing_job_does_not_stop_the_good_ones_in_the_order_of_variants(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = {"seeds": 1, "variants": [{"flip": flip} for flip in (5, 1, 4)], "options": {"frames": 20}}
-    with pytest.raises(gl.GpulabError, match=r"3 of 6 runs failed.*cuda:77 seed 0.*'cuda:77' cannot run here"):
+    given = {
+        "seeds": 1,
+        "variants": [{"flip": flip} for flip in (5, 1, 4)],
+        "options": {"frames": 20},
+    }
+    with pytest.raises(
+        gl.GpulabError, match=r"3 of 6 runs failed.*cuda:77 seed 0.*'cuda:77' cannot run here"
+    ):
         experiment("runs", ["cuda:77", ONE], **given).run(progress=False)
     assert experiment("runs", **given).run(progress=False).flip.tolist() == [5, 1, 4]
 
@@ -115,7 +135,13 @@ def test_no_column_of_nan_where_a_training_names_its_metrics(tmp_path):
     assert frame.accuracy.tolist() == [0.5, 0.6]
     assert not {"final_loss", "heldout_loss"} & set(frame)
     assert "final_loss" in gl.runs(tmp_path), "the table of a store has all its columns"
-    assert list(gl.seed_runs(named, seeds=2, progress=False)) == ["setting", "seed", "status", "accuracy", "steps"]
+    assert list(gl.seed_runs(named, seeds=2, progress=False)) == [
+        "setting",
+        "seed",
+        "status",
+        "accuracy",
+        "steps",
+    ]
     diverged = gl.seed_runs(lambda seed: {"accuracy": seed / 0}, seeds=2, progress=False)
     assert list(diverged) == ["setting", "seed", "status", "final_loss"]
 
@@ -148,7 +174,9 @@ def test_the_time_that_is_left_follows_the_speed_of_each_setting():
     clock.end(0)
     clock.begin(2)
     now[0] = 21.0
-    assert clock.seconds_left({}) == pytest.approx(1 + 20), "it has taken twenty seconds, and so will the other"
+    assert clock.seconds_left({}) == pytest.approx(1 + 20), (
+        "it has taken twenty seconds, and so will the other"
+    )
     assert clock.seconds_left({2: 0.5}) == pytest.approx(1 + 20 + 40), "half of it is done"
     assert 0.9 < clock.shares({})[2] < 1
     now[0] = 41.0
@@ -162,23 +190,34 @@ def test_the_time_that_is_left_follows_the_speed_of_each_setting():
     assert clock.seconds_left({}) == pytest.approx(30)
 
 
-# --- workers: processes, and threads that share a device ---------------------------------------------------
+# --- workers: processes, and threads that share a device ------------------------------------------
 
 JOB = {"profile": "smoke", "setting": ONE, "keep_weights": True}
 NETS = [("prednet", 0), ("autoencoder", 0), ("prednet", 1), ("whitener", 1)]
 OF_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-SHARED = [pytest.param(f"cuda:tf32={tf32},deterministic=on", marks=OF_A_GPU) for tf32 in ("off", "on")]
+SHARED = [
+    pytest.param(f"cuda:tf32={tf32},deterministic=on", marks=OF_A_GPU) for tf32 in ("off", "on")
+]
 
 
 def jobs(store, setting=ONE):
     for net, seed in NETS:
         frames = 400 if net == "whitener" else 100
-        yield {**JOB, "net": net, "seed": seed, "setting": setting, "frames": frames, "store": store}
+        yield {
+            **JOB,
+            "net": net,
+            "seed": seed,
+            "setting": setting,
+            "frames": frames,
+            "store": store,
+        }
 
 
 def alone(setting=ONE):
     """The weights of each network, trained one after the other."""
-    return [gl.train(**job, progress=False).record["summary"]["weights"] for job in jobs(None, setting)]
+    return [
+        gl.train(**job, progress=False).record["summary"]["weights"] for job in jobs(None, setting)
+    ]
 
 
 def do_each(jobs, count=4):
@@ -203,7 +242,8 @@ def ctrl_c(when):
             time.sleep(0.1)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    # a job in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.1, press).start()
     with pytest.raises(KeyboardInterrupt):
         yield
@@ -225,15 +265,21 @@ def trained_together(monkeypatch):
 
 
 @pytest.mark.parametrize("setting", [ONE, *SHARED])
-def test_networks_in_threads_have_the_bits_that_they_have_alone(trained_together, tmp_path, setting):
+def test_networks_in_threads_have_the_bits_that_they_have_alone(
+    trained_together, tmp_path, setting
+):
     threads = torch.get_num_threads()
     assert trained_together(tmp_path, setting) == alone(setting)
     assert torch.get_num_threads() == threads
     records = [json.loads(file.read_text()) for file in tmp_path.glob("*/run.json")]
-    assert [record.get("shared", False) for record in records] == [setting.startswith("cuda")] * len(NETS)
+    assert [record.get("shared", False) for record in records] == [
+        setting.startswith("cuda")
+    ] * len(NETS)
 
 
-def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(trained_together, tmp_path):
+def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(
+    trained_together, tmp_path
+):
     waiting = dict(enumerate(jobs(tmp_path)))
     with ctrl_c(lambda: True), workers.Workers(len(NETS)) as engine:
         engine.run_each(lambda number: engine.run_job(waiting[number]), waiting)
@@ -252,7 +298,8 @@ def test_interrupted_process_saves_a_checkpoint_ends_and_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("setting", "shares"), [("cuda:tf32=off", True), ("cuda:compile=inductor", False), ("cpu", False)]
+    ("setting", "shares"),
+    [("cuda:tf32=off", True), ("cuda:compile=inductor", False), ("cpu", False)],
 )
 def test_which_settings_share_a_gpu_in_threads(setting, shares):
     job = {"net": "prednet", "setting": setting}
@@ -270,7 +317,10 @@ def test_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
 
     with workers.Workers(2) as engine:
         settings = [ONE, ONE, "cpu:threads=2"]
-        waiting = {number: JOB | {"net": "prednet", "setting": setting} for number, setting in enumerate(settings)}
+        waiting = {
+            number: JOB | {"net": "prednet", "setting": setting}
+            for number, setting in enumerate(settings)
+        }
         engine.run_each(do, waiting)
     assert sorted(seen) == [(0, 1), (1, 1), (2, 2)]
 
@@ -285,7 +335,9 @@ def goes_on(seed, begun=""):
 
 def test_interruption_waits_for_no_run_that_has_not_begun(monkeypatch, tmp_path):
     waited_for, usual = [], workers.Workers.stop
-    monkeypatch.setattr(workers.Workers, "stop", lambda self, tasks: waited_for.extend(tasks) or usual(self, tasks))
+    monkeypatch.setattr(
+        workers.Workers, "stop", lambda self, tasks: waited_for.extend(tasks) or usual(self, tasks)
+    )
     begun = tmp_path / "begun"
     job = {"net": lambda seed: begun.touch() or time.sleep(600), "setting": ONE, "seed": 0}
     with ctrl_c(begun.exists), workers.Workers(1) as engine:
@@ -308,13 +360,15 @@ def test_processes_of_one_setting_are_used_again_and_have_its_environment(tmp_pa
 
     settings = [ONE, ONE, "cpu:threads=2"]
     job = {"net": looks, "store": str(tmp_path)}
-    do_each([job | {"setting": setting, "seed": number} for number, setting in enumerate(settings)], 1)
+    do_each(
+        [job | {"setting": setting, "seed": number} for number, setting in enumerate(settings)], 1
+    )
     frame = gl.runs(tmp_path).sort_values("seed", ignore_index=True)
     assert frame.threads.tolist() == [1, 1, 2]
     assert frame.process[0] == frame.process[1] != frame.process[2]
 
 
-# --- several drivers, and a cluster -------------------------------------------------------------------------
+# --- several drivers, and a cluster ---------------------------------------------------------------
 
 SLOW = """
 import pathlib, time
@@ -326,13 +380,18 @@ def train(seed, setting):
         time.sleep(0.05)
     return seed / 2
 """
-WAITING = "import gpulab as gl; gl.Experiment('slow.py:train', ['cpu'], 1, store='runs').run(progress=False)"
+WAITING = (
+    "import gpulab as gl; gl.Experiment('slow.py:train', ['cpu'], 1,"
+    " store='runs').run(progress=False)"
+)
 
 
 @pytest.mark.slow("kills a process that trains in another, and has two drivers train in theirs")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
 @pytest.mark.parametrize("machine", ["this one", "another"])
-def test_two_drivers_do_no_run_twice_nor_wait_for_long_for_a_killed_one(machine, tmp_path, monkeypatch):
+def test_two_drivers_do_no_run_twice_nor_wait_for_long_for_a_killed_one(
+    machine, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("slow.py").write_text(SLOW)
     killed = subprocess.Popen([sys.executable, "-c", WAITING], start_new_session=True)
@@ -348,12 +407,21 @@ def test_two_drivers_do_no_run_twice_nor_wait_for_long_for_a_killed_one(machine,
     (mark,) = Path("runs/.claims").iterdir()
     if machine == "another":
         monkeypatch.setattr("gpulab.training.experiment.LOCK_LEASE_SECONDS", 5.0)
-        mark.write_text(mark.read_text().replace(f"host={socket.gethostname()}", "host=x").replace("=120.0", "=5.0"))
+        mark.write_text(
+            mark.read_text()
+            .replace(f"host={socket.gethostname()}", "host=x")
+            .replace("=120.0", "=5.0")
+        )
         assert {"host=x", "duration=5.0"} <= set(mark.read_text().splitlines())
-    drivers = [gl.Experiment("slow.py:train", ["cpu"], [0, 1, 1], store="runs", workers=2) for _ in range(2)]
+    drivers = [
+        gl.Experiment("slow.py:train", ["cpu"], [0, 1, 1], store="runs", workers=2)
+        for _ in range(2)
+    ]
     with ThreadPoolExecutor(2) as pool:
         frames = list(pool.map(lambda each: each.run(progress=False), drivers))
-    assert [frame.final_loss.tolist() for frame in frames] == [[0.0, 0.5], [0.0, 0.5]], "both have them all"
+    assert [frame.final_loss.tolist() for frame in frames] == [[0.0, 0.5], [0.0, 0.5]], (
+        "both have them all"
+    )
     assert sorted(Path("begun").read_text().split()) == ["0", "1"]
     assert os.listdir("runs/.claims") == []
 
@@ -362,7 +430,9 @@ def test_two_drivers_do_no_run_twice_nor_wait_for_long_for_a_killed_one(machine,
 def test_run_on_ray_keeps_the_runs_of_this_machine(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed")
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    (source,) = (text for cell in cells if (text := "".join(cell["source"])).startswith("def run_on_ray("))
+    (source,) = (
+        text for cell in cells if (text := "".join(cell["source"])).startswith("def run_on_ray(")
+    )
     names = {"gl": gl, "os": os, "Setting": Setting}
     exec(source, names)
     experiment = gl.Experiment("autoencoder", [ONE], 3, "smoke", tmp_path, options={"frames": 20})
@@ -372,4 +442,6 @@ def test_run_on_ray_keeps_the_runs_of_this_machine(tmp_path):
     frame = names["run_on_ray"](experiment)
     assert frame.id.tolist() == [record["id"] for record in alone]
     assert frame.weights.tolist() == [record["summary"]["weights"] for record in alone]
-    assert there.equals(frame[frame.seed == 1].reset_index(drop=True)), "what was there is as it was"
+    assert there.equals(frame[frame.seed == 1].reset_index(drop=True)), (
+        "what was there is as it was"
+    )

@@ -34,16 +34,19 @@ USUAL = """
     def train(seed, setting, width=16, epochs=5):
         x = torch.randn(200, 2)
         some, others = random_split(TensorDataset(x, (x.norm(dim=1) > 1.2).long()), [150, 50])
-        model = nn.Sequential(nn.Linear(2, Config(width).width), nn.ReLU(), nn.Linear(width, 2)).to(setting.device)
+        layers = nn.Linear(2, Config(width).width), nn.ReLU(), nn.Linear(width, 2)
+        model = nn.Sequential(*layers).to(setting.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for epoch in range(epochs):
             for x, y in DataLoader(some, 32, shuffle=True):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x.to(setting.device)), y.to(setting.device)).backward()
+                out = model(x.to(setting.device))
+                nn.functional.cross_entropy(out, y.to(setting.device)).backward()
                 optimizer.step()
         ((x, y),) = DataLoader(others, 50)
         out = model.eval()(x).detach()
-        return {"loss": nn.functional.cross_entropy(out, y), "accuracy": (out.argmax(1) == y).double().mean()}
+        loss = nn.functional.cross_entropy(out, y)
+        return {"loss": loss, "accuracy": (out.argmax(1) == y).double().mean()}
 
     if __name__ == "__main__":
         raise SystemExit("it is imported, not run")
@@ -75,7 +78,9 @@ def test_a_usual_training_becomes_runs_that_a_verdict_compares(write):
     write(usual=USUAL)
     settings = [ONE, "cpu:threads=1,precision=float64"]
     frame = gl.Experiment("usual.py:train", settings, 2, store="runs").run(progress=False)
-    assert frame[["setting", "seed"]].values.tolist() == [[setting, seed] for setting in settings for seed in (0, 1)]
+    assert frame[["setting", "seed"]].values.tolist() == [
+        [setting, seed] for setting in settings for seed in (0, 1)
+    ]
     assert set(frame.status) == {"finished"}
     assert set(frame.experiment) == {"usual.py:train"}
     assert (frame.final_loss == frame.loss).all()
@@ -123,9 +128,13 @@ def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
     json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
 
 
-@pytest.mark.parametrize("value", [None, torch.ones(2, 2), {"loss": "1.0"}, {"width": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "value", [None, torch.ones(2, 2), {"loss": "1.0"}, {"width": 1.0}], ids=str
+)
 def test_what_is_no_number_is_refused_and_a_column_of_runs(value):
-    with pytest.raises(gl.GpulabError, match=r"(?s)^it gave .*; expected a number|'width', a column of gpulab.runs"):
+    with pytest.raises(
+        gl.GpulabError, match=r"(?s)^it gave .*; expected a number|'width', a column of gpulab.runs"
+    ):
         gl.train(lambda seed, width=3, loss="mse": value, **QUIET)
 
 
@@ -146,12 +155,16 @@ def test_seeds_that_fail_are_named_with_the_line_and_the_others_are_kept(tmp_pat
         gl.Experiment(wrong, [ONE], 4, store=tmp_path).run(progress=False)
     line = wrong.__code__.co_firstlineno
     assert "seed 1: json.decoder.JSONDecodeError: Expecting value" in str(error.value)
-    assert f"(test_functions.py:{line + 3})" in str(error.value), "in the function, not in the library"
+    assert f"(test_functions.py:{line + 3})" in str(error.value), (
+        "in the function, not in the library"
+    )
     assert f"seed 2: SystemExit: enough (test_functions.py:{line + 5})" in str(error.value)
     assert gl.runs(tmp_path)[["seed", "final_loss"]].values.tolist() == [[0, 0], [3, 3]]
     with pytest.raises(gl.GpulabError, match="JSONDecodeError") as error:
         gl.seed_runs(wrong, seeds=[1], **QUIET)
-    assert isinstance(error.value.__cause__, json.JSONDecodeError), "in this process the traceback is there"
+    assert isinstance(error.value.__cause__, json.JSONDecodeError), (
+        "in this process the traceback is there"
+    )
 
 
 def test_a_file_that_begins_an_experiment_when_it_is_imported_is_refused(write):
@@ -170,7 +183,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("train", "words"), REFUSED)
-def test_experiment_refuses_what_cannot_be_trained_before_any_worker_starts(train, words, write, monkeypatch):
+def test_experiment_refuses_what_cannot_be_trained_before_any_worker_starts(
+    train, words, write, monkeypatch
+):
     monkeypatch.setattr(workers, "ProcessPoolExecutor", None)
     write(broken="\nx = undefined\n", tidy="import sys\n\nsys.exit(2)\n")
     with pytest.raises(gl.UsageError, match=words):
@@ -178,14 +193,18 @@ def test_experiment_refuses_what_cannot_be_trained_before_any_worker_starts(trai
     assert not {"broken", "tidy"} & set(sys.modules), "half a module is no module"
 
 
-@pytest.mark.parametrize("given", [{"colour": 1}, {"data_options": {"a": 1}}, {"watch": print}, {"flip": 0}])
+@pytest.mark.parametrize(
+    "given", [{"colour": 1}, {"data_options": {"a": 1}}, {"watch": print}, {"flip": 0}]
+)
 def test_options_that_a_function_has_not_are_refused(given):
     with pytest.raises(gl.UsageError, match=r"colour|watch|flip|data_options"):
         gl.train(lambda seed, width=3: 0.0, **given, **QUIET)
 
 
 def test_option_that_json_cannot_carry_is_refused_with_its_value():
-    with pytest.raises(gl.UsageError, match=r"option width=tensor\(\[1\., 1\.\]\) is nothing that JSON can carry"):
+    with pytest.raises(
+        gl.UsageError, match=r"option width=tensor\(\[1\., 1\.\]\) is nothing that JSON can carry"
+    ):
         gl.train(lambda seed, width=3: 0.0, width=torch.ones(2), **QUIET)
 
 
@@ -198,10 +217,16 @@ def test_options_are_columns_and_make_other_runs(tmp_path):
     jobs = gl.Experiment(train, [ONE], 6, store=tmp_path, variants=variants).jobs()
     frame = [gl.train(**job, **QUIET) for job in jobs] and gl.runs(tmp_path)
     assert len(frame) == 18
-    assert gl.train(train, setting=ONE, width=8, store=tmp_path, **QUIET).record["id"] in set(frame.id)
+    assert gl.train(train, setting=ONE, width=8, store=tmp_path, **QUIET).record["id"] in set(
+        frame.id
+    )
     assert gl.train(train, setting=ONE, learning_rate=1.0, **QUIET).final_loss == 1 + 1 / 8
-    assert json.dumps({"width": 8, "layers": [5], "make": "Linear", "learning_rate": 0.1}) in set(frame.options)
-    assert gl.verdict(frame[frame.layers == "[3, 4]"], factor="width").decision.startswith("different")
+    assert json.dumps({"width": 8, "layers": [5], "make": "Linear", "learning_rate": 0.1}) in set(
+        frame.options
+    )
+    assert gl.verdict(frame[frame.layers == "[3, 4]"], factor="width").decision.startswith(
+        "different"
+    )
 
 
 def test_the_text_counts_that_is_there_when_a_training_begins(write):
@@ -212,11 +237,14 @@ def test_the_text_counts_that_is_there_when_a_training_begins(write):
     assert once("usual.py:train").record == before.record
     write(usual=text.replace("+ 0", "+ 1"))  # as long, and of the same second
     assert once("usual.py:train").final_loss == 2
-    write(parts="loss = 2.00\n")  # of another length: by that and the second Python tells what it has compiled
+    # of another length: by that and the second Python tells what it has compiled
+    write(parts="loss = 2.00\n")
     del sys.modules["parts"]
     assert once("usual.py:train").final_loss == 3
     assert sorted(gl.runs("runs").final_loss) == [1, 2, 3]
-    assert pickle.loads(pickle.dumps(training)).source != training.source, "another process reads the file itself"
+    assert pickle.loads(pickle.dumps(training)).source != training.source, (
+        "another process reads the file itself"
+    )
 
 
 EDITS_ITSELF = """

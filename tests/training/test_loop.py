@@ -20,7 +20,9 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_autoencoder.ipynb"
 
 
 def planned(model, **options):
-    spec = NetworkRun.plan(model, profile="smoke", frames=100, setting="cpu:precision=float64", **options)
+    spec = NetworkRun.plan(
+        model, profile="smoke", frames=100, setting="cpu:precision=float64", **options
+    )
     spec.draw_weights()
     return spec
 
@@ -40,7 +42,11 @@ def test_it_is_the_loop_that_everybody_writes(model):
             of_window.append(per_frame.mean().item())
         losses.append(sum(of_window) / len(of_window))
     training = spec.init_training()
-    loop.train(training, spec.remaining_windows(training), AutogradEngine(training, Loader("window", spec.setting)))
+    loop.train(
+        training,
+        spec.remaining_windows(training),
+        AutogradEngine(training, Loader("window", spec.setting)),
+    )
     assert [note.loss for note in training.history] == pytest.approx(losses, rel=1e-12)
     assert [note.window for note in training.history] == [0, 1, 2, 3, 4]
     assert training.step == (100 if model == "autoencoder" else 5)
@@ -63,7 +69,10 @@ def test_an_engine_is_an_object_with_one_method_which_is_given_the_state():
     spec = planned("prednet")
     training, engine, seen = spec.init_training(), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
     loop.train(
-        training, spec.remaining_windows(training), engine, lambda: seen.append((training.step, training.inside_window))
+        training,
+        spec.remaining_windows(training),
+        engine,
+        lambda: seen.append((training.step, training.inside_window)),
     )
     assert engine.states == [None, 1, 2, 3, 4], "the state goes from window to window"
     assert seen == [(1, False), (2, False), (3, False), (4, False), (5, False)]
@@ -77,20 +86,28 @@ def test_a_loss_that_is_not_finite_ends_it_also_when_looked_at_seldom(wrong):
         training = spec.init_training()
         training.look_every = look_every
         engine = Telling([1.0, 3.0], [2.0, 2.0], [4.0, wrong], [1.0, 1.0], [1.0, 1.0])
-        loop.train(training, spec.remaining_windows(training), engine, partial(looks.append, look_every))
+        loop.train(
+            training, spec.remaining_windows(training), engine, partial(looks.append, look_every)
+        )
         notes.append([(note.window, note.step, note.loss) for note in training.history])
         seconds = [note.seconds for note in training.history]
         assert seconds == sorted(seconds)
         assert (training.diverged_at, training.inside_window) == (6, False)
         assert training.windows_after_divergence == (2 if look_every else 0)
-        assert spec.summarize(training, math.nan)["windows_after_divergence"] == training.windows_after_divergence
+        assert (
+            spec.summarize(training, math.nan)["windows_after_divergence"]
+            == training.windows_after_divergence
+        )
     assert str(notes[0]) == str(notes[1]) == str([(0, 2, 2.0), (1, 4, 2.0), (2, 6, wrong)])
-    assert looks == [0.0, 0.0, 0.0, 1000.0], "after each window; and once, where the end is the first look"
+    assert looks == [0.0, 0.0, 0.0, 1000.0], (
+        "after each window; and once, where the end is the first look"
+    )
 
 
 def test_the_notebook_prints_this_loop():
     printed = "".join(
-        inspect.getsource(part) + "\n" for part in (loop.train, AutogradEngine.update, AutogradEngine.gradients)
+        inspect.getsource(part) + "\n"
+        for part in (loop.train, AutogradEngine.update, AutogradEngine.gradients)
     )
     cells = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
     assert "".join(cells["03-loop"]["outputs"][0]["text"]) == printed

@@ -32,7 +32,10 @@ def test_the_paper_profile_is_the_published_protocol():
     assert (plan.frames, plan.window, plan.frames // plan.window) == (5_000, 20, 250)
     assert (plan.size, plan.model) == ((120, 160), {"channels": [3, 48, 96, 192]})
     assert (plan.learning_rate, plan.seeds) == (1e-3, 10)
-    assert (protocol("autoencoder", "paper").data, protocol("autoencoder", "paper").frames) == ("mnist", 60_000)
+    assert (protocol("autoencoder", "paper").data, protocol("autoencoder", "paper").frames) == (
+        "mnist",
+        60_000,
+    )
 
 
 def test_the_environment_has_the_last_word(monkeypatch):
@@ -42,7 +45,10 @@ def test_the_environment_has_the_last_word(monkeypatch):
 
 def test_a_profile_may_have_options_of_its_data_that_a_run_can_override():
     for options, speed in (({}, 4.0), ({"speed": 2.0}, 2.0)):
-        assert plan_run("prednet", profile="motion", data_options=options).data.options()["speed"] == speed
+        assert (
+            plan_run("prednet", profile="motion", data_options=options).data.options()["speed"]
+            == speed
+        )
 
 
 LOSSES = {  # final and held-out losses of short trainings, by gpulab.training.networks.CODE_VERSION
@@ -67,9 +73,13 @@ REQUESTS = {
 def test_losses_are_those_of_this_code_version(name):
     options = {"profile": "smoke", "setting": "cpu:threads=1,precision=float64", "progress": False}
     run = gl.train(name.partition(",")[0], seed=3, **options, **REQUESTS[name])
-    found, noted = [run.final_loss, run.heldout_loss], LOSSES.get(CODE_VERSION, {}).get(name, [math.nan, math.nan])
+    found, noted = (
+        [run.final_loss, run.heldout_loss],
+        LOSSES.get(CODE_VERSION, {}).get(name, [math.nan, math.nan]),
+    )
     assert found == pytest.approx(noted, rel=1e-9), (
-        f"trainings give other losses: raise CODE_VERSION, and note {found} for {name!r} under the new number"
+        f"trainings give other losses: raise CODE_VERSION, and note {found} for {name!r} under the"
+        " new number"
     )
 
 
@@ -90,8 +100,12 @@ PER_MODEL = {
     "prednet": {
         "loader": st.sampled_from(LOADERS),
         "data": st.just("walk"),
-        "data_options": st.fixed_dictionaries({}, optional={"speed": st.floats(0.5, 4), "seed": st.integers(0, 9)}),
-        "model_options": st.sampled_from([{"size": (8, 12), "channels": [3, 4]}, {"truncation": "state"}]),
+        "data_options": st.fixed_dictionaries(
+            {}, optional={"speed": st.floats(0.5, 4), "seed": st.integers(0, 9)}
+        ),
+        "model_options": st.sampled_from(
+            [{"size": (8, 12), "channels": [3, 4]}, {"truncation": "state"}]
+        ),
     },
     "whitener": {"model_options": st.just({"covariance": "centred", "hidden": 16})},
 }
@@ -102,7 +116,10 @@ def requests(draw):
     model = draw(st.sampled_from([*PER_MODEL]))
     frames = {"frames": st.sampled_from([200, 400])}
     options = draw(st.fixed_dictionaries(frames, optional=OPTIONAL | PER_MODEL[model]))
-    own = {"setting": draw(st.sampled_from(["cpu", "cpu:threads=1"])), "seed": draw(st.integers(0, 9))}
+    own = {
+        "setting": draw(st.sampled_from(["cpu", "cpu:threads=1"])),
+        "seed": draw(st.integers(0, 9)),
+    }
     return {"net": model, "profile": "smoke", "rerun": draw(st.integers(0, 2)), **own, **options}
 
 
@@ -112,7 +129,10 @@ def test_command_gives_the_same_run(request):
     spec = plan_run(**request)
     with mock.patch("gpulab.training.run.train") as train:
         CliRunner().invoke(app, shlex.split(spec.command())[1:])
-    assert planned(*train.call_args.args, **train.call_args.kwargs).id == spec.identity(gl.passport()).id
+    assert (
+        planned(*train.call_args.args, **train.call_args.kwargs).id
+        == spec.identity(gl.passport()).id
+    )
 
 
 def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off():
@@ -127,7 +147,11 @@ REGISTERED = Path(__file__).parents[2] / "data" / "registered"
 
 def test_every_run_made_under_a_registration_keeps_its_digest(tmp_path):
     """It is no part of what is run."""
-    plan, store, options = tmp_path / "a-plan.md", tmp_path / "store", {"profile": "smoke", "frames": 20}
+    plan, store, options = (
+        tmp_path / "a-plan.md",
+        tmp_path / "store",
+        {"profile": "smoke", "frames": 20},
+    )
     plan.write_text("# A plan\n\nTen seeds.\n")
     made = {"registered": str(plan), "options": {"frames": 20}, "store": store}
     gl.Experiment("autoencoder", ["cpu:threads=1"], 1, "smoke", **made).run(progress=False)
@@ -135,7 +159,9 @@ def test_every_run_made_under_a_registration_keeps_its_digest(tmp_path):
     gl.train("autoencoder", seed=1, store=store, progress=False, **options)
     gl.store.pack(store, tmp_path / "packed.parquet")
     runs = gl.runs(tmp_path / "packed.parquet")
-    assert set(runs[runs.seed == 0].registered) == {f"a-plan {hashlib.sha256(plan.read_bytes()).hexdigest()}"}
+    assert set(runs[runs.seed == 0].registered) == {
+        f"a-plan {hashlib.sha256(plan.read_bytes()).hexdigest()}"
+    }
     assert runs[runs.seed == 1].registered.isna().all()
     assert planned("autoencoder", setting="cpu:threads=1", **options).id in set(runs.id)
 
@@ -146,12 +172,27 @@ def test_recorded_runs_were_made_under_the_registrations_that_are_here():
     for file in files:
         runs = gl.runs(recorded.recorded_folder("studies") / f"{file.stem}.parquet")
         assert len(runs)
-        assert set(runs.registered) == {f"{file.stem} {hashlib.sha256(file.read_bytes()).hexdigest()}"}, "changed since"
+        assert set(runs.registered) == {
+            f"{file.stem} {hashlib.sha256(file.read_bytes()).hexdigest()}"
+        }, "changed since"
 
 
-WRONG = [{"seed": "x"}, {"seed": 1.5}, {"rerun": "x"}, {"model_options": "a"}, {"data_options": 3}, {"data": 3}]
+WRONG = [
+    {"seed": "x"},
+    {"seed": 1.5},
+    {"rerun": "x"},
+    {"model_options": "a"},
+    {"data_options": 3},
+    {"data": 3},
+]
 WRONG += [{"model_options": []}, {"data_options": 0}]
-WRONG += [{"flip": True}, {"flip": 1.0}, {"learning_rate": "fast"}, {"learning_rate": True}, {"store": 3}]
+WRONG += [
+    {"flip": True},
+    {"flip": 1.0},
+    {"learning_rate": "fast"},
+    {"learning_rate": True},
+    {"store": 3},
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
@@ -160,13 +201,17 @@ def test_train_refuses_arguments_of_other_types_by_name(wrong):
         gl.train("prednet", profile="smoke", progress=False, **wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"seed": -1}, {"rerun": 0.5}, {"setting": "cpu:nonsense=1"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"seed": -1}, {"rerun": 0.5}, {"setting": "cpu:nonsense=1"}], ids=str
+)
 def test_train_refuses_wrong_numbers_and_settings_before_it_reads_data(wrong):
     with pytest.raises(gl.UsageError):
         gl.train("prednet", "video:not-there.mp4", profile="smoke", progress=False, **wrong)
 
 
 @pytest.mark.parametrize(("model", "profile"), [("prednett", "smoke"), ("prednet", "nope")])
-def test_experiment_refuses_an_unknown_network_or_profile_whatever_its_seeds(model, profile, tmp_path):
+def test_experiment_refuses_an_unknown_network_or_profile_whatever_its_seeds(
+    model, profile, tmp_path
+):
     with pytest.raises(gl.UsageError, match=f"model '{model}', profile '{profile}'"):
         gl.Experiment(model, ["cpu"], seeds=2, profile=profile, store=tmp_path)

@@ -1,4 +1,6 @@
-"""Trainings in experiments that start processes, and what is left of them where something is killed."""
+"""Trainings in experiments that start processes, and what is left of them where something is
+killed.
+"""
 
 import contextlib
 import multiprocessing
@@ -18,7 +20,9 @@ from gpulab.training import worker_process, workers
 
 ONE = "cpu:threads=1"
 METHODS = multiprocessing.get_all_start_methods()
-ON_POSIX = pytest.mark.skipif(not hasattr(os, "killpg"), reason="this operating system has no process groups")
+ON_POSIX = pytest.mark.skipif(
+    not hasattr(os, "killpg"), reason="this operating system has no process groups"
+)
 
 TRAINING = '''
 import concurrent.futures, multiprocessing, os, pathlib, subprocess, sys, tempfile, time
@@ -45,7 +49,10 @@ def touch(rank, folder):
 
 def loader(method, processes, persistent=False):
     data = DataLoader(
-        Squares(), num_workers=processes, multiprocessing_context=method, persistent_workers=persistent
+        Squares(),
+        num_workers=processes,
+        multiprocessing_context=method,
+        persistent_workers=persistent,
     )
     return sum(batch.item() for _ in range(2) for batch in data) / 2
 
@@ -86,7 +93,8 @@ def torch_processes(method, processes):
 
 def program(method, processes):
     path = "import sys; print(140 if sys.path[0] == '' else sys.path)"  # as where no worker is
-    return float(subprocess.run([sys.executable, "-c", path], capture_output=True, text=True).stdout)
+    command = [sys.executable, "-c", path]
+    return float(subprocess.run(command, capture_output=True, text=True).stdout)
 
 
 def nested_joblib(method, processes):
@@ -98,8 +106,18 @@ def start_method(method, processes):
     return 140.0
 
 
-HOWS = [loader, persistent, pool, executor, left_pool, left_executor, torch_processes, program, nested_joblib]
-HOWS.append(start_method)
+HOWS = [
+    loader,
+    persistent,
+    pool,
+    executor,
+    left_pool,
+    left_executor,
+    torch_processes,
+    program,
+    nested_joblib,
+    start_method,
+]
 
 
 def train(seed, how="loader", method="", processes=1):
@@ -114,7 +132,8 @@ def waits(seed, begun=""):
     context = multiprocessing.get_context("fork")
     started = context.Pool(2)
     ids = [process.pid for process in started._pool]
-    ids += [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, os.getpid()]
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    ids += [subprocess.Popen(command).pid, os.getpid()]
     data = iter(DataLoader(Squares(), num_workers=1, multiprocessing_context="fork"))
     ids += [process.pid for process in data._workers]
     pathlib.Path(begun + ".part").write_text(" ".join(map(str, ids)))
@@ -131,7 +150,14 @@ def train(tmp_path, monkeypatch):
     Path("starts_processes.py").write_text(TRAINING)
 
     def run(variants, seeds=1, count=1):
-        made = gl.Experiment("starts_processes.py:train", [ONE], seeds, store="runs", variants=variants, workers=count)
+        made = gl.Experiment(
+            "starts_processes.py:train",
+            [ONE],
+            seeds,
+            store="runs",
+            variants=variants,
+            workers=count,
+        )
         return made.run(progress=False).final_loss.tolist()
 
     return run
@@ -144,7 +170,15 @@ def test_a_loader_with_processes_trains_in_an_experiment(train):
 @pytest.mark.slow("starts processes by each method that the system has")
 @pytest.mark.parametrize("method", ["", *METHODS])
 def test_a_training_starts_processes_by_any_method(train, method):
-    hows = ["loader", "persistent", "pool", "executor", "left_pool", "left_executor", "torch_processes"]
+    hows = [
+        "loader",
+        "persistent",
+        "pool",
+        "executor",
+        "left_pool",
+        "left_executor",
+        "torch_processes",
+    ]
     variants = [{"how": how, "method": method, "processes": 2} for how in hows]
     assert train(variants) == [140.0] * len(hows)
 
@@ -155,18 +189,30 @@ def test_two_workers_have_loaders_with_processes_at_a_time(train):
 
 
 def test_a_training_runs_programs_and_chooses_a_start_method_in_each_run(train):
-    variants = [{"how": how, "processes": 2} for how in ("program", "start_method", "nested_joblib")]
+    variants = [
+        {"how": how, "processes": 2} for how in ("program", "start_method", "nested_joblib")
+    ]
     assert train(variants, seeds=2) == [140.0] * 6
 
 
 @pytest.mark.slow("starts processes afresh")
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "fork"])
 def test_what_is_written_in_a_script_goes_to_processes_that_are_started_afresh(tmp_path, method):
-    here = f"frame = gl.Experiment(train, ['{ONE}'], 1, store='runs', variants=variants).run(progress=False)"
-    hows = [{"how": how, "method": method, "processes": 2} for how in ("loader", "pool", "executor")]
-    main = f"    import gpulab as gl\n    variants = {hows}\n    {here}\n    print(frame.final_loss.tolist())"
+    here = (
+        f"frame = gl.Experiment(train, ['{ONE}'], 1, store='runs',"
+        " variants=variants).run(progress=False)"
+    )
+    hows = [
+        {"how": how, "method": method, "processes": 2} for how in ("loader", "pool", "executor")
+    ]
+    main = (
+        f"    import gpulab as gl\n    variants = {hows}\n    {here}\n   "
+        " print(frame.final_loss.tolist())"
+    )
     (tmp_path / "script.py").write_text(f"{TRAINING}\nif __name__ == '__main__':\n{main}\n")
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.stdout.splitlines()[-1:] == ["[140.0, 140.0, 140.0]"], done.stderr
 
 
@@ -182,14 +228,17 @@ def test_start_method_of_the_program_is_that_of_its_workers(chosen, monkeypatch)
     assert multiprocessing.get_start_method(allow_none=True) == chosen
 
 
-# --- what is killed -----------------------------------------------------------------------------------------
+# --- what is killed -------------------------------------------------------------------------------
 
 WAITING = """
 import gpulab as gl
 
 if __name__ == "__main__":
     options = {"begun": "begun"}
-    gl.Experiment("starts_processes.py:waits", ["cpu:threads=1"], 2, store="runs", options=options).run(progress=False)
+    exp = gl.Experiment(
+        "starts_processes.py:waits", ["cpu:threads=1"], 2, store="runs", options=options
+    )
+    exp.run(progress=False)
 """
 
 
@@ -217,13 +266,21 @@ def waiting(tmp_path):
     (tmp_path / "starts_processes.py").write_text(TRAINING)
     (tmp_path / "driver.py").write_text(WAITING)
     driver = subprocess.Popen(
-        [sys.executable, "driver.py"], cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True
+        [sys.executable, "driver.py"],
+        cwd=tmp_path,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     begun = tmp_path / "begun"
     wait_until(lambda: begun.exists() or driver.poll() is not None, "no run has begun")
     assert driver.poll() is None, driver.stderr.read()
     ids = [int(number) for number in begun.read_text().split()]
-    reapers = [child.pid for child in psutil.Process(driver.pid).children() if "reaper.py" in str(child.cmdline())]
+    reapers = [
+        child.pid
+        for child in psutil.Process(driver.pid).children()
+        if "reaper.py" in str(child.cmdline())
+    ]
     assert len(reapers) == 1
     yield driver, ids, reapers
     for number in living([driver.pid, *ids, *reapers]):
@@ -239,7 +296,9 @@ def test_a_killed_experiment_leaves_no_process_and_keeps_what_is_done(waiting, t
     number = getattr(signal, name)
     driver.send_signal(number)
     assert driver.wait() == -number or name == "SIGINT"
-    wait_until(lambda: not living([*ids, *reapers]), f"still there: {living([*ids, *reapers])} of {ids}")
+    wait_until(
+        lambda: not living([*ids, *reapers]), f"still there: {living([*ids, *reapers])} of {ids}"
+    )
     assert gl.runs(tmp_path / "runs").seed.tolist() == [0]
 
 
@@ -249,9 +308,13 @@ def test_a_killed_worker_takes_along_what_it_has_started(waiting, tmp_path):
     driver, ids, reapers = waiting
     (worker,) = [number for number in ids if psutil.Process(number).ppid() == driver.pid]
     os.kill(worker, signal.SIGKILL)
-    assert re.search(r"1 of 2 runs failed.*its worker process ended", driver.stderr.read(), re.DOTALL)
+    assert re.search(
+        r"1 of 2 runs failed.*its worker process ended", driver.stderr.read(), re.DOTALL
+    )
     assert driver.wait() == 1
-    wait_until(lambda: not living([*ids, *reapers]), f"still there: {living([*ids, *reapers])} of {ids}")
+    wait_until(
+        lambda: not living([*ids, *reapers]), f"still there: {living([*ids, *reapers])} of {ids}"
+    )
     assert gl.runs(tmp_path / "runs").seed.tolist() == [0]
 
 

@@ -92,10 +92,17 @@ def test_same_seed_and_setting_give_the_same_bits_and_leave_the_process_alone(mo
 
 @BOTH
 def test_another_setting_starts_from_the_same_weights_and_images(model):
-    settings = {"cpu": 0, "cpu:precision=float64": 1e-3, "cpu:threads=1": 1e-3, "cpu:precision=bfloat16": 0.1}
+    settings = {
+        "cpu": 0,
+        "cpu:precision=float64": 1e-3,
+        "cpu:threads=1": 1e-3,
+        "cpu:precision=bfloat16": 0.1,
+    }
     runs = [trained(model, seed=3, frames=60, setting=text) for text in settings]
     for run, rounding in zip(runs, settings.values(), strict=True):
-        assert run.history.loss.tolist() == pytest.approx(runs[0].history.loss.tolist(), rel=rounding)
+        assert run.history.loss.tolist() == pytest.approx(
+            runs[0].history.loss.tolist(), rel=rounding
+        )
     assert len(set(map(weights, runs))) >= 3
     assert runs[1].model.state_dict().popitem()[1].dtype == torch.float64
     usual = runs[0].model.threads or torch.get_num_threads()
@@ -112,12 +119,19 @@ def test_a_network_handed_in_is_left_as_it_was_and_trains_as_by_its_name():
     assert all(parameter.grad is None for parameter in net.parameters())
     net.load_state_dict(run.model.state_dict())
     kept = [train(net, seed=seed, learning_rate=0.0, **USUAL) for seed in (0, 1)]
-    assert weights(kept[0]) == weights(kept[1]) == weights(run), "loaded weights are trained on, whatever the seed"
+    assert weights(kept[0]) == weights(kept[1]) == weights(run), (
+        "loaded weights are trained on, whatever the seed"
+    )
     assert not kept[0].model.fresh
     assert planned(net, **{**USUAL, "frames": 40}, seed=5).id != run.record["id"]
 
 
-DIVERGING = [("autoencoder", 200, 2), ("prednet", 200, 2), ("prednet", 20, 1)]  # at last the held-out loss shows it
+# at last the held-out loss shows it
+DIVERGING = [
+    ("autoencoder", 200, 2),
+    ("prednet", 200, 2),
+    ("prednet", 20, 1),
+]
 
 
 @pytest.mark.parametrize(("model", "frames", "step"), DIVERGING)
@@ -144,7 +158,9 @@ def test_a_run_says_how_many_windows_were_computed_after_it_diverged(monkeypatch
     run = trained("prednet", frames=200, learning_rate=1e38)
     assert run.record["windows_after_divergence"] == 8
     assert len(run.history) == 2
-    assert str(run).endswith("diverged at step 2 (8 more windows were computed before it was noticed)")
+    assert str(run).endswith(
+        "diverged at step 2 (8 more windows were computed before it was noticed)"
+    )
 
 
 def interrupted(run, after, error=KeyboardInterrupt):
@@ -158,7 +174,12 @@ def interrupted(run, after, error=KeyboardInterrupt):
         run({"watch": watch})
 
 
-STOPS = [("autoencoder", [80]), ("prednet", [40, 80, 120, 160]), ("prednet", [200])]  # at last after the last window
+# at last after the last window
+STOPS = [
+    ("autoencoder", [80]),
+    ("prednet", [40, 80, 120, 160]),
+    ("prednet", [200]),
+]
 
 
 @pytest.mark.parametrize(("model", "stops"), STOPS)
@@ -188,7 +209,9 @@ def test_checkpoint_with_state_of_another_shape_is_set_aside(tmp_path):
     interrupted(lambda watch: trained(store=tmp_path, **watch), after=80)
     (file,) = (tmp_path / stores.WORK_FOLDER).glob("*.safetensors")
     tensors, notes = read_tensors(file)
-    tensors |= {name: tensor[..., :1] for name, tensor in tensors.items() if name.startswith("state.")}
+    tensors |= {
+        name: tensor[..., :1] for name, tensor in tensors.items() if name.startswith("state.")
+    }
     write_tensors(file, tensors, notes)
     with pytest.warns(UserWarning, match="a state of the shapes .* the run starts anew") as warned:
         assert same(trained(store=tmp_path), reference())
@@ -208,7 +231,9 @@ def test_a_run_interrupted_within_a_window_resumes_to_the_same_bits(updates, tmp
         patch.setattr(gl.models.Autoencoder, "training_loss", pressed)
         with pytest.raises(KeyboardInterrupt):
             trained("autoencoder", store=tmp_path, fast=False)
-    assert same(trained("autoencoder", store=tmp_path, fast=False), reference("autoencoder", fast=False))
+    assert same(
+        trained("autoencoder", store=tmp_path, fast=False), reference("autoencoder", fast=False)
+    )
 
 
 def test_a_run_that_is_done_is_returned_without_training(tmp_path):
@@ -237,14 +262,27 @@ def test_a_network_whose_weights_were_not_kept_predicts_nothing(tmp_path):
 def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
     options = {**TINY[model], **USUAL, "seed": 1, "frames": 20, "rerun": 1}
     assert planned(**options).id == train(**options, store=tmp_path).record["id"]
-    others = [{}, {"seed": 2}, {"rerun": 0}, {"setting": "cpu"}, {"frames": 40}, {"learning_rate": 1.0}, {"flip": 0}]
+    others = [
+        {},
+        {"seed": 2},
+        {"rerun": 0},
+        {"setting": "cpu"},
+        {"frames": 40},
+        {"learning_rate": 1.0},
+        {"flip": 0},
+    ]
     others += [{"draws": "device"}, {"fast": False}, {"loader": "copied"}, {"loader": "reused"}]
     assert len({planned(**{**options, **other}).id for other in others}) == len(others)
 
 
 WRONG = {
-    r"net is a Linear.* or the function that trains yours, train\(seed, setting\)": {"net": nn.Linear(2, 2)},
-    "net is a PredNet, model_options={'channels'": {"net": gl.models.PredNet((3, 4), (24, 32)), "channels": (3,)},
+    r"net is a Linear.* or the function that trains yours, train\(seed, setting\)": {
+        "net": nn.Linear(2, 2)
+    },
+    "net is a PredNet, model_options={'channels'": {
+        "net": gl.models.PredNet((3, 4), (24, 32)),
+        "channels": (3,),
+    },
     "window=20, frames=19": {"frames": 19},
     "digits is a set of images; PredNet learns from a sequence": {"data": "digits"},
     r"\(3, 24, 32\).*\(3, 8, 12\)": {"data_options": {"size": (24, 32)}},
@@ -263,7 +301,10 @@ def test_a_sequence_shorter_than_the_training_is_said_to_be(there, said):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         trained("prednet", data=data, data_options=None)
-    words = ["walk: 40 frames to train on, fewer than the 200 of this training: they are passed over again"]
+    words = [
+        "walk: 40 frames to train on, fewer than the 200 of this training: they are passed over"
+        " again"
+    ]
     assert [str(warning.message) for warning in heard] == words * said
     # The warning points to the caller of `gl.train`: here that is the helper of these tests.
     assert all(warning.filename == __file__ for warning in heard)

@@ -1,18 +1,25 @@
-"""The engine behind `H @ v`: a gradient is captured while it is computed, and its derivative replayed as a linear map.
+"""The engine behind `H @ v`: a gradient is captured while it is computed, and its derivative
+replayed as a linear map.
 
-The product of a Hessian with a vector is the derivative of the gradient along it (Pearlmutter 1994).
-`linearize_gradient`, the public function of this package, works that derivative out once. Here it is by hand, for ∑ w³.
+The product of a Hessian with a vector is the derivative of the gradient along it (Pearlmutter
+1994). `linearize_gradient`, the public function of this package, works that derivative out once.
+Here it is by hand, for ∑ w³.
 
-`capture` computes the loss and its gradient once, under a mode that sees every operation below autograd, of the
-forward and of the backward pass. `jvp_rules` has a rule for each, a Jacobian-vector product: which instruction
-makes the tangent of its result from those of its arguments. Tangents are numbered variables, w's is 0.
+`capture` computes the loss and its gradient once, under a mode that sees every operation below
+autograd, of the forward and of the backward pass. `jvp_rules` has a rule for each, a
+Jacobian-vector product: which instruction makes the tangent of its result from those of its
+arguments. Tangents are numbered variables, w's is 0.
 
     >>> import torch
     >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> builder = Builder(inputs=1)
     >>> def linearize(operation):
     ...     tangents = builder.linearize(operation)
-    ...     print(operation.function, [operation.tangent(argument) for argument in operation.arguments], tangents)
+    ...     print(
+    ...         operation.function,
+    ...         [operation.tangent(argument) for argument in operation.arguments],
+    ...         tangents,
+    ...     )
     ...     return tangents
     >>> loss, gradients, results = capture_gradient(lambda: (w**3).sum(), [w], linearize)
     aten.pow.Tensor_Scalar [0, None] [1]
@@ -22,12 +29,16 @@ makes the tangent of its result from those of its arguments. Tangents are number
     aten.mul.Scalar [3, None] [4]
     aten.mul.Tensor [None, 4] [5]
 
-`linear_maps` keeps the instructions that the gradients depend on, here on variable 5, and joins them: neighbouring
-combinations into one pass, and convolutions with one weight, as those of several time steps, into one batch. It
-replays them for k vectors at once: one by one, or on a GPU as one CUDA graph.
+`linear_maps` keeps the instructions that the gradients depend on, here on variable 5, and joins
+them: neighbouring combinations into one pass, and convolutions with one weight, as those of several
+time steps, into one batch. It replays them for k vectors at once: one by one, or on a GPU as one
+CUDA graph.
 
     >>> linear_map = builder.linear_map(results)
-    >>> [(step.inputs, step.outputs, step.function.coefficients) for step in linear_map.instructions]
+    >>> [
+    ...     (step.inputs, step.outputs, step.function.coefficients)
+    ...     for step in linear_map.instructions
+    ... ]
     [((0,), (5,), (tensor([ 6., 12.]),))]
     >>> linear_map(torch.eye(2))
     [tensor([[ 6.,  0.],
@@ -52,14 +63,16 @@ __all__ = ["linearize_gradient"]
 def linearize_gradient(
     objective: Callable[[], Tensor], points: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], LinearMap]:
-    """A loss, its gradients at `points`, and the map from tangents (k, …) of the points to those of the gradients.
+    """A loss, its gradients at `points`, and the map from tangents (k, …) of the points to those of
+    the gradients.
 
     Args:
         objective: Computes the loss, a scalar, from the points.
         points: What it is differentiated by.
 
     Raises:
-        UnsupportedError: Where the gradient cannot be followed; it may still be differentiated twice by autograd.
+        UnsupportedError: Where the gradient cannot be followed; it may still be differentiated
+            twice by autograd.
     """
 
     def linearize(create_graph: bool) -> tuple[Tensor, list[Tensor], LinearMap]:
@@ -73,7 +86,9 @@ def linearize_gradient(
             except (RuntimeError, IndexError, TypeError, ValueError) as error:
                 raise UnsupportedError(f"{operation.function}: {error}") from error
 
-        loss, gradients, results = capture_gradient(objective, points, linearize_or_refuse, create_graph)
+        loss, gradients, results = capture_gradient(
+            objective, points, linearize_or_refuse, create_graph
+        )
         return loss, gradients, builder.linear_map(results)
 
     try:

@@ -29,9 +29,11 @@ DETACH = torch.ops.aten.detach.default
 
 @dataclass(frozen=True)
 class CapturedOperation:
-    """One call below autograd: `function(*arguments, **options)` returned `results`, all of them detached.
+    """One call below autograd: `function(*arguments, **options)` returned `results`, all of them
+    detached.
 
-    Something that overwrites its argument is captured as the function that returns a new tensor instead.
+    Something that overwrites its argument is captured as the function that returns a new tensor
+    instead.
     """
 
     function: OpOverload
@@ -51,23 +53,32 @@ def as_list(results: Nested) -> list[Nested]:
 
 
 class Capture(UncompiledDispatchMode):
-    """Sees every operation, and has `linearize` name the variables that are the tangents of its results.
+    """Sees every operation, and has `linearize` name the variables that are the tangents of its
+    results.
 
-    Tensors are told apart as objects, memory by its address. Where memory is overwritten, whatever else lies
-    there has a wrong tangent from then on, and must not be used. What earlier operations were given is copied.
+    Tensors are told apart as objects, memory by its address. Where memory is overwritten, whatever
+    else lies there has a wrong tangent from then on, and must not be used. What earlier operations
+    were given is copied.
     """
 
     def __init__(
-        self, points: Iterable[Tensor], linearize: Callable[[CapturedOperation], Sequence[int | None]]
+        self,
+        points: Iterable[Tensor],
+        linearize: Callable[[CapturedOperation], Sequence[int | None]],
     ) -> None:
         super().__init__()
         self.linearize = linearize
         self.is_forward = True
         self.time = 0  # operations so far
-        self.variables = WeakTensorKeyDictionary({point: number for number, point in enumerate(points)})
-        self.valid_since = WeakTensorKeyDictionary()  # tensor -> the time from which on its tangent is valid
-        self.results = WeakTensorKeyDictionary()  # of the forward pass, other than what autograd saves
-        # By address: the tensors that captured operations refer to, and the time and target of each write.
+        self.variables = WeakTensorKeyDictionary(
+            {point: number for number, point in enumerate(points)}
+        )
+        # tensor -> the time from which on its tangent is valid
+        self.valid_since = WeakTensorKeyDictionary()
+        # of the forward pass, other than what autograd saves
+        self.results = WeakTensorKeyDictionary()
+        # By address: the tensors that captured operations refer to, and the time and target of each
+        # write.
         self.detached_aliases: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)
         self.overwritten: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
@@ -81,41 +92,64 @@ class Capture(UncompiledDispatchMode):
         """Run an operation, and linearize it where something variable enters."""
         self.time += 1
         leaves, spec = tree_flatten((tuple(args), kwargs or {}))
-        if self.is_forward and function is not DETACH:  # autograd saves results as something detached
+        # autograd saves results as something detached
+        if self.is_forward and function is not DETACH:
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and not leaf.requires_grad:
                     self.variables.pop(leaf, None)  # autograd takes it for a constant
-        numbers = [self.tangent(leaf, function) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        numbers = [
+            self.tangent(leaf, function) if isinstance(leaf, Tensor) else None for leaf in leaves
+        ]
         has_tangent = any(number is not None for number in numbers)
         if has_tangent:
             leaves = [self._detach(leaf) for leaf in leaves]
-        functional = self._preserve_overwritten(function, args[0]) if is_mutable(function) else function
+        functional = (
+            self._preserve_overwritten(function, args[0]) if is_mutable(function) else function
+        )
         results = function(*args, **kwargs or {})
         values = as_list(results)
         self.valid_since.update((value, self.time) for value in values if isinstance(value, Tensor))
         if self.is_forward and function is not DETACH:
             self.results.update((value, None) for value in values if isinstance(value, Tensor))
         if has_tangent:
-            variables = {id(leaf): number for leaf, number in zip(leaves, numbers, strict=True) if number is not None}
+            variables = {
+                id(leaf): number
+                for leaf, number in zip(leaves, numbers, strict=True)
+                if number is not None
+            }
             arguments, options = tree_unflatten(leaves, spec)
             aliases = [self._detach(value) for value in values]
             detached_results = aliases[0] if isinstance(results, Tensor) else aliases
-            tangents = self.linearize(CapturedOperation(functional, arguments, options, detached_results, variables))
+            tangents = self.linearize(
+                CapturedOperation(functional, arguments, options, detached_results, variables)
+            )
             if functional is not function:
                 self.overwritten[_address(args[0])].append((self.time, args[0].detach()))
                 self.variables.pop(args[0], None)
-            self.variables.update((v, t) for v, t in zip(values, tangents, strict=False) if t is not None)
+            self.variables.update(
+                (v, t) for v, t in zip(values, tangents, strict=False) if t is not None
+            )
         return results
 
     def tangent(self, tensor: Tensor, function: OpOverload | None = None) -> int | None:
-        """The number of the variable that is the tangent of a tensor, for a function; None for a constant."""
+        """The number of the variable that is the tangent of a tensor, for a function; None for a
+        constant.
+        """
         if self.overwritten and (tensor.requires_grad or not self.is_forward):
             for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
                 if self.valid_since.get(tensor, 0) < time and _overlap(tensor, overwritten_tensor):
-                    raise UnsupportedError("a tensor is used whose memory was overwritten by way of another one")
+                    raise UnsupportedError(
+                        "a tensor is used whose memory was overwritten by way of another one"
+                    )
         number = self.variables.get(tensor)
-        if number is not None and not self.is_forward and not tensor.requires_grad and tensor in self.results:
-            # A by-product that has no derivative for torch, such as a matrix's factors; `…_backward` allow for that.
+        if (
+            number is not None
+            and not self.is_forward
+            and not tensor.requires_grad
+            and tensor in self.results
+        ):
+            # A by-product that has no derivative for torch, such as a matrix's factors;
+            # `…_backward` allow for that.
             if function is None or not schema_name(function).endswith("_backward"):
                 raise UnsupportedError(f"{function} is given a by-product of the forward pass")
             return None
@@ -152,8 +186,9 @@ def capture_gradient(
     """A loss, its gradients at `points`, and the numbers of the variables that are their tangents.
 
     Raises:
-        UnsupportedError: Where Python code of the user's own takes part in the backward pass, or a tensor is used
-            whose memory was overwritten by way of another one: what happens there cannot be seen from below.
+        UnsupportedError: Where Python code of the user's own takes part in the backward pass, or a
+            tensor is used whose memory was overwritten by way of another one: what happens there
+            cannot be seen from below.
     """
     capture = Capture(points, linearize)
     with torch.enable_grad(), capture:
@@ -164,7 +199,9 @@ def capture_gradient(
                 raise UnsupportedError(f"{type(node).__name__} is written in Python")
         capture.is_forward = False
         try:
-            gradients = torch.autograd.grad(loss, points, create_graph=create_graph, materialize_grads=True)
+            gradients = torch.autograd.grad(
+                loss, points, create_graph=create_graph, materialize_grads=True
+            )
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -180,6 +217,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one storage have an element in common."""
     if a.dtype != b.dtype:
         return True
-    marks = torch.zeros(a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool, device="cpu")
+    marks = torch.zeros(
+        a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool, device="cpu"
+    )
     marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
     return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())

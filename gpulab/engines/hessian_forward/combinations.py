@@ -16,17 +16,20 @@ MAX_INPUTS = 8  # more constants in one sum would save little
 class Combination:
     """`sum(coefficient * tangent)`; None stands for 1.
 
-    The result has the `shape` (k, *shape), to which tangents and coefficients are broadcast. `is_plain_sum` says that
-    all tangents have that shape and all coefficients are 1.
+    The result has the `shape` (k, *shape), to which tangents and coefficients are broadcast.
+    `is_plain_sum` says that all tangents have that shape and all coefficients are 1.
     """
 
-    def __init__(self, coefficients: Sequence[Coefficient], shape: Sequence[int], is_plain_sum: bool = False) -> None:
+    def __init__(
+        self, coefficients: Sequence[Coefficient], shape: Sequence[int], is_plain_sum: bool = False
+    ) -> None:
         self.coefficients = tuple(coefficients)
         self.shape = tuple(shape)
         self.is_plain_sum = is_plain_sum
         # Products come first: they allocate memory, and the other terms are added to it.
         self.order = sorted(
-            range(len(coefficients)), key=lambda position: not isinstance(coefficients[position], Tensor)
+            range(len(coefficients)),
+            key=lambda position: not isinstance(coefficients[position], Tensor),
         )
 
     @property
@@ -40,21 +43,38 @@ class Combination:
         None where that would not fit into one kernel, or need more constants than there are.
         """
         outer = self.coefficients[position]
-        new_constants = isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
-        if new_constants or inner.shape != self.shape or self.input_count + inner.input_count - 1 > MAX_INPUTS:
+        new_constants = (
+            isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
+        )
+        if (
+            new_constants
+            or inner.shape != self.shape
+            or self.input_count + inner.input_count - 1 > MAX_INPUTS
+        ):
             return None
         products = [_product(outer, coefficient) for coefficient in inner.coefficients]
-        return Combination([*self.coefficients[:position], *products, *self.coefficients[position + 1 :]], self.shape)
+        return Combination(
+            [*self.coefficients[:position], *products, *self.coefficients[position + 1 :]],
+            self.shape,
+        )
 
     def __call__(self, *tangents: Tensor) -> Tensor:
-        """The sum for tangents (k, …), term by term; on a GPU the products two by two, each pair in one kernel."""
+        """The sum for tangents (k, …), term by term; on a GPU the products two by two, each pair
+        in one kernel.
+        """
         shape = (len(tangents[0]), *self.shape)
-        terms = [(lift(tangents[position], len(shape)), self.coefficients[position]) for position in self.order]
+        terms = [
+            (lift(tangents[position], len(shape)), self.coefficients[position])
+            for position in self.order
+        ]
         total: Tensor | None = None
         while tangents[0].is_cuda and len(terms) > 1 and isinstance(terms[1][1], Tensor):
             (v, c), (w, d), *terms = terms
-            total = _kernel(False)(v, c, w, d) if total is None else _kernel(True)(v, c, w, d, total)
-        is_owned = total is not None  # whether `total` has memory of its own, which can be added to in place
+            total = (
+                _kernel(False)(v, c, w, d) if total is None else _kernel(True)(v, c, w, d, total)
+            )
+        # whether `total` has memory of its own, which can be added to in place
+        is_owned = total is not None
         for tangent, coefficient in terms:
             if total is None:
                 total = tangent if coefficient is None else tangent * coefficient
@@ -73,7 +93,9 @@ class Combination:
 
 
 def lift(tangent: Tensor, ndim: int) -> Tensor:
-    """Put dimensions between the first and the others, as broadcasting to `ndim` dimensions would in front."""
+    """Put dimensions between the first and the others, as broadcasting to `ndim` dimensions
+    would in front.
+    """
     missing = ndim - tangent.ndim
     if not missing:
         return tangent
@@ -88,7 +110,9 @@ def _product(outer: Coefficient, inner: Coefficient) -> Coefficient:
 
 @functools.cache
 def _kernel(with_total: bool) -> Callable[..., Tensor]:
-    """The sum of two products, and `with_total` of a sum so far. Only these: each kernel compiles for half a second."""
+    """The sum of two products, and `with_total` of a sum so far. Only these: each kernel
+    compiles for half a second.
+    """
     parameters = "T v, T c, T w, T d"
     value = "c * v + d * w"
     if with_total:

@@ -19,7 +19,8 @@ def fastest_candidate(
 ) -> int:
     """Return the index of the fastest candidate, measured when a key is first seen.
 
-    While a CUDA graph is being captured nothing can be measured: a new key then gets the first candidate.
+    While a CUDA graph is being captured nothing can be measured: a new key then gets the first
+    candidate.
 
     Args:
         key: What the choice depends on: shapes, formats, the device and the flags of torch.
@@ -33,7 +34,9 @@ def fastest_candidate(
     return _choices.get(key, 0)
 
 
-def _time_within_workspace(candidate: Callable[[], Tensor], device: torch.device, workspace: int) -> float:
+def _time_within_workspace(
+    candidate: Callable[[], Tensor], device: torch.device, workspace: int
+) -> float:
     """Time a candidate, in seconds, after a first call that may allocate `workspace` bytes.
 
     Infinite for a candidate that needs more.

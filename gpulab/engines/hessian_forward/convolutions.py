@@ -30,12 +30,19 @@ class Geometry:
 
     @classmethod
     def of_options(cls, options: Sequence[Nested]) -> Geometry | None:
-        """What torch's operations are called with after their tensors; None for groups and transposed ones."""
+        """What torch's operations are called with after their tensors; None for groups and
+        transposed ones.
+        """
         stride, padding, dilation, transposed, _, groups = options[:6]
-        return cls(tuple(stride), tuple(padding), tuple(dilation)) if groups == 1 and not transposed else None
+        return (
+            cls(tuple(stride), tuple(padding), tuple(dilation))
+            if groups == 1 and not transposed
+            else None
+        )
 
     def apply(self, target: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
-        """The `output` of inputs and a weight, or an output gradient's gradient by the `input` or the `weight`.
+        """The `output` of inputs and a weight, or an output gradient's gradient by the `input` or
+        the `weight`.
 
         Args:
             target: What is computed, `output`, `input` or `weight`.
@@ -49,15 +56,19 @@ class Geometry:
         placeholder = first.new_empty(1).expand(shape)  # only its shape is read
         inputs, weight = (placeholder, second) if target == "input" else (second, placeholder)
         mask = [target == "input", target == "weight", False]
-        return aten.convolution_backward(first, inputs, weight, None, *options, mask)[mask.index(True)]
+        return aten.convolution_backward(first, inputs, weight, None, *options, mask)[
+            mask.index(True)
+        ]
 
     def mirrored(self, weight: Tensor) -> Geometry | None:
-        """Return the convolution with the mirrored weight whose input gradient is this one's output, and the reverse.
+        """Return the convolution with the mirrored weight whose input gradient is this one's
+        output, and the reverse.
 
         None for a stride other than one, and where the mirrored padding would be negative.
         """
         padding = tuple(
-            d * (edge - 1) - p for d, edge, p in zip(self.dilation, weight.shape[2:], self.padding, strict=True)
+            d * (edge - 1) - p
+            for d, edge, p in zip(self.dilation, weight.shape[2:], self.padding, strict=True)
         )
         if set(self.stride) != {1} or min(padding) < 0:
             return None
@@ -80,7 +91,14 @@ class Convolution:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for maps that can be done as one."""
-        return self.geometry, self.target, self.tangent_position, self.has_bias, self.shape, tuple(self.constant.shape)
+        return (
+            self.geometry,
+            self.target,
+            self.tangent_position,
+            self.has_bias,
+            self.shape,
+            tuple(self.constant.shape),
+        )
 
     @property
     def has_weight_tangent(self) -> bool:
@@ -89,7 +107,9 @@ class Convolution:
 
     @classmethod
     def join(cls, maps: Sequence[Convolution], constants: Constants) -> Convolution:
-        """One map whose batch is those of all `maps`; constants that were joined before are shared."""
+        """One map whose batch is those of all `maps`; constants that were joined before are
+        shared.
+        """
         first_map = maps[0]
         key = tuple(_identity(member.constant) for member in maps)
         if key not in constants:
@@ -97,7 +117,9 @@ class Convolution:
         shape = first_map.shape
         if first_map.target != "weight":
             shape = (len(maps) * shape[0], *shape[1:])
-        return replace(first_map, constant=constants[key], shape=shape, chunk_count=1, constant_number=0)
+        return replace(
+            first_map, constant=constants[key], shape=shape, chunk_count=1, constant_number=0
+        )
 
     def __call__(self, tangent: Tensor, bias: Tensor | None = None) -> Tensor | Sequence[Tensor]:
         """The map of tangents (k, …): (k, …), or one such for each piece."""
@@ -119,7 +141,9 @@ class Convolution:
 
 @dataclass(frozen=True)
 class BiasGradient:
-    """The sum of an output gradient (B, O, …) of `ndim` dimensions over batch and space; of any batch."""
+    """The sum of an output gradient (B, O, …) of `ndim` dimensions over batch and space; of any
+    batch.
+    """
 
     ndim: int
 
@@ -137,12 +161,15 @@ class BiasGradient:
         return tangent.sum([1, *range(3, self.ndim + 1)])
 
 
-def convolve(geometry: Geometry, target: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
+def convolve(
+    geometry: Geometry, target: str, first: Tensor, second: Tensor, shape: Sequence[int]
+) -> Tensor:
     """`geometry.apply`; on a GPU by the faster of two equivalent algorithms.
 
-    With a stride of one, an output is also an input's gradient with the mirrored weight, and the reverse, and for the
-    two cuDNN may choose different algorithms. Its first choice can be fifteen times slower, and take gigabytes to work
-    in. So each algorithm is tried once with little memory, even a single one: cuDNN remembers what it chose then.
+    With a stride of one, an output is also an input's gradient with the mirrored weight, and the
+    reverse, and for the two cuDNN may choose different algorithms. Its first choice can be fifteen
+    times slower, and take gigabytes to work in. So each algorithm is tried once with little memory,
+    even a single one: cuDNN remembers what it chose then.
     """
     if not first.is_cuda:
         return geometry.apply(target, first, second, shape)

@@ -1,7 +1,9 @@
-"""JVP rules: what each operation of a captured gradient does to tangents, as instructions of a linear map.
+"""JVP rules: what each operation of a captured gradient does to tangents, as instructions of a
+linear map.
 
-A tangent has one more dimension than its tensor, in front. Operations without a rule here are differentiated by
-torch: those that work element by element once, at the capture, and the others by forward mode in every product.
+A tangent has one more dimension than its tensor, in front. Operations without a rule here are
+differentiated by torch: those that work element by element once, at the capture, and the others by
+forward mode in every product.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ TangentMap: TypeAlias = Callable[..., Tensor | Sequence[Tensor]]  # of tangents 
 
 
 class Builder:
-    """The instructions so far; `variable_count` variables are numbered, and take `bytes` for one tangent each.
+    """The instructions so far; `variable_count` variables are numbered, and take `bytes` for one
+    tangent each.
 
-    Rules find in it the `function` and the `results` of the operation, and the `tangent` of each of its arguments.
+    Rules find in it the `function` and the `results` of the operation, and the `tangent` of each of
+    its arguments.
     """
 
     function: OpOverload
@@ -49,7 +53,9 @@ class Builder:
         self.bytes = 0
 
     def linearize(self, operation: CapturedOperation) -> list[int | None]:
-        """Add what an operation does to tangents; the variables that are the tangents of its results."""
+        """Add what an operation does to tangents; the variables that are the tangents of its
+        results.
+        """
         results = as_list(operation.results)
         self.function = operation.function
         self.results = operation.results
@@ -57,16 +63,28 @@ class Builder:
         if any(isinstance(result, Tensor) and result.is_complex() for result in results):
             raise UnsupportedError(f"{operation.function} makes complex numbers")
         name = schema_name(operation.function).removeprefix("aten::")
-        if name.endswith("_like") or name.startswith("new_") or not any(_is_float(result) for result in results):
+        if (
+            name.endswith("_like")
+            or name.startswith("new_")
+            or not any(_is_float(result) for result in results)
+        ):
             return []
         rule = RULES.get(operation.function)
-        variables = rule(self, *operation.arguments, **operation.options) if rule else NotImplemented
+        variables = (
+            rule(self, *operation.arguments, **operation.options) if rule else NotImplemented
+        )
         if variables is NotImplemented:
             torch_jvp = TorchJvp(operation)
-            numbers = iter(self.add_instruction(torch_jvp, torch_jvp.variables, sum(torch_jvp.float_results)))
-            variables = [next(numbers) if is_float else None for is_float in torch_jvp.float_results]
+            numbers = iter(
+                self.add_instruction(torch_jvp, torch_jvp.variables, sum(torch_jvp.float_results))
+            )
+            variables = [
+                next(numbers) if is_float else None for is_float in torch_jvp.float_results
+            ]
         if operation.function not in COPIES:
-            self.bytes += sum(r.nbytes for r, n in zip(results, as_list(variables), strict=False) if n is not None)
+            self.bytes += sum(
+                r.nbytes for r, n in zip(results, as_list(variables), strict=False) if n is not None
+            )
         return as_list(variables)
 
     def linear_map(self, results: Sequence[int | None]) -> LinearMap:
@@ -77,7 +95,9 @@ class Builder:
                 instruction.function = instruction.function.resolve()
         return LinearMap(instructions, results, self.bytes)
 
-    def add_instruction(self, function: TangentMap, inputs: Sequence[int | None], result_count: int) -> tuple[int, ...]:
+    def add_instruction(
+        self, function: TangentMap, inputs: Sequence[int | None], result_count: int
+    ) -> tuple[int, ...]:
         """Several new variables, made at once from others."""
         outputs = tuple(range(self.variable_count, self.variable_count + result_count))
         self.variable_count += result_count
@@ -94,14 +114,22 @@ class Builder:
         return self.add_instruction(function, tangents, 1)[0]
 
     def combine(self, *terms: tuple[Coefficient, int | None]) -> int | None:
-        """The sum of coefficients times variables, broadcast to the shape of the result; None for constants."""
-        terms_with_tangent = [(coefficient, variable) for coefficient, variable in terms if variable is not None]
+        """The sum of coefficients times variables, broadcast to the shape of the result; None
+        for constants.
+        """
+        terms_with_tangent = [
+            (coefficient, variable) for coefficient, variable in terms if variable is not None
+        ]
         if not terms_with_tangent:
             return None
         # Masks are converted, too.
-        coefficients = [c.to(self.results.dtype) if isinstance(c, Tensor) else c for c, _ in terms_with_tangent]
+        coefficients = [
+            c.to(self.results.dtype) if isinstance(c, Tensor) else c for c, _ in terms_with_tangent
+        ]
         function = Combination(coefficients, self.results.shape)
-        return self.add_instruction(function, [variable for _, variable in terms_with_tangent], 1)[0]
+        return self.add_instruction(function, [variable for _, variable in terms_with_tangent], 1)[
+            0
+        ]
 
     def add(self, *variables: int | None, shape: Sequence[int] | None = None) -> int | None:
         """The sum of variables of one shape, that of the result unless it is given."""
@@ -115,13 +143,17 @@ class Builder:
 
 
 class TorchJvp:
-    """Tangents of one operation by torch's forward mode, which computes the operation itself along."""
+    """Tangents of one operation by torch's forward mode, which computes the operation itself
+    along.
+    """
 
     def __init__(self, operation: CapturedOperation) -> None:
         self.function = operation.function
         results = as_list(operation.results)
         self.leaves, self.spec = tree_flatten((operation.arguments, operation.options))
-        self.indices = [index for index, value in enumerate(self.leaves) if operation.tangent(value) is not None]
+        self.indices = [
+            index for index, value in enumerate(self.leaves) if operation.tangent(value) is not None
+        ]
         self.variables = [operation.tangent(self.leaves[index]) for index in self.indices]
         self.float_results = [_is_float(result) for result in results]
         types = {self.leaves[index].dtype for index in self.indices}
@@ -129,7 +161,9 @@ class TorchJvp:
         self.shape = results[0].shape if pointwise and types == {results[0].dtype} else None
 
     def resolve(self) -> TangentMap:
-        """Itself, if torch can do it; for an elementwise operation, the sum of tangents times factors."""
+        """Itself, if torch can do it; for an elementwise operation, the sum of tangents times
+        factors.
+        """
         for index in self.indices:  # torch cannot write tangents where elements share memory
             self.leaves[index] = self.leaves[index].contiguous()
         try:
@@ -138,15 +172,21 @@ class TorchJvp:
             self(*[torch.zeros_like(self.leaves[index])[None] for index in self.indices])
             return self
         except RuntimeError as error:
-            raise UnsupportedError(f"{self.function}: {str(error).partition(chr(10))[0]}") from error
+            raise UnsupportedError(
+                f"{self.function}: {str(error).partition(chr(10))[0]}"
+            ) from error
 
     def _factors(self) -> list[Tensor]:
         """What each argument's tangent is multiplied by.
 
-        No element depends on another, so that the gradient of the result's sum has every derivative in its place.
+        No element depends on another, so that the gradient of the result's sum has every derivative
+        in its place.
         """
         with torch.enable_grad():
-            arguments = [self.leaves[index].expand(self.shape).clone().requires_grad_() for index in self.indices]
+            arguments = [
+                self.leaves[index].expand(self.shape).clone().requires_grad_()
+                for index in self.indices
+            ]
             return list(torch.autograd.grad(self._run(*arguments)[0].sum(), arguments))
 
     def __call__(self, *tangents: Tensor) -> tuple[Tensor, ...]:
@@ -155,7 +195,9 @@ class TorchJvp:
 
     def _jvp(self, *tangents: Tensor) -> tuple[Tensor, ...]:
         with warnings.catch_warnings(action="ignore"):  # of torch, about its own rules
-            return torch.func.jvp(self._run, tuple(self.leaves[index] for index in self.indices), tangents)[1]
+            return torch.func.jvp(
+                self._run, tuple(self.leaves[index] for index in self.indices), tangents
+            )[1]
 
     def _run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = list(self.leaves)
@@ -163,16 +205,19 @@ class TorchJvp:
             leaves[index] = tensor
         arguments, options = tree_unflatten(leaves, self.spec)
         results = as_list(self.function(*arguments, **options))
-        return tuple(result for result, is_float in zip(results, self.float_results, strict=True) if is_float)
+        return tuple(
+            result for result, is_float in zip(results, self.float_results, strict=True) if is_float
+        )
 
 
 def _is_float(result: object) -> bool:
     return isinstance(result, Tensor) and result.is_floating_point()
 
 
-# Rules: each is given the builder and the arguments of an operation, and returns the variable that is the tangent of
-# its result, a list where there are several, or NotImplemented, which leaves the operation to torch. Functions that
-# instructions keep must not hold the tensors of an operation that they do not need.
+# Rules: each is given the builder and the arguments of an operation, and returns the variable that
+# is the tangent of its result, a list where there are several, or NotImplemented, which leaves the
+# operation to torch. Functions that instructions keep must not hold the tensors of an operation
+# that they do not need.
 
 
 def reshape_jvp(b: Builder, x: Tensor, *_: Nested) -> Tangents:
@@ -192,7 +237,9 @@ def shifted_dims_jvp(b: Builder, x: Tensor, *arguments: Nested, **options: Neste
     for name in values.keys() & {"dim", "dim0", "dim1"}:
         values[name] = values[name] % max(x.ndim, 1) + 1
     _, *ordered = values.values()  # without x
-    return b.add_instruction(lambda tangent: function(tangent, *ordered), [b.tangent(x)], len(as_list(b.results)))
+    return b.add_instruction(
+        lambda tangent: function(tangent, *ordered), [b.tangent(x)], len(as_list(b.results))
+    )
 
 
 def concatenate_jvp(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tangents:
@@ -205,14 +252,21 @@ def concatenate_jvp(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tang
         k = len(tangents[0])
         zero = tangents[0].new_zeros(1)
         remaining = iter(tangents)
-        parts = [next(remaining) if has_tangent else zero.expand(k, *shape) for has_tangent, shape in members]
+        parts = [
+            next(remaining) if has_tangent else zero.expand(k, *shape)
+            for has_tangent, shape in members
+        ]
         return function(parts, tangent_dim)
 
     return b.apply(join, *tensors)
 
 
 def reduce_jvp(
-    b: Builder, x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, **_: Nested
+    b: Builder,
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    **_: Nested,
 ) -> Tangents:
     dims: Sequence[int] = [dim] if isinstance(dim, int) else dim or range(x.ndim)
     if not dims:
@@ -251,7 +305,9 @@ def multiply_jvp(b: Builder, x: Nested, y: Nested) -> Tangents:
 
 def mse_backward_jvp(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int) -> Tangents:
     scale = 2 / x.numel() if reduction == 1 else 2
-    return b.combine((scale * (x - y), b.tangent(g)), (scale * g, b.tangent(x)), (-scale * g, b.tangent(y)))
+    return b.combine(
+        (scale * (x - y), b.tangent(g)), (scale * g, b.tangent(x)), (-scale * g, b.tangent(y))
+    )
 
 
 def max_pool_jvp(b: Builder, x: Tensor, *_: Nested) -> Tangents:
@@ -290,7 +346,9 @@ def addmm_jvp(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> T
     return b.combine((None, by_x), (None, by_y), (None, b.tangent(c)))
 
 
-def convolution_jvp(b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options: Nested) -> Tangents:
+def convolution_jvp(
+    b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options: Nested
+) -> Tangents:
     geometry = Geometry.of_options(options)
     if geometry is None:
         return NotImplemented
@@ -299,8 +357,12 @@ def convolution_jvp(b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *opti
     by_input = b.apply(Convolution(geometry, "output", 0, w, shape), x)
     if b.tangent(w) is not None:
         with_bias = b.tangent(bias) is not None
-        return b.add(by_input, b.apply(Convolution(geometry, "output", 1, x, shape, with_bias), w, bias))
-    return b.add(by_input, b.apply(lambda t: t.reshape(len(t), 1, -1, *ones).expand(len(t), *shape), bias))
+        return b.add(
+            by_input, b.apply(Convolution(geometry, "output", 1, x, shape, with_bias), w, bias)
+        )
+    return b.add(
+        by_input, b.apply(lambda t: t.reshape(len(t), 1, -1, *ones).expand(len(t), *shape), bias)
+    )
 
 
 def convolution_backward_jvp(
@@ -310,7 +372,9 @@ def convolution_backward_jvp(
     if geometry is None:
         return NotImplemented
     gradients: list[int | None] = []
-    for target, argument, factor, is_needed in zip(("input", "weight"), (x, w), (w, x), options[-1], strict=False):
+    for target, argument, factor, is_needed in zip(
+        ("input", "weight"), (x, w), (w, x), options[-1], strict=False
+    ):
         if not is_needed:
             gradients.append(None)
             continue
@@ -323,7 +387,13 @@ def convolution_backward_jvp(
 
 COPIES = aten.detach.default, aten.clone.default
 VIEWS = aten.view.default, UNSAFE_VIEW, aten.unsqueeze.default, aten.squeeze.dim
-DIM_OPERATIONS = aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.split.Tensor, aten.unbind.int
+DIM_OPERATIONS = (
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.transpose.int,
+    aten.split.Tensor,
+    aten.unbind.int,
+)
 REDUCTIONS = aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim
 RULES: dict[OpOverload, Callable[..., Tangents]] = {  # rule(builder, *arguments, **options)
     **dict.fromkeys(COPIES, lambda b, x, **_: b.tangent(x)),
@@ -333,7 +403,9 @@ RULES: dict[OpOverload, Callable[..., Tangents]] = {  # rule(builder, *arguments
     aten.expand.default: expand_jvp,
     aten.t.default: lambda b, x: b.apply(lambda tangent: tangent.transpose(1, -1), x),
     **dict.fromkeys((aten.cat.default, aten.stack.default), concatenate_jvp),
-    **dict.fromkeys((aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default), upsample_jvp),
+    **dict.fromkeys(
+        (aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default), upsample_jvp
+    ),
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), add_jvp),
     aten.neg.default: lambda b, x: b.combine((-1, b.tangent(x))),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), multiply_jvp),

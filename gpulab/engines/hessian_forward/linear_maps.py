@@ -1,4 +1,6 @@
-"""A linear map as a list of instructions on k tangents at once; how it is optimised, and replayed."""
+"""A linear map as a list of instructions on k tangents at once; how it is optimised, and
+replayed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from torch import Tensor
 
 from gpulab.engines.graphs import Graph, GraphPool
 from gpulab.engines.hessian_forward.combinations import Combination
-from gpulab.engines.hessian_forward.convolutions import BiasGradient, Constants, Convolution, number_constants
+from gpulab.engines.hessian_forward.convolutions import (
+    BiasGradient,
+    Constants,
+    Convolution,
+    number_constants,
+)
 
 MAX_FUSED_CONVS = 8  # more at a time would be little faster, and keep more tangents in memory
 LIVE_TANGENT_RATIO = 5  # about one in five of a map's tangents is in memory at a time
@@ -21,13 +28,15 @@ ResultVariables = Sequence[int | None]
 
 @dataclass
 class Instruction:
-    """`outputs` are what `function` makes of `inputs`: numbers of variables, each with a first dimension of k.
+    """`outputs` are what `function` makes of `inputs`: numbers of variables, each with a first
+    dimension of k.
 
     `last_uses` are those that no later instruction needs.
     """
 
-    # A function of tangents, such as a `Combination`, a `Convolution` or a `BiasGradient`. It is `Any` because mypy
-    # does not narrow it for instructions that were selected by the class of their function.
+    # A function of tangents, such as a `Combination`, a `Convolution` or a `BiasGradient`. It is
+    # `Any` because mypy does not narrow it for instructions that were selected by the class of
+    # their function.
     function: Any
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -41,18 +50,24 @@ class Instruction:
     @property
     def is_batch_sum(self) -> bool:
         """Whether it is a gradient that sums over a batch."""
-        return isinstance(self.function, BiasGradient) or getattr(self.function, "target", "") == "weight"
+        return (
+            isinstance(self.function, BiasGradient)
+            or getattr(self.function, "target", "") == "weight"
+        )
 
 
 class LinearMap:
-    """Instructions from the variables 0, 1, … to `results`, one for each and of its shape; None stands for zero.
+    """Instructions from the variables 0, 1, … to `results`, one for each and of its shape; None
+    stands for zero.
 
-    `bytes` is about what it takes at a time for k = 1, where all variables together take `size`. On a GPU a map is
-    thousands of small kernels, and launching them takes longer than running them. So it is captured in a CUDA graph,
-    one for each k, at the first call with that k.
+    `bytes` is about what it takes at a time for k = 1, where all variables together take `size`. On
+    a GPU a map is thousands of small kernels, and launching them takes longer than running them. So
+    it is captured in a CUDA graph, one for each k, at the first call with that k.
     """
 
-    def __init__(self, instructions: Sequence[Instruction], results: ResultVariables, size: int) -> None:
+    def __init__(
+        self, instructions: Sequence[Instruction], results: ResultVariables, size: int
+    ) -> None:
         self.instructions = optimize(instructions, results)
         self.results = results
         self.bytes = size // LIVE_TANGENT_RATIO
@@ -60,7 +75,9 @@ class LinearMap:
         self.pool: GraphPool | None = None  # of the memory that they share
 
     def __call__(self, *tangents: Tensor) -> list[Tensor]:
-        """The map of tensors of shape (k, …); on a GPU, the next call overwrites what it returns."""
+        """The map of tensors of shape (k, …); on a GPU, the next call overwrites what it
+        returns.
+        """
         if not tangents[0].is_cuda:
             return self._replay(*tangents)
         k = len(tangents[0])
@@ -73,7 +90,13 @@ class LinearMap:
         values: dict[int, Tensor] = dict(enumerate(tangents))
         for instruction in self.instructions:
             outputs = instruction.function(*[values[number] for number in instruction.inputs])
-            values.update(zip(instruction.outputs, [outputs] if isinstance(outputs, Tensor) else outputs, strict=True))
+            values.update(
+                zip(
+                    instruction.outputs,
+                    [outputs] if isinstance(outputs, Tensor) else outputs,
+                    strict=True,
+                )
+            )
             for number in instruction.last_uses:
                 del values[number]
         return [
@@ -92,8 +115,12 @@ def optimize(instructions: Sequence[Instruction], results: ResultVariables) -> l
     return fuse(instructions, results)
 
 
-def remove_unused(instructions: Sequence[Instruction], results: ResultVariables) -> list[Instruction]:
-    """Only the instructions that a result depends on, each of which frees what no later one needs."""
+def remove_unused(
+    instructions: Sequence[Instruction], results: ResultVariables
+) -> list[Instruction]:
+    """Only the instructions that a result depends on, each of which frees what no later one
+    needs.
+    """
     needed_variables = set(results)
     used_instructions = []
     for instruction in reversed(instructions):
@@ -106,32 +133,48 @@ def remove_unused(instructions: Sequence[Instruction], results: ResultVariables)
 
 
 def batch_by_weight(instructions: Sequence[Instruction], constants: Constants) -> list[Instruction]:
-    """Convolutions of several constants with one and the same tangent, such as those of eight time steps, in one."""
+    """Convolutions of several constants with one and the same tangent, such as those of eight
+    time steps, in one.
+    """
     by_weight = [
         instruction
         for instruction in instructions
         if isinstance(instruction.function, Convolution) and instruction.function.has_weight_tangent
     ]
     replacements: dict[int, list[Instruction]] = {}  # identity of an instruction -> what it becomes
-    for batch in _batches(((instruction.function.key, instruction.inputs), instruction) for instruction in by_weight):
+    for batch in _batches(
+        ((instruction.function.key, instruction.inputs), instruction) for instruction in by_weight
+    ):
         function = Convolution.join([member.function for member in batch], constants)
         function.chunk_count = len(batch)
         replacements |= {id(member): [] for member in batch}
         outputs = tuple(member.outputs[0] for member in batch)
         replacements[id(batch[0])] = [Instruction(function, batch[0].inputs, outputs)]
     return [
-        replacement for instruction in instructions for replacement in replacements.get(id(instruction), [instruction])
+        replacement
+        for instruction in instructions
+        for replacement in replacements.get(id(instruction), [instruction])
     ]
 
 
 def merge_weight_gradients(
     instructions: Sequence[Instruction], results: ResultVariables, constants: Constants
 ) -> list[Instruction]:
-    """Gradients of one weight that are added up, such as those of eight time steps, as one gradient of one batch."""
-    producers = {number: instruction for instruction in instructions for number in instruction.outputs}
-    positions = {number: index for index, instruction in enumerate(instructions) for number in instruction.outputs}
+    """Gradients of one weight that are added up, such as those of eight time steps, as one
+    gradient of one batch.
+    """
+    producers = {
+        number: instruction for instruction in instructions for number in instruction.outputs
+    }
+    positions = {
+        number: index
+        for index, instruction in enumerate(instructions)
+        for number in instruction.outputs
+    }
     use_counts = _count_uses(instructions, results)
-    used_once = {number for number, count in use_counts.items() if count == 1 and number in producers}
+    used_once = {
+        number for number, count in use_counts.items() if count == 1 and number in producers
+    }
     inner_variables = {
         number
         for instruction in instructions
@@ -140,7 +183,8 @@ def merge_weight_gradients(
         if number in used_once and producers[number].is_addition
     }
     next_variable = max(producers, default=0) + 1
-    rewritten = [[instruction] for instruction in instructions]  # each with the new instructions that can follow it
+    # each with the new instructions that can follow it
+    rewritten = [[instruction] for instruction in instructions]
     concatenated: dict[tuple[int, ...], int] = {}
     for index, root in enumerate(instructions):
         if not root.is_addition or root.outputs[0] in inner_variables:
@@ -153,7 +197,11 @@ def merge_weight_gradients(
                     pending.append(producers[number])
                 else:
                     addends.append(number)
-        gradients = [producers[number] for number in addends if number in used_once and producers[number].is_batch_sum]
+        gradients = [
+            producers[number]
+            for number in addends
+            if number in used_once and producers[number].is_batch_sum
+        ]
         for batch in _batches((instruction.function.key, instruction) for instruction in gradients):
             inputs = tuple(member.inputs[0] for member in batch)
             following = rewritten[max(positions.get(number, 0) for number in inputs)]
@@ -177,7 +225,9 @@ def _concatenate(*tangents: Tensor) -> Tensor:
 
 
 def _batches(keyed: Iterable[tuple[object, Instruction]]) -> list[list[Instruction]]:
-    """Instructions of one key, two to eight at a time, in an order in which both sweeps can share constants."""
+    """Instructions of one key, two to eight at a time, in an order in which both sweeps can
+    share constants.
+    """
     groups: dict[object, list[Instruction]] = defaultdict(list)
     for key, instruction in keyed:
         groups[key].append(instruction)
@@ -185,7 +235,10 @@ def _batches(keyed: Iterable[tuple[object, Instruction]]) -> list[list[Instructi
     for group in groups.values():
         ordered = sorted(group, key=_batch_order)
         starts = range(len(ordered) % MAX_FUSED_CONVS, len(ordered), MAX_FUSED_CONVS)
-        batches += [ordered[: starts.start], *[ordered[start : start + MAX_FUSED_CONVS] for start in starts]]
+        batches += [
+            ordered[: starts.start],
+            *[ordered[start : start + MAX_FUSED_CONVS] for start in starts],
+        ]
     return [batch for batch in batches if len(batch) > 1]
 
 
@@ -204,7 +257,11 @@ def fuse(instructions: Sequence[Instruction], results: ResultVariables) -> list[
             inputs = list(instruction.inputs)
             position = 0
             while position < len(inputs):
-                inner = combinations.get(inputs[position]) if use_counts[inputs[position]] == 1 else None
+                inner = (
+                    combinations.get(inputs[position])
+                    if use_counts[inputs[position]] == 1
+                    else None
+                )
                 combined = outer.fuse(position, inner.function) if inner else None
                 if inner and combined:
                     outer = combined

@@ -1,7 +1,8 @@
-"""The exercises of the notebooks: what a student's answer is checked against, and what is said of a wrong one.
+"""The exercises of the notebooks: what a student's answer is checked against, and what is said of a
+wrong one.
 
-The checks of each notebook are a module of this package. A check computes the right answer from recorded data or by
-doing the task itself, or looks it up in what was measured.
+The checks of each notebook are a module of this package. A check computes the right answer from
+recorded data or by doing the task itself, or looks it up in what was measured.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class Checked(Report):
 def check(exercise: str, answer: Answer) -> Checked:
     """Whether an answer to an exercise of a notebook is right; if it is not, what is wrong with it.
 
-    `exercise` is a name such as "05-2", of notebook 05 the second. The answer is looked at, and nothing in it is run.
-    Of an open exercise only the form can pass, and then `Open` is said and not `Right`.
+    `exercise` is a name such as "05-2", of notebook 05 the second. The answer is looked at, and
+    nothing in it is run. Of an open exercise only the form can pass, and then `Open` is said and
+    not `Right`.
 
     >>> check("05-1", (210, 210)).passed
     False
@@ -58,7 +60,10 @@ def check(exercise: str, answer: Answer) -> Checked:
         raise UsageError(f"exercise {shown(exercise)}: expected one of {', '.join(sorted(CHECKS))}")
     asked = CHECKS[exercise]
     try:
-        need(answer is not None, "this is None. A cell whose last line prints or assigns gives nothing back")
+        need(
+            answer is not None,
+            "this is None. A cell whose last line prints or assigns gives nothing back",
+        )
         return Checked(exercise, True, printable(asked.check(answer)))
     except (WrongAnswerError, UsageError) as wrong:
         reason = str(wrong)

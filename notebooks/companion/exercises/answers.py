@@ -1,4 +1,6 @@
-"""Reading a student's answer: what it must be, and what is said where it is something else. Nothing in it is run."""
+"""Reading a student's answer: what it must be, and what is said where it is something else.
+Nothing in it is run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Answer = Any
 
 
 class Exercise(NamedTuple):
-    """What the answer to an exercise is, in words; and its check, which returns what is said of a right answer."""
+    """What the answer to an exercise is, in words; and its check, which returns what is said of
+    a right answer.
+    """
 
     form: str
     check: Callable[[Answer], str]
@@ -34,7 +38,9 @@ class WrongAnswerError(Exception):
 
 
 def exercise(name: str, form: str) -> Callable[[Callable[[Answer], str]], Callable[[Answer], str]]:
-    """Register the check of an exercise, whose answer is of this form: it returns what is said of a right answer."""
+    """Register the check of an exercise, whose answer is of this form: it returns what is said
+    of a right answer.
+    """
 
     def register(check_answer: Callable[[Answer], str]) -> Callable[[Answer], str]:
         CHECKS[name] = Exercise(form, check_answer)
@@ -58,21 +64,42 @@ def shown(value: object) -> str:
 
 def number(value: Answer) -> float:
     """The number that an answer is, be it of Python, NumPy, pandas or torch."""
-    need(not isinstance(value, str), f"{shown(value)} is a text: leave the quotation marks and the unit away")
+    need(
+        not isinstance(value, str),
+        f"{shown(value)} is a text: leave the quotation marks and the unit away",
+    )
     array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-    need(array.size == 1, f"this {type(value).__name__} holds {array.size} numbers, and one is asked for")
+    need(
+        array.size == 1,
+        f"this {type(value).__name__} holds {array.size} numbers, and one is asked for",
+    )
     need(array.dtype.kind in "iuf", f"{shown(value)} is no number")
-    need(abs(array.item()) < 1e300, "this is NaN or infinite: look for a division by zero, or an empty table")
+    need(
+        abs(array.item()) < 1e300,
+        "this is NaN or infinite: look for a division by zero, or an empty table",
+    )
     return float(array.item())
 
 
-def near(value: Answer, right: float, mistakes: Mapping[float, str] | Mapping[int, str], rel: float = 0.01) -> float:
-    """The number, if it is the right one. `mistakes` are what one gets by a wrong way, and which one that is."""
+def near(
+    value: Answer,
+    right: float,
+    mistakes: Mapping[float, str] | Mapping[int, str],
+    rel: float = 0.01,
+) -> float:
+    """The number, if it is the right one. `mistakes` are what one gets by a wrong way, and which
+    one that is.
+    """
     answer = number(value)
     if math.isclose(answer, right, rel_tol=rel):
         return answer
-    common_mistakes = {-right: "the sign is the other one", 1 / right: "the inverse: what is divided by what?"}
-    common_mistakes |= dict.fromkeys([1000 * right, right / 1000], "off by a factor of a thousand: look at the units")
+    common_mistakes = {
+        -right: "the sign is the other one",
+        1 / right: "the inverse: what is divided by what?",
+    }
+    common_mistakes |= dict.fromkeys(
+        [1000 * right, right / 1000], "off by a factor of a thousand: look at the units"
+    )
     common_mistakes |= dict.fromkeys(
         [100 * right, right / 100], "off by a hundred: a share and per cent are two things"
     )
@@ -100,25 +127,41 @@ def table(value: Answer, *columns: str) -> pd.DataFrame:
     """A data frame that has these columns."""
     need(isinstance(value, pd.DataFrame), f"{shown(value)} is no table")
     missing = [name for name in columns if name not in value]
-    need(not missing, f"the table has no column {', '.join(missing)}: give it whole, as gpulab returned it")
+    need(
+        not missing,
+        f"the table has no column {', '.join(missing)}: give it whole, as gpulab returned it",
+    )
     need(len(value), "the table is empty")
     return value
 
 
 def choice(value: Answer, *names: str) -> str:
     """One of these words."""
-    need(isinstance(value, str) and value in names, f"{shown(value)} is not one of {', '.join(names)}")
+    need(
+        isinstance(value, str) and value in names,
+        f"{shown(value)} is not one of {', '.join(names)}",
+    )
     return str(value)
 
 
 def judged(value: Answer, factor: str, seeds: int = 6, metric: str = "final_loss") -> Verdict:
     """A verdict on that factor and metric, from so many seeds at least."""
-    need(isinstance(value, Verdict), f"{shown(value)} is no verdict: gl.verdict(…) makes one of runs")
-    need(value.factor == factor, f"this verdict compares {value.factor!r}, and the question is about {factor!r}")
-    need(value.metric == metric, f"this verdict is on {value.metric!r}, and the question is about {metric!r}")
+    need(
+        isinstance(value, Verdict), f"{shown(value)} is no verdict: gl.verdict(…) makes one of runs"
+    )
+    need(
+        value.factor == factor,
+        f"this verdict compares {value.factor!r}, and the question is about {factor!r}",
+    )
+    need(
+        value.metric == metric,
+        f"this verdict is on {value.metric!r}, and the question is about {metric!r}",
+    )
     need(len(value.table), f"only {value.reference} is there: nothing is compared with it")
     fewest = int(value.table.seeds.min())
-    need(fewest >= seeds, f"{fewest} seeds: fewer than {seeds} cannot answer this, whatever they say")
+    need(
+        fewest >= seeds, f"{fewest} seeds: fewer than {seeds} cannot answer this, whatever they say"
+    )
     return value
 
 
@@ -133,5 +176,7 @@ def recorded(experiment: str, profile: str, **columns: object) -> pd.DataFrame:
 def decisions(verdict: Verdict) -> str:
     """What a verdict decided of each level, in words."""
     level_names = names_in_text([verdict.reference, *verdict.decisions], verdict.factor)
-    level_decisions = listed(f"{level_names[level]} is {decision}" for level, decision in verdict.decisions.items())
+    level_decisions = listed(
+        f"{level_names[level]} is {decision}" for level, decision in verdict.decisions.items()
+    )
     return f"compared with {level_names[verdict.reference]}, {level_decisions}"

@@ -8,19 +8,37 @@ from companion.findings import setting_in_text
 
 @exercise("00-1", "a number of seeds")
 def _fewest_seeds(answer: Answer) -> str:
-    mistakes = {7: "half a chance is missing: all may agree upwards, or downwards", 6: "the fewest for 5 %, not 1 %"}
+    mistakes = {
+        7: "half a chance is missing: all may agree upwards, or downwards",
+        6: "the fewest for 5 %, not 1 %",
+    }
     near(answer, 8, mistakes, rel=1e-6)
     return f"by luck alone 8 seeds agree with a probability of 2 in 256, {2 / 256:.3g}."
 
 
 @exercise("00-2", "(calm, busy), two tables of runs from two stores")
 def _under_load(answer: Answer) -> str:
-    calm, busy = (table(runs, "protocol", "setting", "seed", "weights", "path", "seconds") for runs in pair(answer))
-    need(not set(calm.path) & set(busy.path), "both tables are of the same runs: a store gives back what it has")
+    calm, busy = (
+        table(runs, "protocol", "setting", "seed", "weights", "path", "seconds")
+        for runs in pair(answer)
+    )
+    need(
+        not set(calm.path) & set(busy.path),
+        "both tables are of the same runs: a store gives back what it has",
+    )
     pairs = calm.merge(busy, on=["protocol", "setting", "seed"])
-    need(pairs.seed.nunique() >= 3, f"{pairs.seed.nunique()} seeds are in both, under the same setting: take three")
-    same, slower = (pairs.weights_x == pairs.weights_y).sum(), pairs.seconds_y.sum() / pairs.seconds_x.sum()
-    return f"{same} of {len(pairs)} trainings have the same bits; under load they took {slower:.2g} times as long."
+    need(
+        pairs.seed.nunique() >= 3,
+        f"{pairs.seed.nunique()} seeds are in both, under the same setting: take three",
+    )
+    same, slower = (
+        (pairs.weights_x == pairs.weights_y).sum(),
+        pairs.seconds_y.sum() / pairs.seconds_x.sum(),
+    )
+    return (
+        f"{same} of {len(pairs)} trainings have the same bits; under load they took {slower:.2g}"
+        " times as long."
+    )
 
 
 @exercise("00-3", "a table of runs, of two settings and three seeds at least, each with reruns")
@@ -33,4 +51,7 @@ def _reruns(answer: Answer) -> str:
     need(seeds >= 3, f"{seeds} seeds: take three at least")
     others = ", ".join(map(setting_in_text, results.index[results.max(axis=1) > 1]))
     outcome = f"other bits under {others}" if others else "the same bits"
-    return f"{settings} settings were run twice, and the second time gave {outcome}. Nobody has a complete list."
+    return (
+        f"{settings} settings were run twice, and the second time gave {outcome}. Nobody has a"
+        " complete list."
+    )

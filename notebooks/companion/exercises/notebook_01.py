@@ -2,37 +2,70 @@
 
 from __future__ import annotations
 
-from companion.exercises.answers import Answer, choice, exercise, fields, near, need, number, pair, table
+from companion.exercises.answers import (
+    Answer,
+    choice,
+    exercise,
+    fields,
+    near,
+    need,
+    number,
+    pair,
+    table,
+)
 from gpulab.device.rooflines import ROOFLINE_KINDS, recorded_rooflines
 
 
 @exercise("01-1", "a number, in flop per byte")
 def _intensity(answer: Answer) -> str:
-    one, many = (2 * 784 * 128 * images / (4 * (784 * 128 + images * (784 + 128))) for images in (1, 64))
+    one, many = (
+        2 * 784 * 128 * images / (4 * (784 * 128 + images * (784 + 128))) for images in (1, 64)
+    )
     mistakes = {
         one: "that of one image, not of 64",
-        many / 2: "half of it. A multiplication with its addition counts as two, and a float32 has 4 bytes",
+        many / 2: (
+            "half of it. A multiplication with its addition counts as two, and a float32 has 4"
+            " bytes"
+        ),
         4 * many: "four times too large: count bytes, not numbers",
     }
     near(answer, many, mistakes)
-    return f"{many:.3g} flop per byte, {many / one:.0f} times that of one image: the weights are read once."
+    return (
+        f"{many:.3g} flop per byte, {many / one:.0f} times that of one image: the weights are read"
+        " once."
+    )
 
 
-@exercise("01-2", "(table, 'memory') or (table, 'arithmetic'): both rooflines in one table, and what falls more")
+@exercise(
+    "01-2",
+    "(table, 'memory') or (table, 'arithmetic'): both rooflines in one table, and what falls more",
+)
 def _ceilings(answer: Answer) -> str:
     frame, falls_more = pair(answer)
     frame = table(frame, "setting", "kind", "gflops", "gigabytes_per_second")
-    need({"cpu", "cpu:threads=1"} <= set(frame.setting), "rows of cpu or of cpu:threads=1 are missing: use pd.concat")
+    need(
+        {"cpu", "cpu:threads=1"} <= set(frame.setting),
+        "rows of cpu or of cpu:threads=1 are missing: use pd.concat",
+    )
     memory = frame[frame.kind == "memory"].groupby("setting").gigabytes_per_second.max()
     arithmetic = frame[frame.kind.isin(ROOFLINE_KINDS)].groupby("setting").gflops.max()
-    of_memory, of_arithmetic = (speed["cpu"] / speed["cpu:threads=1"] for speed in (memory, arithmetic))
-    numbers = f"with all threads {of_memory:.2f} times the memory and {of_arithmetic:.2f} times the arithmetic of one"
+    of_memory, of_arithmetic = (
+        speed["cpu"] / speed["cpu:threads=1"] for speed in (memory, arithmetic)
+    )
+    numbers = (
+        f"with all threads {of_memory:.2f} times the memory and {of_arithmetic:.2f} times the"
+        " arithmetic of one"
+    )
     right = "memory" if of_memory > of_arithmetic else "arithmetic"
     need(choice(falls_more, "memory", "arithmetic") == right, f"in this table, {numbers}")
     return f"{numbers}. Cores compute alone and share the way to memory."
 
 
-@exercise("01-3", "{'cpu': {'gflops': …, 'watts': …}, 'cuda': {'gflops': …, 'watts': …}}, of the autoencoder's layer")
+@exercise(
+    "01-3",
+    "{'cpu': {'gflops': …, 'watts': …}, 'cuda': {'gflops': …, 'watts': …}}, of the autoencoder's"
+    " layer",
+)
 def _per_joule(answer: Answer) -> str:
     per_joule = []
     for device in ("cpu", "cuda"):
@@ -41,5 +74,11 @@ def _per_joule(answer: Answer) -> str:
         need(1 <= watts <= 2000, f"{device}: {watts:g} is no power in watts")
         per_joule.append(f"{rate / watts:.2g}")
     layer = recorded_rooflines().query("operation.str.startswith('autoencoder')").gflops.max()
-    need(rate < 10 * layer, f"{rate:g} Gflop/s is near the GPU's peak, and this layer was recorded at {layer:.3g}")
-    return f"Gflop per joule: {' on the CPU, '.join(per_joule)} on the GPU. A data sheet's watts are of full load."
+    need(
+        rate < 10 * layer,
+        f"{rate:g} Gflop/s is near the GPU's peak, and this layer was recorded at {layer:.3g}",
+    )
+    return (
+        f"Gflop per joule: {' on the CPU, '.join(per_joule)} on the GPU. A data sheet's watts are"
+        " of full load."
+    )

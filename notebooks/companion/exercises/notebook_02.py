@@ -7,7 +7,16 @@ import math
 import numpy as np
 import torch
 
-from companion.exercises.answers import Answer, decisions, exercise, fields, judged, near, need, number
+from companion.exercises.answers import (
+    Answer,
+    decisions,
+    exercise,
+    fields,
+    judged,
+    near,
+    need,
+    number,
+)
 
 
 @exercise("02-1", "a number of orders, of the thousand")
@@ -24,15 +33,23 @@ def _exact_orders(answer: Answer) -> str:
         0: "was the exact sum left in float64? Round it to float32 before you compare",
     }
     near(answer, right, mistakes, rel=1e-6)
-    return f"with x itself {of_x} do. On the way the sums are far larger than at the end, and last digits are lost."
+    return (
+        f"with x itself {of_x} do. On the way the sums are far larger than at the end, and last"
+        " digits are lost."
+    )
 
 
 @exercise("02-2", "a verdict on `distance` by `change`, at the last step, from six seeds at least")
 def _grown(answer: Answer) -> str:
     distances = judged(answer, "change", metric="distance")
     levels = ", ".join(map(str, [distances.reference, *distances.decisions]))
-    need("tf32" in levels.lower() and "bit" in levels, f"TF32 and one bit of one weight are not both among {levels}")
-    need(distances.runs.step.min() > 0, "this is the first step, before any training: take the last")
+    need(
+        "tf32" in levels.lower() and "bit" in levels,
+        f"TF32 and one bit of one weight are not both among {levels}",
+    )
+    need(
+        distances.runs.step.min() > 0, "this is the first step, before any training: take the last"
+    )
     return f"after {distances.runs.step.max()} updates, {decisions(distances)}."
 
 
@@ -41,7 +58,16 @@ def _one_bit_decides(answer: Answer) -> str:
     names = ("start", "neighbour", "end", "neighbour_end")
     start, neighbour, *ends = (number(fields(answer, *names)[name]) for name in names)
     ulps = abs(int(np.float32(start).view(np.int32)) - int(np.float32(neighbour).view(np.int32)))
-    need(ulps == 1, f"{ulps} float32 numbers apart, and one bit of one weight is one: torch.nextafter finds it")
+    need(
+        ulps == 1,
+        f"{ulps} float32 numbers apart, and one bit of one weight is one: torch.nextafter finds it",
+    )
     low, high = sorted(ends)
-    need(high - low > 0.01 * abs(high), f"{low:.6g} and {high:.6g} differ by less than 1 %: the bit decides nothing")
-    return f"one bit decides between {low:.3g} and {high:.3g}. That such a start is ever drawn is another matter."
+    need(
+        high - low > 0.01 * abs(high),
+        f"{low:.6g} and {high:.6g} differ by less than 1 %: the bit decides nothing",
+    )
+    return (
+        f"one bit decides between {low:.3g} and {high:.3g}. That such a start is ever drawn is"
+        " another matter."
+    )

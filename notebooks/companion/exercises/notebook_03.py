@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from companion.exercises.answers import Answer, decisions, exercise, fields, judged, near, need, recorded
+from companion.exercises.answers import (
+    Answer,
+    decisions,
+    exercise,
+    fields,
+    judged,
+    near,
+    need,
+    recorded,
+)
 from gpulab.stats.verdicts import verdict
 
 
 @exercise("03-1", "a number of settings, of the five")
 def _enough_to_matter(answer: Answer) -> str:
     quick = recorded("autoencoder", "quick", loader="window")
-    narrow, usual = (list(verdict(quick, reference="cpu", margin=m).decisions.values()) for m in ("0.02sd", None))
+    narrow, usual = (
+        list(verdict(quick, reference="cpu", margin=m).decisions.values()) for m in ("0.02sd", None)
+    )
     mistakes = {
         narrow.count("equivalent"): "those that are equivalent, and the others are asked for",
-        usual.count("different"): "with the usual margin, a quarter of the sd: give margin='0.02sd'",
+        usual.count(
+            "different"
+        ): "with the usual margin, a quarter of the sd: give margin='0.02sd'",
     }
     near(answer, narrow.count("different"), mistakes, rel=1e-6)
-    return "the differences stayed, the margin moved. What matters you say before you look; no run can tell it."
+    return (
+        "the differences stayed, the margin moved. What matters you say before you look; no run can"
+        " tell it."
+    )
 
 
 @exercise("03-2", "a verdict on six seeds at least, with cpu:precision=bfloat16 among the settings")
@@ -23,7 +39,10 @@ def _in_bfloat16(answer: Answer) -> str:
     by_setting = judged(answer, "setting")
     levels = ", ".join(map(str, by_setting.decisions))
     need("emulate=bfloat16" not in levels, "emulate rounds products; weights are to be bfloat16")
-    need("precision=bfloat16" in levels, f"bfloat16 is not compared with another setting: there are {levels}")
+    need(
+        "precision=bfloat16" in levels,
+        f"bfloat16 is not compared with another setting: there are {levels}",
+    )
     return f"{decisions(by_setting)}, on {int(by_setting.table.seeds.min())} seeds."
 
 
@@ -33,8 +52,13 @@ def _batches_of_32(answer: Answer) -> str:
     for by_setting in (one, many):
         levels = [str(by_setting.reference), *map(str, by_setting.decisions)]
         rounded = ["tf32=on" in level or "emulate=" in level for level in levels]
-        need(any(rounded) and not all(rounded), f"TF32 and float32 are not both among {', '.join(levels)}")
+        need(
+            any(rounded) and not all(rounded),
+            f"TF32 and float32 are not both among {', '.join(levels)}",
+        )
     same = set(one.runs.protocol) & set(many.runs.protocol)
     need(not same, "both are of one protocol: model_options={'batch_size': 32} did not arrive")
-    outcomes = [f"{v.table.same_bits.iloc[-1]:.0f} of {v.table.seeds.iloc[-1]} seeds" for v in (one, many)]
+    outcomes = [
+        f"{v.table.same_bits.iloc[-1]:.0f} of {v.table.seeds.iloc[-1]} seeds" for v in (one, many)
+    ]
     return f"{outcomes[0]} have the same bits with one image an update, with 32 {outcomes[1]}."

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from companion.exercises.answers import Answer, decisions, exercise, judged, near, need, pair, recorded, shown
+from companion.exercises.answers import (
+    Answer,
+    decisions,
+    exercise,
+    judged,
+    near,
+    need,
+    pair,
+    recorded,
+    shown,
+)
 from companion.learning import missing_colour_losses
 from gpulab.training.run import Run
 
@@ -17,26 +27,48 @@ def _not_learned(answer: Answer) -> str:
         len(stuck_runs): "those of both settings: a seed was run on each",
     }
     near(answer, stuck, mistakes, rel=1e-6)
-    return f"{stuck} of 32 seeds, and on the GPU {len(stuck_runs) - stuck}. A mean over all mixes whether and how well."
+    return (
+        f"{stuck} of 32 seeds, and on the GPU {len(stuck_runs) - stuck}. A mean over all mixes"
+        " whether and how well."
+    )
 
 
-@exercise("04-2", "(run, ratio): a run of gl.train, and its held-out loss over that of repeating the last frame")
+@exercise(
+    "04-2",
+    "(run, ratio): a run of gl.train, and its held-out loss over that of repeating the last frame",
+)
 def _own_film(answer: Answer) -> str:
     run, ratio = pair(answer)
     need(isinstance(run, Run), f"{shown(run)} is no run: gl.train(…) returns one")
     film = run.record["configuration"]["data"]
-    need(film != "walk", "this is the walk, the film of the notebook: take another, 'video:FILE' or 'moving-digits'")
+    need(
+        film != "walk",
+        "this is the walk, the film of the notebook: take another, 'video:FILE' or 'moving-digits'",
+    )
     repeat = run.data.repeat_loss()
     trained_on = "final_loss is of the frames that were trained on: take heldout_loss"
     near(ratio, run.heldout_loss / repeat, {run.final_loss / repeat: trained_on})
     beats = "beats" if run.heldout_loss < repeat else "does not beat"
-    return f"on {film} the network {beats} repeating the last frame: {run.heldout_loss / repeat:.3g} times its loss."
+    return (
+        f"on {film} the network {beats} repeating the last frame: {run.heldout_loss / repeat:.3g}"
+        " times its loss."
+    )
 
 
-@exercise("04-3", "a verdict by setting on when a seed leaves its plateau, a column of yours, from six seeds at least")
+@exercise(
+    "04-3",
+    "a verdict by setting on when a seed leaves its plateau, a column of yours, from six seeds at"
+    " least",
+)
 def _leaving(answer: Answer) -> str:
     metric = getattr(answer, "metric", "")
-    need(metric not in ("final_loss", "heldout_loss"), f"{metric} says how well, and when a seed leaves is asked for")
+    need(
+        metric not in ("final_loss", "heldout_loss"),
+        f"{metric} says how well, and when a seed leaves is asked for",
+    )
     plateau_verdict = judged(answer, "setting", metric=metric)
     not_counted = int(plateau_verdict.table.diverged.sum() + plateau_verdict.table.left_out.sum())
-    return f"{decisions(plateau_verdict)}. Not counted: {not_counted} seeds. What another threshold would say is open."
+    return (
+        f"{decisions(plateau_verdict)}. Not counted: {not_counted} seeds. What another threshold"
+        " would say is open."
+    )

@@ -8,48 +8,95 @@ from companion.exercises.answers import Answer, choice, exercise, need, pair, ta
 
 
 def _escapes(value: Answer, optimizer: str) -> pd.DataFrame:
-    columns = ("setting", "optimizer", "perturbation", "learning_rate", "master_weights", "left", "moved", "step_ratio")
+    columns = (
+        "setting",
+        "optimizer",
+        "perturbation",
+        "learning_rate",
+        "master_weights",
+        "left",
+        "moved",
+        "step_ratio",
+    )
     frame = table(getattr(value, "table", value), *columns)
     return frame[frame.optimizer == optimizer]
 
 
-@exercise("06-1", "(table, who): of gl.saddles.escape_table, and who left: 'float32', 'float64', 'both' or 'neither'")
+@exercise(
+    "06-1",
+    "(table, who): of gl.saddles.escape_table, and who left: 'float32', 'float64', 'both' or"
+    " 'neither'",
+)
 def _pushed(answer: Answer) -> str:
     frame, who = pair(answer)
     frame = _escapes(frame, "sgd")
-    need(set(frame.perturbation) == {1e-9}, "perturbations=[1e-9] is asked for: another push is another question")
+    need(
+        set(frame.perturbation) == {1e-9},
+        "perturbations=[1e-9] is asked for: another push is another question",
+    )
     exact = frame.setting.str.contains("precision=float64")
     plain = ~frame.setting.str.contains("precision|emulate")
-    need(exact.any() and plain.any(), "the table lacks float32 or float64: take two settings of one kind of CPU")
-    names = {(True, True): "both", (True, False): "float64", (False, True): "float32", (False, False): "neither"}
+    need(
+        exact.any() and plain.any(),
+        "the table lacks float32 or float64: take two settings of one kind of CPU",
+    )
+    names = {
+        (True, True): "both",
+        (True, False): "float64",
+        (False, True): "float32",
+        (False, False): "neither",
+    }
     left = names[bool(frame.left[exact].all()), bool(frame.left[plain].all())]
     moved = f"in float32 the first step moved {frame.moved[plain].mean():.0%} of the weights"
     need(choice(who, *names.values()) == left, f"in this table {left} left, and {moved}")
     return f"{left} left, and {moved}; for the others it is rounded away."
 
 
-@exercise("06-2", "a table of escapes by Adam, weights in bfloat16, with and without master weights, at several rates")
+@exercise(
+    "06-2",
+    "a table of escapes by Adam, weights in bfloat16, with and without master weights, at several"
+    " rates",
+)
 def _adam_in_bfloat16(answer: Answer) -> str:
     frame = _escapes(answer, "adam")
     frame = frame[frame.setting.str.contains("precision=bfloat16")]
     left = frame.groupby(["master_weights", "learning_rate"]).left.all()
     plain = left.get(False, left[:0])
-    need(plain.any() and not plain.all(), "in bfloat16 without master weights, some rates should hold it and some not")
+    need(
+        plain.any() and not plain.all(),
+        "in bfloat16 without master weights, some rates should hold it and some not",
+    )
     leaves, holds = plain[plain].index.min(), plain[~plain].index.max()
     need(
-        leaves <= 10.001 * holds, f"more than a factor of ten lies between {holds:g} and {leaves:g}: try rates between"
+        leaves <= 10.001 * holds,
+        f"more than a factor of ten lies between {holds:g} and {leaves:g}: try rates between",
     )
-    need((True, holds) in left.index, f"with master weights {holds:g} was not tried, which held the others")
+    need(
+        (True, holds) in left.index,
+        f"with master weights {holds:g} was not tried, which held the others",
+    )
     outcome = "leaves" if left[True, holds] else "does not leave either"
-    return f"Adam is held at {holds:g} and leaves at {leaves:g}; with master weights it {outcome} at {holds:g}."
+    return (
+        f"Adam is held at {holds:g} and leaves at {leaves:g}; with master weights it {outcome} at"
+        f" {holds:g}."
+    )
 
 
 @exercise("06-3", "a table of escapes by sgd in float32, from a saddle with small weights")
 def _small_weights(answer: Answer) -> str:
     frame = _escapes(answer, "sgd")
     frame = frame[~frame.setting.str.contains("precision|emulate") & ~frame.master_weights]
-    need((frame.step_ratio > 1).any(), "in float32 alone, steps are still rounded away: step_ratio should be above 1")
+    need(
+        (frame.step_ratio > 1).any(),
+        "in float32 alone, steps are still rounded away: step_ratio should be above 1",
+    )
     frame = frame[frame.step_ratio > 1]
     times_expected = float((frame.steps / frame.expected).median())
-    need(0.5 < times_expected < 2, "it did not leave when the law says: push it, by perturbations=[…], or wait longer")
-    return f"float32 leaves after {times_expected:.2f} times the steps of the law. Would a trained network pass there?"
+    need(
+        0.5 < times_expected < 2,
+        "it did not leave when the law says: push it, by perturbations=[…], or wait longer",
+    )
+    return (
+        f"float32 leaves after {times_expected:.2f} times the steps of the law. Would a trained"
+        " network pass there?"
+    )
