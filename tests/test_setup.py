@@ -63,8 +63,8 @@ def script(name):
 )
 def test_conda_environments_ask_for_what_pyproject_asks_for(file, torch):
     text = (ROOT / file).read_text(encoding="utf-8")
-    assert re.search(r"^channels:\n  - conda-forge\ndependencies:$", text, re.M)
-    listed = re.findall(r"^  - (.+)$", text.partition("\ndependencies:\n")[2], re.M)
+    assert re.search(r"^channels:\n  - conda-forge\ndependencies:$", text, re.MULTILINE)
+    listed = re.findall(r"^  - (.+)$", text.partition("\ndependencies:\n")[2], re.MULTILINE)
     mapped = CONDA_NAMES | {"torch": torch}
     asked = RUNTIME + NOTEBOOKS
     wanted = [
@@ -76,14 +76,19 @@ def test_conda_environments_ask_for_what_pyproject_asks_for(file, torch):
 
 
 def test_pages_name_only_commands_that_exist():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL_PAGES, re.M)) <= targets
+    targets = set(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL_PAGES, re.MULTILINE)) <= targets
     beside = get_command(notebooks)
     for commands, used in (
         (get_command(app).commands, r"(?:^\$ |(?<!^\| )`|\\)gpulab( [a-z]+)([^`\n]*)"),
         ({"": beside, **beside.commands}, r"python -m companion((?: [a-z]+)?)([^`\n]*)"),
     ):
-        found = [(name.strip(), arguments) for name, arguments in re.findall(used, ALL_PAGES, re.M)]
+        found = [
+            (name.strip(), arguments)
+            for name, arguments in re.findall(used, ALL_PAGES, re.MULTILINE)
+        ]
         assert {name for name, _ in found} == commands.keys()
         for name, arguments in found:
             options = {option for parameter in commands[name].params for option in parameter.opts}
@@ -102,7 +107,7 @@ EXAMPLES = [
     pytest.param(code, id=f"{name}-{number}")
     for name, text in PAGES.items()
     if name != WORKED_EXAMPLE.name
-    for number, code in enumerate(re.findall(r"```python\n(.+?)```", text, re.S))
+    for number, code in enumerate(re.findall(r"```python\n(.+?)```", text, re.DOTALL))
 ]
 
 
@@ -117,7 +122,9 @@ SESSIONS = [
     ROOT / "docs" / "seminar" / "single.md",
 ]
 HERE = "text here"  # an output that depends on the machine is shown, and not compared
-BLOCK = re.compile(rf"^```python\n(.+?)^```\n+(?:^```(text|{HERE})\n(.+?)^```)", re.M | re.S)
+BLOCK = re.compile(
+    rf"^```python\n(.+?)^```\n+(?:^```(text|{HERE})\n(.+?)^```)", re.MULTILINE | re.DOTALL
+)
 
 # All blocks of a page in one process, as in a lecture; what each printed. With the name of a file
 # they are its parts.
@@ -193,7 +200,7 @@ def test_the_page_on_the_audit_shows_what_its_example_prints(python, tmp_path, m
 
 
 def test_the_page_on_the_audit_lists_the_thresholds_of_the_code():
-    rows = re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \|", DOCS["audit.md"], re.M)
+    rows = re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \|", DOCS["audit.md"], re.MULTILINE)
     assert len(rows) > 5
     for name, shown in rows:
         value = getattr(rounding if name == "SAFETY_FACTOR" else tolerances, name)
@@ -217,9 +224,9 @@ def anchors(page):
         return {
             heading.replace(" ", "-")
             for cell in cells
-            for heading in re.findall(r"^#+ (.+)$", cell, re.M)
+            for heading in re.findall(r"^#+ (.+)$", cell, re.MULTILINE)
         }
-    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -278,7 +285,7 @@ def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
         )
     cited = {name for file in paper.PAPERS for name in re.findall(r"@(\w+)", paper.paper(file))}
     assert cited == set(
-        re.findall(r"^@\w+\{(\w+),", paper.PAPER.with_name("paper.bib").read_text(), re.M)
+        re.findall(r"^@\w+\{(\w+),", paper.PAPER.with_name("paper.bib").read_text(), re.MULTILINE)
     )
 
 
@@ -323,12 +330,14 @@ def test_address_is_written_into_every_file_that_names_it(tmp_path):
 )
 def test_workflows_name_what_exists(file):
     workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    targets = set(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     assert workflow["jobs"]
     for name, job in workflow["jobs"].items():
         commands = "\n".join(step.get("run", "") for step in job["steps"])
         named = re.findall(r"\btests/[\w/.]+", commands)
-        called = set(re.findall(r"^make ([a-z-]+)", commands, re.M))
+        called = set(re.findall(r"^make ([a-z-]+)", commands, re.MULTILINE))
         assert named or called, f"{name} tests nothing"
         assert called <= targets, name
         assert [path for path in named if not (ROOT / path).exists()] == [], name
@@ -344,7 +353,7 @@ def test_dependabot_looks_at_every_kind_of_dependency_once_a_week():
 
 
 def test_every_option_of_a_setting_is_listed():
-    table = dict(re.findall(r"^\| `(\w+)=[^|]*\| ([a-z, ]+) \|", DOCS["settings.md"], re.M))
+    table = dict(re.findall(r"^\| `(\w+)=[^|]*\| ([a-z, ]+) \|", DOCS["settings.md"], re.MULTILINE))
     assert {name: tuple(devices.split(", ")) for name, devices in table.items()} == {
         name: option.devices for name, option in OPTIONS.items()
     }
@@ -362,14 +371,14 @@ def test_recorded_data_goes_into_the_wheel():
         )
     sources = [file for folder in ("gpulab", "notebooks") for file in (ROOT / folder).rglob("*.py")]
     code = "".join(file.read_text(encoding="utf-8") for file in sources)
-    examples = re.findall(r"^\$ .*\bdata/(\w+)/", ALL_PAGES, re.M)
+    examples = re.findall(r"^\$ .*\bdata/(\w+)/", ALL_PAGES, re.MULTILINE)
     read = {*re.findall(r"recorded_folder\(\"(\w+)\"", code), *examples}
     assert {source.split("/")[1] for source in included if source.startswith("data/")} == read
 
 
 def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    commands = "".join(re.findall(r"^\$ (.+\n)", ALL_PAGES, re.M))
+    commands = "".join(re.findall(r"^\$ (.+\n)", ALL_PAGES, re.MULTILINE))
     read = set(re.findall(r"\bdata/[\w./-]+", commands))
     assert read
     monkeypatch.setattr(files, "PACKAGE", tmp_path / "gpulab")
@@ -383,7 +392,7 @@ def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypat
 
 
 def test_steps_of_gpulab_that_the_examples_record_are_found(monkeypatch, tmp_path):
-    recorded = re.findall(r"^\$ gpulab record (gpulab\.\S+) ", ALL_PAGES, re.M)
+    recorded = re.findall(r"^\$ gpulab record (gpulab\.\S+) ", ALL_PAGES, re.MULTILINE)
     assert recorded
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
@@ -396,7 +405,7 @@ COMMANDS = [
     file for file in BENCHMARKS if 'if __name__ == "__main__":' in file.read_text(encoding="utf-8")
 ]
 # A path that follows "COMMIT:", or that "(commit …)" follows, is one in the history.
-BENCHMARK_PATH = re.compile(r"(?<![:\w])benchmarks/[\w./-]+\.(?:py|md|png)\b(?![^`\n]*` \(commit)")
+BENCHMARK_PATH = re.compile(r"(?<![:\w])benchmarks/[\w./-]+\.(?:py|md|png)\b(?![^`\n]*`\s\(commit)")
 FORMER_PATHS = {"benchmarks/networks.py"}  # for which gpulab knows the present one
 
 
@@ -446,7 +455,7 @@ def test_benchmarks_start(script):
 
 def gpulab_imports(code):
     """The names that code imports from gpulab and companion, each with its module."""
-    for node in ast.walk(ast.parse(re.sub(r"^\s*[%!].*$", "", code, flags=re.M))):
+    for node in ast.walk(ast.parse(re.sub(r"^\s*[%!].*$", "", code, flags=re.MULTILINE))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in (
             "gpulab",
             "companion",

@@ -24,7 +24,7 @@ from gpulab.picture import DPI, image
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")
 ADDRESS = re.search(
-    r'^repository-code: "(.+)"$', (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M
+    r'^repository-code: "(.+)"$', (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
 )
 PROJECT = ["docs/releasing"]  # pages of docs/ that the part about the project lists
 PAGES = [f"docs/{page.stem}" for page in sorted((ROOT / "docs").glob("*.md"))]
@@ -130,7 +130,7 @@ def gallery(source):
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
                 text = cell.source
-                for section in re.findall(r"^##+ (.+)", text, re.M):
+                for section in re.findall(r"^##+ (.+)", text, re.MULTILINE):
                     there = there.partition("#")[0] + f"#{slug(section)}"
             for drawn in filter(None, map(figure_of, cell.get("outputs", []))):
                 name, png = next(names), base64.b64decode(drawn["png"])

@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[1] / "public_names.md"
 MADE = ("Experiment", "Step", "Autoencoder", "LinearAutoencoder", "PredNet", "Whitener")
 HEAD = (
     "# Public names\n\n"
-    + "From 1.0 on, these names stay, and so do the names of their parameters. One that has to go"
+    "From 1.0 on, these names stay, and so do the names of their parameters. One that has to go"
     " is kept for a year, in which it warns and says what takes its place. New parameters come"
     " after the others, with a default. Everything else may change: modules that are not named"
     " here, what is printed, `notebooks/companion`, `benchmarks`.\n\n`python"

@@ -20,7 +20,7 @@ def minutes():
     """How many minutes all notebooks take in the smallest profile, as the page of costs has it."""
     costs = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
     ((whole, seconds),) = re.findall(
-        r"^\| `python -m companion`, smoke: .+?\| (\d+) min (\d+) s", costs, re.M
+        r"^\| `python -m companion`, smoke: .+?\| (\d+) min (\d+) s", costs, re.MULTILINE
     )
     return round(int(whole) + int(seconds) / 60)
 

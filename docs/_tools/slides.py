@@ -29,14 +29,14 @@ ROWS, COLUMNS = 8, 8  # of a table, its index included
 LINES, WIDTH = 11, 80  # of code and what it prints, and the letters of a line
 PRINTED_LINES = 13  # of what code prints, on a slide without the code
 LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!https?:)[^()\s]+\)")
-FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.S)
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.DOTALL)
 CODE = re.compile(r"(`[^`]+`)")
-FOLDED = re.compile(r"<details>.*?</details>", re.S)
-PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.S)
+FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
+PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 PLAN = re.compile(
     r"(\d\d): ((?:\d+(?: to \d+)?(?:, (?!\d\d:))?)+)"
 )  # which slides of a deck a plan shows: `05: 2 to 4, 6`
-HEADING = re.compile(r"^#+ (.*)$", re.M)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PAGE = jinja2.Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{{ title }}</title>

@@ -92,7 +92,7 @@ def _wrap(
 
 def _on_alias_created(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
     tensor = original(*args, **kwargs)
-    for listener in list(_listeners):
+    for listener in _listeners:
         listener.on_tensor_created(tensor)
     return tensor
 
@@ -108,11 +108,11 @@ def _on_copy_created(original: Callable[..., Tensor], *args: Nested, **kwargs: N
 def _on_host_read(
     original: Callable[..., Nested], tensor: Tensor, *args: Nested, **kwargs: Nested
 ) -> Nested:
-    for listener in list(_listeners):
+    for listener in _listeners:
         listener.on_tensor_read(tensor, original.__name__)
     returned = original(tensor, *args, **kwargs)
     if original.__name__ == "numpy":
-        for listener in list(_listeners):
+        for listener in _listeners:
             listener.on_tensor_shared(tensor)
     return returned
 

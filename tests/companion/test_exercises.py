@@ -23,7 +23,7 @@ NOTEBOOKS = {file.name[:2]: file for file in sorted(ROOT.glob("[0-9][0-9]_*.ipyn
 ITEM = re.compile(
     r"^\*\*(\d\d-\d)\*\*, (\w+), (\d+) minutes\."
     r" (.+?)\n\n<details><summary>Hint</summary>\n\n(.+?)\n\n</details>$",
-    re.M | re.S,
+    re.MULTILINE | re.DOTALL,
 )
 
 

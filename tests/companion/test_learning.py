@@ -89,6 +89,6 @@ def test_finding_says_each_decision_with_its_settings_in_words(shift, spread, de
 
 def test_the_page_on_reading_a_verdict_shows_what_its_example_prints(capsys):
     page = (Path(__file__).parents[2] / "docs" / "verdict.md").read_text(encoding="utf-8")
-    example, printed = re.search(r"```python\n(.+?)```\n```\n(.+?)```", page, re.S).groups()
+    example, printed = re.search(r"```python\n(.+?)```\n```\n(.+?)```", page, re.DOTALL).groups()
     exec(compile(example, "docs/verdict.md", "exec"), {})
     assert capsys.readouterr().out.strip() == printed.strip()

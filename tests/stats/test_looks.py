@@ -94,7 +94,7 @@ def test_it_says_where_looks_and_levels_are_so_many_that_nothing_can_be_shown():
 def test_diverged_runs_and_yes_and_no_are_corrected_too():
     diverged = runs_of({"cpu": [0.5] * 9, "cuda": [0.5] * 2 + [np.nan] * 7}).assign(
         status=lambda runs: runs.final_loss.map(
-            lambda loss: "finished" if loss == loss else "diverged"
+            lambda loss: "diverged" if np.isnan(loss) else "finished"
         )
     )
     once, looked_at = gl.verdict(diverged).table, gl.verdict(diverged, looks=LOOKS).table
