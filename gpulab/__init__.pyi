@@ -13,31 +13,31 @@ from . import saddles as saddles
 from . import stats as stats
 from . import store as store
 from . import training as training
-from .audits.audits import audit as audit
-from .audits.recording import record as record
-from .data.datasets import load as load
-from .device.rooflines import roofline as roofline
+from .audits._audit import audit as audit
+from .audits._recording import record as record
+from .data._datasets import load as load
+from .device._roofline import roofline as roofline
 from .errors import DataError as DataError
 from .errors import GpulabError as GpulabError
 from .errors import OverwrittenError as OverwrittenError
 from .errors import OverwrittenWarning as OverwrittenWarning
 from .errors import UsageError as UsageError
-from .guards.guards import guard as guard
-from .numerics.emulation import emulate as emulate
-from .numerics.emulation import float32_products as float32_products
+from .guards._guard import guard as guard
+from .numerics._emulation import emulate as emulate
+from .numerics._emulation import float32_products as float32_products
 from .passports import passport as passport
-from .saddles.hessians import hessian as hessian
+from .saddles._hessian import hessian as hessian
 from .settings import Setting as Setting
 from .settings import available_settings as available_settings
 from .settings import setting as setting
-from .stats.verdicts import verdict as verdict
+from .stats._verdict import verdict as verdict
 from .steps import Step as Step
-from .store.tables import recorded_runs as recorded_runs
-from .store.tables import runs as runs
-from .training.experiment import Experiment as Experiment
-from .training.experiment import seed_runs as seed_runs
-from .training.profiles import profile as profile
-from .training.run import train as train
+from .store._tables import recorded_runs as recorded_runs
+from .store._tables import runs as runs
+from .training._experiment import Experiment as Experiment
+from .training._experiment import seed_runs as seed_runs
+from .training._profiles import profile as profile
+from .training._run import train as train
 
 __version__: str
 PACKAGES: tuple[str, ...]

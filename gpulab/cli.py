@@ -48,7 +48,7 @@ def echo_runs(frame: pd.DataFrame, where: str = "") -> None:
     """Print a table of runs: their factors that are not all the same, and the metrics of
     functions.
     """
-    from gpulab.store import tables
+    from gpulab.store import _tables as tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
     frame = tables.drop_empty_losses(frame)
@@ -208,8 +208,9 @@ def parse_value(text: str) -> CommandValue:
 
 def load_runs_or_table(names: list[Path]) -> pd.DataFrame:
     """The runs of a store, or the table in a file or a folder of logs."""
-    from gpulab.stats.tables import read_table
-    from gpulab.store import recorded, tables
+    from gpulab.stats._tables import read_table
+    from gpulab.store import _tables as tables
+    from gpulab.store import recorded
 
     if len(names) == 1:
         (file,) = names
@@ -260,8 +261,8 @@ def train(
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted
     resumes when run again.
     """
-    from gpulab.store import runs as stores
-    from gpulab.training.run import train as train_one
+    from gpulab.store import _run_store as stores
+    from gpulab.training._run import train as train_one
 
     run_arguments = train_arguments(model, options, data_option)
     run_arguments |= {"rerun": rerun, "store": stores.store_folder(store), "registered": registered}
@@ -289,8 +290,8 @@ def experiment(
     data_option: DataOptions = None,
 ) -> None:
     """Train every seed under every setting, and compare. What is done already is skipped."""
-    from gpulab.stats.verdicts import verdict as compare
-    from gpulab.training.experiment import Experiment
+    from gpulab.stats._verdict import verdict as compare
+    from gpulab.training._experiment import Experiment
 
     run_arguments = train_arguments(model, options, data_option)
     if ":" in model:
@@ -349,8 +350,8 @@ def verdict(
     neither `finished` nor `diverged`, or whose cell is empty, is left out, which is said. Of a
     table with a row for each epoch, --last or --best says which counts.
     """
-    from gpulab.stats.pairs import select_rows
-    from gpulab.stats.verdicts import verdict as compare
+    from gpulab.stats._pairs import select_rows
+    from gpulab.stats._verdict import verdict as compare
 
     frame = select_rows(load_runs_or_table(file), split_options(where))
     given_margin = parse_value(margin) if margin else None
@@ -382,9 +383,9 @@ def runs(
     csv: Annotated[bool, option("print all columns as CSV", flag="--csv")] = False,
 ) -> None:
     """List the runs in a store."""
-    from gpulab.stats.pairs import select_rows
-    from gpulab.store import runs as stores
-    from gpulab.store import tables
+    from gpulab.stats._pairs import select_rows
+    from gpulab.store import _run_store as stores
+    from gpulab.store import _tables as tables
 
     folder = stores.store_folder(store)
     with files.reading(folder):
@@ -415,7 +416,7 @@ def record(
     """Record what every operation of a training step computes, to be compared with another
     machine's.
     """
-    from gpulab.audits import recording
+    from gpulab.audits import _recording as recording
     from gpulab.user_code import find_function
 
     trace = recording.record(find_function(step, "step"), setting, trace_file)
@@ -452,8 +453,8 @@ def audit(
     first, second, *third = compared
     for setting in (second, *third) if third else ():
         parse_and_prepare(setting)
-    from gpulab.audits import audits
-    from gpulab.audits.findings import KINDS
+    from gpulab.audits import _audit as audits
+    from gpulab.audits._findings import KINDS
     from gpulab.user_code import find_function
 
     for kind in fail_on or ():
@@ -502,7 +503,8 @@ def guard_script(
     A script that ends with an error or a status of its own ends so. With --reads any, torch.compile
     is switched off; that, and what was not watched, is said at the end.
     """
-    from gpulab.guards import guards, scripts
+    from gpulab.guards import _guard as guards
+    from gpulab.guards import _scripts as scripts
 
     report = guards.guard("raise" if stop else "warn", reads)
     if not is_module and not Path(script).is_file():

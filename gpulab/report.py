@@ -1,7 +1,7 @@
 """The base class of results (text, HTML and figure), and the progress bar.
 
 A result derives from `Report` and imports nothing of `gpulab.plots`, so that matplotlib stays
-optional. The function that draws it is looked up in `gpulab.plots.drawing` when a figure is asked
+optional. The function that draws it is looked up in `gpulab.plots._drawing` when a figure is asked
 for.
 """
 
@@ -35,7 +35,7 @@ class Report:
     def _draw(self, **options: Any) -> Picture:
         """The figure, with options of the function that draws it."""
         with extra("notebooks"):
-            drawing = importlib.import_module("gpulab.plots.drawing")
+            drawing = importlib.import_module("gpulab.plots._drawing")
             picture: Picture = drawing.draw(self, **options)
         return picture
 

@@ -69,7 +69,7 @@ def _restore_flags_on_exit(stack: ExitStack) -> None:
     import torch
     from torch.backends import cudnn
 
-    from gpulab.numerics.flags import restore_tf32_on_exit
+    from gpulab.numerics._flags import restore_tf32_on_exit
 
     def algorithms() -> tuple[bool, bool]:
         return (
@@ -357,7 +357,7 @@ class Setting:
             if is_lacking:
                 raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {what}")
         if self.emulated:
-            from gpulab.numerics.emulation import find_arithmetic
+            from gpulab.numerics._emulation import find_arithmetic
 
             find_arithmetic(self.emulate or "float32", self.order)
         if self.compile:
@@ -425,7 +425,7 @@ class Setting:
         from joblib import cpu_count  # a container's quota counts, which torch does not see
         from torch.backends import cudnn
 
-        from gpulab.numerics.flags import switch_denormals, switch_tf32
+        from gpulab.numerics._flags import switch_denormals, switch_tf32
 
         current_threads = torch.get_num_threads()
         threads = self.threads or min(current_threads, cpu_count())
@@ -446,7 +446,7 @@ class Setting:
         if self.precision is not None:
             torch.set_default_dtype(self.dtype)
         if self.emulated:
-            from gpulab.numerics.emulation import emulate
+            from gpulab.numerics._emulation import emulate
 
             stack.enter_context(emulate(self.emulate or "float32", order=self.order))
         if self.autocast is not None:

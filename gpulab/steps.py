@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from gpulab._torch_internals import Nested, convert_tensors, is_lazy, tree_leaves, tree_map
 from gpulab.errors import UsageError
-from gpulab.guards.call_sites import line_of_error
+from gpulab.guards._call_sites import line_of_error
 from gpulab.settings import Setting
 
 

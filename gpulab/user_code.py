@@ -23,9 +23,20 @@ from gpulab.files import JSON, PACKAGE
 Definition = Callable[..., object] | type  # a function or a class
 
 LIBRARY_FOLDERS = [PACKAGE, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
-# older commands name the file
+# Older commands name the file.
 MOVED_FILES = {"benchmarks/networks.py": "gpulab.models.example_steps"}
-# members of a class that nobody wrote
+# Modules of gpulab by the names that they had when digests of user code began to include them, so
+# that stored runs keep their ids. Other private modules had their name without the underscore.
+FORMER_MODULES = {
+    "gpulab.audits._audit": "gpulab.audits.audits",
+    "gpulab.device._roofline": "gpulab.device.rooflines",
+    "gpulab.guards._guard": "gpulab.guards.guards",
+    "gpulab.saddles._hessian": "gpulab.saddles.hessians",
+    "gpulab.stats._inference": "gpulab.stats.tests",
+    "gpulab.stats._verdict": "gpulab.stats.verdicts",
+    "gpulab.store._run_store": "gpulab.store.runs",
+}
+# Members of a class that nobody wrote.
 GENERATED_MEMBERS = (
     "__dict__",
     "__weakref__",
@@ -146,7 +157,7 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
         or isinstance(value, types.ModuleType)
         or (enclosing and _is_library_code(value))
     ):
-        return [getattr(value, "__module__", ""), value.__name__]
+        return [_digest_module_name(getattr(value, "__module__", "")), value.__name__]
     if isinstance(value, types.BuiltinFunctionType):
         raise UnknownSourceError(f"no text of {value.__qualname__}")
     file = file or file_of(value)
@@ -208,6 +219,17 @@ def file_of(definition: Definition) -> Path | None:
     except TypeError:
         return None
     return file.resolve() if file.is_file() else None
+
+
+def _digest_module_name(module: str) -> str:
+    """The name that stands for a module in the digest of user code.
+
+    >>> _digest_module_name("gpulab.training._run"), _digest_module_name("gpulab.guards._guard")
+    ('gpulab.training.run', 'gpulab.guards.guards')
+    """
+    if module in FORMER_MODULES:
+        return FORMER_MODULES[module]
+    return module.replace("._", ".") if module.startswith("gpulab.") else module
 
 
 def _is_library_code(definition: Definition) -> bool:

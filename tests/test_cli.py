@@ -16,8 +16,8 @@ import pytest
 import gpulab as gl
 import gpulab.cli
 from gpulab.passports import cpu_description
-from gpulab.store import runs as stores
-from gpulab.store import tables
+from gpulab.store import _run_store as stores
+from gpulab.store import _tables as tables
 
 SMOKE = ["train", "autoencoder", "--profile", "smoke", "--option", "frames=40"]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpulab as gl
-from gpulab.numerics.flags import arithmetic
+from gpulab.numerics._flags import arithmetic
 from gpulab.settings import ISA_VALUES, ISA_VARIABLES, OPTIONS, PRECISIONS, Setting
 
 needs_cuda = pytest.mark.skipif(

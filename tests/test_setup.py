@@ -23,7 +23,8 @@ from typer.main import get_command
 import gpulab as gl
 from companion.__main__ import app as notebooks
 from gpulab import files
-from gpulab.audits import rounding, tolerances
+from gpulab.audits import _rounding as rounding
+from gpulab.audits import _tolerances as tolerances
 from gpulab.cli import app
 from gpulab.settings import OPTIONS
 from gpulab.user_code import find_function

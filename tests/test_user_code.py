@@ -7,7 +7,7 @@ import types
 import pytest
 
 import gpulab as gl
-from gpulab.training.functions import TrainingFunction
+from gpulab.training._functions import TrainingFunction
 from gpulab.user_code import UnknownSourceError, find_function, source_of
 
 
@@ -39,6 +39,26 @@ def test_find_function_by_the_former_file_of_the_example_steps(tmp_path, monkeyp
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "networks.py").write_text("def lstm(setting):\n    return 3\n")
     assert find_function("benchmarks/networks.py:lstm", "step")(None) == 3
+
+
+def test_source_of_names_the_library_as_before_its_modules_became_private():
+    """Stored runs are found by a digest of the user's code, which names library functions."""
+    code = "def step(seed):\n    return train, guard, Experiment\n"
+    scope = {
+        "train": gl.train,
+        "guard": gl.guard,
+        "Experiment": gl.Experiment,
+        "__name__": "__main__",
+    }
+    file = "<console of a user>"
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+    exec(compile(code, file, "exec"), scope)
+    _, referenced = source_of(scope["step"])
+    assert referenced == {
+        "train": ["gpulab.training.run", "train"],
+        "guard": ["gpulab.guards.guards", "guard"],
+        "Experiment": ["gpulab.training.experiment", "Experiment"],
+    }
 
 
 # --- the text of one ------------------------------------------------------------------------------

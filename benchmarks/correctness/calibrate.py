@@ -23,8 +23,8 @@ from scipy import stats
 from tqdm import tqdm
 
 from benchmarks.measuring import RESULTS, made_by, markdown, run, show
-from gpulab.stats import tests as inference
-from gpulab.stats.decisions import sd_confidence
+from gpulab.stats import _inference as inference
+from gpulab.stats._decisions import sd_confidence
 
 PAGE = RESULTS / "verdict_calibration.md"
 SEEDS = (5, 10, 30)

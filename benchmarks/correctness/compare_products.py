@@ -35,8 +35,8 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from benchmarks.measuring import RESULTS, keep, markdown, run, show
-from gpulab.numerics.emulation import PRECISIONS, Arithmetic, emulate
-from gpulab.numerics.formats import round_to
+from gpulab.numerics import emulate, round_to
+from gpulab.numerics._emulation import PRECISIONS, Arithmetic
 from gpulab.report import Progress
 from gpulab.store.recorded import read_document, recorded_folder
 

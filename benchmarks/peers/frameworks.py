@@ -35,8 +35,8 @@ from companion.first_windows import FirstWindow
 from companion.workloads import REPEATS, Row
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
-from gpulab.training.profiles import protocol
-from gpulab.training.run import train
+from gpulab.training import train
+from gpulab.training._profiles import protocol
 
 NETWORKS = ("autoencoder", "prednet")
 LIBRARIES = ("jax", "keras")

@@ -17,7 +17,7 @@ from same_start import batches, begun, computed, final_loss, weights_of
 from companion.first_windows import Computed
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
-from gpulab.training.networks import NetworkRun
+from gpulab.training._networks import NetworkRun
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 # of what it says when it loads, only what went wrong

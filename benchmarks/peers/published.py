@@ -33,13 +33,14 @@ import stock_chainer
 from threadpoolctl import threadpool_limits
 
 from benchmarks.measuring import run
-from gpulab.data.base import Sequence
-from gpulab.data.datasets import Rendered, load
+from gpulab.data import load
+from gpulab.data._base import Sequence
+from gpulab.data._datasets import Rendered
 from gpulab.errors import UsageError
 from gpulab.run_options import whole_numbers
 from gpulab.settings import Setting
-from gpulab.stats.verdicts import verdict
-from gpulab.training.experiment import Experiment
+from gpulab.stats import verdict
+from gpulab.training import Experiment
 
 LOADERS = ("reused", "copied", "shared")
 SETTINGS = "cpu, cpu:threads=N and cuda:tf32=off,cudnn=off"

@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 
 from companion.first_windows import Computed
-from gpulab.data.feed import Loader
+from gpulab.data._feed import Loader
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
-from gpulab.training.networks import NetworkRun
-from gpulab.training.profiles import FINAL_LOSS_DIVISOR
+from gpulab.training._networks import NetworkRun
+from gpulab.training._profiles import FINAL_LOSS_DIVISOR
 
 PRECISIONS = (None, "float32", "float64")
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gpulab.data.base import Window
-from gpulab.data.feed import Loader
+from gpulab.data._base import Window
+from gpulab.data._feed import Loader
 from gpulab.settings import Setting
 from gpulab.training import loop
+from gpulab.training._networks import NetworkRun
 from gpulab.training.loop import Training
-from gpulab.training.networks import NetworkRun
 
 EVERY = 10  # windows along a training, the bias is looked at
 

@@ -23,10 +23,10 @@ import typer
 import gpulab as gl
 from benchmarks.measuring import command_line, keep, run, this_command
 from companion.workloads import PARTS, Row, measure_speed
-from gpulab.device.rooflines import roofline
+from gpulab.device import roofline
 from gpulab.errors import UsageError, in_one_line
 from gpulab.passports import machine
-from gpulab.saddles.optimizers import OPTIMIZERS
+from gpulab.saddles._optimizers import OPTIMIZERS
 from gpulab.store import recorded
 
 app = command_line(__doc__)

@@ -38,7 +38,7 @@ from benchmarks.measuring import (
     show,
     table,
 )
-from gpulab.numerics.emulation import CHIPS
+from gpulab.numerics._emulation import CHIPS
 
 app = command_line(__doc__)
 Write = Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import gpulab as gl
 from benchmarks.measuring import keep, race, run, seconds, table
-from gpulab.training.profiles import protocol
+from gpulab.training._profiles import protocol
 
 CHECKED = 4  # products compared with float64
 Product = Callable[[Tensor], Any]

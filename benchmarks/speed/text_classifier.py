@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from companion.workloads import VOCABULARY, Row, TextNet, clocked
-from gpulab.device.rooflines import time_calls
+from gpulab.device._roofline import time_calls
 from gpulab.errors import in_one_line
 from gpulab.settings import Setting
 

@@ -34,13 +34,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
 from benchmarks.measuring import Step, command_line, keep, race, run, seconds, show, table
-from gpulab.data.feed import Loader, prefetch
+from gpulab.data._feed import Loader, prefetch
 from gpulab.engines import fastest
-from gpulab.engines.graphs import Graph
+from gpulab.engines._graphs import Graph
 from gpulab.settings import Setting
 from gpulab.store import recorded
+from gpulab.training._networks import NetworkRun
 from gpulab.training.loop import AutogradEngine
-from gpulab.training.networks import NetworkRun
 
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]

@@ -1,10 +1,10 @@
-from .audits import Audit as Audit
-from .audits import audit as audit
-from .compiled import CompiledAudit as CompiledAudit
+from ._audit import Audit as Audit
+from ._audit import audit as audit
+from ._compiled import CompiledAudit as CompiledAudit
 
 # defined in gpulab.steps; lazy_loader takes names of this package only
-from .compiled import (
+from ._compiled import (
     Step as Step,
 )
-from .recording import record as record
-from .traces import Trace as Trace
+from ._recording import record as record
+from ._traces import Trace as Trace

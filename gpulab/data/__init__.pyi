@@ -1,1 +1,1 @@
-from .datasets import load as load
+from ._datasets import load as load

@@ -1,5 +1,5 @@
-from .rooflines import Placement as Placement
-from .rooflines import bounds as bounds
-from .rooflines import place as place
-from .rooflines import recorded_rooflines as recorded_rooflines
-from .rooflines import roofline as roofline
+from ._roofline import Placement as Placement
+from ._roofline import bounds as bounds
+from ._roofline import place as place
+from ._roofline import recorded_rooflines as recorded_rooflines
+from ._roofline import roofline as roofline

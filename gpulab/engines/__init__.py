@@ -2,10 +2,10 @@
 (`tests/engines/test_hidden.py`).
 
 `fastest` computes the windows of a training: PredNet's gradient by formulas in fewer operations
-(`prednet_windows`, `prednet_kernels`), and on a GPU a window's updates as one CUDA graph
-(`graphs`). `hessian_product` works out the derivative of a gradient once, for any number of vectors
-(`hessian_forward`). No other package uses an engine by name. This package does not import trainings
-or stores: the protocols here list the attributes that it uses.
+(`_prednet_windows`, `_prednet_kernels`), and on a GPU a window's updates as one CUDA graph
+(`_graphs`). `hessian_product` works out the derivative of a gradient once, for any number of
+vectors (`hessian_forward`). No other package uses an engine by name. This package does not import
+trainings or stores: the protocols here list the attributes that it uses.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from gpulab._torch_internals import Nested, has_computation_observers
-from gpulab.engines.graphs import CudaGraphEngine, WindowEngine
+from gpulab.engines._graphs import CudaGraphEngine, WindowEngine
+from gpulab.engines._prednet_windows import Windows, is_unmodified
 from gpulab.engines.hessian_forward import linearize_gradient as hessian_product
-from gpulab.engines.prednet_windows import Windows, is_unmodified
 from gpulab.models import MODELS, PredNet
 
 __all__ = ["fastest", "hessian_product"]

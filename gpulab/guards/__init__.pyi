@@ -1,3 +1,3 @@
-from .findings import Overwritten as Overwritten
-from .guards import Guard as Guard
-from .guards import guard as guard
+from ._findings import Overwritten as Overwritten
+from ._guard import Guard as Guard
+from ._guard import guard as guard

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gpulab.errors import UsageError, check_count, check_counts
-from gpulab.models.base import Trainable, draw_linear_
-from gpulab.numerics.emulation import float32_products
+from gpulab.models._base import Trainable, draw_linear_
+from gpulab.numerics._emulation import float32_products
 
 Size = tuple[int, int]
 COVARIANCES = ("one-pass", "float32", "centred")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpulab.data.datasets import load
+from gpulab.data._datasets import load
 from gpulab.errors import extra
 from gpulab.models.prednet import PredNet
 from gpulab.steps import Step

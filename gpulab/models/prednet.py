@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gpulab.data.feed import Feed
+from gpulab.data._feed import Feed
 from gpulab.errors import UsageError, check_counts
-from gpulab.models.base import Trainable, draw_normal_
-from gpulab.models.chainer import read_chainer
+from gpulab.models._base import Trainable, draw_normal_
+from gpulab.models._chainer import read_chainer
 
 Frame = Float[Tensor, "b c h w"]
 

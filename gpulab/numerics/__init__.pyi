@@ -1,3 +1,3 @@
-from .emulation import emulate as emulate
-from .formats import FORMATS as FORMATS
-from .formats import round_to as round_to
+from ._emulation import emulate as emulate
+from ._formats import FORMATS as FORMATS
+from ._formats import round_to as round_to

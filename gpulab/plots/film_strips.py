@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpulab.data.base import Data
+from gpulab.data._base import Data
 from gpulab.picture import Picture
 from gpulab.plots import theme
-from gpulab.training.run import Run
+from gpulab.training._run import Run
 
 NO_AXES = {"frame_on": False, "xticks": [], "yticks": []}
 

@@ -1,3 +1,3 @@
-from .tables import read_table as read_table
-from .verdicts import Verdict as Verdict
-from .verdicts import verdict as verdict
+from ._tables import read_table as read_table
+from ._verdict import Verdict as Verdict
+from ._verdict import verdict as verdict

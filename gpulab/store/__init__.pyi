@@ -1,4 +1,4 @@
-from .runs import write_run as write_run
-from .tables import history as history
-from .tables import pack as pack
-from .tables import recorded_runs as recorded_runs
+from ._run_store import write_run as write_run
+from ._tables import history as history
+from ._tables import pack as pack
+from ._tables import recorded_runs as recorded_runs

@@ -1,5 +1,5 @@
-from .experiment import Experiment as Experiment
-from .experiment import seed_runs as seed_runs
-from .profiles import profile as profile
-from .run import Run as Run
-from .run import train as train
+from ._experiment import Experiment as Experiment
+from ._experiment import seed_runs as seed_runs
+from ._profiles import profile as profile
+from ._run import Run as Run
+from ._run import train as train

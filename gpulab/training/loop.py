@@ -3,7 +3,7 @@ loss noted.
 
 How a window is computed is an *engine*: an object with a method `train_window`. `AutogradEngine`
 computes it as it was published, and is the reference for all others, which give the same up to
-rounding, only faster. Checkpoints, progress and interruptions are in `supervision`, around the
+rounding, only faster. Checkpoints, progress and interruptions are in `_supervision`, around the
 loop.
 """
 
@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.data.base import Window
-from gpulab.data.feed import Feed, Loader
-from gpulab.models.base import Trainable
+from gpulab.data._base import Window
+from gpulab.data._feed import Feed, Loader
+from gpulab.models._base import Trainable
 from gpulab.steps import trainable_parameters
-from gpulab.training.adam import Adam
+from gpulab.training._adam import Adam
 
 State = list[list[Tensor]] | None  # of each layer some tensors; None where a sequence begins
 

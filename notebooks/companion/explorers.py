@@ -21,17 +21,16 @@ from companion.findings import in_words
 from companion.widgets import Explorer
 from gpulab.picture import Picture
 from gpulab.plots import theme
-from gpulab.plots.runs import verdict_title
+from gpulab.plots._runs import verdict_title
 from gpulab.plots.theme import FAINT, INK, ON_GPU, Look
 from gpulab.report import paragraphs, table
-from gpulab.saddles.critical import CriticalPoint, find_critical_point
-from gpulab.saddles.escapes import Descent, Weights, choose_optimizer
-from gpulab.saddles.landscapes import Surface, surface
-from gpulab.saddles.optimizers import OPTIMIZERS
+from gpulab.saddles import CriticalPoint, Surface, find_critical_point, surface
+from gpulab.saddles._escapes import Descent, Weights, choose_optimizer
+from gpulab.saddles._optimizers import OPTIMIZERS
 from gpulab.settings import Setting
-from gpulab.stats.decisions import DECISIONS
-from gpulab.stats.verdicts import Verdict, verdict
-from gpulab.store.tables import recorded_runs
+from gpulab.stats import Verdict, verdict
+from gpulab.stats._decisions import DECISIONS
+from gpulab.store import recorded_runs
 from gpulab.wording import metric_label, optimizer_words
 
 FORMATS = {

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from gpulab.data.base import Sequence
-from gpulab.data.datasets import load
+from gpulab.data import load
+from gpulab.data._base import Sequence
 from gpulab.store.recorded import recorded_table
-from gpulab.training.profiles import FINAL_LOSS_DIVISOR, protocol
+from gpulab.training._profiles import FINAL_LOSS_DIVISOR, protocol
 
 RENDERED = ("walk", "moving-digits")
 # of a table of runs: the fields of a film

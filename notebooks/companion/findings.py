@@ -11,8 +11,8 @@ from markupsafe import Markup
 
 from companion.learning import ALL, BEAT, FAMILY, LEARNED
 from gpulab.report import Report
-from gpulab.stats.decisions import DECISIONS
-from gpulab.stats.verdicts import Verdict
+from gpulab.stats import Verdict
+from gpulab.stats._decisions import DECISIONS
 from gpulab.wording import COPIED, LOADERS, OVERWRITTEN, condition_words, names, setting_words
 
 Part: TypeAlias = "Verdict | pd.DataFrame | str | list[str]"

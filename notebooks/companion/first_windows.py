@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import gpulab as gl
-from gpulab.data.feed import Loader
-from gpulab.models.base import Trainable
+from gpulab.data._feed import Loader
+from gpulab.models import Trainable
 from gpulab.store.recorded import recorded_table
-from gpulab.training.networks import NetworkRun
+from gpulab.training._networks import NetworkRun
 from gpulab.wording import COPIED, OVERWRITTEN
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class FirstWindow:
     """A step on the first window of a training, its frames handed over by a `loader`: see
-    `gpulab.data.feed`.
+    `gpulab.data`.
 
     For `gpulab.audit` and `gpulab.record` it is a step like any other; nothing is updated. `net` is
     a name, whose weights are drawn from `seed`, or a trained network. `frames` cuts the window

@@ -14,11 +14,12 @@ import pandas as pd
 
 from companion.films import Film, films_of_runs
 from gpulab.report import Progress
-from gpulab.stats.decisions import decide
-from gpulab.stats.tests import holm
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.stats import Verdict, verdict
+from gpulab.stats._decisions import decide
+from gpulab.stats._inference import holm
+from gpulab.store import recorded_runs
+from gpulab.store._tables import runs
 from gpulab.store.recorded import recorded_folder
-from gpulab.store.tables import recorded_runs, runs
 from gpulab.wording import condition_words
 
 ALPHA = 0.05
@@ -185,7 +186,7 @@ def missing_colour_losses(frame: pd.DataFrame) -> pd.Series:
 def motion_finding(frame: pd.DataFrame) -> str:
     """How many of these runs beat repeating the last frame, in a sentence.
 
-    >>> from gpulab.store.tables import recorded_runs
+    >>> from gpulab.store import recorded_runs
     >>> print(motion_finding(recorded_runs().query("experiment == 'autoencoder'")))
     No run here predicts frames of a rendered film.
     """
@@ -219,7 +220,7 @@ def conditions(frame: pd.DataFrame) -> pd.Series:
     """Of each run of gpulab's networks the condition in words: its frames were copied, or
     overwritten.
 
-    >>> from gpulab.store.tables import recorded_runs
+    >>> from gpulab.store import recorded_runs
     >>> sorted(set(conditions(recorded_runs())))
     ['copied frames', 'overwritten frames']
     """

@@ -8,8 +8,8 @@ import pandas as pd
 
 import gpulab as gl
 from companion.findings import CheckedSentences, Part, finding, setting_in_text
-from gpulab.audits.audits import Audit
-from gpulab.stats.verdicts import Verdict
+from gpulab.audits import Audit
+from gpulab.stats import Verdict
 from gpulab.store.recorded import recorded_table
 
 OLD, NEW = "cuda:tf32=off", "cuda:tf32=on"  # settings of the recorded runs

@@ -10,7 +10,7 @@ import pandas as pd
 
 from companion.findings import CheckedSentences, Part, finding, listed
 from gpulab.settings import Setting
-from gpulab.stats.verdicts import Verdict
+from gpulab.stats import Verdict
 from gpulab.wording import optimizer_words
 
 PUBLISHED = "adam"  # the optimiser of the paper, which decides the answer

@@ -10,11 +10,12 @@ import ipywidgets
 import torch
 from matplotlib.patches import Rectangle
 
-from gpulab.numerics.formats import FORMATS, MODES, round_to
+from gpulab.numerics import round_to
+from gpulab.numerics._formats import FORMATS, MODES
 from gpulab.picture import PAGE_DPI, Picture, image
 from gpulab.plots import theme
 from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU
-from gpulab.saddles.landscapes import Landscape
+from gpulab.saddles import Landscape
 
 SHOWN = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#B84D00", "#007A59", "#0072B2"  # dark enough for white letters

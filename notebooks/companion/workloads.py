@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import gpulab as gl
 from companion.benchmarks import benchmark
-from gpulab.training.profiles import PROFILES
+from gpulab.training._profiles import PROFILES
 
 NETWORKS = ("resnet18", "LSTM", "Transformer")
 IMAGES = {"smoke": (2, 32), "quick": (8, 64), "paper": (32, 224)}  # how many, and their edge

@@ -39,10 +39,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import gpulab as gl
-from gpulab.engines.graphs import Graph
-from gpulab.engines.prednet_windows import Windows
+from gpulab.engines._graphs import Graph
+from gpulab.engines._prednet_windows import Windows
 from gpulab.store import recorded
-from gpulab.training.adam import Adam
+from gpulab.training._adam import Adam
 
 SIZES = {  # of PredNet: the channels of its layers, height and width of its frames
     "small": ((3, 8, 16), (24, 32)),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import gpulab as gl
-from gpulab.store import runs as stores
+from gpulab.store import _run_store as stores
 
 pytestmark = [
     pytest.mark.slow("kills and hinders a training at each call that writes"),
@@ -31,7 +31,7 @@ WRITES = ("fsync", "replace", "mkdir", "rename", "unlink")
 # A child begins with all that a command imports, and with nothing computed; so it costs a fraction
 # of a second.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["gpulab.cli", "gpulab.training.run", "pyarrow.parquet", "pandas"])
+FORKS.set_forkserver_preload(["gpulab.cli", "gpulab.training._run", "pyarrow.parquet", "pandas"])
 
 
 def act_of(name):
@@ -66,7 +66,7 @@ def command(folder, line, act, at, lasting):
         setattr(os, name, disturbed(getattr(os, name)))
     sys.argv = ["gpulab", *line.split()]
     from gpulab.cli import main
-    from gpulab.training import supervision
+    from gpulab.training import _supervision as supervision
 
     supervision.CHECKPOINT_SECONDS = 0
     signal.signal(signal.SIGINT, signal.default_int_handler)

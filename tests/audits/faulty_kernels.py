@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpulab.numerics.formats import round_to
+from gpulab.numerics._formats import round_to
 
 
 def under_b() -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 
 import gpulab as gl
 from gpulab._torch_internals import operation_name
-from gpulab.audits.rounding import forward_error
+from gpulab.audits._rounding import forward_error
 
 A, B = "cpu", "cpu:threads=1"
 

@@ -5,7 +5,7 @@ import torch
 from small_networks import drawn
 from small_steps import compared
 
-from gpulab.audits.rounding import Accuracy
+from gpulab.audits._rounding import Accuracy
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpulab._torch_internals import named_arguments
-from gpulab.audits.formulas import FORMULAS, attend
+from gpulab.audits._formulas import FORMULAS, attend
 
 aten = torch.ops.aten
 PREFIX = "_scaled_dot_product_"

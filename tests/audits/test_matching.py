@@ -15,11 +15,11 @@ from small_steps import recorded, seeded
 from torch import nn
 
 import gpulab as gl
-from gpulab.audits.comparison import Comparison
-from gpulab.audits.graphs import Graph
-from gpulab.audits.matching import Matches, PartSearch, is_same_value, is_transposed, tolerance_of
-from gpulab.audits.traces import Operation, Trace
-from gpulab.audits.values import Slabs, Value
+from gpulab.audits._comparison import Comparison
+from gpulab.audits._graphs import Graph
+from gpulab.audits._matching import Matches, PartSearch, is_same_value, is_transposed, tolerance_of
+from gpulab.audits._traces import Operation, Trace
+from gpulab.audits._values import Slabs, Value
 
 
 def value_of(tensor):

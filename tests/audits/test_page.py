@@ -13,9 +13,9 @@ from small_steps import audited, with_a_function
 from torch import nn
 
 import gpulab as gl
-from gpulab.audits import page
-from gpulab.audits.findings import FIELDS, Finding
-from gpulab.audits.page import AnswerPage
+from gpulab.audits import _page as page
+from gpulab.audits._findings import FIELDS, Finding
+from gpulab.audits._page import AnswerPage
 
 HOSTILE = (
     "</p><script>alert(1)</script>\"'><img src=x"

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 import gpulab as gl
-from gpulab.audits.rounding import PRODUCTS
+from gpulab.audits._rounding import PRODUCTS
 from gpulab.models import example_steps
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from gpulab._torch_internals import operation_name
-from gpulab.audits.rounding import SAFETY_FACTOR, Accuracy, forward_error
-from gpulab.numerics.formats import round_to
+from gpulab.audits._rounding import SAFETY_FACTOR, Accuracy, forward_error
+from gpulab.numerics._formats import round_to
 
 aten = torch.ops.aten
 UNIT = 2.0**-24

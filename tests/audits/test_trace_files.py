@@ -11,7 +11,7 @@ from small_steps import seeded
 from torch import nn
 
 import gpulab as gl
-from gpulab.audits import traces
+from gpulab.audits import _traces as traces
 
 
 def recorded(file, inputs):

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.audits.comparison import differing_arguments as differing
-from gpulab.audits.count_sketch import BLOCK_SIZE, perturbation_factors, sketch
-from gpulab.audits.tracer import _is_random
-from gpulab.audits.traces import RESULT, Operation, align_operations
+from gpulab.audits._comparison import differing_arguments as differing
+from gpulab.audits._count_sketch import BLOCK_SIZE, perturbation_factors, sketch
+from gpulab.audits._tracer import _is_random
+from gpulab.audits._traces import RESULT, Operation, align_operations
 
 
 class Tiny(nn.Module):

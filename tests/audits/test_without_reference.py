@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import gpulab as gl
-from gpulab.audits.references import References
+from gpulab.audits._references import References
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 TF32, BFLOAT16, AUTOCAST = "cpu:emulate=tf32", "cpu:precision=bfloat16", "cpu:autocast=bfloat16"

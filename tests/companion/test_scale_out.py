@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpulab.models.base import Trainable
+from gpulab.models._base import Trainable
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import gpulab as gl
-from gpulab.data import images
-from gpulab.data.base import Sequence
-from gpulab.data.datasets import NAMES
-from gpulab.data.images import Images
+from gpulab.data import _images as images
+from gpulab.data._base import Sequence
+from gpulab.data._datasets import NAMES
+from gpulab.data._images import Images
 
 ODD = (45, 61)
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.data.feed import Loader, _prefetch_in_thread
+from gpulab.data._feed import Loader, _prefetch_in_thread
 from gpulab.errors import DataError
-from gpulab.models.chainer import chainer_views
+from gpulab.models._chainer import chainer_views
 from gpulab.run_options import LOADERS
 from gpulab.settings import Setting
-from gpulab.training.planning import plan_run
+from gpulab.training._planning import plan_run
 
 BUFFERED = ("copied", "reused", "imitated")
 # Tiny networks: several threads would spend their time waiting for each other.

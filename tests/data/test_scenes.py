@@ -3,7 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from gpulab.data.scenes import MovingDigits, Walk
+from gpulab.data._scenes import MovingDigits, Walk
 
 # Two "digits" that are ramps of grey, so that nothing depends on how another library scales digits.
 RAMPS = (np.arange(7 * 28 * 28) % 251).astype(np.uint8).reshape(7, 28, 28)

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
-from gpulab.device import place, rooflines
-from gpulab.device.rooflines import OperationCounter
+from gpulab.device import _roofline as rooflines
+from gpulab.device import place
+from gpulab.device._roofline import OperationCounter
 from gpulab.store.recorded import make_measurement, write_document
 
 EDGE = 64

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.data.feed import Loader
+from gpulab.data._feed import Loader
 from gpulab.engines import fastest
-from gpulab.store.identities import weights_digest
-from gpulab.training.evaluation import EvaluationEngine, heldout_loss
-from gpulab.training.networks import NetworkRun
+from gpulab.store._run_identity import weights_digest
+from gpulab.training._evaluation import EvaluationEngine, heldout_loss
+from gpulab.training._networks import NetworkRun
 
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this machine has no CUDA GPU"

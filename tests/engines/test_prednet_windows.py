@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.data.feed import Loader
-from gpulab.engines import prednet_windows
-from gpulab.engines.prednet_kernels import uses_tf32
-from gpulab.engines.prednet_windows import SUPPORTED_TRUNCATIONS, Windows
+from gpulab.data._feed import Loader
+from gpulab.engines import _prednet_windows as prednet_windows
+from gpulab.engines._prednet_kernels import uses_tf32
+from gpulab.engines._prednet_windows import SUPPORTED_TRUNCATIONS, Windows
 from gpulab.models import PredNet
-from gpulab.numerics.flags import restore_tf32_on_exit, switch_tf32
+from gpulab.numerics._flags import restore_tf32_on_exit, switch_tf32
 from gpulab.settings import Setting
 
 needs_cuda = pytest.mark.skipif(

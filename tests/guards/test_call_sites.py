@@ -8,8 +8,8 @@ import torch
 
 import gpulab as gl
 from gpulab import _torch_internals as internals
-from gpulab.guards.call_sites import user_line
-from gpulab.guards.scripts import remove_guard_frames
+from gpulab.guards._call_sites import user_line
+from gpulab.guards._scripts import remove_guard_frames
 
 aten = torch.ops.aten
 

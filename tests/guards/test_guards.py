@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, ResNet
 
 import gpulab as gl
-from gpulab.guards import fingerprints, guards
-from gpulab.guards.fingerprints import fingerprint
+from gpulab.guards import _fingerprints as fingerprints
+from gpulab.guards import _guard as guards
+from gpulab.guards._fingerprints import fingerprint
 
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this machine has no CUDA GPU"

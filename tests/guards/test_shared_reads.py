@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import gpulab as gl
 from benchmarks.correctness import shared_memory_cases
 from gpulab.cli import app
-from gpulab.guards import shared_reads
+from gpulab.guards import _shared_reads as shared_reads
 
 NET = nn.Linear(4, 2)
 MAKERS = {  # by a name that is looked up when it is called, as programs do

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from networks_drawn import weights
 
 import gpulab as gl
-from gpulab.models.chainer import chainer_views
+from gpulab.models._chainer import chainer_views
 
 
 @pytest.fixture(scope="module")

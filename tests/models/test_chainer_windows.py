@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.data.feed import Loader
-from gpulab.models.chainer import chainer_views
+from gpulab.data._feed import Loader
+from gpulab.models._chainer import chainer_views
 
 FILE = Path(__file__).with_name("chainer_windows.npz")
 

@@ -10,9 +10,9 @@ import torch
 from networks_drawn import drawn, weights
 
 import gpulab as gl
-from gpulab.models.chainer import chainer_views
+from gpulab.models._chainer import chainer_views
 from gpulab.models.prednet import TRUNCATIONS
-from gpulab.training.planning import plan_run
+from gpulab.training._planning import plan_run
 
 SMALL = {"setting": "cpu:threads=1", "profile": "smoke", "progress": False}
 REFUSED = {

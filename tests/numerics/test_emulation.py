@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.numerics.emulation import ARITHMETICS, CHIPS, ORDERS, emulate, find_arithmetic
-from gpulab.numerics.formats import FORMATS, round_to
+from gpulab.numerics._emulation import ARITHMETICS, CHIPS, ORDERS, emulate, find_arithmetic
+from gpulab.numerics._formats import FORMATS, round_to
 
 
 def apart(a, b):

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.numerics.emulation import CHIPS, emulate
-from gpulab.numerics.flags import arithmetic, precision_allowed, restore_tf32_on_exit, switch_tf32
+from gpulab.numerics._emulation import CHIPS, emulate
+from gpulab.numerics._flags import arithmetic, precision_allowed, restore_tf32_on_exit, switch_tf32
 
 cublas, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 

@@ -4,7 +4,7 @@ import torch
 from exact_numbers import draw
 
 import gpulab as gl
-from gpulab.numerics.formats import round_to, rounded_format
+from gpulab.numerics._formats import round_to, rounded_format
 
 # What a format keeps: (bits of the significand after the leading one, smallest exponent, largest
 # finite number).

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.correctness import compare_products as products
-from gpulab.numerics.emulation import CHIPS, PRECISIONS, emulate, find_arithmetic
+from gpulab.numerics._emulation import CHIPS, PRECISIONS, emulate, find_arithmetic
 
 FORWARD, TO_INPUT, TO_WEIGHT, MATRIX = (
     products.FORWARD,

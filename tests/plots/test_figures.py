@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.plots import instruments
+from gpulab.plots import _instruments as instruments
 
 SEEN = (
     "text",

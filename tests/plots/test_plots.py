@@ -119,7 +119,7 @@ def test_draw_finds_the_figure_of_a_derived_result_and_refuses_others(python):
         import dataclasses
         import pandas as pd
         import gpulab as gl
-        from gpulab.plots.drawing import draw
+        from gpulab.plots._drawing import draw
 
         class Mine(gl.stats.Verdict):
             pass

@@ -8,7 +8,7 @@ from torch import nn
 
 import gpulab as gl
 from gpulab.errors import UnsupportedError
-from gpulab.saddles import hessians
+from gpulab.saddles import _hessian as hessians
 
 DOUBLE = torch.float64
 FLOAT64 = "cpu:precision=float64"

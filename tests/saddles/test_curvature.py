@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.saddles import curvature
-from gpulab.saddles.spectrum import ZERO_SHARE
+from gpulab.saddles import _curvature as curvature
+from gpulab.saddles._spectrum import ZERO_SHARE
 from gpulab.store import recorded as recordings
 
 SMALL = {"profile": "smoke", "snapshots": 2, "steps": 8, "probes": 2, "progress": False}

@@ -10,7 +10,7 @@ from torch import nn
 
 import gpulab as gl
 from gpulab import plots
-from gpulab.saddles.optimizers import EscapeLaw, step_ratio
+from gpulab.saddles._optimizers import EscapeLaw, step_ratio
 
 FLOAT32, BFLOAT16 = "cpu", "cpu:precision=bfloat16"
 LARGE_EPSILON = functools.partial(torch.optim.Adam, eps=1.0)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
 from gpulab.models import Autoencoder, PredNet
-from gpulab.saddles.hessians import FORWARD, REVERSE
+from gpulab.saddles._hessian import FORWARD, REVERSE
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 both_ways = pytest.mark.parametrize("method", [FORWARD, REVERSE])

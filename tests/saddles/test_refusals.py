@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 
 import gpulab as gl
 from gpulab.errors import DataError, UsageError
-from gpulab.saddles.hessians import FORWARD, REVERSE
-from gpulab.saddles.operators import check_symmetric
+from gpulab.saddles._hessian import FORWARD, REVERSE
+from gpulab.saddles._operators import check_symmetric
 
 
 class Cubed(torch.autograd.Function):

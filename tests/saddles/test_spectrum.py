@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from saddle_problems import DOUBLE, symmetric
 
 import gpulab as gl
-from gpulab.saddles.operators import random_signs
+from gpulab.saddles._operators import random_signs
 
 
 def density(A, **options):
@@ -63,7 +63,7 @@ def test_spectral_density_depends_on_its_seed_alone():
 
 def test_estimated_index_says_how_many_signs_it_cannot_tell(monkeypatch):
     """Of 68 negative eigenvalues 37 are closer to zero than it can see: not "31 are negative"."""
-    monkeypatch.setattr("gpulab.saddles.spectrum.MAX_COUNTED_SIZE", 100)
+    monkeypatch.setattr("gpulab.saddles._spectrum.MAX_COUNTED_SIZE", 100)
     values = [*np.linspace(-1, -0.1, 31), *np.linspace(-1e-3, -1e-4, 37), *np.linspace(0.1, 1, 132)]
     index = gl.saddles.index(symmetric(values), progress=False)
     assert abs(index.value - 31) < 3 * index.error
@@ -103,7 +103,7 @@ def test_extreme_eigenpairs_repeat_and_are_orthogonal():
 
 
 def test_extreme_eigenpairs_that_are_not_found_are_an_error(monkeypatch):
-    monkeypatch.setattr("gpulab.saddles.eigenpairs.MAX_RESTARTS", 1)
+    monkeypatch.setattr("gpulab.saddles._eigenpairs.MAX_RESTARTS", 1)
     with pytest.raises(
         gl.DataError, match=r"no eigenvector to a tolerance of 4e-11: .*; allow a larger one"
     ):

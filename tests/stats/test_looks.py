@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import gpulab as gl
 from gpulab.cli import app
-from gpulab.stats import tests as inference
+from gpulab.stats import _inference as inference
 
 RUNS = runs_of({"cpu": BASE, "cuda": shifted(0.1)})
 LOOKS = 4

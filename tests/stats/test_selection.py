@@ -9,7 +9,7 @@ import pytest
 from logged_runs import logged, metrics
 
 import gpulab as gl
-from gpulab.stats.tables import read_table
+from gpulab.stats._tables import read_table
 
 LOGS = {"metric": "val_loss", "factor": "optimizer"}
 

@@ -3,7 +3,7 @@ from stats_runs import runs_of
 
 import gpulab as gl
 from gpulab.errors import DataError, UsageError
-from gpulab.stats.tables import read_table
+from gpulab.stats._tables import read_table
 
 # ruff: noqa: E501
 # As Weights & Biases' table of runs exports it, its column `State` renamed: every cell in quotes,

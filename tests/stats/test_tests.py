@@ -11,7 +11,7 @@ from statsmodels.stats.power import TTestPower
 from statsmodels.stats.weightstats import DescrStatsW
 
 import gpulab as gl
-from gpulab.stats import tests as inference
+from gpulab.stats import _inference as inference
 
 
 @pytest.mark.parametrize("n", [2, 5, 9])

@@ -11,7 +11,7 @@ from stats_runs import BASE, TINY, WIDE, runs_of, shifted
 
 import gpulab as gl
 from gpulab.stats import Verdict
-from gpulab.stats.decisions import DECISION_COLUMNS, LevelDecision
+from gpulab.stats._decisions import DECISION_COLUMNS, LevelDecision
 
 
 def levels(**losses):

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 import gpulab as gl
-from gpulab.data.images import Images
-from gpulab.training import networks
-from gpulab.training.planned_run import as_json
+from gpulab.data._images import Images
+from gpulab.training import _networks as networks
+from gpulab.training._planned_run import as_json
 
 SMALL = {"profile": "smoke", "setting": "cpu:threads=1", "progress": False}
 

@@ -9,8 +9,9 @@ from collections import Counter
 import pytest
 
 import gpulab as gl
-from gpulab.store import recorded, tables
-from gpulab.store import runs as stores
+from gpulab.store import _run_store as stores
+from gpulab.store import _tables as tables
+from gpulab.store import recorded
 
 ROOMS = map(recorded.recorded_folder, ("atlas", "runs", "studies"))
 PACKED = sorted(file for room in ROOMS for file in room.glob("*.parquet"))

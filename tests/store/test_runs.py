@@ -19,10 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpulab as gl
-from gpulab.store import identities, recorded, tables
-from gpulab.store import runs as stores
-from gpulab.store.identities import weights_digest
-from gpulab.store.tensors import read_tensors, write_tensors
+from gpulab.store import _run_identity as identities
+from gpulab.store import _run_store as stores
+from gpulab.store import _tables as tables
+from gpulab.store import recorded
+from gpulab.store._run_identity import weights_digest
+from gpulab.store._tensors import read_tensors, write_tensors
 
 HISTORY = pd.DataFrame(
     {"window": [0, 1], "step": [1, 2], "loss": [0.5, 0.25], "seconds": [0.1, 0.2]}
@@ -239,7 +241,7 @@ def test_nothing_is_ever_unpickled_from_a_file():
         for hit in re.findall(pattern, file.read_text())
     ]
     # What a process sends its own worker, through the pipe between them.
-    assert found == [("workers.py", 'pickle.loads(job), progress=False).record["id"]')]
+    assert found == [("_workers.py", 'pickle.loads(job), progress=False).record["id"]')]
 
 
 # --- stores as tables -----------------------------------------------------------------------------

@@ -21,9 +21,10 @@ import torch
 
 import gpulab as gl
 from gpulab.settings import Setting
-from gpulab.store import runs as stores
-from gpulab.training import experiment as training_experiment
-from gpulab.training import progress, workers
+from gpulab.store import _run_store as stores
+from gpulab.training import _experiment as training_experiment
+from gpulab.training import _progress as progress
+from gpulab.training import _workers as workers
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
@@ -406,7 +407,7 @@ def test_two_drivers_do_no_run_twice_nor_wait_for_long_for_a_killed_one(
     Path("go").touch()
     (mark,) = Path("runs/.claims").iterdir()
     if machine == "another":
-        monkeypatch.setattr("gpulab.training.experiment.LOCK_LEASE_SECONDS", 5.0)
+        monkeypatch.setattr("gpulab.training._experiment.LOCK_LEASE_SECONDS", 5.0)
         mark.write_text(
             mark.read_text()
             .replace(f"host={socket.gethostname()}", "host=x")

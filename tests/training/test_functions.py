@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.store import tables
-from gpulab.training import workers
-from gpulab.training.functions import TrainingFunction
+from gpulab.store import _tables as tables
+from gpulab.training import _workers as workers
+from gpulab.training._functions import TrainingFunction
 
 QUIET = {"progress": False}
 ONE = "cpu:threads=1"

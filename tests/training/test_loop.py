@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpulab.data.feed import Loader
+from gpulab.data._feed import Loader
 from gpulab.training import loop
+from gpulab.training._networks import NetworkRun
 from gpulab.training.loop import AutogradEngine
-from gpulab.training.networks import NetworkRun
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_autoencoder.ipynb"
 

@@ -16,11 +16,11 @@ import gpulab as gl
 from gpulab.cli import app
 from gpulab.run_options import LOADERS
 from gpulab.store import recorded
-from gpulab.store.records import factors_of_record
-from gpulab.training.experiment import plan_job
-from gpulab.training.networks import CODE_VERSION
-from gpulab.training.planning import plan_run
-from gpulab.training.profiles import protocol
+from gpulab.store._records import factors_of_record
+from gpulab.training._experiment import plan_job
+from gpulab.training._networks import CODE_VERSION
+from gpulab.training._planning import plan_run
+from gpulab.training._profiles import protocol
 
 
 def planned(net, **options):
@@ -51,7 +51,8 @@ def test_a_profile_may_have_options_of_its_data_that_a_run_can_override():
         )
 
 
-LOSSES = {  # final and held-out losses of short trainings, by gpulab.training.networks.CODE_VERSION
+# Final and held-out losses of short trainings, by gpulab.training._networks.CODE_VERSION.
+LOSSES = {
     1: {
         "autoencoder": [0.05730396277619025, 0.059785226488824804],
         "prednet": [0.22601152829905655, 0.21129522336667614],
@@ -127,7 +128,7 @@ def requests(draw):
 @given(requests())
 def test_command_gives_the_same_run(request):
     spec = plan_run(**request)
-    with mock.patch("gpulab.training.run.train") as train:
+    with mock.patch("gpulab.training._run.train") as train:
         CliRunner().invoke(app, shlex.split(spec.command())[1:])
     assert (
         planned(*train.call_args.args, **train.call_args.kwargs).id

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 import gpulab as gl
-from gpulab.training import worker_process, workers
+from gpulab.training import _worker_process as worker_process
+from gpulab.training import _workers as workers
 
 ONE = "cpu:threads=1"
 METHODS = multiprocessing.get_all_start_methods()

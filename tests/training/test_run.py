@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import gpulab as gl
-from gpulab.store import runs as stores
-from gpulab.store.tensors import read_tensors, write_tensors
-from gpulab.training import networks
-from gpulab.training.experiment import plan_job
-from gpulab.training.run import train
+from gpulab.store import _run_store as stores
+from gpulab.store._tensors import read_tensors, write_tensors
+from gpulab.training import _networks as networks
+from gpulab.training._experiment import plan_job
+from gpulab.training._run import train
 
 
 def planned(net, **options):
@@ -198,7 +198,7 @@ def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(mode
 
 def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
     """It saves every so many seconds, and not at its end."""
-    monkeypatch.setattr("gpulab.training.supervision.CHECKPOINT_SECONDS", 0)
+    monkeypatch.setattr("gpulab.training._supervision.CHECKPOINT_SECONDS", 0)
     interrupted(lambda watch: trained(store=tmp_path, **watch), after=120, error=RuntimeError)
     run = trained(store=tmp_path)
     assert run.record["resumed_at"] == 5

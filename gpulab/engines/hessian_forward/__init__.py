@@ -6,7 +6,7 @@ The product of a Hessian with a vector is the derivative of the gradient along i
 Here it is by hand, for ∑ w³.
 
 `capture` computes the loss and its gradient once, under a mode that sees every operation below
-autograd, of the forward and of the backward pass. `jvp_rules` has a rule for each, a
+autograd, of the forward and of the backward pass. `_jvp_rules` has a rule for each, a
 Jacobian-vector product: which instruction makes the tangent of its result from those of its
 arguments. Tangents are numbered variables, w's is 0.
 
@@ -29,7 +29,7 @@ arguments. Tangents are numbered variables, w's is 0.
     aten.mul.Scalar [3, None] [4]
     aten.mul.Tensor [None, 4] [5]
 
-`linear_maps` keeps the instructions that the gradients depend on, here on variable 5, and joins
+`_linear_maps` keeps the instructions that the gradients depend on, here on variable 5, and joins
 them: neighbouring combinations into one pass, and convolutions with one weight, as those of several
 time steps, into one batch. It replays them for k vectors at once: one by one, or on a GPU as one
 CUDA graph.
@@ -52,9 +52,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gpulab.engines.hessian_forward.capture import CapturedOperation, capture_gradient
-from gpulab.engines.hessian_forward.jvp_rules import Builder
-from gpulab.engines.hessian_forward.linear_maps import LinearMap
+from gpulab.engines.hessian_forward._capture import CapturedOperation, capture_gradient
+from gpulab.engines.hessian_forward._jvp_rules import Builder
+from gpulab.engines.hessian_forward._linear_maps import LinearMap
 from gpulab.errors import UnsupportedError
 
 __all__ = ["linearize_gradient"]

@@ -14,8 +14,8 @@ import torch
 
 from companion.findings import listed, names_in_text
 from gpulab.errors import printable
-from gpulab.stats.verdicts import Verdict
-from gpulab.store.tables import recorded_runs
+from gpulab.stats import Verdict
+from gpulab.store import recorded_runs
 
 # A student may hand in anything. A check finds out what it is before it uses it.
 Answer = Any

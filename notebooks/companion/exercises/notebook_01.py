@@ -13,7 +13,8 @@ from companion.exercises.answers import (
     pair,
     table,
 )
-from gpulab.device.rooflines import ROOFLINE_KINDS, recorded_rooflines
+from gpulab.device import recorded_rooflines
+from gpulab.device._roofline import ROOFLINE_KINDS
 
 
 @exercise("01-1", "a number, in flop per byte")

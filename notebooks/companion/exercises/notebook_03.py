@@ -12,7 +12,7 @@ from companion.exercises.answers import (
     need,
     recorded,
 )
-from gpulab.stats.verdicts import verdict
+from gpulab.stats import verdict
 
 
 @exercise("03-1", "a number of settings, of the five")

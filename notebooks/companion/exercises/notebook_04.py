@@ -14,7 +14,7 @@ from companion.exercises.answers import (
     shown,
 )
 from companion.learning import missing_colour_losses
-from gpulab.training.run import Run
+from gpulab.training import Run
 
 
 @exercise("04-1", "a number of seeds, of the 32")

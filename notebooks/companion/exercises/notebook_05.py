@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from companion.exercises.answers import Answer, exercise, judged, near, need, number, pair, shown
-from gpulab.audits.audits import Audit
+from gpulab.audits import Audit
 
 
 @exercise("05-1", "(overwritten, copied), the sums of the twenty tensors without and with a copy")

@@ -14,7 +14,7 @@ from companion.exercises.answers import (
     table,
 )
 from gpulab.settings import Setting
-from gpulab.stats.verdicts import verdict
+from gpulab.stats import verdict
 
 
 @exercise("10-1", "a probability, between 0 and 1")

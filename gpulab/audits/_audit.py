@@ -1,0 +1,518 @@
+"""The audit: one training step under two settings, or two programs under one, compared and
+explained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from gpulab import report
+from gpulab.audits import _tolerances as tol
+from gpulab.audits._attribution import rank_findings
+from gpulab.audits._comparison import Comparison, Result
+from gpulab.audits._compiled import CompiledAudit, audit_compiled
+from gpulab.audits._diagnosis import diagnose, is_nonfinite_on_one_side
+from gpulab.audits._findings import KINDS, Finding, describe, operation_phrase
+from gpulab.audits._page import AnswerPage, Rows, operation_rows
+from gpulab.audits._recording import record
+from gpulab.audits._sources import Source, find_external_values, find_sources
+from gpulab.audits._traces import RESULT, Trace
+from gpulab.errors import UsageError
+from gpulab.settings import Setting
+from gpulab.steps import check_step
+
+# places, one after the other, at which values that enter from outside of torch differ by roundings
+MAX_EXTERNAL_ROUNDS = 8
+
+
+EXTERNAL_VALUES_NOTE = (
+    "Values from outside torch (such as NumPy), or from an operation that does not repeat itself,"
+    " differ by roundings; what is computed from them was compared with a wider tolerance."
+)
+
+
+class Audit(AnswerPage):
+    """What `audit` returns: whether the two sides compute the same, what differs, and why.
+
+    `print` shows the findings, and `plot()` draws the error of each operation.
+
+    Attributes:
+        a: The first trace.
+        b: The other trace.
+        findings: What was found, as a list of `Finding`; what explains most of the difference comes
+            first.
+        pairs: Operations of the two sides that make the same value, and those that have no
+            counterpart.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> step = gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4))
+        >>> answer = gl.audit(step, "cpu", "cpu:emulate=bfloat16", progress=False)
+        >>> answer.kind, answer.faulty
+        ('reduced precision', False)
+    """
+
+    def __init__(self, comparison: Comparison, findings: list[Finding]) -> None:
+        self.comparison = comparison
+        self.findings = findings
+        self.a = comparison.a
+        self.b = comparison.b
+        self.pairs = comparison.pairs
+        self.titles = (self.a.title, self.b.title)
+        self.passports = (self.a.passport, self.b.passport)
+        self.step_name = self.a.step
+        if self.a.step != self.b.step:
+            self.step_name = " and ".join(filter(None, (self.a.step, self.b.step)))
+
+    @property
+    def headline(self) -> str:
+        """The two settings, what was found between them, how far the results are apart, and what
+        was looked at.
+        """
+        comparison = self.comparison
+        titles = f"{self.a.title} against {self.b.title}"
+        first = f"{titles}: {_describe_nonfinite(self)}{_describe_kinds(self)}."
+        return " ".join([first, *_describe_gaps(comparison), *_describe_coverage(self)])
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row for each operation, in the order in which they ran.
+
+        Operations of the two sides share a row where they make the same value in float64. The
+        columns are `operation`, `phase`, `module`, `line` and `kind`; for each side the operation's
+        own error `error_a` against float64 on the same inputs, the bound `bound_a` that rounding
+        explains, and `ratio_a`, the error in units of the bound, with errors relative to the size
+        of the exact result; the `difference` between the two sides, relative to the first; and
+        whether both have the `same_bits`.
+        """
+        kinds = {
+            op: finding.kind
+            for finding in reversed(self.findings)
+            for op in (finding.op, *finding.counterparts)
+        }
+        rows = []
+        for pair in self.pairs:
+            pair_kinds = [kinds[op] for op in pair.operations if op in kinds]
+            row: dict[str, object] = {
+                name: getattr(pair.representative, name)
+                for name in ("name", "phase", "module", "line")
+            }
+            row["kind"] = min(pair_kinds, key=KINDS.index, default="rounding")
+            for side, op in (("a", pair.a), ("b", pair.b)):
+                row |= {
+                    f"{name}_{side}": np.float64(getattr(op, name, None))
+                    for name in ("error", "bound", "ratio")
+                }
+            gaps = self.comparison.gaps(pair.a, pair.b) if pair.a and pair.b else [math.nan]
+            row |= {"difference": gaps[0], "same_bits": max(gaps) < tol.SAME_BITS_TOLERANCE}
+            rows.append(row)
+        return pd.DataFrame(rows).rename(columns={"name": "operation"})
+
+    def _rows(self) -> Rows:
+        return operation_rows(self.table, self.findings, self.titles)
+
+    picture = report.Report.plot  # each operation's error, under the one setting and the other
+
+
+def _describe_nonfinite(answer: Audit) -> str:
+    """That NaN or infinity reaches a result of one side alone, as the beginning of a sentence;
+    else nothing.
+    """
+    if len(answer.comparison.not_finite) != 1:
+        return ""
+    ((side, origin),) = answer.comparison.not_finite.items()
+    first_result = describe(origin.results[0])
+    n_more = len(origin.results) - 1
+    more = ""
+    if n_more:
+        more = " and 1 more result" if n_more == 1 else f" and {n_more} more results"
+    cause = operation_phrase(origin.first_operation)
+    return (
+        f"{origin.value_kind} reaches {first_result}{more} under {answer.titles[side]} alone, from"
+        f" {cause}; "
+    )
+
+
+def _describe_kinds(answer: Audit) -> str:
+    """The findings as a phrase, such as "2 × mismatch", or that all is well; what both settings
+    share comes last.
+    """
+    findings = answer.findings
+    shared = sum(f.under_both and f.kind == "reduced precision" for f in findings)
+    counts = Counter(f.kind for f in findings if f.kind != "rounding")
+    counts["reduced precision"] -= shared  # this is no difference between the two
+    kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
+    if not kinds:
+        gaps = answer.comparison.gaps
+        identical = all(
+            pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS_TOLERANCE
+            for pair in answer.pairs
+        )
+        kinds = "identical to the last bit" if identical else "all is well: rounding alone"
+        kinds += (
+            ", in the results that both sides have" if answer.comparison.unpaired_results else ""
+        )
+    return f"{kinds}; under both {shared} × reduced precision" if shared else kinds
+
+
+def _describe_gaps(comparison: Comparison) -> list[str]:
+    """How far the loss and the furthest gradient are apart, and how far float32's roundings
+    alone lead.
+    """
+    both = [result for result in comparison.results if result.a and result.b]
+    gaps = {result: comparison.recorded_gap(result) for result in both}
+    phrases: list[tuple[str, float]] = []
+    chosen: list[Result] = []
+    for group in ("loss", "gradient", "updated"):
+        of_group = [
+            result for result in both if result.group == group and math.isfinite(gaps[result])
+        ]
+        # A gradient that consists of roundings, or is not finite, has no size to compare with.
+        comparable = [
+            r for r in of_group if not any(v.is_pure_rounding for v in comparison.values(r.a))
+        ]
+        nonfinite_ops = {op for origin in comparison.not_finite.values() for op in origin.results}
+        comparable = [
+            result for result in comparable if nonfinite_ops.isdisjoint((result.a, result.b))
+        ]
+        is_reported = (
+            group != "updated" or not chosen or any(not result.agrees for result in comparable)
+        )
+        if comparable and is_reported:
+            furthest = max(comparable, key=lambda result: gaps[result])
+            chosen.append(furthest)
+            phrases.append((describe(furthest.representative), gaps[furthest]))
+    if not chosen or not any(size for _, size in phrases):
+        return []
+    (name, size), *further_phrases = phrases
+    sentence = f"{name[0].upper()}{name[1:]} {_describe_gap(size)}"
+    for name, size in further_phrases:
+        sentence += f"; {name}, which is furthest apart, {_describe_gap(size)}"
+    full_precision_sides = [side for side in (0, 1) if not comparison.uses_short_format(side)]
+    deviations = [
+        size
+        for side in full_precision_sides
+        for size in _rounding_deviations(comparison, chosen, side)
+    ]
+    if deviations:
+        sentence += f"; rounding alone explains {min(filter(None, deviations), default=0.0):.1e}"
+    return [f"{sentence}."]
+
+
+def _rounding_deviations(
+    comparison: Comparison, results: Sequence[Result], side: int
+) -> list[float]:
+    """How far the recorded results of one side are from their references at most; nothing if
+    these are not exact.
+    """
+    if Setting.parse(comparison.traces[side].setting).precision == "float64":
+        return [0.0]
+    values = [
+        value for result in results for value in comparison.values((result.a, result.b)[side])
+    ]
+    return (
+        [max(value.deviation for value in values)] if all(value.exact for value in values) else []
+    )
+
+
+def _describe_gap(size: float) -> str:
+    """What is said of how far a result is apart.
+
+    >>> _describe_gap(0.00123), _describe_gap(0.0)
+    ('differs by 1.2e-03 (relative)', 'has the same bits')
+    """
+    return f"differs by {size:.1e} (relative)" if size else "has the same bits"
+
+
+def _describe_coverage(answer: Audit) -> list[str]:
+    """What was compared and checked, of which loss, and what could not be: sentences."""
+    comparison = answer.comparison
+    guard, loss = comparison.a.notes.get("guard", ""), comparison.a.notes.get("loss", "")
+    sentences = [
+        _describe_counts(answer),
+        _describe_unpaired(comparison),
+        EXTERNAL_VALUES_NOTE if comparison.external_values else "",
+        _describe_missing_references(comparison),
+        f"{guard[:1].upper()}{guard[1:]}." if guard else "",
+        f"The loss was {loss}." if loss else "",
+        _describe_missing_results(comparison),
+    ]
+    return list(filter(None, sentences))
+
+
+def _describe_counts(answer: Audit) -> str:
+    """How many results agree, and how many operations have a counterpart and were checked."""
+    results = [result for result in answer.comparison.results if result.a and result.b]
+    operations = [pair for pair in answer.pairs if pair.representative.phase != RESULT]
+    alone = sum(not (pair.a and pair.b) for pair in operations)
+    unpaired = f" ({alone} more have no counterpart)" if alone else ""
+    checked = sum(op.ratio is not None for pair in operations for op in pair.operations)
+    agree, count = sum(result.agrees for result in results), len(operations) - alone
+    counted = "1 operation makes" if count == 1 else f"{count} operations make"
+    agreement = _describe_agreement(agree, len(results))
+    return (
+        f"{agreement} in float64; {counted} the same values{unpaired}, and {checked} were checked"
+        " against float64."
+    )
+
+
+def _describe_unpaired(comparison: Comparison) -> str:
+    """A sentence that names the results that only one of the two programs has."""
+    names = [describe(result.representative) for result in comparison.unpaired_results]
+    if not names:
+        return ""
+    have = "results have" if len(names) > 1 else "result has"
+    return f"{len(names)} {have} no counterpart to be compared with: {_shorten_list(names)}."
+
+
+def _describe_missing_references(comparison: Comparison) -> str:
+    """A sentence that names the operations without a float64 reference."""
+    missing = {name: None for trace in comparison.traces for name in trace.without_reference}
+    return (
+        f"Without a float64 reference, and compared as recorded: {_shorten_list(list(missing))}."
+        if missing
+        else ""
+    )
+
+
+def _describe_missing_results(comparison: Comparison) -> str:
+    """That a step left nothing, or no gradient, to compare."""
+    if not any(result.a and result.b for result in comparison.results):
+        return "The step returned nothing and left no gradient, so no result could be compared."
+    if all(result.group == "loss" for result in comparison.results):
+        return "It left no gradient and updated nothing, so only what it returned was compared."
+    return ""
+
+
+def _shorten_list(names: Sequence[str]) -> str:
+    """A list of names that is cut.
+
+    >>> _shorten_list(["a", "b"]), _shorten_list(list("abcde"))
+    ('a, b', 'a, b, c and 2 more')
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _describe_agreement(agree: int, count: int) -> str:
+    """How many results agree, as the beginning of a sentence.
+
+    >>> _describe_agreement(1, 1), _describe_agreement(0, 1)
+    ('The only result agrees', 'The only result does not agree')
+    >>> _describe_agreement(3, 3), _describe_agreement(2, 3)
+    ('All 3 results agree', '2 of 3 results agree')
+    """
+    if count == 1:
+        return "The only result agrees" if agree else "The only result does not agree"
+    return f"All {count} results agree" if agree == count else f"{agree} of {count} results agree"
+
+
+def compare(a: Trace, b: Trace) -> Audit:
+    """The audit of two traces: their results compared, each judged by itself, and where they
+    begin to differ.
+    """
+    comparison = Comparison(a, b)
+    sources: list[Source] = []
+    for _ in range(MAX_EXTERNAL_ROUNDS):
+        if not comparison.differing_results or is_nonfinite_on_one_side(comparison):
+            sources = []
+            break
+        sources = find_sources(comparison)
+        entered = find_external_values(comparison, sources)
+        if entered.keys() <= comparison.external_values.keys():
+            break
+        comparison = Comparison(a, b, entered | comparison.external_values)
+    return Audit(comparison, rank_findings(comparison, diagnose(comparison, sources)))
+
+
+def audit(
+    step: Callable[..., object] | Trace | str | Path,
+    a: str | Setting | Trace | Path | Callable[..., object],
+    b: str | Setting | None = None,
+    *,
+    setting: str | Setting | None = None,
+    progress: bool = True,
+) -> Audit | CompiledAudit:
+    """Compare one training step under two settings, or two programs under one, and explain how they
+    differ.
+
+    There are three ways to call it:
+
+    - `audit(step, "cpu", "cuda")` does the step under both settings, as `gpulab.record` does.
+    - `audit(step_a, step_b, setting="cpu")` does two steps under one setting, such as two ways to
+      write an optimizer.
+    - `audit(trace_a, trace_b)` compares two traces, or files of traces, from one machine or from
+      two.
+
+    Each side is done twice, to see whether it repeats itself. The second time, every operation is
+    repeated in float64, so that every value has a float64 reference. Results (what the step
+    returns, gradients, updated parameters and buffers, and the state of optimizers) are compared
+    first, by their references:
+
+    - If all agree, both sides compute the same function, whatever operations they use. Each side is
+      then judged by itself: the error of each operation against the same operation in float64 on
+      the same inputs, number formats, updates that are lost, NaN and infinity, and whether
+      operations repeat themselves.
+    - If some differ, values of both sides are matched by their references, and the findings are the
+      first operations whose inputs have counterparts on the other side and whose output has none.
+
+    An operation without a float64 reference is compared as it was recorded, and the first line
+    names it.
+
+    These kinds of findings are faults (`Audit.faulty`):
+
+    - `not finite`: the loss or a gradient is NaN or infinite, and no short number format explains
+      it. What a short format alone makes infinite is `reduced precision`; the first line says that,
+      too.
+    - `mismatch`: an operation computes something else from the same values, is called with
+      different arguments, or is further from float64 than rounding explains.
+    - `overwritten`: memory that the backward pass needed had changed.
+    - `other data`: the two sides received different batches or weights.
+    - `cause not found`: results differ in float64, although both sides have every value that leads
+      to them.
+
+    These are not:
+
+    - `nondeterminism`: the step does not repeat itself.
+    - `different random numbers`: the two sides drew different random numbers from the same seed.
+    - `another valid answer`: several answers are right, such as either sign of a singular vector.
+    - `cannot be told`: values differ, and have no float64 reference.
+    - `reduced precision`: something was computed in TF32, bfloat16 or float16, or an update was
+      lost in it.
+    - `rounding`: all is well.
+
+    The finding that explains most of the difference in the results comes first. To find it, the
+    difference is passed back along the graph of each side, and each operation keeps the share that
+    its own error explains (`Finding.share`). Findings where the two sides begin to differ come in
+    the order in which the operations ran.
+
+    A setting with `compile` is compared with the same setting without, `audit(step, "cpu",
+    "cpu:compile=inductor")`: the results of the whole step, and where they are wrong each module
+    alone; see `CompiledAudit`.
+
+    The audit cannot see a fault that is the same on both sides, nor what is computed outside of
+    torch unless it enters a tensor again.
+
+    Args:
+        step: a `Step` or a function, as `gpulab.record` takes it; or a trace, or a file of one.
+        a: a setting; or the other step; or the other trace.
+        b: the other setting; None with two steps and with traces.
+        setting: what two steps are done under.
+        progress: whether to show a progress bar.
+
+    Returns:
+        An `Audit`, or a `CompiledAudit` where a setting compiles. `print` shows its findings;
+        `plot()` of an `Audit` draws the error of each operation.
+
+    Raises:
+        UsageError: for arguments that fit none of the three ways, and for a step that cannot be
+            done.
+        DataError: for files that are no traces, or traces of another format.
+        GpulabError: for a setting that cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.audit(
+        ...     gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4)),
+        ...     "cpu",
+        ...     "cpu:threads=1",
+        ...     progress=False,
+        ... ).kind
+        'rounding'
+
+        Two programs:
+
+        >>> x = torch.linspace(0, 1, 64).reshape(8, 8)
+        >>> def sums_of_rows():
+        ...     return x.sum(1).sum()
+        >>> def sums_of_columns():
+        ...     return x.sum(0).sum()
+        >>> gl.audit(sums_of_rows, sums_of_columns, setting="cpu", progress=False).faulty
+        False
+        >>> def sums_of_some_columns():
+        ...     return x[:, 1:].sum(0).sum()
+        >>> gl.audit(sums_of_rows, sums_of_some_columns, setting="cpu", progress=False).kind
+        'mismatch'
+
+    References:
+        - F. Benz, A. Hildebrandt, S. Hack 2012, A dynamic program analysis to find floating-point
+          accuracy problems, PLDI.
+        - A. Sanchez-Stern et al. 2018, Finding root causes of floating point error, PLDI.
+        - N. J. Higham, T. Mary 2019, A new approach to probabilistic rounding error analysis, SIAM
+          J. Sci. Comput. 41(5).
+        - S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by
+          layer-wise relevance propagation, PLoS ONE 10(7).
+    """
+    if isinstance(step, Trace | str | Path):
+        if b is not None or setting is not None or not isinstance(a, Trace | str | Path):
+            raise UsageError("audit of traces: expected two, as audit(trace_a, trace_b)")
+        traces = [x if isinstance(x, Trace) else Trace.load(x) for x in (step, a)]
+        names = ["" if isinstance(x, Trace) else Path(x).stem for x in (step, a)]
+        return compare(*_label_traces(traces[0], traces[1], names))
+    if setting is not None:
+        return _audit_two_steps(step, a, b, setting, progress)
+    if not isinstance(a, str | Setting) or not isinstance(b, str | Setting):
+        raise UsageError(
+            'audit of a step: expected two settings, as audit(step, "cpu", "cuda"), or two steps'
+            ' under one setting, as audit(step_a, step_b, setting="cpu")'
+        )
+    check_step(step)
+    first, second = map(Setting.parse, (a, b))
+    first.check()
+    second.check()
+    if first.compile or second.compile:
+        return audit_compiled(step, first, second, progress)
+    trace_a, trace_b = (record(step, text, progress=progress) for text in (a, b))
+    return compare(*_label_traces(trace_a, trace_b))
+
+
+def _audit_two_steps(
+    step_a: object, step_b: object, rest: object, setting: str | Setting, progress: bool
+) -> Audit:
+    """Two programs under one setting."""
+    if rest is not None:
+        raise UsageError(
+            'audit of two steps: expected one setting, as audit(step_a, step_b, setting="cpu")'
+        )
+    for step in (step_a, step_b):
+        check_step(step)
+    traces = [
+        record(step, setting, progress=progress) for step in (step_a, step_b) if callable(step)
+    ]
+    names = [trace.step for trace in traces]
+    names = names if names[0] != names[1] else ["first", "second"]
+    labelled = [
+        replace(t, label=f"{t.title} ({name})", step=name)
+        for t, name in zip(traces, names, strict=True)
+    ]
+    return compare(*labelled)
+
+
+def _label_traces(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
+    """Two traces of two names: their own; or else by file, or by order.
+
+    >>> trace = Trace("cpu", [], {}, [])
+    >>> for files in (("before", "after"), ("same", "same"), ("", "")):
+    ...     print(*(labelled.title for labelled in _label_traces(trace, trace, files)))
+    cpu (before) cpu (after)
+    cpu (first) cpu (second)
+    cpu (first) cpu (second)
+    """
+    if a.title != b.title:
+        return [a, b]
+    steps = a.step, b.step
+    names: Sequence[str] = steps if all(steps) and steps[0] != steps[1] else ("first", "second")
+    names = files if all(files) and files[0] != files[1] else names
+    return [
+        replace(trace, label=f"{trace.title} ({name})")
+        for trace, name in zip((a, b), names, strict=True)
+    ]

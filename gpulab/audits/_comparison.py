@@ -1,0 +1,705 @@
+"""Two executions side by side: which results agree in float64, which values and operations stand
+for each other.
+
+Results come first. Loss, returned values, gradients and updates are paired by name, or by the value
+that a parameter began with, or as parts of each other. Where all of them agree in float64, the two
+executions compute one function, whatever their operations are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+
+from gpulab.audits import _tolerances as tol
+from gpulab.audits._count_sketch import MAX_SKETCHED_NUMBER, SKETCH_SIZE
+from gpulab.audits._graphs import Graph, Node
+from gpulab.audits._matching import Matches, PartSearch, is_same_value, tolerance_of
+from gpulab.audits._traces import (
+    KERNEL_ALIASES,
+    RESULT,
+    TENSOR,
+    Json,
+    Operation,
+    Trace,
+    alignment_key,
+)
+from gpulab.audits._values import Value, finite_distance
+from gpulab.settings import Setting
+
+# Arguments that say how to compute, where to put it or for whom, and not what.
+_EXECUTION_ARGUMENTS = """
+    allow_tf32 benchmark compute_log_sumexp cudnn_enabled deterministic generator
+    grad_input_mask half_to_float memory_format non_blocking output_mask pin_memory
+    return_debug_mask
+"""
+EXECUTION_ARGUMENTS = frozenset(_EXECUTION_ARGUMENTS.split())
+SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
+
+NAN, INFINITY = "NaN", "infinity"
+LEAF_RESULTS = ("gradient", "updated")
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A result of the step on both sides, or on one alone.
+
+    Attributes:
+        a: The result of the first trace: its `RESULT` operation, or None.
+        b: That of the second.
+        agrees: Whether the two are one in float64, as far as float32 could tell.
+        gap: How far they are apart in float64, relative to their size.
+        has_no_counterpart: Whether the other side has no such parameter, or returned nothing in its
+            place.
+    """
+
+    a: Operation | None
+    b: Operation | None
+    agrees: bool
+    gap: float = math.nan
+    has_no_counterpart: bool = False
+
+    @property
+    def representative(self) -> Operation:
+        """Either of the two, for what they have in common."""
+        return self.a or self.b  # type: ignore[return-value]
+
+    @property
+    def group(self) -> str:
+        """`gradient`, `updated` or `loss`."""
+        return self.representative.name if self.representative.name in LEAF_RESULTS else "loss"
+
+
+@dataclass(frozen=True)
+class OperationPair:
+    """Operations of the two sides that make the same value, or an operation that has no
+    counterpart.
+    """
+
+    a: Operation | None
+    b: Operation | None
+
+    @property
+    def representative(self) -> Operation:
+        """Either of the two, for what they have in common."""
+        return self.a or self.b  # type: ignore[return-value]
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Those of the two that ran."""
+        return [op for op in (self.a, self.b) if op is not None]
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """Where a trace's NaN or infinity comes from.
+
+    Attributes:
+        value_kind: `NAN` or `INFINITY`.
+        op: The operation that made it of numbers; if none did, the first that was given it.
+        is_produced: Whether the operation made it.
+        infinity: The operation that made the infinity of which it made NaN; None where that was put
+            in or is none.
+        cancellation: The operation before it whose result lost most of its digits, if there is one.
+        results: The results that are not finite: the loss first, then gradients and what was
+            updated.
+        is_nonfinite_in_reference: Whether the float64 reference of what the operation made is not
+            finite, either.
+    """
+
+    value_kind: str
+    op: Operation
+    is_produced: bool
+    infinity: Operation | None
+    cancellation: Operation | None
+    results: list[Operation]
+    is_nonfinite_in_reference: bool
+
+    @property
+    def first_operation(self) -> Operation:
+        """The operation that made the first infinity or NaN."""
+        return self.infinity or self.op
+
+
+class Comparison:
+    """Two traces: their results, and the values that are one in float64.
+
+    Args:
+        a: The first trace.
+        b: The second.
+        external_values: Values that enter the two executions from outside of torch, or from
+            operations that do not repeat themselves, and by how much they differ. What follows from
+            them is compared with a wider tolerance.
+    """
+
+    def __init__(
+        self, a: Trace, b: Trace, external_values: Mapping[Value, float] = MappingProxyType({})
+    ) -> None:
+        self.a = a
+        self.b = b
+        self.traces = (a, b)
+        self.graphs = (Graph(a), Graph(b))
+        self.external_values = dict(external_values)
+        self._short_format_sides = [_uses_short_format(trace) for trace in self.traces]
+        self.uncertain = [
+            graph.following({v for v in graph.trace.values.values() if not v.exact})
+            for graph in self.graphs
+        ]
+        external_tolerance = min(
+            1.0, tol.MAX_EXTERNAL_AMPLIFICATION * max(self.external_values.values(), default=0.0)
+        )
+        self._tolerances = [
+            tolerance_of(
+                graph,
+                dict.fromkeys(graph.following(set(self.external_values)), external_tolerance)
+                | dict.fromkeys(uncertain, tol.INEXACT_TOLERANCES[self.uses_short_format(side)]),
+            )
+            for side, (graph, uncertain) in enumerate(zip(self.graphs, self.uncertain, strict=True))
+        ]
+        self._values_of_first = set(a.values.values())
+        self.side_of = {
+            op: side for side, trace in enumerate(self.traces) for op in trace.operations
+        }
+
+    def tolerance(self, value: Value) -> float:
+        """How far another reference of a value may be from this one, relative to it."""
+        return self._tolerances[value not in self._values_of_first](value)
+
+    # --- the two sides ----------------------------------------------------------------------------
+
+    def uses_short_format(self, side: int) -> bool:
+        """Whether a side may compute in a format shorter than float32."""
+        return self._short_format_sides[side]
+
+    def trace_of(self, op: Operation) -> Trace:
+        """The trace that an operation belongs to."""
+        return self.traces[self.side_of[op]]
+
+    def other_title(self, op: Operation) -> str:
+        """What the other setting is called."""
+        return self.traces[1 - self.side_of[op]].title
+
+    def values(self, op: Operation | None) -> list[Value]:
+        """What an operation or a result made."""
+        return [self.trace_of(op).values[name] for name in op.outputs] if op else []
+
+    @cached_property
+    def position(self) -> dict[Operation, int]:
+        """The place of each operation in its trace."""
+        return {op: place for trace in self.traces for place, op in enumerate(trace.operations)}
+
+    @cached_property
+    def not_finite(self) -> dict[int, NotFinite]:
+        """By the number of the trace, where the NaN or infinity in its results comes from."""
+        origins = {side: find_not_finite(graph) for side, graph in enumerate(self.graphs)}
+        return {side: origin for side, origin in origins.items() if origin}
+
+    # --- results ----------------------------------------------------------------------------------
+
+    @cached_property
+    def results(self) -> list[Result]:
+        """The loss, what else was returned, gradients and updates, and whether they agree in
+        float64.
+        """
+        result_ops = [
+            [op for op in trace.operations if op.phase == RESULT] for trace in self.traces
+        ]
+        returned = [
+            {(op.name, op.module): op for op in ops if op.name not in LEAF_RESULTS}
+            for ops in result_ops
+        ]
+        results = [self._compare_result(a, b) for a, b in self._pair_returns(*returned)]
+        leaves_a, leaves_b = (
+            _find_leaves(trace, ops) for trace, ops in zip(self.traces, result_ops, strict=True)
+        )
+        pairs = self._pair_leaves(
+            [leaf for leaf in leaves_a if not leaf.state],
+            [leaf for leaf in leaves_b if not leaf.state],
+        )
+        for x, y in [*pairs, *_pair_states(leaves_a, leaves_b, pairs)]:
+            gradients = (x.gradient if x else None, y.gradient if y else None)
+            updates = (x.updated if x else None, y.updated if y else None)
+            if any(gradients):
+                results.append(self._compare_result(*gradients, starts=(x, y)))
+            if any(updates):
+                results.append(self._compare_result(*updates, starts=(x, y)))
+        return self._accept_parts([result for result in results if not self._is_negligible(result)])
+
+    def _pair_returns(
+        self, first: dict[tuple[str, str], Operation], second: dict[tuple[str, str], Operation]
+    ) -> list[tuple[Operation | None, Operation | None]]:
+        """Pair what both sides returned in one place; the rest of two programs is paired by
+        value.
+        """
+        pairs: list[tuple[Operation | None, Operation | None]] = [
+            (a, second[key]) for key, a in first.items() if key in second
+        ]
+        unpaired_a = [a for key, a in first.items() if key not in second]
+        unpaired_b = [b for key, b in second.items() if key not in first]
+        for a in unpaired_a:
+            candidates = [] if self.is_same_program else unpaired_b
+            equal_results = (
+                b for b in candidates if self._are_all_same(self.values(a), self.values(b))
+            )
+            counterpart = next(equal_results, None)
+            if counterpart is not None:
+                unpaired_b.remove(counterpart)
+            pairs.append((a, counterpart))
+        return [*pairs, *((None, b) for b in unpaired_b)]
+
+    def _compare_result(
+        self,
+        a: Operation | None,
+        b: Operation | None,
+        starts: tuple[_Leaf | None, _Leaf | None] = (None, None),
+    ) -> Result:
+        x = self.values(a)
+        y = self.values(b)
+        # A tensor that only one side has updated still has its initial value on the other side.
+        if "updated" in {op.name for op in (a, b) if op}:
+            start_a, start_b = starts
+            if not x and start_a is not None:
+                x = start_a.start
+            if not y and start_b is not None:
+                y = start_b.start
+        if not x or len(x) != len(y):
+            return Result(a, b, agrees=False, has_no_counterpart=not (a and b) and None in starts)
+        pairs = list(zip(x, y, strict=True))
+        agrees = all(
+            is_same_value(v, w, self.tolerance) or self._differ_within_rounding(v, w)
+            for v, w in pairs
+        )
+        return Result(a, b, agrees, gap=max(_reference_gap(v, w) for v, w in pairs))
+
+    def _differ_within_rounding(self, x: Value, y: Value) -> bool:
+        """Whether two references differ by less than float32's roundings, as by a constant of
+        another precision.
+        """
+        float32_deviations = [
+            value.deviation for side, value in enumerate((x, y)) if not self.uses_short_format(side)
+        ]
+        tolerance = tol.SAME_VALUE_TOLERANCE
+        if float32_deviations:
+            tolerance = max(tolerance, min(float32_deviations))
+        return x.is_float_or_complex and _reference_gap(x, y) <= tolerance
+
+    def _pair_leaves(
+        self, first: list[_Leaf], second: list[_Leaf]
+    ) -> list[tuple[_Leaf | None, _Leaf | None]]:
+        """Pair parameters and buffers that began with the same value; the rest by name and shape.
+
+        Several may begin with the same value, such as biases that are initialised with zeros. They
+        are distinguished by their gradients, and then by their names.
+        """
+        unpaired_a = list(first)
+        unpaired_b = list(second)
+        pairs: list[tuple[_Leaf | None, _Leaf | None]] = []
+
+        def have_same_name(x: _Leaf, y: _Leaf) -> bool:
+            return x.name == y.name
+
+        def have_same_start(x: _Leaf, y: _Leaf) -> bool:
+            return bool(x.start) and self._are_all_same(x.start, y.start)
+
+        def have_same_gradient(x: _Leaf, y: _Leaf) -> bool:
+            return have_same_start(x, y) and self._are_all_same(
+                self.values(x.gradient), self.values(y.gradient)
+            )
+
+        def have_same_results(x: _Leaf, y: _Leaf) -> bool:
+            results = [self.values(leaf.gradient) + self.values(leaf.updated) for leaf in (x, y)]
+            return bool(x.updated and y.updated) and self._are_all_same(*results)
+
+        rules: list[tuple[Callable[[_Leaf, _Leaf], bool], ...]] = [
+            (have_same_name, have_same_gradient),
+            (have_same_gradient,),
+            (have_same_name, have_same_start),
+            (have_same_start,),
+            (have_same_results,),
+            (have_same_name,),
+        ]
+        for conditions in rules:
+            for x in list(unpaired_a):
+                same_shape = (y for y in unpaired_b if y.shapes == x.shapes)
+                y = next(
+                    (y for y in same_shape if all(condition(x, y) for condition in conditions)),
+                    None,
+                )
+                if y is not None:
+                    unpaired_a.remove(x)
+                    unpaired_b.remove(y)
+                    pairs.append((x, y))
+        return [*pairs, *((x, None) for x in unpaired_a), *((None, y) for y in unpaired_b)]
+
+    def _are_all_same(self, first: list[Value], second: list[Value]) -> bool:
+        pairs = zip(first, second, strict=False)
+        return len(first) == len(second) and all(
+            is_same_value(x, y, self.tolerance) for x, y in pairs
+        )
+
+    def _is_negligible(self, result: Result) -> bool:
+        """Whether a result of one side alone is zero, or nothing but roundings: the other side
+        need not compute it.
+        """
+        if (result.a and result.b) or self.is_same_program:
+            return False
+        op = result.representative
+        return op.name == "gradient" and all(value.is_pure_rounding for value in self.values(op))
+
+    def _accept_parts(self, results: list[Result]) -> list[Result]:
+        """The results, where those of one side that are parts of results of the other side count
+        as agreeing.
+        """
+        only_a = [result for result in results if result.b is None]
+        only_b = [result for result in results if result.a is None]
+        if not only_a or not only_b:
+            return results
+        values_a = [value for result in only_a for value in self.values(result.a)]
+        values_b = [value for result in only_b for value in self.values(result.b)]
+        parts = self._find_parts(values_a, values_b) | self._find_parts(values_b, values_a)
+        agreeing = {
+            r for r in (*only_a, *only_b) if parts.issuperset(self.values(r.representative))
+        }
+        return [Result(r.a, r.b, agrees=True) if r in agreeing else r for r in results]
+
+    def _find_parts(self, values: list[Value], counterparts: list[Value]) -> set[Value]:
+        """The values that are part of one of the counterparts, or made up of them."""
+        search = PartSearch([value for value in counterparts if value.total], self.tolerance)
+        return {value for value in values if search.contains(value) or search.covers(value)}
+
+    @cached_property
+    def is_same_program(self) -> bool:
+        """Whether the two traces are of one step, so that each has every result that the other
+        one has.
+        """
+        return self.a.step == self.b.step
+
+    @cached_property
+    def unpaired_results(self) -> list[Result]:
+        """Results that only one of two programs has: its own parameters, buffers and outputs."""
+        if self.is_same_program:
+            return []
+        return [
+            result for result in self.results if result.has_no_counterpart and not result.agrees
+        ]
+
+    @cached_property
+    def differing_results(self) -> list[Result]:
+        """The results that do not agree in float64."""
+        return [
+            result
+            for result in self.results
+            if not result.agrees and result not in self.unpaired_results
+        ]
+
+    def recorded_gap(self, result: Result) -> float:
+        """The difference between the recorded numbers of a result, relative to the first side;
+        NaN for parts.
+        """
+        if not (result.a and result.b):
+            return math.nan
+        return max(self.gaps(result.a, result.b))
+
+    def gap(self, x: Value, y: Value) -> float:
+        """The difference between two recorded values, relative to the first, or to the second if
+        the first is zero.
+        """
+        if x.content == y.content:
+            return 0.0
+        return (
+            finite_distance(y.sketch, x.sketch)
+            if x.sketch.any()
+            else finite_distance(x.sketch, y.sketch)
+        )
+
+    # --- values and operations that stand for each other ------------------------------------------
+
+    @cached_property
+    def matches(self) -> Matches:
+        """The values that are one in float64."""
+        return Matches(self.graphs, self.tolerance)
+
+    @cached_property
+    def partners(self) -> dict[Operation, Operation]:
+        """Operations of the two sides that make the same values; those that make the same call
+        first, in order.
+        """
+        partners: dict[Operation, Operation] = {}
+        first, second = self.graphs
+        makers: dict[Value, list[Operation]] = defaultdict(list)
+        for node in second.nodes:
+            for value in node.outputs:
+                makers[value].append(node.op)
+        for requires_same_call in (True, False):
+            for node in first.nodes:
+                if node.op in partners:
+                    continue
+                candidates = (
+                    op
+                    for v in node.outputs
+                    for w in self.matches.equal.get(v, ())
+                    for op in makers[w]
+                )
+                for op in candidates:
+                    if op in partners or (
+                        requires_same_call and alignment_key(op) != alignment_key(node.op)
+                    ):
+                        continue
+                    partners[node.op] = op
+                    partners[op] = node.op
+                    break
+        return partners
+
+    @cached_property
+    def pairs(self) -> list[OperationPair]:
+        """All operations of both sides, in the order of the first, and then all results."""
+        pairs: list[OperationPair] = []
+        first, second = (
+            [op for op in trace.operations if op.phase != RESULT] for trace in self.traces
+        )
+        position = 0
+        placed: set[Operation] = set()
+        for a in first:
+            b = self.partners.get(a)
+            if b is not None and b not in placed:
+                while second[position] in placed or second[position] not in self.partners:
+                    if second[position] not in placed:
+                        pairs.append(OperationPair(None, second[position]))
+                    position += 1
+                placed.add(b)
+            pairs.append(OperationPair(a, b))
+        pairs += [OperationPair(None, b) for b in second[position:] if b not in placed]
+        return [*pairs, *(OperationPair(result.a, result.b) for result in self.results)]
+
+    def gaps(self, a: Operation, b: Operation) -> list[float]:
+        """The differences between the outputs of two operations, one by one."""
+        return [self.gap(x, y) for x, y in zip(self.values(a), self.values(b), strict=False)] or [
+            0.0
+        ]
+
+
+def _reference_gap(x: Value, y: Value) -> float:
+    if x.reference is None or y.reference is None:
+        return math.nan
+    return (
+        finite_distance(y.reference, x.reference)
+        if x.reference.any()
+        else finite_distance(x.reference, y.reference)
+    )
+
+
+@dataclass(eq=False)
+class _Leaf:
+    """A parameter or buffer: what it began with, its gradient, and its update."""
+
+    name: str
+    start: list[Value]
+    state: str = ""  # which state of an optimizer it is; empty for the parameter itself
+    gradient: Operation | None = None
+    updated: Operation | None = None
+
+    @property
+    def shapes(self) -> list[list[int]]:
+        return [value.shape for value in self.start]
+
+
+def _uses_short_format(trace: Trace) -> bool:
+    setting = Setting.parse(trace.setting)
+    is_requested = bool(
+        setting.emulated or setting.autocast or setting.precision in tol.SHORT_FORMATS
+    )
+    # a CPU ignores these flags
+    allows_tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()
+    return (
+        is_requested or allows_tf32 or any(op.dtype in tol.SHORT_FORMATS for op in trace.operations)
+    )
+
+
+def _find_leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
+    leaves: dict[tuple[str, ...], _Leaf] = {}
+    for op in results:
+        if op.name in LEAF_RESULTS:
+            key = (op.module, *op.inputs)
+            start = [trace.values[name] for name in op.inputs]
+            leaf = leaves.setdefault(key, _Leaf(op.module, start, op.arguments.get("state", "")))
+            setattr(leaf, op.name, op)
+    return list(leaves.values())
+
+
+def _pair_states(
+    first: list[_Leaf], second: list[_Leaf], pairs: list[tuple[_Leaf | None, _Leaf | None]]
+) -> list[tuple[_Leaf | None, _Leaf | None]]:
+    """Pair the states that the optimizers of both sides hold for corresponding parameters."""
+    start_in_second = {tuple(x.start): tuple(y.start) for x, y in pairs if x and y}
+    unpaired_states = [leaf for leaf in second if leaf.state]
+    state_pairs: list[tuple[_Leaf | None, _Leaf | None]] = []
+    for x in first:
+        if x.state:
+            start = start_in_second.get(tuple(x.start))
+            y = next(
+                (y for y in unpaired_states if y.state == x.state and tuple(y.start) == start), None
+            )
+            if y is not None:
+                unpaired_states.remove(y)
+            state_pairs.append((x, y))
+    return [*state_pairs, *((None, y) for y in unpaired_states)]
+
+
+def kernel_name(op: Operation) -> str:
+    """The name of what an operation computes, whichever kernel does it."""
+    return KERNEL_ALIASES.get(op.name, op.name)
+
+
+# --- what differs ---------------------------------------------------------------------------------
+
+
+def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Json]]:
+    """The arguments that two calls disagree on: name, and both values.
+
+    Only arguments that both calls have are compared, because other kernels and other versions of
+    torch may have more. Tensors are not compared, nor arguments that say how to compute something
+    and not what, such as a memory format or the requested gradients.
+    """
+    arguments_a, arguments_b = (
+        {SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b)
+    )
+    common_names = sorted((arguments_a.keys() & arguments_b.keys()) - EXECUTION_ARGUMENTS)
+    common = {name: (arguments_a[name], arguments_b[name]) for name in common_names}
+    if a.name != b.name:  # each kernel may have its own value for an argument that is None
+        common = {name: pair for name, pair in common.items() if None not in pair}
+    return {
+        name: pair
+        for name, pair in common.items()
+        if repr(pair[0]) != repr(pair[1]) and TENSOR not in repr(pair)
+    }
+
+
+# --- NaN and infinity -----------------------------------------------------------------------------
+
+
+def find_not_finite(graph: Graph) -> NotFinite | None:
+    """The origin of NaN or infinity in a trace's loss, or else in its gradients; None if all are
+    finite.
+    """
+    trace = graph.trace
+    nans = {value for op in trace.operations if op.has_nan for value in op.outputs}
+    nans |= {name for name, value in trace.values.items() if np.isnan(value.sketch).any()}
+    infinities = {name for name, value in trace.values.items() if is_infinite(value.sketch)}
+    results = [
+        op
+        for op in trace.operations
+        if op.phase == RESULT and (nans | infinities) & set(op.outputs)
+    ]
+    if not results:
+        return None
+    results.sort(key=lambda op: op.name in LEAF_RESULTS)
+    losses = [op for op in results if op.name not in LEAF_RESULTS]
+    values = {value for op in losses or results for value in op.outputs}
+    value_kind, nonfinite_names = (NAN, nans) if nans & values else (INFINITY, infinities)
+    origin, is_produced = _find_origin(trace, nonfinite_names)
+    infinity = None
+    cancellation = None
+    if is_produced:
+        if value_kind == NAN:
+            infinity = _find_infinity_source(graph, origin, infinities)
+        cancellation = _find_cancellation(graph, infinity or origin)
+    result_values = (trace.values[name] for op in results for name in op.outputs)
+    is_nonfinite_in_reference = any(
+        value.reference is None or not np.isfinite(value.total).all() for value in result_values
+    )
+    return NotFinite(
+        value_kind, origin, is_produced, infinity, cancellation, results, is_nonfinite_in_reference
+    )
+
+
+def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
+    """The nearest operation before another one that lost most of its digits, as by subtracting
+    two large numbers.
+    """
+    queue = deque([op])
+    visited = {op}
+    while queue:
+        earlier_op = queue.popleft()
+        node = graph.node_of.get(earlier_op)
+        if node is None:
+            continue
+        if earlier_op is not op and _loses_digits(node):
+            return earlier_op
+        for value in node.inputs:
+            maker = graph.maker.get(value)
+            if maker is not None and maker.op not in visited:
+                visited.add(maker.op)
+                queue.append(maker.op)
+    return None
+
+
+def _loses_digits(node: Node) -> bool:
+    """Whether the relative error of a result is far larger than that of what it was computed
+    from.
+    """
+    outputs, inputs = (
+        max(
+            (
+                value.deviation
+                for value in values
+                if value.is_float_or_complex and not is_infinite(value.sketch)
+            ),
+            default=0.0,
+        )
+        for values in (node.outputs, node.inputs)
+    )
+    return outputs > max(tol.MIN_DIGIT_LOSS_ERROR, tol.MIN_CANCELLATION_GROWTH * inputs)
+
+
+def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> Operation | None:
+    """The operation that made the infinity that another one was given, perhaps through further
+    operations.
+    """
+    infinite = {graph.trace.values[name] for name in infinities}
+    node = graph.node_of.get(op)
+    queue = deque(value for value in node.inputs if value in infinite) if node else deque()
+    visited = set(queue)
+    while queue:
+        node = graph.maker.get(queue.popleft())
+        if node is None:
+            continue
+        infinite_inputs = [value for value in node.inputs if value in infinite]
+        if not infinite_inputs:
+            return node.op
+        queue.extend(value for value in infinite_inputs if value not in visited)
+        visited.update(infinite_inputs)
+    return None
+
+
+def is_infinite(sketch: np.ndarray) -> bool:
+    """Whether a value contains infinity, which counts as `MAX_SKETCHED_NUMBER` in the sketch of
+    a large tensor.
+    """
+    if sketch.size < SKETCH_SIZE:
+        return bool(np.isinf(sketch).any())
+    return bool(
+        (
+            np.abs(np.nan_to_num(sketch, posinf=MAX_SKETCHED_NUMBER, neginf=-MAX_SKETCHED_NUMBER))
+            >= MAX_SKETCHED_NUMBER / 2
+        ).any()
+    )
+
+
+def _find_origin(trace: Trace, nonfinite_names: set[str]) -> tuple[Operation, bool]:
+    """The first operation that made a non-finite value from finite inputs, and True; or the
+    first user, and False.
+    """
+    for op in trace.operations:
+        if (
+            op.phase != RESULT
+            and nonfinite_names & set(op.outputs)
+            and not nonfinite_names & set(op.inputs)
+        ):
+            return op, True
+    return next(op for op in trace.operations if nonfinite_names & set(op.values)), False

@@ -1,0 +1,192 @@
+"""What stands for a tensor in a trace: a name, which is a hash of its content, and a sketch of
+at most 64 numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab._torch_internals import Nested, component_tensors, find_tensors
+from gpulab.guards._fingerprints import content
+
+# The numbers of a sketch. A tensor with as many numbers or fewer is kept as it is. Distances
+# between sketches are accurate to about a fifth.
+SKETCH_SIZE = 64
+MAX_SKETCHED_NUMBER = 2.0**127  # sums and squares of such numbers are finite
+FLOAT64_DEVICES = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
+BLOCK_SIZE = 1 << 20  # numbers that are sketched at a time, which bounds the memory for their signs
+
+
+def nonempty_components(values: Nested) -> list[Tensor]:
+    """The tensors with content among nested values, in order; sparse and jagged tensors are
+    replaced by their parts.
+    """
+    return [
+        component
+        for value in find_tensors(values)
+        for component in component_tensors(value)
+        if component.numel()
+    ]
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers lie in memory by its strides, as they are.
+
+    >>> is_strided(torch.eye(2)), is_strided(torch.eye(2).to_sparse())
+    (True, False)
+    """
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def is_float_or_complex(tensor: Tensor) -> bool:
+    """Whether a tensor holds floating-point or complex numbers, which rounding affects."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def content_id(tensor: Tensor, digest: int | None = None) -> str:
+    """A name for content, type and shape: the same on every device.
+
+    The digest of the content is computed where it is not given.
+
+    >>> content_id(torch.arange(3.0))  # which traces that were recorded name it by
+    '1cb49f68f94f8002eb0f1fdf'
+    """
+    digest = content(tensor) if digest is None else digest
+    text = f"{tensor.dtype}{tuple(tensor.shape)}{digest}"
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def to_float64_device(tensor: Tensor) -> Tensor:
+    """Move the tensor to a device that has float64: to the CPU from Apple's and some of Intel's
+    GPUs.
+    """
+    return tensor if tensor.device.type in FLOAT64_DEVICES else tensor.cpu()
+
+
+def sketch(tensor: Tensor) -> np.ndarray:
+    """A small tensor as it is, a large one as `SKETCH_SIZE` sums of its numbers under signs from a
+    hash.
+
+    The count sketch (Charikar, Chen, Farach-Colton 2002): linear, so that the distance of two
+    tensors can be told from their sketches; float64. The signs depend on the place alone, on every
+    machine. Infinity counts as `MAX_SKETCHED_NUMBER`, and NaN as nothing.
+
+    >>> sketch(torch.arange(5000.0))[:4].tolist()  # as in traces that were recorded elsewhere
+    [-6788.0, 10228.0, -36556.0, -14178.0]
+    >>> sketch(torch.arange(BLOCK_SIZE + 5000.0))[:3].tolist()
+    [-79262916.0, -42136738.0, -19806478.0]
+    >>> holed, nothing = torch.ones(5000), torch.ones(5000)
+    >>> holed[7], nothing[7] = torch.nan, 0.0
+    >>> bool((sketch(holed) == sketch(nothing)).all())
+    True
+    """
+    tensor = to_float64_device(tensor.detach())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    numbers = tensor.reshape(-1)
+    if numbers.numel() <= SKETCH_SIZE:
+        return numbers.to("cpu", torch.float64, copy=True).numpy()
+    sums = _sketch_sums(numbers)
+    return (
+        sums
+        if np.isfinite(sums).all()
+        else _sketch_sums(
+            numbers.double().nan_to_num(0.0).clamp(-MAX_SKETCHED_NUMBER, MAX_SKETCHED_NUMBER)
+        )
+    )
+
+
+def _sketch_sums(numbers: Tensor) -> np.ndarray:
+    """The sketch of many numbers: the sum of those of all blocks, each with shifts and a sign of
+    its own.
+    """
+    if numbers.numel() <= BLOCK_SIZE:
+        return _block_sums(numbers, 0)
+    blocks = enumerate(numbers.split(BLOCK_SIZE))
+    return np.sum(
+        [_block_sums(block, number % SKETCH_SIZE) * (-1) ** number for number, block in blocks],
+        axis=0,
+    )
+
+
+def _block_sums(numbers: Tensor, shift: int) -> np.ndarray:
+    """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch
+    shifted by one.
+    """
+    count = numbers.numel()
+    if numbers.dtype not in (torch.float32, torch.float64):  # torch cannot multiply all other types
+        numbers = numbers.double()
+    signed = numbers.new_empty(
+        SKETCH_SIZE * SKETCH_SIZE * math.ceil(count / SKETCH_SIZE**2), dtype=torch.float64
+    )
+    torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed[:count])
+    signed[count:] = 0.0
+    folded = signed.view(SKETCH_SIZE, -1, SKETCH_SIZE).sum(1).cpu().numpy()
+    with np.errstate(invalid="ignore", over="ignore"):
+        return folded.ravel()[_shifted_indices(shift)].sum(0)
+
+
+@functools.cache
+def _shifted_indices(shift: int) -> np.ndarray:
+    rows = np.arange(SKETCH_SIZE)[:, None]
+    return rows * SKETCH_SIZE + (np.arange(SKETCH_SIZE) - rows - shift) % SKETCH_SIZE
+
+
+@functools.cache
+def _signs(device: str) -> Tensor:
+    """A sign for each place in a block, by splitmix64's mixing function (Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        x = (np.arange(BLOCK_SIZE, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(np.where((x ^ (x >> np.uint64(31))) >> np.uint64(63), -1.0, 1.0)).to(
+        device
+    )
+
+
+def perturbation_factors(like: Tensor, draw: int, size: float) -> Tensor:
+    """1 plus or minus `size` in float64, with a pseudorandom sign for each number of a tensor and
+    each `draw`.
+
+    >>> perturbation_factors(torch.zeros(8), 3, 0.5).tolist()
+    [0.5, 1.5, 1.5, 0.5, 0.5, 0.5, 1.5, 1.5]
+    """
+    count = like.numel()
+    start = draw * 7919 % (BLOCK_SIZE - min(count, BLOCK_SIZE) + 1)
+    signs = _signs(str(like.device))[start : start + count]
+    if count > BLOCK_SIZE:
+        signs = signs.repeat(math.ceil(count / BLOCK_SIZE))[:count]
+    return 1 + size * signs.view(like.shape)
+
+
+def relative_distance(x: np.ndarray, reference: np.ndarray) -> float:
+    """The distance of two sketched values relative to the second, without what is NaN or infinite
+    in both.
+
+    NaN for other sizes, and where one alone is NaN.
+    """
+    if x.shape != reference.shape:
+        return math.nan
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
+        same = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
+        size, difference = (
+            float(np.linalg.norm(values[~same])) for values in (reference, x - reference)
+        )
+    if size:
+        return difference / size
+    return math.inf if difference else 0.0
+
+
+def max_distance(first: Sequence[np.ndarray], references: Sequence[np.ndarray]) -> float:
+    """The largest distance between the sketches of two executions, relative to those of the
+    second.
+    """
+    distances = (relative_distance(x, y) for x, y in zip(first, references, strict=False))
+    return max(distances, default=math.inf)

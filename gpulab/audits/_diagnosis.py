@@ -1,0 +1,893 @@
+"""What two executions of a step say about each other: one function for each kind of finding.
+
+Where the results agree in float64, each execution is judged by itself: its own errors, number
+formats, updates that are lost, NaN and infinity. Where they differ, the findings are the sources:
+the first values that the executions do not have in common. Each function names a case of
+`benchmarks/correctness/public_cases.py` that it is for, a question that people asked in public, or
+a fault of `tests/audits/fault_catalogue.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import torch
+
+from gpulab.audits import _tolerances as tol
+from gpulab.audits._comparison import (
+    INFINITY,
+    Comparison,
+    NotFinite,
+    Result,
+    differing_arguments,
+    is_infinite,
+    kernel_name,
+)
+from gpulab.audits._findings import ADVICE, Finding, describe, operation_and_place, operation_phrase
+from gpulab.audits._float64_calls import DEFINITIONS
+from gpulab.audits._graphs import Node
+from gpulab.audits._rounding import FLUSHED
+from gpulab.audits._sources import Source, same_call
+from gpulab.audits._traces import RESULT, Json, Operation, Trace
+from gpulab.audits._values import Value
+from gpulab.settings import Setting
+
+OTHER_FUNCTION_ADVICE = "it computes a different function there"
+UNSEEDED_VALUES_ADVICE = (
+    "seed it inside the step, or draw once and reuse the result: an unseeded generator"
+    " (numpy.random.default_rng(), random.Random()), the clock, or a loader that continues gives"
+    " different values each time; and let the step start from the same weights and optimizer state"
+)
+LOST_UPDATE_ADVICE = (
+    "keep the weights in {how}: a {dtype} number cannot represent a relative change of less than"
+    " about {unit:.0e}"
+)
+FIX_FIRST = "fix this first, because no difference can be measured beside it: "
+CLEAR = (
+    "clear the data and the weights of it before the step; torch.isfinite(x).all() tells which"
+    " tensor has it"
+)
+BEYOND = (
+    "look for numbers beyond the range of {}: scale them down, subtract the largest before an"
+    " exponential, or compute them in a longer format"
+)
+LOOK_FOR = (  # what turns finite numbers into NaN or infinity, by the operation that makes it
+    (
+        r"_?(log|log2|log10|log1p|sqrt|rsqrt|lgamma)",
+        "look for a logarithm or square root of zero or less",
+    ),
+    (r"div|reciprocal", "look for a division by zero"),
+    (r".*(softmax|scaled_dot_product|attention).*", "look for a row that is masked out entirely"),
+)
+INTEGER_ADVICE = (
+    "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to"
+    " 2,048"
+)
+UPDATE_LOST = "update lost"
+GRADIENT_SCALER_OPERATION = "_amp_foreach_non_finite_check_and_unscale"
+
+
+def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
+    """All findings: what either setting shows by itself, where the two differ, and how far
+    rounding went.
+    """
+    findings = _merge_findings(
+        [*_overwritten_findings(comparison.a)], [*_overwritten_findings(comparison.b)]
+    )
+    if len(comparison.not_finite) == 2:
+        findings += _merge_findings(
+            *([_nonfinite_finding(comparison, origin)] for origin in comparison.not_finite.values())
+        )
+    findings += _missing_result_findings(comparison)
+    findings += _source_findings(comparison, sources)
+    findings_by_side: list[list[Finding]] = [[], []]
+    for side, trace in enumerate(comparison.traces):
+        for op in trace.operations:
+            findings_by_side[side] += _diagnose_operation(comparison, op)
+        findings_by_side[side] += _lost_update_findings(comparison, side)
+    findings += _merge_findings(*findings_by_side)
+    findings += _one_sided_nonfinite_findings(comparison, findings)
+    findings += _valid_answer_findings(comparison)
+    return [*findings, _rounding_finding(comparison)]
+
+
+def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
+    """Whether one side alone ends in NaN or infinity, and would not in float64: all else that
+    differs follows.
+    """
+    return (
+        len(comparison.not_finite) == 1
+        and not next(iter(comparison.not_finite.values())).is_nonfinite_in_reference
+    )
+
+
+def find_short_format_origin(comparison: Comparison) -> Operation | None:
+    """The nearest operation before a NaN or infinity of one side alone that computed in a short
+    format, or made it.
+    """
+    if len(comparison.not_finite) != 1:
+        return None
+    ((side, origin),) = comparison.not_finite.items()
+    graph = comparison.graphs[side]
+    queue = deque([origin.first_operation])
+    visited = {origin.first_operation}
+    while queue:
+        op = queue.popleft()
+        if op.format or op.dtype in tol.SHORT_FORMATS:
+            return op
+        node = graph.node_of.get(op)
+        makers = [graph.maker.get(value) for value in node.inputs] if node else []
+        for maker in makers:
+            if maker is not None and maker.op not in visited:
+                visited.add(maker.op)
+                queue.append(maker.op)
+    return None
+
+
+# --- under either setting -------------------------------------------------------------------------
+
+
+def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
+    """What the guard found: memory that the backward pass needed had changed
+    (`one_buffer_for_every_frame`).
+    """
+    for entry in trace.overwritten:
+        detail = (
+            "the backward pass needed memory that had been overwritten since it was saved:"
+            f" {entry['why']}"
+        )
+        location = (entry["operation"], "backward", "", entry["line"])
+        yield Finding(
+            "overwritten",
+            trace.title,
+            *location,
+            math.nan,
+            detail,
+            entry["remedy"],
+            has_bound=False,
+        )
+
+
+def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
+    """A result is NaN or infinite (the faults "addmm in layers: NaN")."""
+    first, *others = origin.results
+    more = ""
+    if others:
+        more = " and 1 more result" if len(others) == 1 else f" and {len(others)} more results"
+    detail = f"turns finite numbers into {origin.value_kind}"
+    if origin.infinity is not None:
+        detail = (
+            f"produces {origin.value_kind} from the infinity that"
+            f" {operation_phrase(origin.infinity)} produced"
+        )
+    if not origin.is_produced:
+        detail = (
+            f"receives {origin.value_kind}, which no operation of the step produced: it is in the"
+            " data or the weights"
+        )
+    detail += f"; it reaches {describe(first)}{more}"
+    if origin.cancellation is not None:
+        detail += (
+            f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}"
+        )
+    if any(
+        op.name == GRADIENT_SCALER_OPERATION for op in comparison.trace_of(origin.op).operations
+    ):
+        detail += "; the gradient scaler skipped the step"
+    if origin.is_nonfinite_in_reference:
+        detail += "; the same happens in float64"
+    elif first.name not in ("gradient", "updated"):
+        detail += "; in float64, the loss is finite"
+    return _make_finding(comparison, "not finite", origin.op, detail, _advice_on_not_finite(origin))
+
+
+def _advice_on_not_finite(origin: NotFinite) -> str:
+    """Where to look for what made NaN or infinity; anywhere, if the operation does not tell."""
+    if not origin.is_produced:
+        return FIX_FIRST + CLEAR
+    if not origin.is_nonfinite_in_reference:
+        has_infinity = origin.value_kind == INFINITY or origin.infinity is not None
+        return (
+            FIX_FIRST + BEYOND.format(origin.first_operation.dtype)
+            if has_infinity
+            else ADVICE["not finite"]
+        )
+    for op in filter(None, (origin.infinity, origin.op)):
+        for pattern, words in LOOK_FOR:
+            if re.fullmatch(pattern, op.name.rstrip("_")):
+                if op.phase == "backward":
+                    words += ", or a derivative that is infinite, as that of a square root at zero"
+                return FIX_FIRST + words
+    return ADVICE["not finite"]
+
+
+def _one_sided_nonfinite_findings(
+    comparison: Comparison, findings: Sequence[Finding]
+) -> list[Finding]:
+    """NaN or infinity of one side alone that neither a short format nor a wrong kernel explains."""
+    if not is_nonfinite_on_one_side(comparison) or find_short_format_origin(comparison) is not None:
+        return []
+    (origin,) = comparison.not_finite.values()
+    wrong = {finding.op for finding in findings if finding.kind == "mismatch"}
+    return (
+        []
+        if {origin.op, origin.first_operation} & wrong
+        else [_nonfinite_finding(comparison, origin)]
+    )
+
+
+def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Finding]:
+    """Findings of nondeterminism, reduced precision, or an error that rounding does not explain.
+
+    `messages_added_at_nodes`, `product_on_an_rtx_3080`, `running_variance`.
+    """
+    if op.inputs_changed:
+        detail = (
+            "received different values or arguments in the second execution, which no operation of"
+            " the step produced"
+        )
+        yield _make_finding(
+            comparison, "nondeterminism", op, detail, UNSEEDED_VALUES_ADVICE, is_pairwise=True
+        )
+    elif op.repeats is False:
+        apart = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
+        detail = f"gave different bits in the second execution{apart}"
+        size = math.nan if op.spread is None else op.spread
+        yield _make_finding(
+            comparison,
+            "nondeterminism",
+            op,
+            detail,
+            _advice_on_repetition(comparison, op),
+            size=size,
+        )
+    error = op.error if op.error is not None else math.nan
+    size = error if math.isfinite(error) else math.nan
+    if op.format or (op.dtype in tol.SHORT_FORMATS and op.inputs and op.error is not None):
+        detail = f"computed in {op.dtype}"
+        if op.format == FLUSHED:
+            detail = f"flushed subnormal numbers, those below 1.2e-38, to zero; error {error:.1e}"
+        elif op.format and (op.has_rounded_factors or op.error is None):
+            detail = f"its factors had been rounded to {op.format} before"
+        elif op.format:
+            detail = f"the kernel rounds its factors to {op.format}; error {error:.1e}"
+        yield _make_finding(
+            comparison,
+            "reduced precision",
+            op,
+            detail,
+            _advice_on_precision(comparison, op),
+            size=size,
+        )
+    elif op.ratio is not None and not op.ratio <= 1:
+        times = (
+            "and rounding explains none"
+            if math.isinf(op.ratio)
+            else f"{op.ratio:.3g} times what rounding explains"
+        )
+        detail = f"its error against float64 is {error:.1e}, {times}"
+        yield _make_finding(comparison, "mismatch", op, detail, size=size)
+    elif (
+        op.dtype in tol.SHORT_FORMATS
+        and not op.inputs
+        and op.outputs
+        and _max_deviation(comparison, op) > tol.REFERENCE_TOLERANCE
+    ):
+        size = _max_deviation(comparison, op)  # such as positions, counted by `arange`
+        yield _make_finding(
+            comparison,
+            "reduced precision",
+            op,
+            f"computed in {op.dtype}",
+            INTEGER_ADVICE,
+            size=size,
+        )
+
+
+def _max_deviation(comparison: Comparison, op: Operation) -> float:
+    """The largest deviation of what an operation made from its reference."""
+    return max(value.deviation for value in comparison.values(op))
+
+
+def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding]:
+    """Updates that float64 makes and that leave the stored bits as they were (pytorch#67590)."""
+    trace, graph = comparison.traces[side], comparison.graphs[side]
+    updates = [op for op in trace.operations if op.phase == RESULT and op.arguments.get("moved")]
+    lost = [
+        op
+        for op in updates
+        if op.arguments["lost"] >= tol.LOST_UPDATE_SHARE * op.arguments["moved"]
+    ]
+    if not lost:
+        return
+    makers = [graph.maker.get(value) for op in lost for value in comparison.values(op)]
+    first_maker = next((node.op for node in makers if node), lost[0])
+    n_lost = sum(op.arguments["lost"] for op in lost)
+    n_changed = sum(op.arguments["moved"] for op in lost)
+    names = ", ".join(op.module for op in lost[:3]) + (
+        f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+    )
+    dtype = comparison.values(lost[0])[0].dtype
+    unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
+    detail = (
+        f"{UPDATE_LOST}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in float64"
+        f" keep their old value (in {len(lost)} of {len(updates)} updated tensors)"
+    )
+    how = "float32 and cast them for the forward pass, as autocast does"
+    if dtype not in tol.SHORT_FORMATS:
+        how = "float64, as precision=float64 does, or collect updates and apply them together"
+    advice = LOST_UPDATE_ADVICE.format(how=how, dtype=dtype, unit=unit)
+    yield _make_finding(comparison, "reduced precision", first_maker, detail, advice, size=math.nan)
+
+
+def _rounding_finding(comparison: Comparison) -> Finding:
+    """The operation whose error comes closest to the bound that rounding explains."""
+    operations = (*comparison.a.operations, *comparison.b.operations)
+    within_bounds = [
+        op for op in operations if op.ratio is not None and op.ratio <= 1 and op.format is None
+    ]
+    if not within_bounds:
+        return Finding(
+            "rounding", "", "", "", "", "", math.nan, "no operation was compared with float64", ""
+        )
+    op = max(within_bounds, key=attrgetter("ratio"))
+    count = "1 operation" if len(within_bounds) == 1 else f"{len(within_bounds)} operations"
+    detail = (
+        f"rounding explains the errors of {count}; that of this one is {op.ratio:.2f} of its bound"
+    )
+    if len(within_bounds) > 1:
+        detail += ", the largest"
+    return _make_finding(comparison, "rounding", op, detail)
+
+
+def _merge_findings(first: list[Finding], second: list[Finding]) -> list[Finding]:
+    """The findings of both settings, where those that both show are merged into one."""
+
+    def key(finding: Finding) -> tuple[object, ...]:
+        format_ = (finding.op.format or finding.op.dtype) if finding.op else ""
+        return finding.kind, finding.operation, finding.phase, finding.module, finding.line, format_
+
+    unmatched: dict[tuple[object, ...], deque[Finding]] = defaultdict(deque)
+    for finding in second:
+        unmatched[key(finding)].append(finding)
+    merged = []
+    for finding in first:
+        candidates = unmatched[key(finding)]
+        if not candidates:
+            merged.append(finding)
+            continue
+        counterpart = candidates.popleft()
+        merged.append(
+            replace(
+                finding,
+                setting=f"{finding.setting} and {counterpart.setting}",
+                size=math.hypot(finding.size, counterpart.size),
+                under_both=True,
+                counterparts=(counterpart.op,) if counterpart.op else (),
+            )
+        )
+    unmatched_ids = {id(finding) for findings in unmatched.values() for finding in findings}
+    return merged + [finding for finding in second if id(finding) in unmatched_ids]
+
+
+# --- results that do not agree --------------------------------------------------------------------
+
+
+def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
+    """A gradient or an update that one side alone computes (the faults "a bias without
+    gradient").
+    """
+    if is_nonfinite_on_one_side(comparison):
+        return
+    for result in comparison.differing_results:
+        if not (result.a and result.b):
+            op = result.representative
+            other_title = comparison.other_title(op)
+            advice = f"check why {other_title} does not compute it: {OTHER_FUNCTION_ADVICE}"
+            # Of two programs, one may have results of its own, so that other differences come
+            # first.
+            has_bound = not comparison.is_same_program
+            detail = f"{other_title} does not compute it"
+            yield _make_finding(comparison, "mismatch", op, detail, advice, has_bound=has_bound)
+
+
+def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
+    """A finding for each place where the executions begin to differ, but only one for each line."""
+    findings: dict[tuple[str, ...], Finding] = {}
+    has_changed_inputs = any(
+        op.inputs_changed for trace in comparison.traces for op in trace.operations
+    )
+    is_foreign = any(
+        s.data_a or s.data_b or any(node.op.is_random for node in s.nodes) for s in sources
+    )
+    elsewhere = _from_elsewhere(comparison, sources)
+    for source in sources:
+        is_data = source.data_a is not None or source.data_b is not None
+        is_drawn = any(node.op.is_random for node in source.nodes)
+        one_kernel = (
+            source.a is not None
+            and source.b is not None
+            and kernel_name(source.a.op) == kernel_name(source.b.op)
+        )
+        if is_foreign and not (is_data or is_drawn or one_kernel):
+            # beside other numbers nobody can tell another way to compute from another function
+            continue
+        if has_changed_inputs and (is_data or any(node.op.inputs_changed for node in source.nodes)):
+            continue  # nondeterminism says so
+        if not (is_data or is_drawn) and _follows(source, elsewhere):
+            continue  # of other numbers it makes other numbers
+        finding = (
+            _data_finding(comparison, source) if is_data else _operation_finding(comparison, source)
+        )
+        findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
+    if (
+        not sources
+        and comparison.differing_results
+        and not has_changed_inputs
+        and not is_nonfinite_on_one_side(comparison)
+    ):
+        follow_external_values = comparison.graphs[0].following(set(comparison.external_values))
+        paired = [
+            result
+            for result in comparison.differing_results
+            if result.a
+            and result.b
+            and follow_external_values.isdisjoint(comparison.values(result.a))
+        ]
+        if paired:
+            findings["cause not found",] = _unexplained_finding(comparison, paired)
+    return list(findings.values())
+
+
+def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
+    """What follows from other data, from values that are given anew, and from random numbers of
+    one side alone.
+    """
+    drawn = {node for source in sources for node in source.nodes if node.op.is_random}
+    data = {
+        value for source in sources for value in (source.data_a, source.data_b) if value is not None
+    }
+    found: set[Value] = set()
+    for graph in comparison.graphs:
+        begin = (
+            value
+            for node in graph.nodes
+            if node.op.inputs_changed or node in drawn
+            for value in node.outputs
+        )
+        found |= graph.following(data.union(begin))
+    return found
+
+
+def _follows(source: Source, elsewhere: set[Value]) -> bool:
+    """Whether a source was given such values, and is called as on the other side."""
+    a, b = source.a, source.b
+    if (
+        a is not None
+        and b is not None
+        and kernel_name(a.op) == kernel_name(b.op)
+        and differing_arguments(a.op, b.op)
+    ):
+        return False
+    return any(not elsewhere.isdisjoint(node.inputs) for node in source.nodes)
+
+
+def _describe_effect(comparison: Comparison) -> str:
+    """How far the results are apart in float64."""
+    paired = [result for result in comparison.differing_results if result.a and result.b]
+    if not paired:
+        return ""
+    furthest = max(paired, key=lambda result: result.gap)
+    return (
+        f"; in float64, {describe(furthest.representative)} differs by {furthest.gap:.1e}"
+        " (relative)"
+    )
+
+
+def _data_finding(comparison: Comparison, source: Source) -> Finding:
+    """Data or weights of one side that the other side has not (the faults "another batch")."""
+    x, y = source.data_a, source.data_b
+    value = x if y is None else y
+    assert value is not None
+    op = source.user.op if source.user else comparison.traces[0].operations[0]
+    if not all(each.exact for each in (x, y) if each is not None):
+        why = next(iter(comparison.trace_of(op).without_reference.values()), "it asks for float32")
+        detail = (
+            f"one of its inputs has no float64 reference ({why}), and the recorded numbers differ"
+        )
+        return _make_pairwise_finding(
+            comparison, "cannot be told", op, math.nan, detail + _describe_effect(comparison)
+        )
+    shape = "×".join(map(str, value.shape)) or "one number"
+    if x is not None and y is not None:
+        gap = comparison.gap(x, y)
+        detail = (
+            f"receives data or weights ({shape}) that differ by {gap:.1e} (relative) from those of"
+            " the other side"
+        )
+    else:
+        gap, title = math.nan, comparison.traces[y is not None].title
+        detail = (
+            f"receives data or weights ({shape}) under {title} that the other side does not have"
+        )
+    advice = (
+        "use the same batch, weights and seeds on both sides; everything computed from them differs"
+    )
+    return _make_pairwise_finding(
+        comparison, "other data", op, gap, detail + _describe_effect(comparison), advice
+    )
+
+
+def _operation_finding(comparison: Comparison, source: Source) -> Finding:
+    """Operations that compute from the same values something that the other side does not have."""
+    gap = _output_gap(comparison, source)
+    a, b = (node.op if node else None for node in (source.a, source.b))
+    are_alike = a is not None and b is not None and kernel_name(a) == kernel_name(b)
+    drawn = next((node.op for node in source.nodes if node.op.is_random), None)
+    if a is not None and b is not None and are_alike:
+        arguments = differing_arguments(a, b)
+        if arguments and (drawn is None or arguments.keys() != {"size"}):
+            return _arguments_finding(comparison, (a, b), arguments, gap)
+    if drawn is not None:
+        return _random_numbers_finding(comparison, drawn, gap)
+    # a limit of float32 that limits nothing makes the same values on that side
+    for node in source.nodes:
+        if (other := same_call(comparison, node)) is not None:
+            both = (other.op, node.op) if comparison.side_of[node.op] else (node.op, other.op)
+            arguments = differing_arguments(*both)
+            if _are_of_formats(comparison, both, arguments):
+                return _arguments_finding(comparison, both, arguments, gap)
+    if (
+        a is not None
+        and b is not None
+        and are_alike
+        and a.name in DEFINITIONS
+        and _are_within_bounds(a, b)
+    ):
+        detail = (
+            f"both results fit its definition and differ by {gap:.1e} (relative): several answers"
+            " are right"
+        )
+        return _make_pairwise_finding(comparison, "another valid answer", b, gap, detail)
+    if _is_uncertain(comparison, source):
+        return _uncertain_finding(comparison, source, gap)
+    return _mismatch_finding(comparison, source, source.nodes[0], gap)
+
+
+def _are_within_bounds(*operations: Operation) -> bool:
+    """Whether no operation is further from float64 than rounding explains."""
+    return all(op.ratio is None or op.ratio <= 1 for op in operations)
+
+
+def _arguments_finding(
+    comparison: Comparison,
+    operations: tuple[Operation, Operation],
+    arguments: dict[str, tuple[Json, Json]],
+    gap: float,
+) -> Finding:
+    """An operation that is called with other arguments (the faults "exact gelu", "momentum")."""
+    a, b = operations
+    arguments_a = ", ".join(f"{name}={value!r}" for name, (value, _) in arguments.items())
+    arguments_b = ", ".join(f"{name}={value!r}" for name, (_, value) in arguments.items())
+    line = f", at {a.line}" if a.line != b.line else ""
+    detail = (
+        f"called with {arguments_b}; under {comparison.other_title(b)} with {arguments_a}{line}"
+    )
+    detail += _describe_effect(comparison)
+    if _are_of_formats(comparison, operations, arguments):
+        detail += "; both are properties of the number formats"
+        advice = "take the number from torch.float32 under both settings if it matters"
+        return _make_pairwise_finding(comparison, "reduced precision", b, gap, detail, advice)
+    advice = (
+        f"check why {_user_location(b)} calls it with different arguments under"
+        f" {comparison.trace_of(b).title}: "
+    )
+    return _make_pairwise_finding(
+        comparison, "mismatch", b, gap, detail, advice + OTHER_FUNCTION_ADVICE
+    )
+
+
+def _are_of_formats(
+    comparison: Comparison,
+    operations: tuple[Operation, Operation],
+    arguments: dict[str, tuple[Json, Json]],
+) -> bool:
+    """Whether arguments differ as the machine epsilons and limits of two formats do, those of
+    what each was given.
+    """
+    formats = [
+        {op.dtype, *(value.dtype for value in given)}
+        for op in operations
+        for given in [
+            [comparison.traces[comparison.side_of[op]].values[name] for name in op.inputs]
+        ]
+    ]
+    return bool(arguments) and all(
+        any(_is_format_constant(number, dtype) for dtype in dtypes)
+        for both in arguments.values()
+        for number, dtypes in zip(both, formats, strict=True)
+    )
+
+
+def _is_format_constant(number: object, dtype: str) -> bool:
+    """Whether a number is the machine epsilon or a limit of a format.
+
+    >>> _is_format_constant(2.0**-7, "bfloat16"), _is_format_constant(2.0**-7, "float32")
+    (True, False)
+    """
+    info = torch.finfo(getattr(torch, dtype)) if dtype.startswith(("float", "bfloat")) else None
+    return info is not None and number in (info.eps, info.tiny, info.max, info.min, info.resolution)
+
+
+def _output_gap(comparison: Comparison, source: Source) -> float:
+    """The difference between the outputs of the two operations; NaN if these have different
+    shapes.
+    """
+    if source.a is None or source.b is None:
+        return math.nan
+    pairs = zip(source.a.outputs, source.b.outputs, strict=False)
+    gaps = [comparison.gap(x, y) for x, y in pairs if x.shape == y.shape]
+    return max(gaps, default=math.nan)
+
+
+def _is_uncertain(comparison: Comparison, source: Source) -> bool:
+    """Whether what is compared has no exact reference, and does not differ by far more than
+    roundings of float32.
+    """
+    for node in source.nodes:
+        side = comparison.side_of[node.op]
+        uncertain = comparison.uncertain[side]
+        if uncertain.isdisjoint(node.outputs):
+            continue
+        if (
+            node.op.name in tol.DISCONTINUOUS_OPERATIONS
+            or node.op.name in comparison.traces[side].without_reference
+        ):
+            return True
+        for value in node.outputs:
+            others = [
+                v
+                for v in comparison.graphs[1 - side].values()
+                if v.shape == value.shape and v.dtype == value.dtype
+            ]
+            nearest = min((comparison.gap(value, other) for other in others), default=0.0)
+            if nearest <= tol.INEXACT_FAULT_FACTOR * comparison.tolerance(value):
+                return True
+    return False
+
+
+def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
+    """The faults in forward and backward code, such as "a transposed weight";
+    `reset_gate_before_or_after`.
+    """
+    op, title = node.op, comparison.trace_of(node.op).title
+    other_title = comparison.other_title(op)
+    detail = f"{other_title} has no value equal to its result, although it has all of its inputs"
+    if source.a is not None and source.b is not None:
+        counterpart = describe(source.a.op)
+        detail = f"from the same values, {other_title} computes {counterpart}"
+        if not math.isnan(gap):
+            detail += f"; the results differ by {gap:.1e} (relative)"
+        if not source.share_inputs:
+            detail = (
+                f"{other_title} has no value equal to its result; the first value there without a"
+                f" counterpart is that of {counterpart}"
+            )
+    advice = f"check what {_user_location(op)} does under {title}: {OTHER_FUNCTION_ADVICE}"
+    return _make_pairwise_finding(
+        comparison, "mismatch", op, gap, detail + _describe_effect(comparison), advice
+    )
+
+
+def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Finding:
+    """An operation without a float64 reference makes something else."""
+    op = source.nodes[0].op
+    trace = comparison.trace_of(op)
+    one_kernel = (
+        source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
+    )
+    given = [value for node in source.nodes for value in node.inputs]
+    if one_kernel and not any(is_infinite(value.sketch) for value in given):
+        bound = tol.BOUND_SLACK * sum(n.op.max_bound or n.op.bound or 0.0 for n in source.nodes)
+        allowed = max(bound, tol.INEXACT_TOLERANCES[any(map(comparison.uses_short_format, (0, 1)))])
+        if gap > allowed and op.name not in tol.DISCONTINUOUS_OPERATIONS:
+            detail = (
+                f"from the same inputs, its result differs by {gap:.1e} (relative) from that under "
+                f"{comparison.other_title(op)}; rounding explains {allowed:.1e}"
+            )
+            advice = f"compare the kernels registered for both settings: {OTHER_FUNCTION_ADVICE}"
+            return _make_pairwise_finding(comparison, "mismatch", op, gap, detail, advice)
+    why = trace.without_reference.get(op.name) or next(
+        iter(trace.without_reference.values()), "it asks for float32"
+    )
+    detail = (
+        f"it, or one of its inputs, has no float64 reference ({why}), and the recorded numbers"
+        " differ"
+    )
+    return _make_pairwise_finding(
+        comparison, "cannot be told", op, gap, detail + _describe_effect(comparison)
+    )
+
+
+def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -> Finding:
+    detail = f"drew different random numbers from those under {comparison.other_title(op)}"
+    devices = {Setting.parse(trace.setting).kind for trace in comparison.traces}
+    advice = ""
+    if op.phase == "backward":
+        detail += ", in a forward pass that the backward pass recomputes"
+        advice = (
+            "let checkpointing restore the state of the random number generators:"
+            " preserve_rng_state=True"
+        )
+    elif len(devices) == 1:
+        advice = (
+            "draw from a torch.Generator that the step seeds, in the same order and with the same"
+            " shapes on both sides"
+        )
+    return _make_pairwise_finding(comparison, "different random numbers", op, gap, detail, advice)
+
+
+def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) -> Finding:
+    """Results differ although the values that they were computed from do not."""
+    result = max(differing, key=lambda result: result.gap)
+    side = 1 if result.b else 0
+    makers = (
+        comparison.graphs[side].maker.get(value)
+        for value in comparison.values(result.b or result.a)
+    )
+    op = next((node.op for node in makers if node), result.representative)
+    if any(not value.exact for value in comparison.values(result.representative)):
+        reason = next(
+            iter(comparison.trace_of(result.representative).without_reference.values()), ""
+        )
+        detail = f"{describe(result.representative)} has no exact float64 reference"
+        if reason:
+            detail += f" ({reason})"
+        detail += (
+            f", and the recorded numbers differ by {comparison.recorded_gap(result):.1e} (relative)"
+        )
+        return _make_pairwise_finding(comparison, "cannot be told", op, result.gap, detail)
+    detail = (
+        f"{describe(result.representative)} differs by {result.gap:.1e} (relative) in float64,"
+        " although both sides have every value that leads to it: one side leaves out one of them,"
+        " or uses it for something else"
+    )
+    return _make_pairwise_finding(comparison, "cause not found", op, result.gap, detail)
+
+
+def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:
+    """Recorded answers that differ although both are correct (`signs_of_singular_vectors`,
+    `largest_among_equals`).
+    """
+    for a, b in comparison.partners.items():
+        if comparison.side_of[a] or a.name not in DEFINITIONS or a.name != b.name:
+            continue
+        if not _are_within_bounds(a, b):
+            continue
+        inputs = [
+            [comparison.traces[side].values[name] for name in op.inputs]
+            for side, op in enumerate((a, b))
+        ]
+        input_gap = max(map(comparison.gap, *inputs), default=0.0)
+        gap = max(map(comparison.gap, comparison.values(a), comparison.values(b)), default=0.0)
+        if gap > tol.MIN_UNEXPLAINED_DIFFERENCE and input_gap <= tol.SAME_INPUTS_TOLERANCE:
+            detail = (
+                f"both results fit its definition and differ by {gap:.1e} (relative): several"
+                " answers are right"
+            )
+            yield _make_pairwise_finding(comparison, "another valid answer", b, gap, detail)
+
+
+# --- findings made of operations ------------------------------------------------------------------
+
+
+def _make_finding(
+    comparison: Comparison,
+    kind: str,
+    op: Operation,
+    detail: str,
+    advice: str = "",
+    *,
+    size: float = math.nan,
+    has_bound: bool = True,
+    is_pairwise: bool = False,
+) -> Finding:
+    """A finding about an operation of one of two traces."""
+    return Finding(
+        kind,
+        comparison.trace_of(op).title,
+        op.name,
+        op.phase,
+        op.module,
+        op.line,
+        math.nan if op.ratio is None else op.ratio,
+        detail,
+        advice or ADVICE[kind],
+        size=size,
+        has_bound=has_bound,
+        op=op,
+        is_pairwise=is_pairwise,
+    )
+
+
+def _make_pairwise_finding(
+    comparison: Comparison, kind: str, op: Operation, gap: float, *words: str
+) -> Finding:
+    """A finding from the comparison of an operation with its counterpart; `words` are its detail
+    and its advice.
+    """
+    return _make_finding(comparison, kind, op, *words, size=gap, is_pairwise=True)
+
+
+def _user_location(op: Operation) -> str:
+    """Where the user finds an operation: its module, or its line."""
+    return op.module or op.line or "the step"
+
+
+def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
+    """How to let an operation repeat itself, if that can be done."""
+    setting = Setting.parse(comparison.trace_of(op).setting)
+    if not hasattr(torch.ops.aten, op.name):
+        return (
+            "if runs must repeat, let its kernel seed what it draws and add up in a fixed order:"
+            " deterministic=on reaches the operations of torch alone"
+        )
+    if setting.deterministic:
+        return (
+            "compare settings only over many seeds, with gpulab.verdict: deterministic=on does not"
+            " reach it"
+        )
+    return ADVICE["nondeterminism"]
+
+
+def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
+    """How to let an operation keep all digits, depending on what rounded them."""
+    setting = Setting.parse(comparison.trace_of(op).setting)
+    is_convolution = op.name.startswith("convolution")
+    here = "this line" if op.line else op.module or "the loss"
+    if op.format == FLUSHED:
+        return (
+            "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up"
+            " before this line"
+        )
+    # the gradient of a conversion to float32
+    is_of_converted = op.name == "_to_copy" and op.phase == "backward"
+    if is_of_converted and op.dtype in (setting.autocast, setting.precision):
+        return (
+            f"nothing here; {setting} rounds what comes before {here} to {op.dtype}: keep that in"
+            " float32 as well"
+        )
+    if op.dtype in tol.SHORT_FORMATS and setting.autocast == op.dtype:
+        keep = f"torch.autocast({setting.kind!r}, enabled=False) around {here}"
+        given = ".float() on what it is given and `backward` outside of autocast"
+        return f"{setting} asks for it; {keep}, with {given}, keeps it in float32"
+    if op.name == "_to_copy" and setting.precision == op.dtype:
+        return f"{setting} asks for it; if it matters, leave out the conversion in {here}"
+    if op.dtype in tol.SHORT_FORMATS and setting.precision == op.dtype:
+        keep = f".float() on all that {here} is given, parameters too"
+        return f"{setting} asks for it; if it matters, {keep}, keeps it in float32"
+    if op.dtype in tol.SHORT_FORMATS:
+        return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
+    if op.has_rounded_factors and op.format in (setting.autocast, setting.precision):
+        return (
+            f"nothing here; {setting} rounds what comes before {here} to {op.format}: keep that in"
+            " float32 as well"
+        )
+    if op.has_rounded_factors:
+        return (
+            f"look for what rounds to {op.format} before this line: an emulation, or a cast there"
+            " and back"
+        )
+    if setting.emulated:
+        here = "`backward`, in a step that is a function," if op.phase == "backward" else here
+        return f"{setting} asks for it; gpulab.float32_products() around {here} keeps it in float32"
+    if setting.kind == "cuda":
+        backend = "cudnn" if is_convolution or op.name.startswith("_cudnn") else "cuda.matmul"
+        return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
+    product_type = "conv" if is_convolution else "matmul"
+    return f'torch.backends.mkldnn.{product_type}.fp32_precision = "ieee" computes it in float32'

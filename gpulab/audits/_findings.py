@@ -1,0 +1,272 @@
+"""What every audit answers with: findings, each of a kind and with an advice; for people,
+programs and issues.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from gpulab import report
+from gpulab.audits._traces import RESULT, Json, Operation
+from gpulab.passports import Passport
+
+# Worst first, where findings explain as much of the difference.
+KINDS = (
+    "not finite",
+    "mismatch",
+    "overwritten",
+    "other data",
+    "cause not found",
+    "nondeterminism",
+    "different random numbers",
+    "another valid answer",
+    "cannot be told",
+    "reduced precision",
+    "rounding",
+)
+FAULTS = KINDS[:5]  # what no correct device or compiler explains
+ADVICE = {
+    "not finite": (
+        "fix this first, because no difference can be measured beside it: look for a row that is"
+        " masked out entirely, a division by zero, a logarithm or square root of zero or less, or"
+        " numbers beyond the format's range"
+    ),
+    "mismatch": (
+        "look for a bug here: compare this operation's arguments and kernel under both settings"
+    ),
+    "nondeterminism": (
+        "if runs must repeat, use deterministic=on (torch.use_deterministic_algorithms); otherwise"
+        " compare settings only over many seeds, with gpulab.verdict"
+    ),
+    "different random numbers": (
+        "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and"
+        " GPUs differ"
+    ),
+    "another valid answer": (
+        "nothing, unless the loss depends on signs, on the basis of an eigenspace, or on which of"
+        " equal numbers comes first: then compute it from something that does not, such as the"
+        " outer product of a vector with itself"
+    ),
+    "other data": "use the same batch, the same weights and the same seeds on both sides",
+    "cannot be told": (
+        "compare this operation by hand, or let it compute in float64 where its inputs are float64,"
+        " so that it can be repeated"
+    ),
+    "rounding": "nothing to do",
+    "cause not found": (
+        "check this line and those before it: the audit does not see what they do outside torch's"
+        " operations (NumPy, hooks, other libraries, control flow)"
+    ),
+}
+
+
+MAX_MARKDOWN_FINDINGS = 3  # findings in an issue
+MAX_PRINTED_LINES = 12  # of findings that are printed
+FIELDS = (
+    "kind",
+    "setting",
+    "operation",
+    "phase",
+    "module",
+    "line",
+    "detail",
+    "advice",
+    "size",
+    "share",
+    "ratio",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one operation, under `setting`: its `kind` (of `KINDS`) and what to do.
+
+    `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in
+    units of what rounding explains (NaN where it has no float64 reference), `detail` what was seen.
+    `size` is how far the operation's result is off for this reason, relative to it (NaN where that
+    is not known), and `share` how much of the difference in the step's results goes back to that
+    (NaN where it cannot be told, and where there is none). What computed with wrong memory, or is
+    missing, is not `has_bound`: it could explain everything.
+
+    `op` is the operation in its trace. `under_both` says whether both settings show it;
+    `is_pairwise` whether it was found by comparing the two settings, each of which correctly
+    computes what it is asked to. `counterparts` are the operations of the other setting that show
+    the same.
+    """
+
+    kind: str
+    setting: str
+    operation: str
+    phase: str
+    module: str
+    line: str
+    ratio: float
+    detail: str
+    advice: str
+    size: float = math.nan
+    share: float = math.nan
+    has_bound: bool = True
+    op: Operation | None = field(default=None, repr=False, compare=False)
+    is_pairwise: bool = field(default=False, repr=False, compare=False)
+    under_both: bool = field(default=False, repr=False, compare=False)
+    counterparts: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
+
+    def __str__(self) -> str:
+        at = f"\n      at {self.line}" if self.line else ""
+        return (
+            f"{self.kind}: {self.operation} ({self.phase}){module_phrase(self.module)}, under"
+            f" {self.setting}{at}\n      {self.detail}{self._effect()}\n      do: {self.advice}"
+        )
+
+    def _effect(self) -> str:
+        if not self.has_bound:
+            return (
+                "\n      its effect has no bound: it could explain all of the difference in the"
+                " results"
+            )
+        if math.isnan(self.share) or self.kind == "rounding":
+            return ""
+        share = f"{self.share:.0%}" if self.share >= 0.01 else "less than 1%"
+        return f"\n      explains {share} of the difference in the results"
+
+
+def module_phrase(module: str) -> str:
+    """Where an operation belongs, as an end of a sentence."""
+    return f" in {module}" if module else ""
+
+
+def operation_phrase(op: Operation) -> str:
+    """An operation with its phase and module."""
+    return f"{op.name} ({op.phase}){module_phrase(op.module)}"
+
+
+def operation_and_place(op: Operation) -> str:
+    """An operation with its phase and module, and its file and line."""
+    return operation_phrase(op) + (f" at {op.line.partition(': ')[0]}" if op.line else "")
+
+
+def describe(op: Operation) -> str:
+    """An operation or a result in words, with its line."""
+    if op.phase == RESULT:
+        preposition = "" if op.name == "updated" else "of "
+        return f"the {op.name} {preposition}{op.module}" if op.module else f"the {op.name}"
+    return operation_phrase(op) + (f" at {op.line}" if op.line else "")
+
+
+# --- the answer of an audit -----------------------------------------------------------------------
+
+
+class Answer(report.Report):
+    """The answer of an audit.
+
+    Attributes:
+        findings: What was found, as a list of `Finding`; what explains most of the difference comes
+            first.
+        titles: What the two sides are called.
+        passports: The machines that they were computed on.
+    """
+
+    findings: list[Finding]
+    titles: tuple[str, str]
+    passports: tuple[Mapping[str, Json], Mapping[str, Json]]
+    FORMAT: ClassVar[int] = 1  # of `as_json`
+
+    @property
+    def kind(self) -> str:
+        """The kind of the first finding, which explains most of the difference; `rounding` when
+        all is well.
+        """
+        return self.findings[0].kind
+
+    @property
+    def faulty(self) -> bool:
+        """Whether there is what no correct device explains: a finding of a kind in `FAULTS`."""
+        return any(finding.kind in FAULTS for finding in self.findings)
+
+    @property
+    def headline(self) -> str:
+        """The first line."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n  ".join([self.headline, *format_findings(self.findings)])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def save(self, file: str | Path, title: str = "") -> None:
+        """Write the report to an HTML file of its own."""
+        super().save(file, title or f"Audit: {self.titles[0]} against {self.titles[1]}")
+
+    def as_json(self) -> dict[str, Json]:
+        """The answer for a program, as a dictionary that JSON can hold.
+
+        Returns:
+            `format` (1), `headline`, `kind` (of the first finding), `faulty`, `settings` (two),
+            `passports` (two), and `findings`: a list of dictionaries with `kind`, `setting`,
+            `operation`, `phase`, `module`, `line`, `detail`, `advice`, and the numbers `size`,
+            `share` and `ratio`, which are None where they are not known; see `Finding`.
+        """
+        return {
+            "format": self.FORMAT,
+            "headline": self.headline,
+            "kind": self.kind,
+            "faulty": self.faulty,
+            "settings": list(self.titles),
+            "passports": [dict(passport) for passport in self.passports],
+            "findings": [
+                {name: _plain(getattr(finding, name)) for name in FIELDS}
+                for finding in self.findings
+            ],
+        }
+
+    def as_markdown(self) -> str:
+        """What one pastes into an issue: the first line, the first three findings, and both
+        machines.
+        """
+        findings = "\n\n".join(map(str, self.findings[:MAX_MARKDOWN_FINDINGS]))
+        sides = (
+            f"- {title}: {Passport(passport).summary()}"
+            for title, passport in zip(self.titles, self.passports, strict=True)
+        )
+        return "\n".join([self.headline, "", "```text", findings, "```", "", *sides])
+
+
+def _plain(value: object) -> Json:
+    """A value as JSON has it, which knows neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """The findings of one kind, line and advice together, each group where its first finding
+    stands.
+    """
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for f in findings:
+        groups.setdefault(
+            (f.kind, f.setting, f.line or f.module or f.operation, f.advice), []
+        ).append(f)
+    return list(groups.values())
+
+
+def format_findings(findings: Sequence[Finding]) -> list[str]:
+    """The findings as text, those of one kind and line together."""
+    texts = []
+    for first, *alike in group_by_line(findings):
+        operations = Counter(f"{f.operation} ({f.phase}){module_phrase(f.module)}" for f in alike)
+        counted = (
+            name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3)
+        )
+        listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")
+        texts.append(f"{first}\n      also in this line: {listed}" if alike else str(first))
+    more = (
+        [f"… and {len(texts) - MAX_PRINTED_LINES} more lines"]
+        if len(texts) > MAX_PRINTED_LINES
+        else []
+    )
+    return texts[:MAX_PRINTED_LINES] + more

@@ -1,0 +1,304 @@
+"""What an operation's result is compared with: the same call in float64, on the same arguments.
+
+If an operation has several correct answers, its float64 reference may return another one. The
+answer is then checked against the definition of the operation. Each check gets the call and its
+results, all in float64, and returns the answer's error, relative to its size, with the number of
+roundings that explain it. It returns None for a call that has only one answer, and `UNCHECKABLE`
+for a call that it cannot follow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    find_tensors,
+    has_failed,
+    is_mutable,
+    map_nested,
+    named_arguments,
+    returned_or_written,
+    schema_name,
+)
+from gpulab.audits._count_sketch import FLOAT64_DEVICES, is_float_or_complex, to_float64_device
+
+# the relative error, and the number of roundings that explain it
+DefinitionCheck = tuple[float | None, float | None]
+UNCHECKABLE: DefinitionCheck = (None, None)
+INVALID: DefinitionCheck = (math.inf, 1.0)
+UNIQUE_INDEX_OPERATIONS = {"sort", "topk"}
+# the smallest subnormal number
+SMALLEST_SUBNORMAL = torch.tensor(1, dtype=torch.int32).view(torch.float32)
+
+
+class Float64Reference:
+    """An operation and its arguments in float64, to be called on these as they are or changed.
+
+    It returns only the results that are compared, the first `n_results`. `compute` may be another
+    function of the same arguments.
+    """
+
+    def __init__(
+        self,
+        operation: OpOverload,
+        args: Sequence[Nested],
+        kwargs: dict[str, Nested],
+        n_results: int,
+    ) -> None:
+        self.operation = operation
+        self.n_results = n_results
+        self.compute: Callable[..., Nested] = operation
+        self.args, self.kwargs = map_nested(to_float64, (list(args), kwargs))
+        self.is_in_place = writes_to_arguments(operation)
+
+    @cached_property
+    def arguments(self) -> dict[str, Nested]:
+        """All arguments by name."""
+        return named_arguments(self.operation, self.args, self.kwargs)
+
+    @property
+    def float_tensors(self) -> list[Tensor]:
+        """The tensors among the arguments that hold floating-point or complex numbers."""
+        return [t for t in find_tensors((self.args, self.kwargs)) if is_float_or_complex(t)]
+
+    def __call__(
+        self,
+        change: Callable[[Tensor], Tensor] | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """The results of arguments that are changed first: all of them, or those at some
+        positions.
+        """
+
+        def apply_change(value: Nested) -> Nested:
+            if change is None or not isinstance(value, Tensor) or not is_float_or_complex(value):
+                return value
+            return change(value)
+
+        args = self.args
+        kwargs = self.kwargs
+        if self.is_in_place:  # what the operation overwrites is still needed
+            args, kwargs = map_nested(_clone_tensor, (args, kwargs))
+        if positions is None:
+            args, kwargs = map_nested(apply_change, (args, kwargs))
+        else:
+            args = [
+                map_nested(apply_change, arg) if i in positions else arg
+                for i, arg in enumerate(args)
+            ]
+        out = self.compute(*args, **kwargs)
+        if has_failed(self.operation, out):
+            raise RuntimeError("a factorisation failed")
+        return find_rounded_results(returned_or_written(self.operation, args, out))[
+            : self.n_results
+        ]
+
+    def check_definition(self, name: str, out: Nested) -> DefinitionCheck | None:
+        """Check what an operation with several correct answers returned against its definition."""
+        if name not in DEFINITIONS:
+            return None
+        return DEFINITIONS[name](self, name, find_tensors(map_nested(to_float64, out)))
+
+
+def _clone_tensor(value: Nested) -> Nested:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def to_float64(value: Nested) -> Nested:
+    """Convert a tensor of real or complex numbers to float64; both these and others go to a
+    device that has float64.
+    """
+    if isinstance(value, torch.device):
+        return value if value.type in FLOAT64_DEVICES else torch.device("cpu")
+    if not isinstance(value, Tensor):
+        return value
+    value = to_float64_device(value.detach())
+    if value.is_complex():
+        return value.to(torch.complex128)
+    # If the machine flushes subnormal numbers to zero, so does a cast.
+    if value.dtype == torch.float32 and not SMALLEST_SUBNORMAL.double():
+        bits = value.view(torch.int32)
+        sizes = (bits & 0x7FFFFF).double() * 2.0**-149
+        return torch.where(
+            bits & 0x7F800000 == 0, torch.where(bits < 0, -sizes, sizes), value.double()
+        )
+    return value.double() if value.is_floating_point() else value
+
+
+def writes_to_arguments(operation: OpOverload) -> bool:
+    """Whether an operation writes to its arguments; batch normalisation does, though its schema
+    does not say so.
+    """
+    return is_mutable(operation) or "batch_norm" in schema_name(operation)
+
+
+def find_rounded_results(out: Nested) -> list[Tensor]:
+    """The tensors that an operation returned whose numbers are rounded."""
+    return [
+        to_float64_device(t.detach())
+        for t in find_tensors(out)
+        if is_float_or_complex(t) and t.numel()
+    ]
+
+
+def norm(tensor: Tensor) -> float:
+    """The Euclidean norm of all numbers, computed in float64."""
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype))
+
+
+def difference_norm(result: Tensor, exact: Tensor) -> float:
+    """The norm of the difference; numbers that are both NaN, or both infinite with one sign, do
+    not differ.
+    """
+    difference = exact - result
+    size = norm(difference)
+    if not math.isnan(size):
+        return size
+    is_equal = (result == exact) | (result.isnan() & exact.isnan())
+    return norm(torch.where(is_equal, 0.0, difference))
+
+
+# --- operations with several correct answers ------------------------------------------------------
+
+
+def _relative_error(result: Tensor, exact: Tensor) -> float:
+    """The norm of the difference, relative to the exact numbers that are finite."""
+    error = difference_norm(result.double(), exact.double())
+    size = norm(torch.where(exact.isfinite(), exact, 0.0))
+    return error / (size or 1.0)
+
+
+# --- places of numbers, where several are equal ---------------------------------------------------
+
+
+def _check_selection(
+    reference: Float64Reference, name: str, results: list[Tensor]
+) -> DefinitionCheck | None:
+    """The numbers at the returned indices are those at the indices of float64, and no index is
+    returned twice.
+    """
+    arguments = reference.arguments
+    x = arguments["self"]
+    dim = arguments.get("dim")
+    *values, indices = results
+    # the largest number of all comes without its index
+    has_no_index = not values and not name.startswith("arg")
+    if has_no_index or arguments.get("indices") is not None or arguments.get("stable"):
+        return None
+    exact_results = reference.operation(
+        **{key: value for key, value in arguments.items() if key not in ("values", "indices")}
+    )
+    exact_indices = exact_results[-1] if isinstance(exact_results, tuple) else exact_results
+    if "pool" in name:
+        sides = 3 if "3d" in name else 2
+        x, indices, exact_indices = (t.flatten(-sides) for t in (x, indices, exact_indices))
+        values = [t.flatten(-sides) for t in values]
+        dim = -1
+    elif dim is None:
+        x, indices, exact_indices = (t.flatten() for t in (x, indices, exact_indices))
+        dim = 0
+    elif indices.dim() < x.dim():
+        indices, exact_indices, *values = (
+            t.unsqueeze(dim) for t in (indices, exact_indices, *values)
+        )
+    length = x.shape[dim] if x.dim() else 1
+    if indices.shape != exact_indices.shape or bool(((indices < 0) | (indices >= length)).any()):
+        return INVALID
+    if (
+        name in UNIQUE_INDEX_OPERATIONS
+        and x.dim()
+        and bool((indices.sort(dim).values.diff(dim=dim) == 0).any())
+    ):
+        return INVALID
+    selected, exact = (x.gather(dim, index) if x.dim() else x for index in (indices, exact_indices))
+    error = max((_relative_error(value, selected) for value in values), default=0.0)
+    if name == "topk" and not arguments["sorted"]:
+        selected, exact = (t.sort(dim).values for t in (selected, exact))
+    return max(error, _relative_error(selected, exact)), 1.0
+
+
+# --- several numbers written to one place ---------------------------------------------------------
+
+
+def _check_written(reference: Float64Reference, *_: object) -> DefinitionCheck | None:
+    """If an index occurs twice, either number may stay, unless they are summed or one number is
+    written everywhere.
+    """
+    arguments = reference.arguments
+    is_summed = arguments.get("reduce") is not None or arguments.get("accumulate")
+    if is_summed or "value" in arguments or max_index_repeats(arguments) <= 1:
+        return None
+    return UNCHECKABLE
+
+
+def max_index_repeats(arguments: dict[str, Nested]) -> int:
+    """How often the most frequent index occurs; a mask has none twice."""
+    indices = find_tensors(arguments.get("indices", arguments.get("index")))
+    return min(
+        1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices
+    )
+
+
+# --- matrices -------------------------------------------------------------------------------------
+
+
+def _check_factorisation(
+    reference: Float64Reference, name: str, factors: list[Tensor]
+) -> DefinitionCheck | None:
+    """The factors' product is the matrix, and the bases are orthogonal, whatever their signs and
+    order.
+
+    For an n × n matrix, rounding errors amount to about n units in the last place of its size
+    (Higham 2002, Accuracy and Stability of Numerical Algorithms, ch. 19), because these algorithms
+    are backward stable.
+    """
+    matrix = reference.arguments["A"]
+    if matrix.is_complex() or not all(
+        t.numel() and bool(t.isfinite().all()) for t in (matrix, *factors)
+    ):
+        return UNCHECKABLE
+    bases = factors[:1]
+    if name == "linalg_qr":
+        product = factors[0] @ factors[1]
+    elif name == "_linalg_svd":
+        rank = factors[1].shape[-1]
+        product = factors[0][..., :rank] * factors[1].unsqueeze(-2) @ factors[2][..., :rank, :]
+        bases = [factors[0], factors[2].mT]
+    else:  # the eigenvectors of a symmetric matrix, of which one triangle is read
+        upper = reference.arguments["UPLO"] == "U"
+        matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
+        matrix = matrix @ factors[1]
+        product = factors[1] * factors[0].unsqueeze(-2)
+        bases = factors[1:]
+    grams = [basis.mT @ basis for basis in bases]
+    identities = [
+        torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+        for gram in grams
+    ]
+    error = max(map(_relative_error, [product, *grams], [matrix, *identities]))
+    return error, float(max(matrix.shape[-2:]))
+
+
+def _reject_check(*_: object) -> DefinitionCheck:
+    """Report an operation as one that no check can follow."""
+    return UNCHECKABLE
+
+
+_SELECTIONS = """
+    adaptive_max_pool2d adaptive_max_pool3d argmax argmin cummax cummin kthvalue max
+    max_pool2d_with_indices max_pool3d_with_indices median min nanmedian sort topk
+"""
+DEFINITIONS: dict[str, Callable[[Float64Reference, str, list[Tensor]], DefinitionCheck | None]] = (
+    dict.fromkeys(_SELECTIONS.split(), _check_selection)
+    | dict.fromkeys(("scatter", "index_copy", "index_put", "_index_put_impl"), _check_written)
+    | dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_qr"), _check_factorisation)
+    | dict.fromkeys(("_unique2", "linalg_eig", "linalg_lstsq", "mode"), _reject_check)
+)

@@ -1,0 +1,175 @@
+"""Why a step cannot be done in float64: the line and the module that ask for float32, or a shorter
+format, themselves.
+
+Under a setting with `precision=float64` parameters, inputs and torch's default type are float64. A
+tensor of a shorter format is then there because the step asks for it, as `x.float()` and
+`torch.zeros(3, dtype=torch.float32)` do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gpulab._torch_internals import Nested, WeakTensorKeyDictionary, tree_leaves
+from gpulab.guards._call_sites import PACKAGE, TORCH, Line, is_notebook_cell
+
+BELOW_FLOAT64_DTYPES = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
+MODELS_DIR = os.path.join(PACKAGE, "models")
+
+
+class Request(NamedTuple):
+    """Where a step asks for a short format, or uses a tensor that was made in one before the step.
+
+    Attributes:
+        dtype: The format.
+        line: The user's line, as `file:line: text`; empty where torch's own code asks.
+        module: The path of the module, or the class of the whole model.
+        is_made: Whether the step makes the tensor.
+
+    >>> print(
+    ...     Request(torch.float32, "net.py:12: return self.head(x.float())", "head", is_made=True)
+    ... )
+    net.py:12: return self.head(x.float()) (in head) asks for float32
+    >>> print(Request(torch.float32, "", "head", is_made=False))
+    head uses a float32 tensor that was made before the step
+    """
+
+    dtype: torch.dtype
+    line: str
+    module: str
+    is_made: bool
+
+    def __str__(self) -> str:
+        where = (
+            f"{self.line} (in {self.module})"
+            if self.line and self.module
+            else self.line or self.module
+        )
+        format_name = str(self.dtype).removeprefix("torch.")
+        does = (
+            f"asks for {format_name}"
+            if self.is_made
+            else f"uses a {format_name} tensor that was made before the step"
+        )
+        return f"{where or 'the step'} {does}"
+
+
+class ShortFormatRequests(TorchFunctionMode):
+    """Notes who asks for a short format while a step is done in float64.
+
+    Args:
+        model: The model, for the names of its modules.
+        calling_file: The file that calls the model. Lines further out are no part of it.
+
+    Attributes:
+        requests: All requests, in the order in which they were made.
+        failed_input_requests: The requests that made the inputs of the operation that failed.
+    """
+
+    def __init__(self, model: nn.Module, calling_file: str) -> None:
+        super().__init__()
+        self.names = {
+            id(module): name or type(module).__name__ for name, module in model.named_modules()
+        }
+        self.calling_file = calling_file
+        self.requests: list[Request] = []
+        self.failed_input_requests: list[Request] = []
+        self.request_of_tensor = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Nested],
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: Mapping[str, Nested] | None = None,
+    ) -> Nested:
+        """Call an operation, and note the requests that its short results go back to."""
+        inputs = [
+            self._request_of(tensor, is_made=False) for tensor in _short_tensors((args, kwargs))
+        ]
+        try:
+            output = function(*args, **(kwargs or {}))
+        except Exception:
+            self.failed_input_requests = self.failed_input_requests or inputs
+            raise
+        for tensor in _short_tensors(output):
+            self._request_of(tensor, inputs)
+        return output
+
+    @property
+    def most_likely(self) -> Request | None:
+        """The request that most likely made the step fail, if there was any."""
+        return next(iter([*self.failed_input_requests, *self.requests]), None)
+
+    def _request_of(
+        self, tensor: Tensor, inputs: Sequence[Request] = (), is_made: bool = True
+    ) -> Request:
+        """The request that a short tensor goes back to: that of an input, or else one that is
+        made in this line.
+        """
+        if tensor not in self.request_of_tensor:
+            self.request_of_tensor[tensor] = (
+                inputs[0] if inputs else self._new_request(tensor, is_made)
+            )
+        request: Request = self.request_of_tensor[tensor]
+        return request
+
+    def _new_request(self, tensor: Tensor, is_made: bool) -> Request:
+        frames = _frames_inside(self.calling_file)
+        owners = (self.names.get(id(frame.f_locals.get("self"))) for frame in frames)
+        lines = (Line(frame.f_code.co_filename, frame.f_lineno, "") for frame in frames)
+        request = Request(
+            tensor.dtype, _innermost_line(lines), next(filter(None, owners), ""), is_made
+        )
+        self.requests.append(request)
+        return request
+
+
+def line_of_error(error: BaseException) -> str:
+    """The innermost line of the user's that an error went through, as `file:line: text`; empty
+    where there is none.
+    """
+    lines: list[Line] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        lines.append(Line(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno, ""))
+        traceback = traceback.tb_next
+    return _innermost_line(reversed(lines))
+
+
+def _short_tensors(values: Nested) -> list[Tensor]:
+    return [
+        leaf
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor) and leaf.dtype in BELOW_FLOAT64_DTYPES
+    ]
+
+
+def _frames_inside(calling_file: str) -> list[FrameType]:
+    """The frames of this thread, the innermost first, up to those of a file."""
+    frames: list[FrameType] = []
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != calling_file:
+        frames.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return frames
+
+
+def _innermost_line(lines: Iterable[Line]) -> str:
+    """The first of some lines that is neither torch's nor gpulab's, its models apart."""
+    for line in lines:
+        if not line.file.startswith((TORCH + os.sep, PACKAGE, "<")) or line.file.startswith(
+            MODELS_DIR
+        ):
+            name = "a notebook cell" if is_notebook_cell(line.file) else Path(line.file).name
+            return f"{name}:{line.number}: {line.text}"
+    return ""

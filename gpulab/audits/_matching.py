@@ -1,0 +1,359 @@
+"""Match the values of two executions in float64: equal, equal in another order, or parts of each
+other.
+
+Nothing is compared but float64 references, so that two values which are one coincide to some ten
+digits, whatever the precision of the executions. References without rounding are independent of the
+order and the names of the operations that led to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from gpulab.audits import _tolerances as tol
+from gpulab.audits._graphs import Graph
+from gpulab.audits._values import Value
+
+Tolerance = Callable[[Value], float]
+MIN_PART_SIZE = 4  # numbers; fewer may match by chance
+MAX_TOLERANCE = 1e6
+MAX_STRETCHES = 1 << 18  # sums that are compared at a time
+NEGLIGIBLE_SQUARES_SHARE = (
+    1e-24  # of the sum of squares: a slice with a smaller share consists of rounding errors
+)
+MAX_PART_DEPTH = 12  # operations after a matched value whose results are searched for parts
+
+
+def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
+    """Whether two values agree in float64, number by number in the order of memory."""
+    if (
+        x.reference is None
+        or y.reference is None
+        or x.reference.shape != y.reference.shape
+        or x.count != y.count
+    ):
+        return False
+    return bool(
+        _are_same_sketches(x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)]))[
+            0
+        ]
+    )
+
+
+def _are_same_sketches(
+    reference: np.ndarray, candidates: np.ndarray, tolerance: float, tolerances: np.ndarray
+) -> np.ndarray:
+    """Whether each of several sketches is that of one value. Each candidate sketch is a row."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        unequal = ~((candidates == reference) | (np.isnan(candidates) & np.isnan(reference)))
+        size = np.linalg.norm(np.where(unequal, reference, 0.0), axis=1)
+        sizes = np.linalg.norm(np.where(unequal, candidates, 0.0), axis=1)
+        distances = np.linalg.norm(np.where(unequal, reference - candidates, 0.0), axis=1)
+        allowed = np.maximum(size * tolerance, sizes * tolerances)
+        return ~unequal.any(axis=1) | (np.isfinite(distances) & (distances <= allowed))
+
+
+class Matches:
+    """For each value of one execution the values of the other one that are the same, or have the
+    same numbers.
+
+    Args:
+        graphs: Of the two executions.
+        tolerance: How far two references of one value may be apart, relative to it.
+
+    Attributes:
+        equal: The counterparts in the same order of memory, by value, for the values of both
+            executions.
+        matched_values: The values that have a counterpart in any form.
+        permuted_values: Values with the numbers of a value of the other execution, but in an order
+            that no transposition makes, such as flipped ones.
+    """
+
+    def __init__(self, graphs: tuple[Graph, Graph], tolerance: Tolerance) -> None:
+        self.graphs, self.tolerance = graphs, tolerance
+        self.equal: dict[Value, list[Value]] = defaultdict(list)
+        self.matched_values: set[Value] = set()
+        self.permuted_values: set[Value] = set()
+        first, second = (graph.values() for graph in graphs)
+        self._match_wholes(first, second)
+        self.permuted_values -= self.matched_values
+
+    def _match_wholes(self, first: Sequence[Value], second: Sequence[Value]) -> None:
+        groups: dict[tuple[int, int], list[Value]] = defaultdict(list)
+        for value in second:
+            if value.total and value.reference is not None:
+                groups[value.count, value.reference.size].append(value)
+        tables = {sizes: _ValueTable(group, self.tolerance) for sizes, group in groups.items()}
+        for value in first:
+            if not value.total or value.reference is None:
+                continue
+            table = tables.get((value.count, value.reference.size))
+            if table is None:
+                continue
+            near, equal = table.find_near(value, value.reference, self.tolerance(value))
+            for counterpart in equal:
+                self.equal[value].append(counterpart)
+                self.equal[counterpart].append(value)
+            transposed = (
+                [] if equal else [v for v in near if is_transposed(value, v, self.tolerance)]
+            )
+            if equal or transposed:
+                self.matched_values |= {value, *equal, *transposed}
+            elif not value.is_uninformative:
+                permuted = [v for v in near if is_transposed(value, v, self.tolerance) is False]
+                if permuted:
+                    self.permuted_values.update([value, *permuted])
+
+    def match_parts(self) -> None:
+        """Find values that are a slice of a value of the other execution, or are covered by
+        slices of several.
+        """
+        all_values = [graph.values() for graph in self.graphs]
+        for side, graph in enumerate(self.graphs):
+            candidates = [v for v in all_values[1 - side] if v.profiles and not v.is_pure_rounding]
+            self.matched_values |= self._find_parts(graph, PartSearch(candidates, self.tolerance))
+
+    def _find_parts(self, graph: Graph, search: PartSearch) -> set[Value]:
+        depth: dict[Value, int] = {}
+        parts: set[Value] = set()
+        for value in graph.values():
+            node = graph.maker.get(value)
+            input_depth = max((depth.get(v, 0) for v in node.inputs), default=0) if node else 0
+            is_view = node is not None and node.op.is_view
+            if value in self.matched_values:
+                depth[value] = 0
+            else:
+                depth[value] = input_depth if is_view else input_depth + 1
+            is_loose = self.tolerance(value) > tol.MAX_SUM_MATCHING_TOLERANCE
+            if (
+                is_loose
+                or value in self.matched_values
+                or depth[value] > MAX_PART_DEPTH
+                or value.is_uninformative
+                or value.count < MIN_PART_SIZE
+            ):
+                continue
+            if search.contains(value) or search.covers(value):
+                parts.add(value)
+                depth[value] = 0
+        return parts
+
+
+class _ValueTable:
+    """The sums and the sketches of several values of one size, as arrays."""
+
+    def __init__(self, values: Sequence[Value], tolerance: Tolerance) -> None:
+        self.values = values
+        self.totals = np.array([value.total for value in values])
+        self.are_finite = np.isfinite(self.totals).all(1)
+        self.references = np.stack(
+            [value.reference for value in values if value.reference is not None]
+        )
+        self.tolerances = np.array([tolerance(value) for value in values])
+
+    def find_near(
+        self, value: Value, reference: np.ndarray, tolerance: float
+    ) -> tuple[list[Value], list[Value]]:
+        """Those whose sums are the value's, as far as the tolerances go; and those of them that
+        are the same.
+        """
+        allowed = np.minimum(4 * np.maximum(self.tolerances, tolerance), 1e9)
+        squares = np.maximum(self.totals[:, 1], value.total[1])
+        with np.errstate(invalid="ignore", over="ignore"):
+            scale = np.stack([np.sqrt(value.count * squares), squares], 1)
+            bounds = np.stack([allowed, 2 * allowed * np.maximum(1.0, allowed)], 1) * scale + 1e-300
+            close = np.abs(self.totals - np.array(value.total)) <= bounds
+        is_finite = np.isfinite(value.total).all()
+        indices = np.flatnonzero(close.all(1) & self.are_finite if is_finite else ~self.are_finite)
+        are_same = _are_same_sketches(
+            reference, self.references[indices], tolerance, self.tolerances[indices]
+        )
+        near = [self.values[int(index)] for index in indices]
+        return near, [
+            candidate for candidate, is_same in zip(near, are_same, strict=True) if is_same
+        ]
+
+
+def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
+    """Whether one of two values with equal sums may be a transposition of the other, without
+    flipped dimensions.
+
+    None if they have no dimension of one size, so that it cannot be decided.
+    """
+    if x.is_pure_rounding and y.is_pure_rounding:
+        return True
+    if max(tolerance(x), tolerance(y)) > tol.MAX_SUM_MATCHING_TOLERANCE:
+        return None
+    allowed = 8 * max(tolerance(x), tolerance(y), 1e-9)
+    squares = max(x.total[1], y.total[1])
+    if not math.isfinite(squares):
+        return None
+    bounds = allowed * np.array([[math.sqrt(x.count * squares)], [squares]])
+
+    def are_close(p: np.ndarray, q: np.ndarray) -> bool:
+        return p.shape == q.shape and bool((np.abs(p - q) <= bounds).all())
+
+    sizes = {profile.shape[1] for profile in y.profiles.values()}
+    compared = [profile for profile in x.profiles.values() if profile.shape[1] in sizes]
+    if not compared:
+        return None
+    return all(any(are_close(p, q) for q in y.profiles.values()) for p in compared)
+
+
+class PartSearch:
+    """Search several values for those that contain another value as a slice, or whose union covers
+    it.
+
+    A slice is recognised by its sum and its sum of squares, which are those of a stretch of the
+    whole's profile.
+
+    Args:
+        values: Those with profiles.
+        tolerance: How far two references of one value may be apart, relative to it.
+    """
+
+    def __init__(self, values: Sequence[Value], tolerance: Tolerance) -> None:
+        self.tolerance = tolerance
+        wholes: dict[tuple[int, int, int], list[Value]] = defaultdict(list)
+        parts: dict[int, list[Value]] = defaultdict(list)
+        for value in values:
+            for dim, profile in value.profiles.items():
+                if np.isfinite(profile).all():
+                    wholes[value.count, dim, profile.shape[1]].append(value)
+            if (
+                value.count >= MIN_PART_SIZE
+                and not value.is_constant
+                and np.isfinite(value.total).all()
+            ):
+                parts[value.count].append(value)
+        self.wholes = {
+            (count, size, start, dim): _StretchSums(
+                some[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance
+            )
+            for (count, dim, size), some in wholes.items()
+            for start in range(0, len(some), max(1, MAX_STRETCHES // size))
+        }
+        self.parts = {
+            count: (
+                np.array([part.total for part in some]),
+                np.array([tolerance(part) for part in some]),
+            )
+            for count, some in sorted(parts.items())
+        }
+
+    def contains(self, part: Value) -> bool:
+        """Whether a value is a slice of one of these."""
+        if not part.total or not np.isfinite(part.total).all():
+            return False
+        tolerance = np.array([self.tolerance(part)])
+        for (count, size, *_), stretches in self.wholes.items():
+            length, rest = divmod(part.count, count // size)
+            if (
+                part.count < count
+                and not rest
+                and stretches.find(length, np.array([part.total]), tolerance).any()
+            ):
+                return True
+        return False
+
+    def covers(self, whole: Value) -> bool:
+        """Whether slices of a value that are among these make up all of it, but for rounding."""
+        if not whole.profiles or not np.isfinite(whole.total).all():
+            return False
+        for dim, profile in whole.profiles.items():
+            if not np.isfinite(profile).all():
+                continue
+            covered = profile[1] <= NEGLIGIBLE_SQUARES_SHARE * whole.total[1]
+            stretches = _StretchSums([whole], dim, self.tolerance)
+            n_per_index = whole.count // profile.shape[1]
+            for count, (totals, tolerances) in self.parts.items():
+                length, rest = divmod(count, n_per_index)
+                if count < whole.count and not rest:
+                    for start in np.flatnonzero(
+                        stretches.find(length, totals, tolerances).any(axis=0)
+                    ):
+                        covered[start : start + length] = True
+            if covered.all():
+                return True
+        return False
+
+
+class _StretchSums:
+    """The sums over stretches of the profiles along one dimension, of values of one shape there."""
+
+    def __init__(self, wholes: Sequence[Value], dim: int, tolerance: Tolerance) -> None:
+        profiles = np.stack([whole.profiles[dim] for whole in wholes])
+        self.cumulative_sums = np.concatenate(
+            [np.zeros((len(wholes), 2, 1)), np.cumsum(profiles, 2)], 2
+        )
+        self.tolerances = np.array([tolerance(whole) for whole in wholes])[:, None]
+        squares = np.array([whole.total[1] for whole in wholes])[:, None]
+        self.scales = np.sqrt(wholes[0].count * squares), squares
+        self.n_per_index = wholes[0].count // profiles.shape[2]
+
+    def find(self, length: int, totals: np.ndarray, tolerances: np.ndarray) -> np.ndarray:
+        """Where a stretch has the sums of a part.
+
+        Args:
+            length: Of the stretches. All parts have this length.
+            totals: The sums of the parts, and those of their squares, in two columns. Either there
+                is one part, or one whole.
+            tolerances: Of the parts.
+
+        Returns:
+            A truth value for each part or whole, in rows, and each first index of a stretch, in
+            columns.
+        """
+        sums, squares = np.moveaxis(
+            self.cumulative_sums[:, :, length:] - self.cumulative_sums[:, :, :-length], 1, 0
+        )
+        allowed = 4 * np.maximum(np.maximum(tolerances[:, None], self.tolerances), 1e-9)
+        total, total_squares = totals[:, :1], totals[:, 1:]
+        size = np.sqrt(length * self.n_per_index * total_squares)
+        hits = np.abs(sums - total) <= allowed * size + 1e-12 * self.scales[0]
+        hits &= np.abs(squares - total_squares) <= allowed * total_squares + 1e-13 * self.scales[1]
+        return hits
+
+
+def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
+    """How far another reference of a value may be from this one, relative to it.
+
+    An exact reference coincides with another one to ten digits. Where the operation that made a
+    value loses digits, as by subtracting, so does float64; how many shows in how far the recorded
+    numbers are from the reference. Of values that consist of roundings, two need not coincide.
+
+    Args:
+        graph: The execution.
+        uncertain: Values whose references are less certain, and how far off they may be.
+    """
+    cache: dict[Value, float] = {}
+
+    def tolerance(value: Value) -> float:
+        if value not in cache:
+            if value in graph.pure_rounding_values:
+                cache[value] = MAX_TOLERANCE
+            elif value in uncertain:
+                cache[value] = uncertain[value] * _condition(graph, value)
+            else:
+                cache[value] = tol.REFERENCE_TOLERANCE + min(
+                    MAX_TOLERANCE, tol.REFERENCE_TOLERANCE_PER_DEVIATION * value.deviation
+                )
+        return cache[value]
+
+    return tolerance
+
+
+def _condition(graph: Graph, value: Value) -> float:
+    """How many times as large as those of its inputs the relative roundings of a value may be,
+    by its error bound.
+    """
+    node = graph.maker.get(value)
+    bound = (node.op.bound or 0.0) if node else 0.0
+    unit = (
+        tol.SHORT_FORMAT_ROUNDOFF if value.dtype in tol.SHORT_FORMATS else 64 * tol.FLOAT32_ROUNDOFF
+    )
+    return max(1.0, bound / unit) if math.isfinite(bound) else 1.0

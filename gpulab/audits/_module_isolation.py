@@ -1,0 +1,346 @@
+"""A step's results by name, whole or of one module alone: what can be seen of a network that is
+compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gpulab import _torch_internals
+from gpulab._torch_internals import Nested, named_leaves, tree_map
+from gpulab.audits._count_sketch import is_float_or_complex, to_float64_device
+from gpulab.audits._float64_failures import Request, ShortFormatRequests, line_of_error
+from gpulab.audits._recording import SEED
+from gpulab.errors import GpulabError, UsageError
+from gpulab.numerics._flags import arithmetic
+from gpulab.settings import Setting
+from gpulab.steps import PreparedStep, Step, explain_step_error, loss_of, seed_generators
+
+NamedTensors = dict[str, Tensor]
+# The tolerance for a correct result in float32, as a multiple of one rounding. Inputs are perturbed
+# by this much, rather than scaling the effect of one rounding, because near a kink, such as ReLU's,
+# two correct results may lie on either side of it.
+MAX_ERROR_RATIO = 64.0
+MAX_NUDGE = 2.0**-6  # the largest relative perturbation; 64 roundings of TF32 exceed it
+# In bfloat16 and float16 one rounding is so large that 64 of them say nothing. The inputs are
+# perturbed by one.
+MIN_SHORT_ROUNDOFF = 2.0**-11
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A step, or a module alone, done once.
+
+    Attributes:
+        results: All that it made, by name, in float64.
+        random_state: The states of torch's generators afterwards, the CPU's and the device's.
+    """
+
+    results: NamedTensors
+    random_state: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class ModuleCall(Step):
+    """A module of a model by its name there, and its first call: `batch` is its arguments and
+    output gradients.
+    """
+
+    name: str = ""
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What decides the code that is compiled for it: equal blocks are compiled once, and
+        tried once.
+        """
+        shapes = [(name, t.shape, t.dtype) for name, t in named_tensors("", self.batch[:2]).items()]
+        return type(self.model), repr(self.model), self.model.training, *shapes
+
+    def contains(self, name: str) -> bool:
+        """Whether a module is this one, or inside of it."""
+        return not self.name or name == self.name or name.startswith(f"{self.name}.")
+
+
+class _StepRun(PreparedStep):
+    """Gives the loss, what the model returned, each gradient, and each buffer that was changed.
+
+    With `nudge`, the number of a draw, every number that it begins with is moved by `nudge_size`,
+    up or down. With `first_rounded_to`, every number is rounded to this format first.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        setting: Setting,
+        nudge: int = 0,
+        first_rounded_to: torch.dtype | None = None,
+    ) -> None:
+        self.first_rounded_to = first_rounded_to
+        super().__init__(step, setting)
+        self.nudge = nudge
+        self.generator = torch.Generator().manual_seed(nudge)
+        self.outputs: NamedTensors = {}
+        # in other memory, since this may be the user's
+        self.batch = tree_map(self._nudge, self.batch)
+
+    def __call__(self) -> NamedTensors:  # type: ignore[override]  # all results in place of the loss
+        self._wrap_model(self.model)
+        for parameter in self.model.parameters():
+            parameter.data.copy_(self._nudge(parameter.data))
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        results = self.results()
+        parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
+        results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
+        results |= {
+            f"updated {n}": b
+            for n, b in buffers
+            if n not in before or not torch.equal(b, before[n])
+        }
+        return {
+            name: _detached_copy(tensor)
+            for name, tensor in results.items()
+            if is_float_or_complex(tensor)
+        }
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        if self.first_rounded_to is not None and tensor.is_floating_point():
+            tensor = tensor.to(self.first_rounded_to)
+        return super()._convert(tensor)
+
+    def _nudge(self, value: Nested) -> Nested:
+        if not self.nudge or not isinstance(value, Tensor) or not is_float_or_complex(value):
+            return value
+        signs = 2 * torch.randint(0, 2, value.shape, generator=self.generator).to(value.device) - 1
+        # bfloat16 does not hold 1 + 2**-8, by which its numbers are moved to their neighbours.
+        factors = 1 + nudge_size(self.setting) * signs.to(
+            torch.promote_types(value.dtype, torch.float32)
+        )
+        return (value * factors).to(value.dtype)
+
+    def _wrap_model(self, model: nn.Module) -> None:
+        """Keep what the model returns, and have it compiled under such a setting, until the step
+        has ended.
+        """
+
+        # `compile` of torch's own modules compiles nothing
+        def call(*args: Nested, **kwargs: Nested) -> Nested:
+            return _torch_internals.call_as_written(model, *args, **kwargs)
+
+        run = self.setting.compiled(call) if self.setting.compile else call
+
+        # a hook would be compiled with it
+        def call_and_keep(*args: Nested, **kwargs: Nested) -> Nested:
+            output = run(*args, **kwargs)
+            self.outputs |= named_tensors("output", output)
+            return output
+
+        _torch_internals.replace_call(model, call_and_keep)
+
+    def results(self) -> NamedTensors:
+        """What is computed, after the backward pass."""
+        loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
+        with torch.autocast(loss.device.type, enabled=False):
+            loss.backward()
+        return {"loss": loss} | self.outputs
+
+
+class _IsolatedModuleRun(_StepRun):
+    """A module with the inputs, and the gradients of its outputs, that it had in a step."""
+
+    def results(self) -> NamedTensors:
+        args, kwargs, gradients = self.batch
+        inputs = named_tensors("input", args) | named_tensors("input", kwargs)
+        for tensor in inputs.values():
+            tensor.requires_grad_()
+        # Clones, since a leaf may not be changed in place, as some modules do to their inputs.
+        args, kwargs = tree_map(_clone, (args, kwargs))
+        self.model(*args, **kwargs)
+        followed = {
+            name: out
+            for name, out in self.outputs.items()
+            if name in gradients and out.requires_grad
+        }
+        if followed:
+            with torch.autocast(self.setting.kind, enabled=False):
+                torch.autograd.backward(
+                    [*followed.values()], [gradients[name] for name in followed]
+                )
+        return self.outputs | {
+            f"gradient of {name}": t.grad for name, t in inputs.items() if t.grad is not None
+        }
+
+
+def named_tensors(what: str, values: Nested) -> NamedTensors:
+    """The floating-point tensors among nested values, each by its place."""
+    leaves = [(place, leaf) for place, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
+    return {f"{what}{place}": leaf for place, leaf in leaves if is_float_or_complex(leaf)}
+
+
+def rounding_unit(setting: Setting) -> float:
+    """The largest relative error of one rounding of a product under a setting that is in force.
+
+    >>> rounding_unit(Setting.parse("cpu")) == 2**-24
+    True
+    """
+    if setting.kind == "cuda" and "tf32" in arithmetic().values():
+        return 2.0**-11
+    dtype = getattr(torch, setting.autocast) if setting.autocast else setting.dtype
+    return torch.finfo(dtype).eps / 2
+
+
+def uses_short_format(setting: Setting) -> bool:
+    """Whether a setting computes in bfloat16 or float16, all of a step or its products.
+
+    >>> [
+    ...     uses_short_format(Setting.parse(text))
+    ...     for text in ("cpu", "cpu:precision=bfloat16", "cpu:autocast=float16")
+    ... ]
+    [False, True, True]
+    """
+    dtype = getattr(torch, setting.autocast) if setting.autocast else setting.dtype
+    return torch.finfo(dtype).eps / 2 >= MIN_SHORT_ROUNDOFF
+
+
+def nudge_size(setting: Setting) -> float:
+    """How far the numbers that a step begins with are moved, under a setting that is in force:
+    relative to each.
+
+    >>> (
+    ...     nudge_size(Setting.parse("cpu")) == 2**-18,
+    ...     nudge_size(Setting.parse("cpu:precision=bfloat16")) == 2**-8,
+    ... )
+    (True, True)
+    """
+    unit = rounding_unit(setting)
+    return unit if uses_short_format(setting) else min(MAX_ERROR_RATIO * unit, MAX_NUDGE)
+
+
+def _clone(value: Nested) -> Nested:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _detached_copy(value: Nested) -> Nested:
+    """A detached copy of a tensor; any other value as it is."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def execute(
+    step: Step,
+    setting: Setting,
+    nudge: int = 0,
+    first_rounded_to: torch.dtype | None = None,
+    context: AbstractContextManager[object] | None = None,
+) -> Execution:
+    """Do a step, or a module alone, once from the same random numbers.
+
+    Args:
+        step: What is done.
+        setting: What it is done under.
+        nudge: The number of a draw by which all numbers that it begins with are moved by
+            `nudge_size`; 0 moves none.
+        first_rounded_to: The format that all numbers that it begins with are rounded to before they
+            are converted to the setting's; None rounds none.
+        context: A context that the step is done in.
+
+    Raises:
+        GpulabError: Where torch's compiler fails, and where the step fails.
+    """
+    kind = _IsolatedModuleRun if isinstance(step, ModuleCall) else _StepRun
+    with seed_generators(setting, SEED), setting.apply():
+        with (
+            kind(step, setting, nudge, first_rounded_to) as prepared,
+            _explain_errors(setting, prepared.model),
+            context or contextlib.nullcontext(),
+        ):
+            results: NamedTensors = prepared()  # type: ignore[assignment]  # all results in place of the loss
+        state = _random_state(setting)
+    return Execution(
+        {name: to_float64_device(tensor).double() for name, tensor in results.items()}, state
+    )
+
+
+def find_failing_request(step: Step, setting: Setting) -> Request | None:
+    """Who asks for a short format in a step, or a module alone, that fails under a setting in
+    float64.
+
+    Returns:
+        The request; None where the step asks for none, so that it fails for another reason.
+    """
+    requests = ShortFormatRequests(step.model, calling_file=__file__)
+    with contextlib.suppress(GpulabError):
+        execute(step, setting, context=requests)
+    return requests.most_likely
+
+
+def _random_state(setting: Setting) -> tuple[bytes, ...]:
+    """The states of the CPU's generator and the device's."""
+    states = [torch.get_rng_state()]
+    if setting.kind != "cpu":
+        states.append(
+            torch.get_device_module(setting.kind).get_rng_state(torch.device(setting.device))
+        )
+    return tuple(state.cpu().numpy().tobytes() for state in states)
+
+
+@contextlib.contextmanager
+def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
+    """Errors of torch's compiler and of the step itself are raised as a sentence, with the line
+    that they come from.
+    """
+    compiler_error = _torch_internals.compiler_error()
+    try:
+        yield
+    except compiler_error as error:
+        why = " ".join(str(error).partition("\n\n")[0].split())
+        raise GpulabError(
+            f"setting {str(setting)!r}: torch's compiler fails on this step: {why}"
+        ) from error
+    except GpulabError:
+        raise
+    except Exception as error:  # of any kind, since the code is the user's
+        explained = explain_step_error(error, setting, model.modules())
+        if not isinstance(explained, UsageError):
+            words = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            explained = UsageError(f"the step fails under {setting}: {words}")
+        line = line_of_error(error)
+        raise UsageError(f"{explained} (at {line})" if line else str(explained)) from error
+
+
+def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
+    """The first call of each module in a step that is done as it is written; inner modules stand
+    before outer ones.
+    """
+    prepared = _StepRun(step, setting)
+    calls: dict[nn.Module, ModuleCall] = {}
+    inputs: dict[nn.Module, Nested] = {}
+
+    def begin(module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
+        inputs[module] = tree_map(_detached_copy, (args, kwargs))
+
+    def end(name: str, module: nn.Module, output: Nested) -> None:
+        if module not in calls:
+            gradients: NamedTensors = {}
+            calls[module] = ModuleCall(module, (*inputs.pop(module), gradients), name=name)
+            for place, tensor in named_tensors("output", output).items():
+                if tensor.requires_grad:
+                    tensor.register_hook(
+                        lambda gradient, place=place: gradients.update(
+                            {place: _detached_copy(gradient)}
+                        )
+                    )
+
+    with seed_generators(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
+        for name, module in prepared.model.named_modules():
+            after = module.register_forward_hook(
+                lambda module, _, output, name=name: end(name, module, output)
+            )
+            for handle in (module.register_forward_pre_hook(begin, with_kwargs=True), after):
+                hooks.callback(handle.remove)
+        prepared()
+    return list(calls.values())

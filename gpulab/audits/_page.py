@@ -1,0 +1,467 @@
+"""The answer of an audit as a page: the answer itself, the figure, findings as cards, and a table.
+
+An audit shows the same in a notebook as in the file that `save` writes. Nothing is shown here that
+`print`, the fields of a `Finding` and the audit's `table` do not say.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+
+from gpulab import files, report
+from gpulab.audits._findings import FAULTS, Answer, Finding, group_by_line, module_phrase
+from gpulab.pages import (
+    Cell,
+    Head,
+    Rows,
+    badge,
+    breakable,
+    machine_text,
+    number_cell,
+    style,
+    time_text,
+    versions_text,
+)
+from gpulab.picture import responsive
+from gpulab.wording import setting_words
+
+MAX_CARDS = 12  # findings that are seen before a fold
+MAX_ROWS = 20
+CAPTION = (
+    "A dot is an operation under one of the settings, compared with float64 from the same inputs."
+    " Grey dots are what rounding explains."
+)
+PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
+BADGE_TEXTS = {"fault": "Fault", "note": "Explained", "ok": "No fault"}
+UNITS_HEADING = Markup("in units of<br>what rounding<br>explains")
+# a line as findings have it, with its file and number
+LINE_PATTERN = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)
+
+
+class AnswerPage(Answer):
+    """An answer that a notebook and an HTML file show as a page.
+
+    Attributes:
+        step_name: What the step is called on the page; empty where that is not known.
+        table: One row for each operation or result.
+    """
+
+    step_name: str = ""
+    table: pd.DataFrame
+
+    def words(self) -> Markup:
+        """The answer without the figure, as a piece of HTML."""
+        return style() + self._answer() + self._findings()
+
+    def html(self) -> Markup:
+        """The answer as a piece of HTML that needs no other file, with the figure above the
+        findings.
+        """
+        return style() + self._body()
+
+    def save(self, file: str | Path, title: str = "") -> None:
+        """Write the report to an HTML file of its own, whole or not at all.
+
+        Args:
+            file: Where to; its folder is made if need be.
+            title: What it is called; by default the two settings.
+        """
+        settings = Markup(" against ").join(
+            Markup("<code>{}</code>").format(breakable(x)) for x in self.titles
+        )
+        page = report.render(
+            "result_page.html",
+            title=title or f"Audit: {self.titles[0]} against {self.titles[1]}",
+            heading=title or Markup("Audit: {}").format(settings),
+            about="\N{NO-BREAK SPACE}· ".join(_describe_setup(self)),
+            body=self._body(),
+        )
+        files.write(file, page.encode())
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        picture = self.picture()
+        shown = style() + self._answer() + ("" if picture else self._findings())
+        display({"text/plain": str(self), "text/html": shown}, raw=True)
+        if picture:
+            picture.show()
+            display({"text/html": style() + self._findings()}, raw=True)
+
+    def _body(self) -> Markup:
+        return self._answer() + self._figure() + self._findings()
+
+    def _answer(self) -> Markup:
+        """Whether there is a fault, the headline, and where the first finding is."""
+        answer, rest = split_headline(self.headline, self.titles)
+        notable = [finding for finding in self.findings if finding.kind != "rounding"]
+        rank = "fault" if self.faulty else "note" if notable else "ok"
+        first = _make_card([notable[0]], self.titles) if notable else None
+        return report.render(
+            "audit_answer.html",
+            rank=rank,
+            badge=BADGE_TEXTS[rank],
+            answer=answer,
+            rest=rest,
+            first=first,
+        )
+
+    def _figure(self) -> Markup:
+        picture = self.picture()
+        if picture is None:
+            return Markup()
+        return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(
+            responsive(picture, self._draw(width=PHONE_WIDTH)), CAPTION
+        )
+
+    def _findings(self) -> Markup:
+        """The findings as cards, and the table."""
+        rows = self._rows()
+        return report.render(
+            "audit_findings.html",
+            cards=[_make_card(group, self.titles) for group in group_by_line(self.findings)],
+            max_cards=MAX_CARDS,
+            max_rows=MAX_ROWS,
+            **vars(rows),
+        )
+
+    def _rows(self) -> Rows:
+        """The table in order of importance."""
+        raise NotImplementedError
+
+
+def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
+    """The first sentence of a headline without the two settings, and the other sentences.
+
+    >>> split_headline(
+    ...     "cpu against cuda: 1 × mismatch. 9 operations were matched.", ("cpu", "cuda")
+    ... )
+    ('1 × mismatch.', '9 operations were matched.')
+    >>> split_headline("a against b: all is well: rounding alone", ("a", "b"))
+    ('All is well: rounding alone.', '')
+    """
+    text = headline.removeprefix(f"{titles[0]} against {titles[1]}: ")
+    answer, _, rest = text.partition(". ")
+    return _to_sentence(answer), rest
+
+
+# --- what stands below the title ------------------------------------------------------------------
+
+
+def _describe_setup(answer: AnswerPage) -> list[str]:
+    """The step, the settings in words, the date, the versions, and the machines, which are one
+    if both are the same.
+    """
+    words = [setting_words(title) for title in answer.titles]
+    parts = [answer.step_name] if answer.step_name else []
+    if words[0] != words[1] and words != list(answer.titles):
+        parts.append(" against ".join(words))
+    parts.append(time_text())
+    kinds = ["cpu" if title.startswith("cpu") else "" for title in answer.titles]
+    machines = [
+        machine_text(passport, kind) for passport, kind in zip(answer.passports, kinds, strict=True)
+    ]
+    versions = list(map(versions_text, answer.passports))
+    if versions[0] == versions[1]:
+        parts.append(versions[0])
+        versions = ["", ""]
+    if answer.passports[0] == answer.passports[1]:
+        return [*parts, " and ".join(dict.fromkeys(machines))]
+    sides = zip(answer.titles, machines, versions, strict=True)
+    return [*parts, *(f"{title}: {', '.join(filter(None, known))}" for title, *known in sides)]
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Card:
+    """A finding as the page shows it, and what else was found in the same line.
+
+    Attributes:
+        rank: `fault`, `note` or `ok`.
+        kind: Of the finding, as are `operation`, `phase` and `module`.
+        operation: The first operation.
+        phase: Where it ran.
+        module: What called it.
+        place: The file and the number of the line.
+        code: The line.
+        percent: How much of the difference it explains.
+        width: The same as a number from 0 to 100, where it is known.
+        effect: The same as a clause.
+        detail: What was seen, as a sentence.
+        advice: What to do, as a sentence.
+        facts: What is less important, by name.
+        more: How many others there are.
+        others: These in words.
+    """
+
+    rank: str
+    kind: str
+    operation: str
+    phase: str
+    module: str
+    place: str
+    code: str
+    percent: str
+    width: int | None
+    effect: str
+    detail: Markup
+    advice: Markup | str
+    facts: list[tuple[str, str]]
+    more: str
+    others: list[str]
+
+
+def _make_card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
+    """A card for the first of some findings of one kind and line."""
+    first, *others = findings
+    place, code = _split_line(first.line)
+    percent, width, effect = _describe_share(first)
+    advice = first.advice.replace(first.line, place) if first.line else first.advice
+    names = [name for name in (*titles, place, first.operation) if name]
+    where = "in this line" if first.line else "in this module" if first.module else "like it"
+    return Card(
+        rank="fault" if first.kind in FAULTS else "ok" if first.kind == "rounding" else "note",
+        kind=first.kind,
+        operation=first.operation,
+        phase=first.phase,
+        module=first.module,
+        place=place,
+        code=code,
+        percent=percent,
+        width=width,
+        effect=effect,
+        detail=_mark_names(_to_sentence(first.detail, names), names),
+        advice="" if first.kind == "rounding" else _mark_names(_to_sentence(advice, names), names),
+        facts=_list_facts(first),
+        more=f"{len(others)} more {'operations' if len(others) > 1 else 'operation'} {where}",
+        others=_describe_further_findings(first, others),
+    )
+
+
+def _describe_share(finding: Finding) -> tuple[str, int | None, str]:
+    """How much of the difference a finding explains: as words, as a number and as a clause."""
+    if not finding.has_bound:
+        return (
+            "may explain all",
+            None,
+            "its effect has no bound: it may explain all of the difference in the results",
+        )
+    if finding.kind == "rounding":
+        return (
+            ""
+            if math.isnan(finding.ratio)
+            else f"{_format_units(finding.ratio)} of what rounding explains",
+            None,
+            "",
+        )
+    if math.isnan(finding.share):
+        return "", None, ""
+    percent = f"{finding.share:.0%}" if finding.share >= 0.01 else "less than 1%"
+    effect = f"explains {percent} of the difference in the results"
+    return f"{percent} of the difference", round(100 * min(1.0, finding.share)), effect
+
+
+def _list_facts(finding: Finding) -> list[tuple[str, str]]:
+    """What is known of a finding and seldom asked for."""
+    facts = {"setting": finding.setting, "phase": finding.phase, "module": finding.module}
+    if not math.isnan(finding.ratio):
+        facts["own error"] = f"{_format_units(finding.ratio)} times what rounding explains"
+    if not math.isnan(finding.size):
+        facts["size"] = f"{_format_relative(finding.size)}, relative to its result"
+    return [(name, value) for name, value in facts.items() if value]
+
+
+def _describe_further_findings(first: Finding, others: Sequence[Finding]) -> list[str]:
+    """The other findings of a line in words, with what was seen where that is another thing."""
+    counts = Counter(
+        f"{other.operation} ({other.phase}){module_phrase(other.module)}"
+        + (f": {other.detail}" if other.detail != first.detail else "")
+        for other in others
+    )
+    return [text if count == 1 else f"{count} × {text}" for text, count in counts.items()]
+
+
+def _split_line(line: str) -> tuple[str, str]:
+    """The file with its line number, and the code.
+
+    >>> _split_line("net.py:12: x = y"), _split_line("somewhere")
+    (('net.py:12', 'x = y'), ('somewhere', ''))
+    """
+    found = LINE_PATTERN.fullmatch(line)
+    return (found[1], found[2]) if found else (line, "")
+
+
+def _to_sentence(text: str, names: Sequence[str] = ()) -> str:
+    """A text with a capital letter at its beginning, unless it begins with a name, and a full stop
+    at its end.
+
+    >>> texts = ("computed in bfloat16", "mm gave other bits", "x.weight is NaN")
+    >>> tuple(_to_sentence(text, ["mm"]) for text in texts)
+    ('Computed in bfloat16.', 'mm gave other bits.', 'x.weight is NaN.')
+    """
+    word = re.match(r"[a-z]+(?=[,;:]? |$)", text)
+    if word and word[0] not in names:
+        text = text[0].upper() + text[1:]
+    if text and text[-1] not in ".!?":
+        text += "."
+    return text
+
+
+def _mark_names(text: str, names: Sequence[str]) -> Markup:
+    """A text in which names, such as those of settings, stand in code font.
+
+    >>> (
+    ...     str(_mark_names("under cpu:threads=1: mm", ["cpu", "cpu:threads=1"])),
+    ...     str(_mark_names("cpu:isa=avx2", ["cpu"])),
+    ... )
+    ('under <code>cpu:threads=1</code>: mm', 'cpu:isa=avx2')
+    """
+    longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    parts = re.split(rf"(?<![\w.:])({longest_first})(?!:?\w)", text)
+    code = Markup("<code>{}</code>")
+    return Markup().join(
+        code.format(breakable(part)) if n % 2 else part for n, part in enumerate(parts)
+    )
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Sequence[str]) -> Rows:
+    """The table of an `Audit`: what was found first, then what comes nearest to what rounding
+    explains.
+    """
+    names = ["operation", "phase", "module", "line"]
+    order: dict[tuple[str, ...], int] = {}
+    for index, finding in enumerate(findings):
+        if finding.kind != "rounding":
+            order.setdefault(tuple(getattr(finding, name) for name in names), index)
+    last = len(findings)
+    found = [
+        last + 1 if kind == "rounding" else order.get(tuple(place), last)
+        for kind, *place in table[["kind", *names]].itertuples(index=False)
+    ]
+    table = _sort_by_importance(table, found, table[["ratio_a", "ratio_b"]].max(axis=1))
+    places = [name for name in ("module", "line") if table[name].any()]
+    rows = []
+    for row in table.itertuples(index=False):
+        name = Markup("<code>{}</code> {}").format(breakable(row.operation), f"({row.phase})")
+        where = {"module": breakable(row.module), "line": breakable(_split_line(row.line)[0])}
+        cells = [Cell(name, "ga-name"), _kind_cell(row.kind)]
+        for error, ratio in ((row.error_a, row.ratio_a), (row.error_b, row.ratio_b)):
+            cells += [
+                number_cell(_format_relative(error)),
+                number_cell(_format_units(ratio), ratio > 1),
+            ]
+        cells.append(
+            number_cell("same bits" if row.same_bits else _format_relative(row.difference))
+        )
+        rows.append([*cells, *(Cell(where[place], "ga-name") for place in places)])
+    under = Markup("own error under<br><code>{}</code>")
+    heads = [
+        [
+            Head("operation", rows=2),
+            Head("finding", rows=2),
+            *(Head(under.format(breakable(title)), True, 2) for title in titles),
+            Head("difference", True, rows=2),
+            *(Head(place, rows=2) for place in places),
+        ],
+        [Head("relative", True), Head(UNITS_HEADING, True)] * 2,
+    ]
+    note = (
+        "Findings come first, then the operations that come nearest to what rounding explains. The"
+        " own error is against float64 from the same inputs; the difference is between the two"
+        " settings. Both are relative to the size of the result. A result of the step (loss,"
+        " gradient or update) has no error of its own."
+    )
+    return Rows("Operations", note, heads, rows)
+
+
+def result_rows(table: pd.DataFrame) -> Rows:
+    """The table of a `CompiledAudit`: what is wrong first, then what comes nearest to what
+    rounding explains.
+    """
+    units = table.difference / table.tolerance
+    found = np.where(table.wrong, 0, np.where(table.finite, 2, 1)).tolist()
+    table = _sort_by_importance(table.assign(units=units), found, units)
+    rows = []
+    for row in table.itertuples(index=False):
+        kind = "wrong" if row.wrong else "rounding" if row.finite else "not finite"
+        numbers = [
+            _format_relative(row.difference),
+            _format_units(row.units),
+            _format_relative(row.error),
+            _format_relative(row.plain_error),
+        ]
+        name = Cell(Markup("<code>{}</code>").format(row.result), "ga-name")
+        rows.append([name, _kind_cell(kind), *map(number_cell, numbers)])
+    heads = [
+        [
+            Head("result", rows=2),
+            Head("finding", rows=2),
+            Head("difference made by the compiler", True, 2),
+            Head("error against float64", True, 2),
+        ],
+        [Head(text, True) for text in ("relative", UNITS_HEADING, "compiled", "not compiled")],
+    ]
+    note = (
+        "Wrong results come first, then those that come nearest to what rounding explains."
+        " Differences and errors are relative to the size of the result."
+    )
+    return Rows("Results", note, heads, rows)
+
+
+def _sort_by_importance(
+    table: pd.DataFrame, found: Sequence[int], units: pd.Series
+) -> pd.DataFrame:
+    """A table by the place of each row's finding, then by its error in units of what rounding
+    explains.
+    """
+    keys = pd.DataFrame({"found": found, "units": -units.to_numpy(dtype=float)}, index=table.index)
+    return table.loc[keys.sort_values(["found", "units"], kind="stable", na_position="last").index]
+
+
+def _kind_cell(kind: str) -> Cell:
+    """The kind of a finding; rounding, which most rows have, is left out."""
+    if kind == "rounding":
+        return Cell("")
+    rank = "fault" if kind in (*FAULTS, "wrong") else "note"
+    return Cell(badge(rank, kind))
+
+
+def _format_relative(value: float) -> str:
+    """A relative error.
+
+    >>> [_format_relative(value) for value in (0.0, 1.26e-7, 0.0312, 1.5, math.nan, math.inf)]
+    ['0', '1.3e-07', '3.1e-02', '1.5e+00', '–', '∞']
+    """
+    if math.isnan(value):
+        return "–"
+    return "∞" if math.isinf(value) else f"{value:.1e}" if value else "0"
+
+
+def _format_units(value: float) -> str:
+    """An error in units of what rounding explains.
+
+    >>> [
+    ...     _format_units(value)
+    ...     for value in (0.0, 0.001, 0.052, 1.5, 64.4, 12345.6, 3e7, math.nan, math.inf)
+    ... ]
+    ['0', '<0.01', '0.05', '1.50', '64', '12,346', '3e+07', '–', '∞']
+    """
+    if not math.isfinite(value) or not value:
+        return _format_relative(value)
+    if value < 0.01:
+        return "<0.01"
+    return f"{value:.2f}" if value < 10 else f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"

@@ -1,0 +1,911 @@
+"""One execution of a training step, watched below autograd: every operation that it runs, and what
+came of it.
+
+The results of a step are its loss, gradients and updates. Modules, optimizers and leaves are put
+back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    UncompiledDispatchMode,
+    base_of,
+    call_composite_kernel,
+    component_tensors,
+    decomposition_of,
+    find_tensors,
+    has_wrapper_subclass,
+    is_composite,
+    is_view,
+    map_nested,
+    name_as_written,
+    named_arguments,
+    named_leaves,
+    only_allocates,
+    operation_name,
+    overwrites_first_argument,
+    register_optimizer_step_pre_hook,
+    result_names,
+    returned_or_written,
+    storage_identity,
+    written_tensors,
+)
+from gpulab.audits import _count_sketch as sketches
+from gpulab.audits._float64_calls import DEFINITIONS, writes_to_arguments
+from gpulab.audits._references import (
+    HALF_PRECISION_DTYPES,
+    UNREPEATED_OPERATIONS,
+    References,
+    redraw_in_float32,
+)
+from gpulab.audits._rounding import forward_error
+from gpulab.audits._traces import RESULT, Operation, as_json
+from gpulab.audits._values import Slabs, Value
+from gpulab.guards._call_sites import OperationCallers
+from gpulab.guards._fingerprints import content
+from gpulab.guards._reentrancy import as_guard_work, is_guard_running
+from gpulab.numerics._emulation import COMPOSED_OPERATIONS
+from gpulab.steps import Snapshot
+
+IGNORED_OPERATIONS = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
+# What kernels return in addition to their results, by the names of torch's schemas. These are no
+# data, but notes for the backward pass, which are unset if nothing is dropped, or uninitialised
+# memory.
+AUXILIARY_OUTPUTS = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
+AUXILIARY_OUTPUTS |= {
+    "weight_buf",
+    "reserve",
+    "dropout_state",
+}  # of cuDNN's recurrent layers: the weights again, and its own
+AUXILIARY_OUTPUTS |= {"logsumexp", "log_sumexp", "log_alpha"}  # these are only written in part
+# Kernels that write to an input although their schema does not say so: cuDNN's notes of the forward
+# pass serve once.
+UNDECLARED_WRITERS = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
+MAX_TRACKED_UPDATE_SIZE = 1 << 28  # numbers of a leaf of which lost updates are counted
+MAX_SIMPLE_NUMBER_DIGITS = 5  # of a number that may be a constant
+COPY_OPERATIONS = {"_to_copy", "clone", "copy"}
+
+
+class Call:
+    """The call of an operation.
+
+    Attributes:
+        operation: An overload of `torch.ops`.
+        name: Its bare name.
+        args: The positional arguments.
+        kwargs: The named arguments.
+        named_args: All arguments by name.
+        arguments: The same as JSON has them.
+        input_tensors: The tensors among them.
+        mutated_tensors: Those that the operation writes to.
+        bases: What these are views of.
+        is_mutating: Whether it changes anything that it is given.
+        is_random: Whether it draws random numbers.
+        overwritten_argument: The argument that it overwrites without reading it, if there is one.
+        read_arguments: The arguments that it reads.
+    """
+
+    def __init__(
+        self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]
+    ) -> None:
+        self.operation = operation
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
+        self.named_args = named_arguments(operation, args, kwargs)
+        self.arguments = {key: as_json(value) for key, value in self.named_args.items()}
+        self.input_tensors = find_tensors((args, kwargs))
+        self.mutated_tensors = [
+            t
+            for t in written_tensors(operation, args, kwargs)
+            if sketches.is_strided(t) and t.numel()
+        ]
+        bases = map(base_of, self.mutated_tensors)
+        self.bases = [
+            base
+            for base in bases
+            if base is not None and base.numel() and sketches.is_strided(base)
+        ]
+        self.is_mutating = writes_to_arguments(operation) or name in UNDECLARED_WRITERS
+        self.is_random = _is_random(operation, self.arguments)
+        overwrites_argument = writes_to_arguments(operation) and (
+            self.is_random or overwrites_first_argument(name)
+        )
+        self.overwritten_argument = args[0] if overwrites_argument else None
+        self.read_arguments = [
+            v
+            for key, v in self.named_args.items()
+            if key not in AUXILIARY_OUTPUTS and v is not self.overwritten_argument
+        ]
+
+    def copied_arguments(self) -> Nested:
+        """Copies of the arguments, for a call that changes them."""
+        return map_nested(_copy_tensor, (self.args, self.kwargs))
+
+
+class Tracer(UncompiledDispatchMode):
+    """Notes every operation below autograd, forward and backward; `results` follows what the step
+    is for.
+
+    Args:
+        on_operation: Is called after each operation.
+        is_measuring: Whether each value gets a float64 reference, and each operation is repeated to
+            measure its error.
+
+    Attributes:
+        operations: What ran, in order.
+        values: What the tensors held, by the names that the operations have for them.
+        is_preparing: Whether what runs belongs to no step: it moves a model and its batch to a
+            setting. Copies get the references of what they are copies of, and nothing is noted.
+    """
+
+    def __init__(self, on_operation: Callable[[], object], is_measuring: bool = False) -> None:
+        super().__init__()
+        self.on_operation = on_operation
+        self.is_measuring = is_measuring
+        self.is_preparing = False
+        self.references = References()
+        self.slabs = Slabs()
+        self.results = StepResults(self)
+        self.operations: list[Operation] = []
+        self.values: dict[str, Value] = {}
+        self.names: dict[tuple[Nested, ...], str] = {}
+        # by where they lie, whatever their shape
+        self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}
+        self.numbers_read: dict[float, str] = {}
+        self.callers = OperationCallers()
+
+    def __torch_dispatch__(
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
+        """Run an operation and record what it did."""
+        kwargs = kwargs or {}
+        name = operation_name(operation)
+        if name in IGNORED_OPERATIONS or is_guard_running():
+            return operation(*args, **kwargs)
+        if self.is_preparing:
+            return self._prepare(operation, name, args, kwargs)
+        if name == "_efficientzerotensor":  # has no memory; forward-mode differentiation makes some
+            return torch.zeros(*args, **kwargs)
+        if only_allocates(name):
+            out = operation(*args, **kwargs)
+            return (
+                out.zero_() if type(out) is Tensor and sketches.is_strided(out) else out
+            )  # what lies there is nobody's data
+        if has_wrapper_subclass(types):
+            self.results.find_leaves(args)
+            return (
+                NotImplemented  # such as a nested tensor, whose class calls operations on its parts
+            )
+        # which has no kernel of its own: the root of a product, each seen by itself
+        if name == "_euclidean_dist":
+            with self:
+                return decomposition_of(operation)(*args)
+        if name in COMPOSED_OPERATIONS:  # nor have these, and what they call stands for them
+            with self:
+                return call_composite_kernel(operation, args, kwargs, is_explicit=True)
+        if is_composite(operation):
+            with self:
+                return operation.decompose(*args, **kwargs)
+        return self._record_call(operation, name, args, kwargs)
+
+    def _prepare(
+        self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]
+    ) -> Nested:
+        """Run an operation that moves a model or its batch."""
+        out = operation(*args, **kwargs)
+        if self.is_measuring and name in COPY_OPERATIONS and isinstance(out, Tensor):
+            source = args[1] if name == "copy" else args[0]
+            self._try_with_references(
+                partial(as_guard_work(self.references.record_copy), out, source)
+            )
+        return out
+
+    @as_guard_work
+    def _record_call(
+        self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]
+    ) -> Nested:
+        """Run an operation, repeat it on the references, and record both."""
+        call = Call(operation, name, args, kwargs)
+        before = (
+            self._retry_without_references(call.copied_arguments)
+            if call.is_mutating and self.is_measuring
+            else (args, kwargs)
+        )
+        op = self._start_record(call)
+        follows = self.is_measuring and not operation.is_view
+        exact = follows and all(map(self._is_exact, find_tensors(call.read_arguments)))
+        inputs = (
+            self._try_with_references(
+                lambda: self.references.inputs_of(args, kwargs, call.mutated_tensors)
+            )
+            if follows
+            else None
+        )
+        draws_short = call.is_random and any(
+            t.dtype in HALF_PRECISION_DTYPES for t in call.mutated_tensors
+        )
+        state = torch.get_rng_state() if draws_short else None
+
+        out = self._retry_without_references(lambda: operation(*args, **kwargs))
+        if self.references.is_disabled:
+            inputs = None  # they would hold their memory
+        for t in call.mutated_tensors:
+            memory = self.references.memory(t)
+            memory.version, memory.maker = memory.version + 1, op
+        reference_out = None
+        if inputs is not None:
+            compute_reference = partial(
+                self.references.compute, operation, name, inputs, out, is_random=call.is_random
+            )
+            reference_out = self._try_with_references(compute_reference)
+        if follows:
+            self._update_written_references(call, reference_out, exact, state)
+        self._store_new_references(call, op, out, reference_out, exact, follows, inputs)
+        if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
+            self._record_number_read(out, op.inputs[0])
+        self._finish_record(call, op, out, before)
+        return out
+
+    def _start_record(self, call: Call) -> Operation:
+        """The record of an operation that is about to run: its caller and its inputs."""
+        caller = self.callers.caller_of_operation(
+            self.results.path[-1] if self.results.path else ""
+        )
+        is_view = call.operation.is_view
+        op = Operation(
+            call.name,
+            *caller,
+            [],
+            [],
+            [],
+            "",
+            call.arguments,
+            is_random=call.is_random,
+            is_view=is_view,
+        )
+        op.inputs = [self.value_of(t) for t in _numeric_tensors(call.read_arguments)]
+        op.lanes = _count_lanes(call.name, call.named_args, op.inputs)
+        base_values = [self.value_of(base) for base in call.bases]
+        op.inputs += [value for value in base_values if value not in op.inputs]
+        read = call.args[1:] if call.overwritten_argument is not None else call.args
+        self._retry_without_references(lambda: self.results.find_leaves(read))
+        self._retry_without_references(
+            lambda: self.results.save_initial_contents(call.mutated_tensors)
+        )
+        return op
+
+    def _update_written_references(
+        self, call: Call, made: Nested | None, exact: bool, state: Tensor | None
+    ) -> None:
+        """Update the references of what an operation wrote to."""
+        float32_draws = None
+        if state is not None:
+            float32_draws = redraw_in_float32(
+                call.operation, call.mutated_tensors[0], call.args, call.kwargs, state
+            )
+        is_repeated = (
+            made is not None and not call.is_random and call.name not in UNREPEATED_OPERATIONS
+        )
+        for t in call.mutated_tensors:
+            self._try_with_references(
+                partial(
+                    self.references.record_write,
+                    t,
+                    exact and made is not None,
+                    is_repeated,
+                    float32_draws,
+                )
+            )
+
+    def _store_new_references(
+        self,
+        call: Call,
+        op: Operation,
+        out: Nested,
+        made: Nested | None,
+        exact: bool,
+        follows: bool,
+        inputs: Nested,
+    ) -> None:
+        """Store the references of new tensors, and the operation that made them."""
+        input_storages = {
+            storage_identity(t.untyped_storage())
+            for t in call.input_tensors
+            if sketches.is_strided(t)
+        }
+        # Storages that the reference of a result may share with something else.
+        others = find_tensors((inputs, call.input_tensors, out))
+        shared = {storage_identity(t.untyped_storage()) for t in others if sketches.is_strided(t)}
+        new: set[int] = set()  # storages; some kernels return views of one
+        for t, reference in _pair_with_references(out, made):
+            storage = storage_identity(t.untyped_storage()) if sketches.is_strided(t) else None
+            if storage is None or storage in input_storages:
+                continue
+            if follows:
+                is_note = made is not None and (
+                    not sketches.is_float_or_complex(t) or call.name in UNREPEATED_OPERATIONS
+                )
+                is_exact = exact and (reference is not None or is_note)
+                content, is_second = t if reference is None else reference, storage in new
+                may_own = storage_identity(content.untyped_storage()) not in shared
+                shared.add(storage_identity(content.untyped_storage()))
+                self._try_with_references(
+                    partial(self.references.keep, t, content, is_exact, is_second, may_own)
+                )
+            self.references.memory(t).maker = op
+            new.add(storage)
+        for t in find_tensors(out) if follows else ():
+            same_type = bool(call.input_tensors) and t.dtype == call.input_tensors[0].dtype
+            is_copy = (
+                same_type and call.name in COPY_OPERATIONS and self._is_exact(call.input_tensors[0])
+            )
+            # the references of sparse tensors are not followed
+            if not sketches.is_strided(t) and not is_copy:
+                for memory in map(self.references.memory, sketches.nonempty_components(t)):
+                    memory.exact, memory.maker = False, op
+
+    def _record_number_read(self, number: float, value: str) -> None:
+        """Record that the program read a number from a tensor, so that its reference uses the
+        exact number.
+        """
+        self.numbers_read[number] = value
+        reference = self.values[value].reference
+        if reference is not None and not _is_simple_number(number):
+            self.references.read_numbers[number] = float(reference[0])
+
+    def _finish_record(
+        self,
+        call: Call,
+        op: Operation,
+        out: Nested,
+        before: tuple[Sequence[Nested], dict[str, Nested]],
+    ) -> None:
+        """Complete the record of an operation that has run, unless it returned no numbers."""
+        raw_results = returned_or_written(call.operation, call.args, out)
+        results = _numeric_results(call.operation, raw_results)
+        if not results:
+            return
+        op.shape, op.dtype = list(results[0].shape), str(results[0].dtype).removeprefix("torch.")
+        op.outputs = [self.value_of(t, op) for t in results]
+        written = call.mutated_tensors if call.overwritten_argument is None else []
+        changed = [self.value_of(t, op) for t in (*written, *call.bases)]
+        op.mutated_values = [value for value in dict.fromkeys(changed) if value not in op.outputs]
+        rounded = [t for t in results if sketches.is_float_or_complex(t)]
+        op.has_nan = self.is_measuring and any(map(_has_nan, rounded))
+        is_measured = self.is_measuring and not call.is_random and not call.operation.is_view
+        if is_measured and (rounded or call.name in DEFINITIONS):
+            self._retry_without_references(
+                lambda: self._measure(call.operation, op, before, call.is_mutating, raw_results)
+            )
+        self.operations.append(op)
+        self.on_operation()
+
+    def _try_with_references(self, function: Callable[[], Nested]) -> Nested:
+        """Call a function of the references; if memory runs out, return None and continue
+        without references.
+        """
+        try:
+            return function()
+        except torch.OutOfMemoryError:
+            self.references.disable()
+            return None
+
+    def _retry_without_references(self, function: Callable[[], Nested]) -> Nested:
+        """Call a function; if memory runs out, call it again without references."""
+        try:
+            return function()
+        except torch.OutOfMemoryError:
+            if self.references.is_disabled:
+                raise
+        self.references.disable()
+        torch.cuda.empty_cache()
+        return function()
+
+    def _measure(
+        self,
+        operation: OpOverload,
+        op: Operation,
+        before: tuple[Sequence[Nested], dict[str, Nested]],
+        written_to: bool,
+        raw_results: Nested,
+    ) -> None:
+        """Measure whether an operation returns the same bits when it is repeated, and its error
+        against float64.
+        """
+        args, kwargs = map_nested(_copy_tensor, before) if written_to else before
+        repeated_out = operation(*args, **kwargs)
+        repeated = _numeric_results(operation, returned_or_written(operation, args, repeated_out))
+        outputs = [self.values[value] for value in op.outputs]
+        if [sketches.content_id(t) for t in repeated] != [value.content for value in outputs]:
+            op.repeats = False
+            op.spread = sketches.max_distance(
+                [sketches.sketch(t) for t in repeated], [value.sketch for value in outputs]
+            )
+        # Tensors of other layouts are compared by their parts alone.
+        if all(map(sketches.is_strided, find_tensors((before, raw_results)))):
+            vars(op).update(
+                vars(forward_error(operation, op.name, before[0], before[1], raw_results))
+            )
+
+    # --- values -----------------------------------------------------------------------------------
+
+    def value_of(self, tensor: Tensor, maker: Operation | None = None) -> str:
+        """The name of what a tensor holds now; the value is kept.
+
+        Args:
+            tensor: A tensor whose numbers lie in memory by its strides.
+            maker: The operation that made it, where that is the one that is being noted.
+        """
+        memory = self.references.memory(tensor)
+        digest = content(tensor)
+        key = _value_key(tensor, memory.serial, memory.version)
+        name = self.names.get(key)
+        if name is not None and sketches.content_id(tensor, digest) == self.values[name].content:
+            return name
+        flat = (
+            _value_key(tensor.view(-1), memory.serial, memory.version)
+            if tensor.is_contiguous()
+            else ()
+        )
+        known_digest, same = self.flat_values.get(flat, (digest, None))
+        if name is not None or known_digest != digest:
+            self.references.reread(tensor)  # NumPy, or another library, has written to it
+            return self.value_of(tensor, maker)
+        name = self.names[key] = str(len(self.values))
+        value = self.values[name] = self._new_value(tensor, digest, same)
+        if flat:
+            self.flat_values.setdefault(flat, (digest, value))
+        made_by = maker or memory.maker
+        if made_by is not None and made_by is not maker:
+            made_by.mutated_values.append(name)  # another view of what an operation wrote before
+        return name
+
+    def _new_value(self, tensor: Tensor, digest: int, same: Value | None) -> Value:
+        """The value of a tensor, with its reference where there is one."""
+        references = self.references
+        slabs = self.slabs
+
+        def make_value() -> Value | None:
+            reference = references.of(tensor) if references.has_copy(tensor) else tensor
+            if reference.shape != tensor.shape:
+                return None
+            return Value.of(tensor, reference, references.memory(tensor).exact, slabs, digest, same)
+
+        value = (
+            self._try_with_references(make_value)
+            if self.is_measuring and not references.is_disabled
+            else None
+        )
+        return value or self._retry_without_references(
+            lambda: Value.as_recorded(tensor, self.is_measuring, slabs, digest, same)
+        )
+
+    def _is_exact(self, tensor: Tensor) -> bool:
+        """Whether a tensor's reference was computed in float64 all the way; of another layout,
+        whether it is data.
+        """
+        if sketches.is_strided(tensor):
+            return self.references.is_exact([tensor])
+        memories = map(self.references.memory, sketches.nonempty_components(tensor))
+        return all(memory.exact and memory.maker is None for memory in memories)
+
+
+def _is_simple_number(number: float) -> bool:
+    """Whether a number has so few digits that a program may have it from elsewhere, such as one
+    half.
+
+    >>> _is_simple_number(0.125), _is_simple_number(0.31783719360828)
+    (True, False)
+    """
+    return (
+        len(repr(number).lstrip("-0.").replace(".", "").partition("e")[0])
+        <= MAX_SIMPLE_NUMBER_DIGITS
+    )
+
+
+def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
+    """What tells one value of one execution from another."""
+    where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return serial, version, *where, tensor.is_conj(), tensor.is_neg()
+
+
+def _pair_with_references(out: Nested, made: Nested) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each tensor of what an operation returned, with what stands in its place among the results
+    of the reference.
+    """
+    if isinstance(out, Tensor):
+        yield out, made if isinstance(made, Tensor) else None
+    elif isinstance(out, list | tuple):
+        others = made if isinstance(made, list | tuple) else ()
+        for place, value in enumerate(out):
+            yield from _pair_with_references(value, others[place] if place < len(others) else None)
+
+
+def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
+    """For an operation on lists of tensors: how many tensors a list has, and how many lists
+    there are; else nothing.
+    """
+    if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return []
+    lists = [
+        value for value in named.values() if isinstance(value, list | tuple) and find_tensors(value)
+    ]
+    lengths = {len(find_tensors(value)) for value in lists}
+    if len(lengths) != 1 or len(lists) * min(lengths) > len(inputs):
+        return []
+    return [lengths.pop(), len(lists)]
+
+
+def _numeric_tensors(values: Nested) -> list[Tensor]:
+    """The tensors among nested values; bytes that a kernel keeps beside numbers are its own
+    affair.
+    """
+    tensors = sketches.nonempty_components(values)
+    return (
+        [t for t in tensors if t.dtype != torch.uint8]
+        if any(map(sketches.is_float_or_complex, tensors))
+        else tensors
+    )
+
+
+def _numeric_results(operation: OpOverload, raw_results: Nested) -> list[Tensor]:
+    """What an operation made of tensors, without its notes."""
+    names = result_names(operation)
+    if isinstance(raw_results, tuple) and len(raw_results) == len(names):
+        raw_results = [
+            value
+            for name, value in zip(names, raw_results, strict=True)
+            if name not in AUXILIARY_OUTPUTS
+        ]
+    return _numeric_tensors(raw_results)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """Whether a tensor has a NaN.
+
+    >>> _has_nan(torch.tensor([torch.inf, -torch.inf])), _has_nan(torch.tensor([1.0, torch.nan]))
+    (False, True)
+    """
+    tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
+    # the sum is quicker, and NaN if any number is
+    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+
+
+def _copy_tensor(value: Nested) -> Nested:
+    """Copy a tensor so that it has the same strides, gaps included: another layout may select
+    another kernel.
+
+    >>> _copy_tensor(torch.arange(6).reshape(2, 3).T).stride()
+    (1, 3)
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if not sketches.is_strided(value) or value.is_conj() or value.is_neg() or not value.numel():
+        return value.clone()
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    return value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
+
+
+def _is_random(operation: OpOverload, arguments: Mapping[str, object]) -> bool:
+    """Whether an operation draws; attention and an LSTM are marked as drawing also when they
+    drop nothing.
+    """
+    dropped = (arguments.get(name) for name in ("dropout_p", "dropout"))
+    return torch.Tag.nondeterministic_seeded in operation.tags and 0.0 not in dropped
+
+
+# --- what the step is for -------------------------------------------------------------------------
+
+
+class StepResults:
+    """Follows the modules, leaves and optimizers that a step uses, and says in the end what came of
+    them.
+
+    Args:
+        tracer: Gives values their names.
+
+    Attributes:
+        path: The modules at work, the innermost last.
+        restores: Whether modules and optimizers that the step uses are put back afterwards, as they
+            were.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer, self.restores = tracer, True
+        self.path: list[str] = []
+        self.names: dict[nn.Module, str] = {}
+        self.saved_owners: set[nn.Module | Tensor | torch.optim.Optimizer] = set()
+        self.undo = contextlib.ExitStack()
+        # modules called first, and their buffers
+        self.roots: dict[nn.Module, dict[str, list[str]]] = {}
+        # What a gradient is accumulated for, and its content at first; `Module.to` leaves a leaf of
+        # another type or device, which is no update of it.
+        self.leaves: dict[Tensor, dict[tuple[torch.dtype, torch.device], list[str]]] = {}
+        self.gradients: dict[Tensor, list[str]] = {}
+        self.optimizers: dict[torch.optim.Optimizer, None] = {}
+        # gradients as an optimizer was given them last
+        self.optimizer_gradients: dict[Tensor, list[str]] = {}
+        # what a leaf and its reference held at first
+        self.initial_contents: dict[Tensor, tuple[Tensor, Tensor]] = {}
+
+    @contextlib.contextmanager
+    def follow(self) -> Iterator[None]:
+        """Follow which module is running until the step is done, and then restore what it
+        changed.
+        """
+
+        def enter(module: nn.Module, inputs: Nested) -> None:  # noqa: ARG001
+            if not self.path:
+                own_name = type(module).__name__
+                self.names = {
+                    inner: name_as_written(name) or own_name
+                    for name, inner in module.named_modules()
+                }
+                if module not in self.roots:
+                    self._save_state(module)
+                    self.roots[module] = self._buffer_values(module)
+            self.path.append(self.names.get(module, type(module).__name__))
+
+        def leave(module: nn.Module, inputs: Nested, output: Nested) -> None:  # noqa: ARG001
+            if self.path:
+                self.path.pop()
+
+        with self.undo:
+            for handle in (
+                register_optimizer_step_pre_hook(
+                    lambda optimizer, *_: self._save_optimizer(optimizer)
+                ),
+                hooks.register_module_forward_pre_hook(enter),
+                hooks.register_module_forward_hook(leave, always_call=True),
+            ):
+                self.undo.callback(handle.remove)
+            yield
+
+    def _save_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.setdefault(optimizer)
+        self._save_state(optimizer)
+        for parameter in (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            if parameter.grad is not None:
+                self.optimizer_gradients[parameter] = self._value_names(parameter.grad)
+
+    @as_guard_work
+    def _save_state(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
+        """Remember what a module, an optimizer or a tensor holds when the step first uses it, to
+        put it back.
+        """
+        if isinstance(owner, nn.Module) and not all(
+            component_tensors(p) for p in owner.parameters() if p.numel()
+        ):
+            # `torch.func.functional_call` has put other parameters into it, and takes them out
+            # again
+            return
+        if self.restores and owner not in self.saved_owners:
+            self.saved_owners.add(owner)
+            self.undo.callback(Snapshot(owner, with_contents=True).restore)
+
+    def find_leaves(self, args: Nested) -> None:
+        """Note which of the arguments of an operation are leaves, whose gradients and updates
+        are results.
+        """
+        for t in find_tensors(args):
+            if not t.requires_grad or is_view(t) or not t.is_leaf or not component_tensors(t):
+                continue  # a tensor inside of a transform of torch.func has no components
+            if t not in self.leaves and not t.is_inference():
+                self.undo.callback(
+                    t.register_post_accumulate_grad_hook(self._record_gradient).remove
+                )
+                self._save_state(t)
+            contents = self.leaves.setdefault(t, {})
+            if (t.dtype, t.device) not in contents:
+                self.initial_contents.pop(t, None)  # `Module.to` gave the leaf another type
+                contents[t.dtype, t.device] = self._value_names(t)
+
+    def _record_gradient(self, leaf: Tensor) -> None:
+        self.gradients[leaf] = [] if leaf.grad is None else self._value_names(leaf.grad)
+
+    def save_initial_contents(self, written: Sequence[Tensor]) -> None:
+        """Keep what leaves hold before they are first written to, to see which of their numbers
+        stay as they were.
+        """
+        references = self.tracer.references
+        if references.is_disabled or not (self.restores and self.tracer.is_measuring):
+            return
+        storages = {storage_identity(t.untyped_storage()) for t in written}
+        for leaf in self.leaves if storages else ():
+            is_known = (
+                leaf in self.initial_contents
+                or not (sketches.is_strided(leaf) and sketches.is_float_or_complex(leaf))
+                or leaf.numel() > MAX_TRACKED_UPDATE_SIZE
+            )
+            if not is_known and storage_identity(leaf.untyped_storage()) in storages:
+                recorded = leaf.detach().clone()
+                has_copy = references.has_copy(leaf)
+                self.initial_contents[leaf] = (
+                    recorded,
+                    references.of(leaf.detach()).clone() if has_copy else recorded,
+                )
+
+    @as_guard_work
+    def _value_names(self, tensor: Tensor) -> list[str]:
+        """The names of a tensor's values; what computes them is none of the step's operations."""
+        return [self.tracer.value_of(t) for t in sketches.nonempty_components(tensor.detach())]
+
+    @as_guard_work
+    def _count_lost_updates(self, leaf: Tensor) -> dict[str, int]:
+        """How many numbers of a leaf change in the reference, and how many of these kept their
+        recorded bits.
+        """
+        if leaf not in self.initial_contents or self.tracer.references.is_disabled:
+            return {}
+        recorded, start = self.initial_contents[leaf]
+        now, reference = leaf.detach(), self.tracer.references.of(leaf.detach())
+        if (now.shape, now.dtype, now.device) != (recorded.shape, recorded.dtype, recorded.device):
+            return {}
+        moved = reference != start.to(reference.dtype)
+        return {"moved": int(moved.sum()), "lost": int((moved & (now == recorded)).sum())}
+
+    def _have_changed(self, before: list[str], after: list[str]) -> bool:
+        """Whether bits have changed, or the reference has."""
+        if len(before) != len(after):
+            return True
+        values = self.tracer.values
+        pairs = [(values[x], values[y]) for x, y in zip(before, after, strict=True) if x != y]
+        return any(
+            x.content != y.content
+            or (
+                x.reference is not None
+                and y.reference is not None
+                and not np.array_equal(x.reference, y.reference, True)
+            )
+            for x, y in pairs
+        )
+
+    def _buffer_values(self, module: nn.Module) -> dict[str, list[str]]:
+        return {
+            name_as_written(name): self._value_names(buffer)
+            for name, buffer in module.named_buffers()
+        }
+
+    def used_modules(self) -> list[nn.Module]:
+        """The modules that a step called, and their own."""
+        return [submodule for model in self.roots for submodule in model.modules()]
+
+    def to_operations(self, returned: Nested) -> list[Operation]:
+        """What the step returned, each gradient, each parameter and buffer that it changed, and
+        what optimizers hold.
+
+        The `inputs` of gradients and updates are the values that the parameter or buffer began
+        with.
+        """
+        entries: list[Operation] = []
+        returned_leaves = named_leaves(returned)
+        for place, value in returned_leaves:
+            if isinstance(value, Tensor | float):
+                label = "loss" if len(returned_leaves) == 1 else f"result {place}"
+                values = (
+                    self._value_names(value)
+                    if isinstance(value, Tensor)
+                    else [self._name_of_number(value)]
+                )
+                entries.append(self._make_result(label, "", values, values))
+        names: dict[Tensor, str] = {}
+        for root in reversed(self.roots):  # a parameter of two has its name in the first
+            names |= {
+                parameter: name_as_written(name) for name, parameter in root.named_parameters()
+            }
+        for leaf, contents in self.leaves.items():
+            if self._is_alias(leaf, names):
+                continue
+            name, values = names.get(leaf) or self._number_leaf(leaf), self._value_names(leaf)
+            start = contents.get((leaf.dtype, leaf.device)) or next(iter(contents.values()))
+            entries.append(self._gradient_result(leaf, name, start))
+            if self._have_changed(contents.get((leaf.dtype, leaf.device), values), values):
+                entries.append(
+                    self._make_result(
+                        "updated", name, start, values, self._count_lost_updates(leaf)
+                    )
+                )
+        for module, before in self.roots.items():
+            for name, values in self._buffer_values(module).items():
+                if self._have_changed(before.get(name, []), values):
+                    entries.append(self._make_result("updated", name, before.get(name, []), values))
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                name = names.get(parameter) or self._number_leaf(parameter)
+                contents = self.leaves.get(parameter, {})
+                start = contents.get((parameter.dtype, parameter.device)) or next(
+                    iter(contents.values()), []
+                )
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and sketches.is_float_or_complex(value):
+                        values = self._value_names(value)
+                        entries.append(
+                            self._make_result(
+                                "updated", f"{key} of {name}", start, values, {"state": key}
+                            )
+                        )
+        return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
+
+    def _is_alias(self, leaf: Tensor, names: Mapping[Tensor, str]) -> bool:
+        """Whether a leaf is but another Python object for the memory of one that has a name or a
+        gradient.
+
+        A convolution's kernel is given such an object in place of the weight.
+        """
+        if leaf in names or leaf in self.gradients or not sketches.is_strided(leaf):
+            return False
+        others = (
+            t
+            for t in (*names, *self.leaves)
+            if t is not leaf and (t in names or t in self.gradients)
+        )
+        return any(
+            sketches.is_strided(t) and t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape
+            for t in others
+        )
+
+    def _number_leaf(self, leaf: Tensor) -> str:
+        """What a leaf is called that no module has."""
+        number = next((number for number, other in enumerate(self.leaves, 1) if other is leaf), 0)
+        return f"tensor {number} of shape {tuple(leaf.shape)}"
+
+    def _gradient_result(self, leaf: Tensor, name: str, start: list[str]) -> Operation:
+        """The gradient of a leaf: as an optimizer was given it last; else as it is in the end.
+
+        Some optimizers write to gradients. Where it was removed, it is as the backward pass left
+        it.
+        """
+        final = [] if leaf.grad is None else self._value_names(leaf.grad)
+        values = [self.tracer.values[name] for name in final]
+        is_left = any(value.sketch.any() or not value.is_pure_rounding for value in values)
+        accumulated = self.gradients.get(leaf, [])
+        return self._make_result(
+            "gradient",
+            name,
+            start,
+            self.optimizer_gradients.get(leaf) or (final if is_left else accumulated),
+        )
+
+    def _make_result(
+        self,
+        label: str,
+        name: str,
+        start: list[str],
+        values: list[str],
+        about: Mapping[str, int | str] | None = None,
+    ) -> Operation:
+        shape = self.tracer.values[values[-1]].shape if values else []
+        return Operation(
+            label, RESULT, name, "", start, values, list(shape), "float64", dict(about or {})
+        )
+
+    @as_guard_work
+    def _name_of_number(self, number: float) -> str:
+        """The value of a number that the step returned: of the tensor that it was read from, or
+        its own.
+        """
+        if number not in self.tracer.numbers_read:
+            self.tracer.numbers_read[number] = self.tracer.value_of(
+                torch.tensor(number, dtype=torch.float64)
+            )
+        return self.tracer.numbers_read[number]

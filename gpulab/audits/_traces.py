@@ -1,0 +1,329 @@
+"""One training step, operation by operation: what each computed, how exactly, and for whom.
+
+A trace is a file of its own: two laboratories record the same step, each on its card, and compare.
+The file is Parquet, one row an operation, with what concerns the whole step as JSON in its
+metadata. A row has the fields of an `Operation` as JSON, and those of its values (inputs, outputs,
+changed) that no row before it has: what is said of each as JSON, and its arrays.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from pydantic import ConfigDict, TypeAdapter
+from torch import Tensor
+
+from gpulab import files
+from gpulab._torch_internals import Nested
+from gpulab.audits._rounding import ATTENTION, Accuracy
+from gpulab.audits._values import Value
+from gpulab.errors import DataError
+from gpulab.settings import Setting
+
+# A value as JSON has it. No narrower type: pydantic would convert what it reads from a file to it.
+Json: TypeAlias = Any
+
+RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
+TENSOR = "Tensor"  # what stands for one among an operation's arguments
+FORMAT = 7
+KEY = "gpulab trace"
+# fields of a trace that are stored in rows, and not in the metadata
+ROW_FIELDS = {
+    "operations",
+    "values",
+}
+# The keys of an operation in files whose attributes have other names now.
+STORED_KEYS = {
+    "mutated_values": "changed",
+    "is_random": "random",
+    "has_nan": "nans",
+    "inputs_changed": "anew",
+    "has_rounded_factors": "rounded_before",
+    "max_bound": "loosest",
+}
+ATTRIBUTES = {key: attribute for attribute, key in STORED_KEYS.items()}
+COMPRESSION: dict[str, bool | int | str] = {
+    "use_dictionary": False,
+    "compression": "zstd",
+    "compression_level": 19,
+}
+# numbers in a column; of the largest networks that were recorded one has some 200,000
+MAX_COLUMN_NUMBERS = 1 << 27
+
+# Kernels of different devices that compute the same thing.
+KERNEL_ALIASES = {"_unsafe_view": "view"}
+for _suffix in ("", "_backward"):
+    KERNEL_ALIASES |= {
+        f"{library}_batch_norm{_suffix}": f"native_batch_norm{_suffix}"
+        for library in ("cudnn", "miopen")
+    }
+    KERNEL_ALIASES |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION}
+
+
+@dataclass
+class Operation(Accuracy):
+    """What one operation did, and how exactly.
+
+    `name` is torch's, without device or overload. `module` is the path of the module that called it
+    (in the backward pass, of the module that called what is differentiated), and `line` the line of
+    the user's code. `inputs`, `outputs` and `mutated_values` (inputs that it wrote to) name values
+    of the trace. `arguments` are those of the call by the names of torch's schema, defaults
+    included, as JSON has them (a tensor is "Tensor"). `is_random` says whether it draws random
+    numbers. `repeats` says whether the operation returned the same bits when it was called again at
+    once, and when the whole step was done again. `has_nan` says whether there is a NaN in what it
+    returned. `spread` is the difference between the results of two executions, relative to the
+    first, if they were not the same. `inputs_changed` says that it was given values that no
+    operation made, and that these differed when the step was done again. An operation on lists of
+    tensors, as optimizers use them, has `lanes`: the number of tensors in each list, and the number
+    of lists. `is_view` says that it computed nothing, but returned a view of its input.
+
+    In the phase `result` it is no operation, but a result of the step: the `loss`, a `gradient`, or
+    a tensor that was `updated`. The inputs of the last two are the values that the parameter began
+    with. A gradient is the last one that an optimizer was given; without an optimizer, it is the
+    final one. The `arguments` of an update say how many of its numbers `moved` in the float64
+    reference, and how many of these were `lost`: they kept their bits. Or they say which `state` of
+    an optimizer it is.
+    """
+
+    name: str
+    phase: str
+    module: str
+    line: str
+    inputs: list[str]
+    outputs: list[str]
+    shape: list[int]
+    dtype: str
+    arguments: dict[str, Json] = field(default_factory=dict)
+    mutated_values: list[str] = field(default_factory=list)
+    is_random: bool = False
+    repeats: bool | None = None
+    has_nan: bool = False
+    inputs_changed: bool = False
+    spread: float | None = None
+    lanes: list[int] = field(default_factory=list)
+    is_view: bool = False
+    __eq__, __hash__ = object.__eq__, object.__hash__  # each call is an operation of its own
+
+    @property
+    def values(self) -> list[str]:
+        """The names of all values that it read or wrote."""
+        return [*self.inputs, *self.outputs, *self.mutated_values]
+
+
+def as_json(argument: Nested) -> Json:
+    """An operation's argument as JSON: `TENSOR` for a tensor, None for what a setting may change
+    or JSON lacks.
+    """
+    if isinstance(argument, Tensor):
+        return TENSOR
+    if isinstance(argument, list | tuple):
+        return [as_json(item) for item in argument]
+    return argument if isinstance(argument, bool | int | float | str) else None
+
+
+@dataclass
+class Trace:
+    """One step under one setting: every operation of torch that it ran, and every value with its
+    float64 reference.
+
+    Attributes:
+        setting: What the step was done under.
+        operations: The operations, in the order in which they ran.
+        values: What tensors held, by name; see `Value`.
+        overwritten: What the guard found: the `operation`, its `line`, `why` and the `remedy` of
+            each.
+        passport: The machine.
+        arithmetic: The flags in force, such as TF32.
+        label: What reports call the trace, instead of its setting.
+        notes: What else is known of the step: the `loss` that was taken where it names none, and
+            that a `compiled` model was not run as such.
+        without_reference: Operations that have no float64 reference, and what torch says of them.
+        step: What the step is called: two traces of one name are of one program.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> trace = gl.record(
+        ...     gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4)), "cpu", progress=False
+        ... )
+        >>> "addmm" in [operation.name for operation in trace.operations], trace.overwritten
+        (True, [])
+    """
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
+
+    setting: str
+    operations: list[Operation]
+    values: dict[str, Value]
+    overwritten: list[dict[str, str]] = field(default_factory=list)
+    passport: dict[str, Json] = field(default_factory=dict)
+    arithmetic: dict[str, Json] = field(default_factory=dict)
+    label: str = ""
+    notes: dict[str, str] = field(default_factory=dict)
+    without_reference: dict[str, str] = field(default_factory=dict)
+    step: str = ""
+
+    def __post_init__(self) -> None:
+        Setting.parse(self.setting)  # or it is no trace
+
+    @property
+    def title(self) -> str:
+        """What the trace is called in reports: its label, or the setting."""
+        return self.label or ", ".join(filter(None, (self.setting, self.notes.get("compiled"))))
+
+    def __repr__(self) -> str:
+        count = sum(op.phase != RESULT for op in self.operations)
+        return f"trace of {count} operations under {self.setting}"
+
+    def save(self, file: str | Path) -> Path:
+        """Write the trace to one file (Parquet, compressed), atomically."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        unsaved = dict(self.values)
+        rows = []
+        for op in self.operations:
+            new_names = [name for name in dict.fromkeys(op.values) if name in unsaved]
+            values = [(name, unsaved.pop(name)) for name in new_names]
+            descriptions = [[name, *_describe_value(value)] for name, value in values]
+            arrays = [array for _, value in values for array in _arrays(value)]
+            stored_op = {
+                STORED_KEYS.get(name, name): field_value for name, field_value in vars(op).items()
+            }
+            rows.append(
+                {
+                    "operation": json.dumps(stored_op),
+                    "values": json.dumps(descriptions),
+                    "numbers": arrays,
+                }
+            )
+        metadata = {
+            name: field_value for name, field_value in vars(self).items() if name not in ROW_FIELDS
+        }
+        text = json.dumps({"format": FORMAT, **metadata, "seal": files.UNSEALED})
+        numbers = pa.list_(pa.list_(pa.float64()))
+        schema = pa.schema(
+            {"operation": pa.string(), "values": pa.string(), "numbers": numbers}, {KEY: text}
+        )
+        buffer = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows, schema), buffer, **COMPRESSION)
+        files.write(file, files.seal(buffer.getvalue()))
+        return Path(file)
+
+    @classmethod
+    def load(cls, file: str | Path, content: bytes | None = None, most: int | None = None) -> Trace:
+        """Read a trace.
+
+        Args:
+            file: What to read; or what errors call it, where there is a content.
+            content: Of a file that is not on this disk, such as one that was uploaded.
+            most: Numbers that a column of it may have, where that is less than of any trace.
+
+        Raises:
+            DataError: naming the file, for one that is missing, cut short, damaged or foreign.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        content = files.read(file) if content is None else content
+        kind = "not a trace, or a damaged one; `gpulab record` writes one"
+        with files.reading(file, kind), pq.ParquetFile(pa.BufferReader(content)) as parquet:
+            metadata = files.read_json(file, parquet.schema_arrow.metadata[KEY.encode()])
+            if metadata.pop("format") != FORMAT:
+                raise DataError(
+                    f"{file}: a trace of another format than {FORMAT}: record the step again"
+                )
+            files.check_seal(file, content)
+            del metadata["seal"]
+            files.check_table_size(file, parquet.metadata, most or MAX_COLUMN_NUMBERS)
+            table = parquet.read()
+            columns = (
+                f"[{','.join(table[name].to_pylist())}]".encode()
+                for name in ("operation", "values")
+            )
+            stored_ops, descriptions = (files.read_json(file, column) for column in columns)
+            operations = [
+                {ATTRIBUTES.get(key, key): value for key, value in op.items()} for op in stored_ops
+            ]
+            trace = TypeAdapter(cls).validate_python(
+                {**metadata, "operations": operations, "values": {}}
+            )
+            arrays = table["numbers"].combine_chunks().flatten()
+            starts = np.cumsum(arrays.value_lengths().to_numpy())[:-1]
+            numbers = iter(np.split(arrays.flatten().to_numpy(), starts))
+            all_descriptions = [description for row in descriptions for description in row]
+            for name, *description in TypeAdapter(list[ValueDescription]).validate_python(
+                all_descriptions
+            ):
+                trace.values[name] = _restore_value(description, numbers)
+            missing = {name for op in trace.operations for name in op.values} - trace.values.keys()
+            if missing or next(numbers, None) is not None:
+                raise ValueError("operations name values that are not there")
+        return trace
+
+
+# What a row says about a value in addition to its arrays: name, content, shape, type, whether it is
+# exact, sums, and which dimensions have profiles (None if there is no reference).
+ValueDescription: TypeAlias = tuple[str, str, list[int], str, bool, list[float], list[int] | None]
+
+
+def _describe_value(value: Value) -> list[Json]:
+    """What a row says about a value in addition to its arrays."""
+    dims = None if value.reference is None else list(value.profiles)
+    return [value.content, value.shape, value.dtype, value.exact, value.total, dims]
+
+
+def _arrays(value: Value) -> list[np.ndarray]:
+    """The arrays of a value, in the order in which `_restore_value` takes them."""
+    if value.reference is None:
+        return [value.sketch]
+    return [
+        value.sketch,
+        value.reference,
+        *(profile.ravel() for profile in value.profiles.values()),
+    ]
+
+
+def _restore_value(description: list[Json], numbers: Iterator[np.ndarray]) -> Value:
+    """A value as it was saved."""
+    content, shape, dtype, exact, total, dims = description
+    value = Value(content, shape, dtype, next(numbers), exact=exact, total=total)
+    if dims is not None:
+        value.reference = next(numbers)
+        value.profiles = {dim: next(numbers).reshape(2, shape[dim]) for dim in dims}
+    return value
+
+
+def alignment_key(op: Operation) -> tuple[str, str, str]:
+    """What operations are aligned by: phase, module and name, where kernels in `KERNEL_ALIASES`
+    have one name.
+    """
+    return op.phase, op.module, KERNEL_ALIASES.get(op.name, op.name)
+
+
+def align_operations(
+    first: list[Operation], second: list[Operation]
+) -> list[tuple[Operation | None, Operation | None]]:
+    """Pair corresponding operations of two executions, in order; one without counterpart is
+    paired with None.
+    """
+    first_keys = list(map(alignment_key, first))
+    second_keys = list(map(alignment_key, second))
+    if first_keys == second_keys:
+        return list(zip(first, second, strict=True))
+    pairs: list[tuple[Operation | None, Operation | None]] = []
+    matcher = difflib.SequenceMatcher(None, first_keys, second_keys, autojunk=False)
+    for tag, a, a_end, b, b_end in matcher.get_opcodes():
+        if tag == "equal":
+            pairs += zip(first[a:a_end], second[b:b_end], strict=True)
+        else:
+            pairs += [(op, None) for op in first[a:a_end]]
+            pairs += [(None, op) for op in second[b:b_end]]
+    return pairs

@@ -1,0 +1,255 @@
+"""A value of a training step: what a tensor held at one moment, and what its float64 reference
+held.
+
+A trace keeps no tensors. It keeps a sketch of the recorded numbers, a sketch of the reference, and
+sums of the reference, from which two values of different executions can be recognised as the same,
+as the same in another order, or as a part of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab.audits import _count_sketch as sketches
+from gpulab.audits import _tolerances as tol
+
+SLAB_SIZE = 1 << 17  # numbers
+MAX_PROFILE_SIZE = 512  # numbers; longer dimensions have no profile
+MIN_MASK_SIZE = 8  # fewer Boolean values may be equal by chance
+Array = np.ndarray
+
+
+class Slabs:
+    """Memory for small arrays that stay, taken in large pieces.
+
+    Allocated one by one between large temporary arrays, they would keep the memory of these from
+    being used again: the heap of a process that recorded a transformer grew five times as much.
+    """
+
+    def __init__(self) -> None:
+        self.slab = np.empty(0)
+        self.n_used = 0
+
+    def keep(self, array: Array) -> Array:
+        """A copy of an array of float64 numbers.
+
+        >>> Slabs().keep(np.array([[1.0, 2.0]]))
+        array([[1., 2.]])
+        """
+        if self.n_used + array.size > self.slab.size:
+            self.slab = np.empty(max(SLAB_SIZE, array.size))
+            self.n_used = 0
+        copy = self.slab[self.n_used : self.n_used + array.size].reshape(array.shape)
+        copy[...] = array
+        self.n_used += array.size
+        return copy
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor's content at one moment of an execution.
+
+    Attributes:
+        content: A hash of the recorded bits, the type and the shape.
+        shape: Of the tensor.
+        dtype: Of the tensor, such as `float32`.
+        sketch: Of the recorded numbers; see `_count_sketch`.
+        reference: The sketch of the float64 reference. None where references were not followed.
+        total: The sum of the reference's numbers, and of their squares.
+        profiles: For each dimension, by its number, the sums over all others: of the numbers and of
+            the squares.
+        exact: Whether the reference was computed in float64 all the way. If not, the recorded
+            numbers stood in somewhere, and the reference is as uncertain as they are.
+    """
+
+    content: str
+    shape: list[int]
+    dtype: str
+    sketch: Array
+    reference: Array | None = None
+    total: list[float] = field(default_factory=list)
+    profiles: dict[int, Array] = field(default_factory=dict)
+    exact: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        tensor: Tensor,
+        reference: Tensor,
+        exact: bool,
+        slabs: Slabs | None = None,
+        digest: int | None = None,
+        same: Value | None = None,
+    ) -> Value:
+        """The value of a tensor and of its reference.
+
+        Args:
+            tensor: A tensor whose numbers lie in memory by its strides.
+            reference: A tensor of the same shape; or the tensor, if that is its own reference.
+            exact: Whether the reference was computed in float64 all the way.
+            slabs: Memory for sketches and profiles.
+            digest: Of the tensor's content, if that is known.
+            same: A value that has the same numbers and the same reference, in the same order, in
+                another shape.
+        """
+        slabs = slabs or Slabs()
+        value = cls._recorded(tensor, exact, slabs, digest, same)
+        real = torch.view_as_real(reference.resolve_conj()) if reference.is_complex() else reference
+        if same is not None:
+            value.reference = same.reference
+        elif reference is tensor:
+            value.reference = value.sketch
+        else:
+            value.reference = slabs.keep(sketches.sketch(real))
+        numbers = sketches.to_float64_device(real.detach()).double()
+        value.profiles = {dim: slabs.keep(profile) for dim, profile in _profiles(numbers).items()}
+        value.total = _totals(numbers, value.profiles) if same is None else same.total
+        return value
+
+    @classmethod
+    def as_recorded(
+        cls,
+        tensor: Tensor,
+        stands_in: bool,
+        slabs: Slabs,
+        digest: int | None = None,
+        same: Value | None = None,
+    ) -> Value:
+        """The value of a tensor without a reference; the recorded numbers may stand in for it."""
+        value = cls._recorded(tensor, not stands_in, slabs, digest, same)
+        if stands_in:
+            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            wide = torch.float64 if real.device.type in sketches.FLOAT64_DEVICES else None
+            value.reference = value.sketch
+            norm = (
+                float(torch.linalg.vector_norm(real, dtype=wide))
+                if sketches.is_float_or_complex(real)
+                else math.nan
+            )
+            value.total = (
+                [float(real.sum(dtype=wide)), norm**2]
+                if sketches.is_float_or_complex(real)
+                else _totals(real.double(), {})
+            )
+        return value
+
+    @classmethod
+    def _recorded(
+        cls, tensor: Tensor, exact: bool, slabs: Slabs, digest: int | None, same: Value | None
+    ) -> Value:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        sketch = slabs.keep(sketches.sketch(tensor)) if same is None else same.sketch
+        return cls(
+            sketches.content_id(tensor, digest), list(tensor.shape), dtype, sketch, exact=exact
+        )
+
+    @cached_property
+    def count(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def is_float_or_complex(self) -> bool:
+        """Whether it has numbers that rounding can touch."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+    @cached_property
+    def deviation(self) -> float:
+        """How far the recorded numbers are from the reference, relative to it."""
+        return 0.0 if self.reference is None else finite_distance(self.sketch, self.reference)
+
+    @cached_property
+    def is_pure_rounding(self) -> bool:
+        """Whether it consists of rounding errors, or zeros."""
+        return (
+            self.reference is None
+            or self.deviation > tol.PURE_ROUNDING_RATIO
+            or not self.reference.any()
+        )
+
+    @cached_property
+    def is_constant(self) -> bool:
+        """Whether its numbers are all equal."""
+        total, squares = self.total or (0.0, 0.0)
+        return (
+            self.count > 1
+            and abs(squares * self.count - total * total) <= 1e-9 * squares * self.count
+        )
+
+    @cached_property
+    def is_integral(self) -> bool:
+        """Whether all its numbers are whole, as far as the sketch shows."""
+        return self.reference is not None and bool(
+            (np.round(self.reference) == self.reference).all()
+        )
+
+    @cached_property
+    def is_uninformative(self) -> bool:
+        """Whether an equal value elsewhere may be a coincidence: an integer, equal numbers, or
+        rounding errors.
+        """
+        is_infinite = bool(self.total) and not math.isfinite(self.total[0])
+        is_single_integer = self.count == 1 and (self.is_integral or is_infinite)
+        is_short_mask = self.dtype == "bool" and self.count < MIN_MASK_SIZE
+        return (
+            self.count == 0
+            or is_short_mask
+            or self.is_pure_rounding
+            or is_single_integer
+            or self.is_constant
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def finite_distance(x: Array, reference: Array) -> float:
+    """The relative distance of two sketches of one size; infinite if it has none.
+
+    >>> finite_distance(np.array([1.0, np.nan]), np.array([2.0, 1.0]))
+    inf
+    """
+    distance = sketches.relative_distance(x, reference)
+    return math.inf if math.isnan(distance) else distance
+
+
+def _profiles(numbers: Tensor) -> dict[int, Array]:
+    """The sums of the numbers, and of their squares, for each index along each dimension."""
+    if numbers.dim() == 0 or numbers.numel() == 0:
+        return {}
+    dims = range(numbers.dim())
+    profiled_dims = [dim for dim in dims if 2 <= numbers.shape[dim] <= MAX_PROFILE_SIZE]
+    # The first and the last dimensions are each summed out once, so that the data are not read once
+    # for each profile.
+    middle = (numbers.dim() + 1) // 2
+    halves = [list(dims[:middle]), list(dims[middle:])]
+    profiles: dict[int, list[Tensor]] = {}
+    for power in (numbers, numbers * numbers):
+        for half, other_half in (halves, halves[::-1]):
+            half_profiled = [dim for dim in half if dim in profiled_dims]
+            if not half_profiled:
+                continue
+            half_sums = power.sum(other_half) if other_half else power
+            for dim in half_profiled:
+                summed_positions = [
+                    position for position, half_dim in enumerate(half) if half_dim != dim
+                ]
+                sums = half_sums.sum(summed_positions) if summed_positions else half_sums
+                profiles.setdefault(dim, []).append(sums)
+    return {dim: torch.stack(pair).cpu().numpy() for dim, pair in sorted(profiles.items())}
+
+
+def _totals(numbers: Tensor, profiles: dict[int, Array]) -> list[float]:
+    if profiles:
+        first = next(iter(profiles.values()))
+        with np.errstate(invalid="ignore", over="ignore"):
+            return [float(first[0].sum()), float(first[1].sum())]
+    return [float(numbers.sum()), float(numbers.square().sum())]

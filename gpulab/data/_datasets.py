@@ -1,0 +1,224 @@
+"""A data set by its name: rendered scenes, images, films and folders of images."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from gpulab.data._base import HELD_OUT, Bytes, Data, Sequence
+from gpulab.data._films import Folder, Video
+from gpulab.data._images import Images, digits, mnist
+from gpulab.data._scenes import MovingDigits, Walk
+from gpulab.errors import UsageError, check_count, check_counts, extra
+from gpulab.files import JSON
+
+
+class OptionGroup(NamedTuple):
+    """Options of `load` that only some kinds of data take: their defaults, and what they are
+    for, as errors say it.
+    """
+
+    defaults: Mapping[str, float]
+    purpose: str
+
+
+RENDERING = OptionGroup({"seed": 0, "speed": 1.0}, "are for what is rendered")
+READING = OptionGroup({"grey": False}, "is for frames of your own")
+
+
+class Rendered(Sequence):
+    """One of the project's own scenes, of any length."""
+
+    content = ""  # the frames come from no file
+
+    def __init__(
+        self, name: str, scene: Walk | MovingDigits, frames: int, heldout_count: int
+    ) -> None:
+        super().__init__(name, 3, scene.size, frames, heldout_count)
+        self.scene = scene
+
+    def stream(self, start: int, stop: int) -> Iterator[Bytes]:
+        """Frames `start` to `stop`, rendered as they are asked for."""
+        return self.scene.stream(start, stop, self.threads)
+
+    def options(self) -> dict[str, JSON]:
+        """The size, the numbers of frames, the scene's seed and its speed."""
+        return super().options() | {"scene_seed": self.scene.seed, "speed": self.scene.speed}
+
+
+class Request(NamedTuple):
+    """What `load` was asked for, besides the kind of data; `location` is what follows the colon
+    of the name.
+    """
+
+    location: str
+    frames: int | None
+    size: tuple[int, int]
+    seed: int
+    speed: float
+    grey: bool
+
+
+def _load_digits(_: Request) -> Images:
+    # each caller gets its own copy
+    return Images("digits", *map(np.copy, np.split(digits(), [1500])))
+
+
+def _load_mnist(request: Request) -> Images:
+    return mnist(request.location)
+
+
+def _load_walk(request: Request) -> Rendered:
+    return _load_scene("walk", Walk(request.seed, request.size, request.speed), request.frames)
+
+
+def _load_moving_digits(request: Request) -> Rendered:
+    scene = MovingDigits(digits()[:, 0], request.seed, request.size, request.speed)
+    return _load_scene("moving-digits", scene, request.frames)
+
+
+def _load_scene(name: str, scene: Walk | MovingDigits, frames: int | None) -> Rendered:
+    frames = frames or 1000
+    return Rendered(name, scene, frames, max(20, frames // HELD_OUT))
+
+
+def _load_video(request: Request) -> Video:
+    return Video(Path(request.location), request.size, request.frames, request.grey)
+
+
+def _load_folder(request: Request) -> Folder:
+    return Folder(Path(request.location), request.size, request.frames, request.grey)
+
+
+class Kind(NamedTuple):
+    """A kind of data: its names, its loader, and the options that it takes besides `frames` and
+    `size`.
+    """
+
+    names: tuple[str, ...]
+    load: Callable[[Request], Data]
+    options: OptionGroup | None = None
+
+
+KINDS = {
+    "digits": Kind(("digits",), _load_digits),
+    "mnist": Kind(("mnist", "mnist:DIR"), _load_mnist),
+    "walk": Kind(("walk",), _load_walk, RENDERING),
+    "moving-digits": Kind(("moving-digits",), _load_moving_digits, RENDERING),
+    "video": Kind(("video:FILE",), _load_video, READING),
+    "frames": Kind(("frames:DIR",), _load_folder, READING),
+}
+NAMES = tuple(name for data_kind in KINDS.values() for name in data_kind.names)
+# What a name begins with: a kind, and a colon where a place follows.
+PREFIXES = {name.removesuffix("DIR").removesuffix("FILE") for name in NAMES}
+
+
+@extra("notebooks")
+def load(
+    name: str,
+    frames: int | None = None,
+    size: tuple[int, int] = (48, 64),
+    seed: int = 0,
+    speed: float = 1.0,
+    grey: bool = False,
+) -> Data:
+    """Load a data set by its name: images or films to learn from, in a training part and a held-out
+    part.
+
+    - `digits`: scikit-learn's 1,797 handwritten digits, enlarged to 28×28, the last 297 of them
+      held out.
+    - `mnist`: MNIST's 70,000 digits, 28×28, from the original files, which are downloaded once; the
+      test split is held out. `mnist:DIR` finds the files in a folder, or where torchvision keeps
+      them below it; where only those of the test split are there, a tenth of it is held out.
+    - `walk`: a first-person walk through a town. `moving-digits`: two digits that drift and bounce.
+      Both are sequences of frames that are rendered from a seed, the same bytes on every machine.
+    - `video:FILE`, `frames:DIR`: your own film, or folder of images in the order of their names
+      (2.png before 10.png). Each frame is turned as its file says that it is to be shown; its
+      middle is cut out in the shape of `size` and scaled to it. What does not say how it is to be
+      shown is refused: transparent places, because nothing says what is behind them; amounts of ink
+      (CMYK); numbers that are not from 0 to 255 or of 16 bits.
+
+    Args:
+        name: One of these.
+        frames: How many frames to train on. A rendered scene has 1,000 by default, and the frames
+            that follow are held out: a tenth as many, at least 20. Of your own frames the last
+            eleventh is held out by default. With a number, those that follow are held out, up to a
+            tenth as many; a number that leaves less than an eleventh of all frames counts as none.
+            For `digits` and `mnist` the number does not matter.
+        size: (height, width) of a frame in pixels. For `digits` and `mnist` it does not matter.
+        seed: What a rendered scene is drawn from; for other data it has no meaning, and is refused.
+        speed: How fast a rendered scene moves, as a multiple of its usual speed; for other data it
+            is refused.
+        grey: Whether to read your own frames with one channel. Without it, grey ones are refused,
+            so that they are not taken for colour. For other data it is refused.
+
+    Returns:
+        The data. `data.windows(length)` gives windows of the training part without an end,
+        `data.heldout(length)` those of the held-out part once. Each has `frames`, an array (t, C,
+        H, W) of bytes, and `restart`, true where a sequence begins. In a sequence every later
+        window begins with the last frame of the one before, so t is `length` + 1.
+
+    Raises:
+        UsageError: For an unknown name, or an option that makes no sense.
+        DataError: For a file or folder that is missing, damaged or of another kind, for grey frames
+            without `grey`, for frames that do not say how they are to be shown, and for a download
+            that fails.
+        GpulabError: Where a library that reads the data is not installed.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> data = gl.load("walk", frames=100, size=(24, 32))
+        >>> data
+        walk: 100 frames of 3×24×32 to train on, 20 held out
+        >>> gl.load("walk")
+        walk: 1,000 frames of 3×48×64 to train on, 100 held out
+        >>> next(data.windows(10)).frames.shape
+        (10, 3, 24, 32)
+
+    References:
+        Alpaydin, Kaynak 1998, *Optical recognition of handwritten digits* (UCI Machine Learning
+            Repository), of which
+        scikit-learn ships a part; LeCun, Cortes, Burges, *The MNIST database of handwritten
+            digits*.
+    """
+    kind_name, _, location = str(name).partition(":")
+    if (f"{kind_name}:" if location else kind_name) not in PREFIXES:
+        raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
+    height, width = check_counts(f"data {name!r}: size", size, ("height", "width"))
+    if frames is not None:
+        check_count(f"data {name!r}: frames", frames)
+    check_count(f"data {name!r}: seed", seed, least=0)
+    if not (
+        isinstance(speed, numbers.Real) and not isinstance(speed, bool) and 0 < speed < math.inf
+    ):
+        raise UsageError(f"data {name!r}: speed={speed!r}: expected a number above 0")
+    if not isinstance(grey, bool | np.bool_):
+        raise UsageError(f"data {name!r}: grey={grey!r}: expected True or False")
+    data_kind = KINDS[kind_name]
+    _check_options(name, data_kind, {"seed": seed, "speed": speed, "grey": grey})
+    # The speeds 2 and 2.0 are the same, and must give the same record.
+    return data_kind.load(
+        Request(location, frames, (height, width), seed, float(speed), bool(grey))
+    )
+
+
+def _check_options(name: str, data_kind: Kind, options: Mapping[str, float]) -> None:
+    """Raise `UsageError` for options that this kind of data does not take, unless they have
+    their default values.
+    """
+    for group in (RENDERING, READING):
+        option_values = {option: options[option] for option in group.defaults}
+        if group != data_kind.options and option_values != group.defaults:
+            values = ", ".join(f"{option}={value}" for option, value in option_values.items())
+            names = [
+                name
+                for other_kind in KINDS.values()
+                if other_kind.options == group
+                for name in other_kind.names
+            ]
+            raise UsageError(f"data {name!r}: {values} {group.purpose}: {', '.join(names)}")

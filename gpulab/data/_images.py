@@ -1,0 +1,180 @@
+"""Sets of images: scikit-learn's digits and MNIST."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import importlib.metadata
+import itertools
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from gpulab.data._base import HELD_OUT, Bytes, Data, Window, check_folder
+from gpulab.errors import DataError
+from gpulab.files import JSON, reading
+
+MAX_UNPACKED_BYTES = 1 << 28  # of MNIST's images, unpacked
+MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+SHA256 = {  # of MNIST's images, as they are downloaded
+    "train-images-idx3-ubyte.gz": (
+        "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"
+    ),
+    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+}
+
+
+class Images(Data):
+    """Images (N, 1, H, W) without an order: each seed has its own."""
+
+    sequential = False
+
+    def __init__(self, name: str, train: Bytes, heldout: Bytes) -> None:
+        self.name = name
+        self.train = train
+        self.heldout_images = heldout
+        self.channels = train.shape[1]
+        self.size = (train.shape[2], train.shape[3])
+
+    @functools.cached_property
+    def content(self) -> str:
+        """The SHA-256 of the images, of both parts."""
+        parts = self.train, self.heldout_images
+        shapes = repr([(images.dtype.str, images.shape) for images in parts]).encode()
+        return hashlib.sha256(
+            b"".join([shapes, *(images.tobytes() for images in parts)])
+        ).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.train)
+
+    def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
+        """`length` images each; every pass over the images has an order of its own."""
+        import torch
+
+        first_pass, images_done = divmod(start * length, len(self))
+        generators = (
+            torch.Generator().manual_seed(seed * 1_000_003 + number)
+            for number in itertools.count(first_pass)
+        )
+        orders = (
+            torch.randperm(len(self), generator=generator).tolist() for generator in generators
+        )
+        remaining = itertools.islice(itertools.chain.from_iterable(orders), images_done, None)
+        while True:
+            yield Window(self.train[list(itertools.islice(remaining, length))], restart=True)
+
+    def heldout(self, length: int) -> Iterator[Window]:
+        """The held-out images in their stored order."""
+        for start in range(0, len(self.heldout_images), length):
+            yield Window(self.heldout_images[start : start + length], restart=True)
+
+    def options(self) -> dict[str, JSON]:
+        """The size and the numbers of images."""
+        return super().options() | {"images": len(self.train), "heldout": len(self.heldout_images)}
+
+
+@functools.cache
+def digits() -> Bytes:
+    """The digits of scikit-learn, 8×8 in 17 shades, enlarged to 28×28: (1797, 1, 28, 28)."""
+    from PIL import Image
+
+    # Only the file is wanted; importing scikit-learn for it costs a process 70 MB and a second.
+    file = importlib.metadata.distribution("scikit-learn").locate_file(
+        "sklearn/datasets/data/digits.csv.gz"
+    )
+    table = np.loadtxt(str(file), delimiter=",")
+    small_digits = map(
+        Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8)
+    )
+    return np.stack(
+        [np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small_digits]
+    )[:, None]
+
+
+def mnist(folder: str) -> Images:
+    """MNIST's images: both splits, or the test split alone, as found in a folder; with none,
+    downloaded.
+    """
+    files = _find_mnist(Path(folder)) if folder else list(map(_download, SHA256))
+    parts = [_read_idx(file) for file in files]
+    if len(parts) == 1:
+        parts = np.split(parts[0], [-max(1, len(parts[0]) // HELD_OUT)])
+    if len(parts[0]) == 0 or parts[0].shape[1:] != parts[1].shape[1:]:
+        raise DataError(
+            f"{files[-1]}: a single image, or images of another size than in {files[0]}"
+        )
+    return Images("mnist", *parts)
+
+
+def _find_mnist(folder: Path) -> list[Path]:
+    """The files of the training and of the test images, as far as they are there, in one of
+    their usual places.
+    """
+    check_folder(folder, "'mnist:DIR' reads a folder with MNIST's files, 'mnist' downloads them")
+    # the latter two are torchvision's
+    for location in (
+        folder,
+        folder / "raw",
+        folder / "MNIST" / "raw",
+    ):
+        files: list[Path] = []
+        for split in ("train", "t10k"):
+            names = (
+                f"{split}-images{dot}idx3-ubyte{suffix}" for dot in "-." for suffix in ("", ".gz")
+            )
+            files += itertools.islice(filter(os.path.isfile, map(location.joinpath, names)), 1)
+        if files:
+            return files
+    listing = ", ".join(sorted(os.listdir(folder))[:5]) or "nothing"
+    missing = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
+    raise DataError(
+        f"{folder}: holds {listing}, but {missing}, here or in MNIST/raw; 'mnist' downloads them"
+    )
+
+
+def _download(name: str) -> Path:
+    """A file of MNIST in the user's cache, fetched from the first mirror that has it if it is
+    not there yet.
+    """
+    import pooch
+
+    folder = pooch.os_cache("gpulab") / "mnist"
+    reasons = []
+    for mirror in MIRRORS:
+        try:
+            return Path(
+                pooch.retrieve(
+                    mirror + name, f"sha256:{SHA256[name]}", name, folder, progressbar=True
+                )
+            )
+        except (OSError, ValueError) as error:
+            reasons.append(f"{mirror}: {error!r:.200}")
+    raise DataError(f"{name} could not be downloaded to {folder}: {'; '.join(reasons)}")
+
+
+def _read_idx(file: Path) -> Bytes:
+    """The images of an IDX file, (N, 1, H, W): the magic number 2051, three lengths, then bytes."""
+    open_file = gzip.open if file.suffix == ".gz" else open
+    with reading(file, "cannot be unpacked"), open_file(file, "rb") as stream:
+        magic, count, height, width = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
+        size = count * height * width
+        promise = f"promises {count} images of {height}×{width}"
+        if magic != 2051 or not 0 < size <= MAX_UNPACKED_BYTES:
+            header = (
+                f"begins with {magic} (expected 2051) and {promise} (1 to {MAX_UNPACKED_BYTES:,}"
+                " bytes are read)"
+            )
+            raise DataError(f"{file}: no IDX file of images that can be read: {header}")
+        content = stream.read(size + 1)
+    if len(content) != size:
+        length_found = f"{len(content):,} bytes" if len(content) < size else "more"
+        raise DataError(f"{file}: {promise} and holds {length_found}")
+    return np.frombuffer(content, np.uint8).reshape(count, 1, height, width)

@@ -1,0 +1,553 @@
+"""How fast a device can compute and move data, its roofline, and where a training step stands under
+it.
+
+Source: Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import statistics
+import time
+import timeit
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch.nn import functional as F
+
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    UncompiledDispatchMode,
+    find_tensors,
+    flop_formulas,
+    is_mutable,
+    only_allocates,
+    operation_name,
+    overwrites_first_argument,
+    returned_or_written,
+    storage_identity,
+)
+from gpulab.errors import UsageError, check_count
+from gpulab.numerics._flags import precision_allowed
+from gpulab.passports import machine, passport
+from gpulab.report import Progress, Report
+from gpulab.settings import Setting
+from gpulab.steps import PreparedStep, prepare_step
+from gpulab.store.recorded import recorded_table
+
+COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
+MAX_MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
+# what should have a formula
+PRODUCT_NAMES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")
+MIN_PRODUCT_SECONDS = 0.02  # of a product that is large enough
+ROOFLINE_KINDS = ("memory", "matrix", "network")  # what the setting's own ceilings are drawn over
+
+
+def roofline(
+    setting: Setting | str = "cpu", repeats: int = 7, progress: bool = True
+) -> pd.DataFrame:
+    """Measure how fast a device computes and moves data, in some ten seconds.
+
+    Measured are copies in memory, matrix products of growing size and in several formats, layers of
+    the autoencoder and of PredNet, and the launch of an operation. From these follow the ceilings
+    of the roofline model: what a computation can reach at most, by how many operations it does for
+    each byte it moves.
+
+    Args:
+        setting: Where and how to compute.
+        repeats: How many batches of calls are timed, at least 2. Each takes a few hundredths of a
+            second.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        A data frame with a row for each measured operation.
+
+        It has these columns:
+
+        - `operation`: The name of what was measured.
+        - `kind`: `memory` (a copy, an addition), `matrix` (products of growing size) and `network`
+          (layers), all in the setting's own format; `launch` (an operation on a single number,
+          which is what calling one costs at least); and `precision` (a large product in each format
+          that the device has: float32, tf32 on CUDA, bfloat16, float16, and float64, which Apple's
+          GPUs lack). A CPU without instructions for a format is slow in it.
+        - `flop`, `bytes`: What the operation computes and moves, by count. Each input is read once,
+          each output written once.
+        - `seconds`: The median time of one call, after a warm-up.
+        - `spread`: The interquartile range of that time, over the median.
+        - `precision`: The format of a product, else an empty text.
+        - `intensity`: `flop` over `bytes`.
+        - `gflops`, `gigabytes_per_second`: The rates reached, in 10⁹ a second.
+        - `setting`: The setting, as a text.
+
+    Raises:
+        UsageError: For fewer than 2 repeats, or a malformed setting.
+        GpulabError: For a setting that cannot run here.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> frame = gl.roofline("cuda", progress=False)  # doctest: +SKIP
+        >>> frame[frame.kind == "memory"].gigabytes_per_second.max()  # of an H200  # doctest: +SKIP
+        4328.1
+        >>> list(gl.device.recorded_rooflines())[:6]  # the same columns
+        ['operation', 'kind', 'flop', 'bytes', 'seconds', 'spread']
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
+    """
+    parsed = Setting.parse(setting)
+    works_by_setting = [(parsed, _operations(parsed))]
+    for precision, precision_setting in _precisions(parsed).items():
+        works_by_setting.append((precision_setting, _large_product(precision_setting, precision)))
+    rows = []
+    for work_setting, works in works_by_setting:
+        with work_setting.apply():
+            for work in Progress(works, unit="operation", leave=False, disable=not progress):
+                rows.append(
+                    (
+                        work.operation,
+                        work.kind,
+                        *_count_work(work),
+                        *time_calls(work_setting, work.call, repeats),
+                    )
+                )
+    frame = pd.DataFrame(
+        rows, columns=["operation", "kind", "flop", "bytes", "precision", "seconds", "spread"]
+    )
+    frame["intensity"] = frame.flop / frame.bytes
+    frame["gflops"] = frame.flop / frame.seconds / 1e9
+    frame["gigabytes_per_second"] = frame.bytes / frame.seconds / 1e9
+    return frame.assign(setting=str(parsed))
+
+
+def bounds(frame: pd.DataFrame) -> pd.DataFrame:
+    """Say what holds each layer of the two networks back, memory or arithmetic, by measured
+    ceilings.
+
+    Args:
+        frame: A data frame from `gpulab.roofline`, of one setting or several of one machine.
+
+    Returns:
+        A data frame with a row for each layer and setting. `operation`, `setting` and `intensity`
+        (flop per byte) are as in `frame`. `ridge` is the intensity at which the ceilings of memory
+        and arithmetic meet. `bound` is `memory` below it and `arithmetic` from it on. `reached` is
+        the measured rate over the ceiling at that intensity; it can be above 1, where a layer fits
+        into a cache.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> gl.device.bounds(gl.device.recorded_rooflines()).bound.value_counts().to_dict()
+        {'arithmetic': 4, 'memory': 2}
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
+    """
+    frame = frame[frame.kind.isin(ROOFLINE_KINDS)]
+    layers = frame[frame.kind == "network"]
+    bandwidth = layers.setting.map(
+        frame[frame.kind == "memory"].groupby("setting").gigabytes_per_second.max()
+    )
+    peak = layers.setting.map(frame.groupby("setting").gflops.max())
+    rows = layers[["operation", "setting", "intensity"]].assign(
+        ridge=peak / bandwidth,
+        bound=np.where(layers.intensity < peak / bandwidth, "memory", "arithmetic"),
+        reached=layers.gflops / np.minimum(bandwidth * layers.intensity, peak),
+    )
+    return rows.reset_index(drop=True)
+
+
+def recorded_rooflines() -> pd.DataFrame:
+    """Read the rooflines that are shipped with gpulab.
+
+    Returns:
+        A data frame with the columns of `gpulab.roofline`, and `machine`, the name of the chip.
+        Beside its operations there are copies between host and GPU (the kind `transfer`), and a
+        launch that is waited for.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> frame = gl.device.recorded_rooflines()
+        >>> sorted(set(frame.kind))
+        ['launch', 'matrix', 'memory', 'network', 'precision', 'transfer']
+    """
+    return recorded_table("rooflines").drop(columns="recorded")
+
+
+# --- where a step stands --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Placement(Report):
+    """Where a training step stands under a device's roofline: what `place` returns. `print` says it
+    in sentences.
+
+    Attributes:
+        setting: The setting that the step was done under.
+        operations: How many calls of torch's operations compute or move something. One call may be
+            several kernels.
+        flop: Floating-point operations by precision, such as `{"float32": 256}`. They are those of
+            products, convolutions and attention, by torch's own formulas
+            (`torch.utils.flop_counter`), two for a multiplication with its addition. Nothing else
+            counts.
+        moved: The bytes that each operation reads and writes, added up. What stays in a cache
+            between two operations is counted all the same.
+        seconds: The median time of one step, after a warm-up.
+        spread: The interquartile range of that time, over the median.
+        at_least: The seconds that its bytes (`memory`), its floating-point operations
+            (`arithmetic`) and its `launches` would take, each alone at its measured ceiling.
+        unknown: The names of operations that multiply and for which torch has no formula.
+        roofline: The ceilings, as `gpulab.roofline` measures them.
+
+    Examples:
+        >>> import pandas as pd
+        >>> import gpulab as gl
+        >>> counts = {
+        ...     "operations": 3,
+        ...     "flop": {"float32": 10**9},
+        ...     "moved": 10**8,
+        ...     "seconds": 0.01,
+        ...     "spread": 0.02,
+        ... }
+        >>> floors = {"memory": 0.004, "arithmetic": 0.005, "launches": 0.001}
+        >>> found = gl.device.Placement(
+        ...     "cpu", **counts, at_least=floors, unknown=(), roofline=pd.DataFrame()
+        ... )
+        >>> found.intensity, found.gflops, found.bound, found.reached
+        (10.0, 100.0, 'arithmetic', 0.5)
+    """
+
+    setting: str  # what it was done under
+    # calls of torch's operations that compute or move something; one may be several kernels
+    operations: int
+    # By precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and
+    # attention, two for a multiplication with its addition; nothing else counts.
+    flop: dict[str, int]
+    # Bytes that each operation reads and writes. What stays in a cache between two operations is
+    # counted all the same.
+    moved: int
+    seconds: float  # the median of one step after a warm-up
+    spread: float  # the interquartile range over that
+    # The seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take,
+    # each alone at its measured ceiling.
+    at_least: dict[str, float]
+    unknown: tuple[str, ...]  # operations that multiply, for which torch has no formula
+    roofline: pd.DataFrame  # the ceilings, from `gpulab.roofline`
+
+    @property
+    def intensity(self) -> float:
+        """Floating-point operations per byte moved."""
+        return sum(self.flop.values()) / max(1, self.moved)
+
+    @property
+    def gflops(self) -> float:
+        """The rate that the step reached, in Gflop/s."""
+        return sum(self.flop.values()) / self.seconds / 1e9
+
+    @property
+    def reached(self) -> float:
+        """The share of the roof that the step reached; more than 1 where caches are faster than the
+        memory measured.
+
+        Arithmetic in the step's precisions sets the roof, or memory at the step's intensity.
+        """
+        return max(self.at_least["memory"], self.at_least["arithmetic"]) / self.seconds
+
+    @property
+    def launch_share(self) -> float:
+        """The share of the time that launching the step's operations takes at least."""
+        return self.at_least["launches"] / self.seconds
+
+    @property
+    def bound(self) -> str:
+        """What would take longest, each at its ceiling, of `memory`, `arithmetic` and
+        `launches`.
+        """
+        return max(self.at_least, key=self.at_least.__getitem__)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{name} {flop / 1e9:.3g}" for name, flop in self.flop.items())
+        floors = ", ".join(
+            f"its {name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items()
+        )
+        lines = [
+            (
+                f"The step takes {1e3 * self.seconds:.3g} ms (spread {self.spread:.0%}) under"
+                f" {self.setting}: {self.operations} operations, {self.moved / 1e6:.3g} MB moved,"
+                f" Gflop: {kinds or 'none'}."
+            ),
+            f"At the ceilings measured, each alone: {floors}. It is bound by {self.bound}.",
+            (
+                f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s, {self.reached:.0%}"
+                f" of the roof; launches take {self.launch_share:.0%} of the time or more."
+            ),
+        ]
+        if self.reached > 1:
+            lines.append(
+                "More than the roof: between operations, tensors stay in a cache faster than"
+                " memory."
+            )
+        if self.unknown:
+            lines.append(
+                f"Not counted, for torch has no formula: the FLOP of {', '.join(self.unknown)}."
+            )
+        return "\n".join(lines)
+
+
+def place(
+    step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7
+) -> Placement:
+    """Find out what holds a training step back: memory, arithmetic, or the launching of its
+    operations.
+
+    The step's operations and bytes are counted, its time is measured, and both are compared with
+    what the device can do at most. The step is done a dozen times and more, and once of these under
+    torch's FLOP counter. A `Step` is left as it was, and begins without gradients each time. Of a
+    function of your own, the model trains on.
+
+    Args:
+        step: A `Step`, or a function that does one training step, as for `gpulab.record`.
+        ceilings: What the device can do: a data frame from `gpulab.roofline` on this machine, of
+            one setting, under which the step is done. Or a setting, whose roofline is measured now.
+        repeats: How many batches of calls are timed, at least 2.
+
+    Returns:
+        The `Placement`, which prints as sentences.
+
+    Raises:
+        UsageError: For ceilings of several settings or of another machine, for fewer than 2
+            repeats, and for products in a format whose ceiling was not measured.
+        GpulabError: For a setting that cannot run here.
+
+    Examples:
+        >>> import pandas as pd
+        >>> import torch
+        >>> import gpulab as gl
+        >>> ceilings = pd.DataFrame(  # as of gpulab.roofline("cpu"), which takes seconds
+        ...     {
+        ...         "operation": ["copy", "matrix product 1024, float32", "launch"],
+        ...         "kind": ["memory", "precision", "launch"],
+        ...         "precision": ["", "float32", ""],
+        ...         "gigabytes_per_second": [20.0, 0.5, 0.01],
+        ...         "gflops": [0.0, 100.0, 0.001],
+        ...         "seconds": [1e-2, 2e-2, 1e-6],
+        ...         "setting": "cpu",
+        ...     }
+        ... )
+        >>> weight = torch.ones(8, 4, requires_grad=True)
+        >>> found = gl.device.place(
+        ...     lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), ceilings
+        ... )
+        >>> found.flop, found.bound
+        ({'float32': 256}, 'launches')
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
+    """
+    frame = roofline(ceilings) if isinstance(ceilings, Setting | str) else ceilings
+    settings = list(frame.setting.unique())
+    if len(settings) != 1:
+        raise UsageError(
+            f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting"
+        )
+    setting = Setting.parse(settings[0])
+    this_machine = machine(passport(), setting.kind)
+    other_machines = sorted(set(frame.get("machine", ())) - {this_machine})
+    if other_machines:
+        raise UsageError(
+            f"ceilings of {other_machines[0]}: the step runs on {this_machine}; measure"
+            " gpulab.roofline here"
+        )
+    default_dtype = torch.get_default_dtype()
+    with setting.apply(), prepare_step(step, setting, default_dtype) as prepared_step:
+
+        def run_step() -> None:
+            if isinstance(prepared_step, PreparedStep):
+                prepared_step.model.zero_grad()
+            prepared_step()
+
+        seconds, spread = time_calls(setting, run_step, repeats)
+        # after a first step, which alone makes such things as Adam's moments
+        with OperationCounter() as counter:
+            run_step()
+    flop = dict(counter.flop.most_common())
+    peaks = frame[frame.precision != ""].groupby("precision").gflops.max()
+    if flop.keys() - set(peaks.index):
+        raise UsageError(
+            f"products in {', '.join(flop)}: there are ceilings of {', '.join(peaks.index)} alone"
+        )
+    at_least = {
+        "memory": counter.moved / (1e9 * frame[frame.kind == "memory"].gigabytes_per_second.max()),
+        "arithmetic": sum(number / (1e9 * peaks[precision]) for precision, number in flop.items()),
+        "launches": counter.operations * frame[frame.operation == "launch"].seconds.iloc[0],
+    }
+    return Placement(
+        setting=str(setting),
+        operations=counter.operations,
+        flop=flop,
+        moved=counter.moved,
+        seconds=seconds,
+        spread=spread,
+        at_least=at_least,
+        unknown=tuple(sorted(counter.unknown)),
+        roofline=frame,
+    )
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """An operation that is measured; `additions` are the FLOP for which torch has no formula."""
+
+    operation: str
+    kind: str
+    call: Callable[[], object]
+    additions: int = 0
+
+
+def _operations(setting: Setting) -> Iterator[Work]:
+    """Copies, products and layers in the setting's own number format, and a launch."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).to(setting.device, setting.dtype)
+
+    count = COPY_BYTES[setting.kind] // setting.dtype.itemsize
+    source, second_source, target = random(count), random(count), random(count)
+    yield Work("copy", "memory", lambda: target.copy_(source))
+    yield Work("add", "memory", lambda: torch.add(source, second_source, out=target), count)
+    for edge in (2**power for power in range(4, MAX_MATRIX_SIZE[setting.kind].bit_length())):
+        product = functools.partial(torch.mm, random(edge, edge), random(edge, edge))
+        yield Work(f"matrix product {edge}", "matrix", product)
+    # What a linear layer without a bias calls.
+    layer = functools.partial(torch.mm, random(1, 784), random(128, 784).t())
+    yield Work("autoencoder, first layer", "network", layer)
+    for profile, height, width, channels in (("quick", 24, 32, 16), ("paper", 60, 80, 48)):
+        # The convolution of PredNet's layer 1: errors, from above, hidden.
+        maps = random(1, 5 * channels, height, width)
+        kernel = random(4 * channels, 5 * channels, 3, 3)
+        gates = functools.partial(F.conv2d, maps, kernel, padding=1)
+        yield Work(f"PredNet ({profile}), gates", "network", gates)
+    number = torch.zeros(1, device=setting.device)
+    yield Work("launch", "launch", lambda: number.add_(1), 1)
+
+
+def _precisions(setting: Setting) -> dict[str, Setting]:
+    """What a device can multiply in, and the setting under which it does."""
+    settings = dict.fromkeys(["float32", "bfloat16", "float16"], setting)
+    if setting.kind == "cuda":
+        settings |= {"float32": replace(setting, tf32=False), "tf32": replace(setting, tf32=True)}
+    return settings if setting.kind == "mps" else settings | {"float64": setting}
+
+
+def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
+    """A product as large as it takes to be at work for a while: some CPUs compute in float16 a
+    number at a time.
+    """
+    dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
+    edge = 32
+    seconds = 0.0
+    while edge < MAX_MATRIX_SIZE[setting.kind] and seconds <= MIN_PRODUCT_SECONDS:
+        edge *= 2
+        a, b = (torch.randn(edge, edge).to(setting.device, dtype) for _ in range(2))
+        work = functools.partial(torch.mm, a, b)
+        seconds = min(_timer(setting, work).repeat(4, 1))  # the first warms up
+    yield Work(f"matrix product {edge}, {precision}", "precision", work)
+
+
+def time_calls(setting: Setting, work: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """The median time of one call after a warm-up, and the interquartile range over it."""
+    check_count("repeats", repeats, least=2)  # a median with its spread
+    timer = _timer(setting, work)
+    calls = max(1, int(0.03 / max(timer.timeit(3) / 3, 1e-7)))
+    timer.timeit(calls)  # warms up
+    lower_quartile, median, upper_quartile = statistics.quantiles(timer.repeat(repeats, calls), n=4)
+    return median / calls, (upper_quartile - lower_quartile) / median
+
+
+def _timer(setting: Setting, work: Callable[[], object]) -> timeit.Timer:
+    """A timer whose clock waits for the device, which works on while Python goes ahead."""
+
+    def clock() -> float:
+        getattr(torch, setting.kind).synchronize()
+        return time.perf_counter()
+
+    return timeit.Timer(work, timer=clock)
+
+
+# --- what operations compute and move -------------------------------------------------------------
+
+
+def _count_work(work: Work) -> tuple[float, float, str]:
+    """The FLOP of an operation, the bytes that it moves, and the precision of a product."""
+    with OperationCounter() as counter:
+        work.call()
+    precision = "".join(counter.flop) if work.kind in ("matrix", "precision") else ""
+    return float(counter.flop.total() + work.additions), float(counter.moved), precision
+
+
+class OperationCounter(UncompiledDispatchMode):
+    """Counts what operations compute, move and launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formulas = flop_formulas()
+        self.operations = 0
+        self.moved = 0  # bytes
+        self.flop: Counter[str] = Counter()
+        self.unknown: set[str] = set()
+
+    def __torch_dispatch__(
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
+        """Run an operation and count."""
+        kwargs = kwargs or {}
+        out = operation(*args, **kwargs)
+        name = operation_name(operation)
+        written_bytes = _distinct_bytes(returned_or_written(operation, args, out))
+        inputs = {key: value for key, value in kwargs.items() if key != "out"}
+        read_bytes = _distinct_bytes(
+            (args[1:] if overwrites_first_argument(name) else args, inputs)
+        )
+        is_view = written_bytes.keys() <= read_bytes.keys() and not is_mutable(operation)
+        if is_view or only_allocates(name):
+            return out
+        self.operations += 1
+        self.moved += sum(read_bytes.values()) + sum(written_bytes.values())
+        formula = self.formulas.get(operation.overloadpacket)
+        if formula is not None:
+            self.flop[_precision(name, args)] += formula(*args, **kwargs, out_val=out)
+        elif PRODUCT_NAMES.search(name):
+            self.unknown.add(name)
+        return out
+
+
+def _precision(name: str, args: Sequence[Nested]) -> str:
+    """The format that a product is computed in, as the ceilings name it."""
+    first_tensor = find_tensors(args)[0]
+    allowed = precision_allowed("conv" if "conv" in name else "matmul")
+    is_tf32 = first_tensor.is_cuda and first_tensor.dtype == torch.float32 and allowed == "tf32"
+    return "tf32" if is_tf32 else str(first_tensor.dtype).removeprefix("torch.")
+
+
+def _distinct_bytes(values: Nested) -> dict[int, int]:
+    """The bytes of each piece of memory among the tensors of nested values, each once; an
+    expanded one as it lies.
+    """
+    sizes: dict[int, int] = {}
+    for tensor in find_tensors(values):
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            size = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+            identity = storage_identity(storage)
+            sizes[identity] = max(size, sizes.get(identity, 0))
+    return sizes

@@ -1,0 +1,445 @@
+"""Backpropagation through time in the published PredNet, written out: losses and gradients without
+autograd.
+
+This gives what `PredNet.training_loss` and `backward()` compute, up to rounding, in fewer
+operations. The inputs of the gates are views of one buffer, so nothing is concatenated. The
+gradient of a weight is one convolution over many steps: over the whole window on a CPU, over a
+fifth of it on a GPU, so that memory is freed. On a GPU the cell is one kernel, and predictions and
+the gradients of weights are computed concurrently with what does not depend on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gpulab._torch_internals import has_global_module_hooks, has_module_hooks, has_tensor_hooks
+from gpulab.engines._prednet_kernels import (
+    PEEPHOLE_GATES,
+    FusedLstmCell,
+    LstmCell,
+    PaddedConvolution,
+    add_gradient,
+    empty_maps,
+    pad_group,
+    split_gates,
+    uses_tf32,
+)
+from gpulab.models.prednet import ConvLSTM, LayerState, PredNet, State, frame_errors
+
+SUPPORTED_TRUNCATIONS = ("loss", "state")
+
+
+relu_backward = torch.ops.aten.threshold_backward
+pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
+
+
+def is_unmodified(model: nn.Module) -> bool:
+    """Whether a network computes what its class says: no hook sees or changes it, no part has
+    another `forward`.
+    """
+    is_changed = any(
+        "forward" in vars(module) or has_module_hooks(module) for module in model.modules()
+    )
+    is_watched = any(map(has_tensor_hooks, model.parameters()))
+    return not (is_changed or is_watched or has_global_module_hooks())
+
+
+class Windows:
+    """Losses and gradients of windows of one shape. Every call overwrites the gradients of the
+    network's parameters.
+
+    Args:
+        net: A network that `supports` accepts.
+        frames: An example of the windows to come: their shape, device and type.
+        frames_share_memory: Compute what all frames of a window in one memory lead to (see
+            `gpulab.data._feed`): the gradients, but not the losses, are of an error to the last
+            frame, because `mse_loss` saves the frame that it compares with. (A loss that saves
+            something else is affected in another way, or, as that of absolute errors, not at all.)
+        streams: Whether kernels run concurrently on a GPU, which helps only if no other network
+            keeps it busy.
+
+    Examples:
+        >>> from gpulab.models import PredNet
+        >>> net, frames = PredNet((3, 4), (8, 8)), torch.rand(5, 1, 3, 8, 8)
+        >>> losses, state = Windows(net, frames)(frames, None)
+        >>> losses.shape, net.conv_p[0].weight.grad.shape
+        (torch.Size([4]), torch.Size([3, 3, 3, 3]))
+    """
+
+    def __init__(
+        self,
+        net: PredNet,
+        frames: Float[Tensor, "t b c h w"],
+        frames_share_memory: bool = False,
+        streams: bool = True,
+    ) -> None:
+        self.net = net
+        self.steps = len(frames) - 1
+        self.frames_share_memory = frames_share_memory
+        self.layers: list[WindowLayer] = []
+        for _ in net.channels:
+            self.layers.append(WindowLayer(net, self.layers, self.steps, frames, streams))
+        # The number of steps for which the gradient of a weight is computed at once, while the
+        # backward pass goes on.
+        self.gradient_span = -(-self.steps // 5) if frames.is_cuda else self.steps
+
+    @staticmethod
+    def supports(model: nn.Module) -> bool:
+        """Whether these are the formulas of a model on its device; a subclass of `PredNet` may
+        have other formulas.
+        """
+        if (
+            type(model) is not PredNet
+            or model.truncation not in SUPPORTED_TRUNCATIONS
+            or not is_unmodified(model)
+        ):
+            return False
+        other_types = {type(module) for module in model.modules()} - {
+            PredNet,
+            ConvLSTM,
+            nn.Conv2d,
+            nn.ModuleList,
+        }
+        parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+        has_own_parameters = len(set(parameters)) == len(parameters)
+        is_supported_device = model.conv_p[0].weight.device.type in ("cpu", "cuda")
+        return not other_types and has_own_parameters and is_supported_device
+
+    @torch.no_grad()
+    def __call__(
+        self, frames: Float[Tensor, "t b c h w"], state: State | None
+    ) -> tuple[Float[Tensor, " t-1"], State]:
+        """The mean squared error of each prediction, and the state after the last."""
+        previous_state = self.net.initial_state(frames[0]) if state is None else state
+        for layer, (r, c, p) in zip(self.layers, previous_state, strict=True):
+            layer.start_window(r, c, p)
+        self._forward_window(self.layers[0].pad_channels(frames))
+        losses = self._losses(frames)
+        for first in reversed(range(0, self.steps, self.gradient_span)):
+            span = range(first, min(first + self.gradient_span, self.steps))
+            for step in reversed(span):
+                self._backward_step(step)
+            for layer in self.layers:
+                layer.accumulate_weight_gradients(span)
+        for layer in self.layers:
+            layer.weight_stream.join()
+        return losses, [layer.final_state() for layer in self.layers]
+
+    def _forward_window(self, frames: Float[Tensor, "t b d h w"]) -> None:
+        """Forward through the window."""
+        for step in range(self.steps):
+            errors = frames[step]
+            for layer in self.layers:
+                errors = layer.compute_errors(step, errors)
+            above = None
+            for layer in reversed(self.layers):
+                above = layer.update_representation(step, above)
+        for layer in self.layers:
+            layer.prediction_stream.join()
+
+    def _losses(self, frames: Float[Tensor, "t b c h w"]) -> Float[Tensor, " t-1"]:
+        """Return the loss of each prediction, and store the gradients of the predictions."""
+        lowest = self.layers[0]
+        unpadded = slice(frames.shape[2])
+        predictions = torch.stack(lowest.predictions[1:])[:, :, unpadded].requires_grad_()
+        with torch.enable_grad():
+            losses = frame_errors(predictions, frames[1:])
+            differentiated = losses
+            if self.frames_share_memory:  # backward finds the last frame in the memory of each
+                differentiated = frame_errors(predictions, frames[-1:].expand_as(predictions))
+            (gradient,) = torch.autograd.grad(differentiated.sum(), predictions)
+        lowest.d_predictions[1:, :, unpadded] = gradient
+        return losses.detach()
+
+    def _backward_step(self, step: int) -> None:
+        """Compute the gradients of a step's units from those of its predictions, down to the
+        previous predictions.
+        """
+        for layer in self.layers:
+            layer.prediction_backward(step)
+        d_above = None
+        for layer in self.layers:
+            d_above = layer.representation_backward(step, d_above)
+        from_above = None
+        for layer in reversed(self.layers):
+            from_above = layer.errors_backward(step, from_above)
+
+
+class SideStream:
+    """A stream of a GPU for work that runs concurrently with what follows, until `join`; elsewhere
+    it is done at once.
+
+    Tensors that are read on the stream have to live until then, because the memory of freed ones
+    may be reused at once.
+    """
+
+    def __init__(self, like: Tensor, streams: bool) -> None:
+        self.stream = torch.cuda.Stream(like.device) if like.is_cuda and streams else None
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        """Launch what is done inside on this stream."""
+        if self.stream is None:
+            yield
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                yield
+
+    def join(self) -> None:
+        """Wait for the work on this stream."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+
+class WindowLayer:
+    """The buffers of one layer, (steps, batch, channels, height, width), and its forward and
+    backward pass in a step.
+
+    Buffers of the recurrent state have one step more, the first, for the state before the window.
+    Where the channels of a pixel are adjacent, they are padded with zeros: on an H200 cuDNN is up
+    to three times as fast where groups of channels begin at multiples of 4, and the number of
+    channels that the gates read is a multiple of 16.
+    """
+
+    def __init__(
+        self, net: PredNet, below: list[WindowLayer], steps: int, like: Tensor, streams: bool
+    ) -> None:
+        number = len(below)
+        self.lstm = net.lstm[number]
+        self.steps = steps
+        self.is_chained = net.truncation == "loss" and number > 0
+        by_pixel = uses_tf32(like)
+        n_channels, n_channels_above = (*net.channels, 0)[number : number + 2]
+        self.group = pad_group(n_channels, by_pixel)
+        group_above = pad_group(n_channels_above, by_pixel)
+        self.n_channels, self.padded_channels = self.group
+        # The gates read positive and negative errors, R of the layer above, and R of this layer.
+        gate_inputs = [self.group, self.group, group_above, self.group]
+        n_spare = -sum(padded for _, padded in gate_inputs) % 16 if by_pixel else 0
+        self.gate_conv = PaddedConvolution(
+            self.lstm.gates, 4 * [self.group], [*gate_inputs, (0, n_spare)], by_pixel
+        )
+        self.prediction_conv = PaddedConvolution(
+            net.conv_p[number], [self.group], [self.group], by_pixel
+        )
+        self.below = below[-1] if below else None
+        self.target_conv: PaddedConvolution | None = None  # from the errors of the layer below
+        if self.below:
+            inputs_below = 2 * [self.below.group]
+            self.target_conv = PaddedConvolution(
+                net.conv_a[number - 1], [self.group], inputs_below, by_pixel
+            )
+        self.prediction_stream = SideStream(like, streams)
+        self.weight_stream = SideStream(like, streams)
+
+        def buffer(count: int, channels: int, scale: int = 1) -> Tensor:
+            height, width = net.layer_size(number)
+            return empty_maps(
+                like, (count, like.shape[1], channels, scale * height, scale * width), by_pixel
+            )
+
+        self.buffer = buffer
+        self.group_sizes = (2 * self.padded_channels, group_above[1], self.padded_channels, n_spare)
+        self.inputs = buffer(steps + 1, sum(self.group_sizes)).zero_()
+        self.errors, self.above, self.hidden, _ = self.inputs.split(self.group_sizes, 2)
+        self.cells, self.d_predictions = (
+            buffer(2 * (steps + 1), self.padded_channels).zero_().chunk(2)
+        )
+        self.peepholes = buffer(1, 4 * self.padded_channels).zero_()[0, :1].unflatten(1, (4, -1))
+        self.is_fused = like.is_cuda
+        # Allocation takes time on a CPU. On a GPU it reuses the memory that steps of the backward
+        # pass have freed.
+        self.gate_gradient_buffer: Tensor | None = None
+        self.unpooled_gradient_buffer: Tensor | None = None
+        if not self.is_fused:
+            self.gate_gradient_buffer = buffer(steps, 4 * self.padded_channels)
+            if self.target_conv:
+                self.unpooled_gradient_buffer = buffer(steps, self.padded_channels, 2)
+        self.d_gates: list[Tensor] = []
+        self.d_unpooled: list[Tensor] = []
+        self.cell = LstmCell(self.peepholes)
+        if self.is_fused:
+            self.cell = FusedLstmCell(self.peepholes, self.gate_conv.bias, by_pixel)
+
+    def start_window(self, r: Tensor, c: Tensor, p: Tensor) -> None:
+        """Load the weights and the state before the window, and clear the gradients."""
+        for convolution in filter(None, (self.gate_conv, self.prediction_conv, self.target_conv)):
+            convolution.load_weights()
+        self.peepholes[0, :2, : self.n_channels] = torch.cat([self.lstm.peep_i, self.lstm.peep_f])
+        self.peepholes[0, 3, : self.n_channels] = self.lstm.peep_o[0]
+        self.lstm.peep_i.grad = self.lstm.peep_f.grad = self.lstm.peep_o.grad = None
+        self.hidden[0, :, : self.n_channels] = r
+        self.cells[0, :, : self.n_channels] = c
+        p = self.pad_channels(p)
+        self.predictions = [p]
+        self.unclipped = [p]
+        self.saved: list[tuple[Tensor, ...]] = []
+        self.targets: list[Tensor] = []
+        self.pooling_indices: list[Tensor] = []
+        self.d_predictions.zero_()
+        self.d_cell = torch.zeros_like(self.cells[0])
+        self.d_hidden = torch.zeros_like(self.cells[0])
+        for stream in (self.prediction_stream, self.weight_stream):
+            with stream.activate():
+                pass  # during graph capture a stream has to be entered before it is waited for
+
+    def final_state(self) -> LayerState:
+        """The state after the window."""
+        r, c, p = (
+            maps[:, : self.n_channels]
+            for maps in (self.hidden[-1], self.cells[-1], self.predictions[-1])
+        )
+        return LayerState(r.clone(), c.clone(), p)
+
+    def pad_channels(self, maps: Float[Tensor, "... c h w"]) -> Float[Tensor, "... d h w"]:
+        """The maps with the padding channels of the buffers."""
+        n_spare = self.padded_channels - self.n_channels
+        return F.pad(maps, (0, 0, 0, 0, 0, n_spare)) if n_spare else maps
+
+    def compute_errors(self, step: int, below: Tensor) -> Tensor:
+        """The error units, from the frame, or from the error units of the layer below."""
+        target = below
+        if self.target_conv:
+            # On a GPU the bias is a separate operation, which takes a quarter of the time after the
+            # pooling.
+            unpooled = self.target_conv.forward(below, not self.is_fused)
+            pooled, pooling_indices = F.max_pool2d(unpooled, 2, return_indices=True)
+            del unpooled
+            if self.is_fused:
+                pooled.add_(self.target_conv.bias[:, None, None])
+            target = pooled.relu_()
+            self.targets.append(target)
+            self.pooling_indices.append(pooling_indices)
+        self.prediction_stream.join()
+        difference = target - self.predictions[step]
+        errors = self.errors[step]
+        torch.clamp(difference, min=0, out=errors[:, : self.padded_channels])
+        torch.clamp(difference.neg_(), min=0, out=errors[:, self.padded_channels :])
+        return errors
+
+    def update_representation(self, step: int, above: Tensor | None) -> Tensor:
+        """Compute R from the representation of the layer above, and then the prediction from R."""
+        if above is not None:
+            blocks = self.above[step].unflatten(2, (-1, 2)).unflatten(4, (-1, 2))
+            blocks.copy_(above[:, :, :, None, :, None])
+        gates = self.gate_conv.forward(self.inputs[step], not self.is_fused)
+        r = self.hidden[step + 1]
+        self.saved.append(self.cell.forward(gates, self.cells[step], self.cells[step + 1], r))
+        with self.prediction_stream.activate():
+            prediction = self.prediction_conv.forward(r).relu_()
+            self.unclipped.append(prediction)
+            self.predictions.append(prediction if self.target_conv else prediction.clamp(max=1.0))
+        return r
+
+    def prediction_backward(self, step: int) -> None:
+        """Compute the gradient of R from the gradient of the prediction."""
+        with self.prediction_stream.activate():
+            d_prediction = self.d_predictions[step + 1]
+            unclipped = self.unclipped[step + 1]
+            relu_backward.grad_input(d_prediction, unclipped, 0, grad_input=d_prediction)
+            if not self.target_conv:
+                d_prediction.mul_(unclipped <= 1.0)
+            self.d_r = self.prediction_conv.backward(d_prediction).add_(self.d_hidden)
+
+    def representation_backward(self, step: int, d_above: Tensor | None) -> Tensor:
+        """Store the gradient of the error units, and return that of R in the layer above.
+
+        `d_above` is the part of the gradient of R that comes from the layer below.
+        """
+        self.prediction_stream.join()
+        d_r = self.d_r if d_above is None else self.d_r.add_(d_above)
+        buffer = None if self.gate_gradient_buffer is None else self.gate_gradient_buffer[step]
+        d_gates, self.d_cell = self.cell.backward(
+            d_r, self.d_cell, self.cells[step], self.saved.pop(), buffer
+        )
+        self.d_gates.append(d_gates)
+        self.d_errors, d_above, self.d_hidden, _ = self.gate_conv.backward(d_gates).split(
+            self.group_sizes, 1
+        )
+        if not d_above.shape[1]:
+            return d_above
+        if not self.is_fused:
+            return F.avg_pool2d(d_above, 2, divisor_override=1)
+        rows = d_above.unflatten(2, (-1, 2))
+        columns = (rows[:, :, :, 0] + rows[:, :, :, 1]).unflatten(3, (-1, 2))
+        return columns[..., 0] + columns[..., 1]
+
+    def errors_backward(self, step: int, from_above: Tensor | None) -> Tensor | None:
+        """Add to the gradient of the previous prediction, and return that of the error units
+        below.
+        """
+        d_errors = self.d_errors if from_above is None else from_above.add_(self.d_errors)
+        d_positive, d_negative = relu_backward(d_errors, self.errors[step], 0).chunk(2, 1)
+        d_target = d_positive - d_negative
+        self.d_predictions[step] -= d_target
+        if self.target_conv is None:
+            return None
+        d_target = relu_backward(d_target, self.targets.pop(), 0)
+        if self.unpooled_gradient_buffer is None:
+            d_unpooled = self.buffer(1, self.padded_channels, 2)[0]
+        else:
+            d_unpooled = self.unpooled_gradient_buffer[step]
+        pooling = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+        pool_backward(
+            d_target, d_unpooled, *pooling, self.pooling_indices.pop(), grad_input=d_unpooled
+        )
+        self.d_unpooled.append(d_unpooled)
+        return self.target_conv.backward(d_unpooled)
+
+    def accumulate_weight_gradients(self, span: range) -> None:
+        """Add to the gradients of the weights the part that these steps contribute.
+
+        If the layer `is_chained`, P before the window is computed once more: see `PredNet`.
+        """
+        inputs_slice = slice(span.start, span.stop)
+        first_prediction = 0 if span.start == 0 else span.start + 1
+        predictions_slice = slice(first_prediction, span.stop + 1)
+        self.weight_stream.join()
+        # in place of those of the last call, which are freed
+        self.side_stream_inputs = (
+            self.d_gates,
+            self.d_unpooled,
+        )
+        with self.weight_stream.activate():
+            d_gates = concatenate_steps(self.d_gates, self.gate_gradient_buffer)
+            self.gate_conv.add_gradients(self.inputs[inputs_slice].flatten(0, 1), d_gates)
+            products = split_gates(d_gates) * self.cells[inputs_slice].flatten(0, 1)[:, None]
+            peephole_gradients = torch.sum(
+                products, 0, keepdim=True, out=torch.empty_like(self.peepholes)
+            )
+            del products  # convolutions need memory of their own
+            for gate, letter in zip(PEEPHOLE_GATES, "ifo", strict=True):
+                gradient = peephole_gradients[:, gate, : self.n_channels].contiguous()
+                add_gradient(getattr(self.lstm, f"peep_{letter}"), gradient)
+            if self.target_conv and self.below:
+                d_unpooled = concatenate_steps(self.d_unpooled, self.unpooled_gradient_buffer)
+                self.target_conv.add_gradients(
+                    self.below.errors[inputs_slice].flatten(0, 1), d_unpooled
+                )
+            initial_gradient = self.d_predictions[0]
+            if span.start == 0 and self.is_chained:
+                relu_backward.grad_input(
+                    initial_gradient, self.predictions[0], 0, grad_input=initial_gradient
+                )
+            elif span.start == 0:
+                initial_gradient.zero_()
+            hidden = self.hidden[predictions_slice].flatten(0, 1)
+            self.prediction_conv.add_gradients(
+                hidden, self.d_predictions[predictions_slice].flatten(0, 1)
+            )
+        self.d_gates = []
+        self.d_unpooled = []
+
+
+def concatenate_steps(steps: list[Tensor], buffer: Tensor | None) -> Tensor:
+    """Gradients of a span of steps, which come last step first, in the order of the steps."""
+    if buffer is not None:
+        return buffer.flatten(0, 1)
+    return torch.cat(steps[::-1]) if len(steps) > 1 else steps[0]

@@ -1,0 +1,420 @@
+"""JVP rules: what each operation of a captured gradient does to tangents, as instructions of a
+linear map.
+
+A tangent has one more dimension than its tensor, in front. Operations without a rule here are
+differentiated by torch: those that work element by element once, at the capture, and the others by
+forward mode in every product.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gpulab._torch_internals import (
+    UNSAFE_VIEW,
+    Nested,
+    OpOverload,
+    named_arguments,
+    schema_name,
+    tree_flatten,
+    tree_unflatten,
+)
+from gpulab.engines.hessian_forward._capture import CapturedOperation, as_list
+from gpulab.engines.hessian_forward._combinations import Coefficient, Combination, lift
+from gpulab.engines.hessian_forward._convolutions import BiasGradient, Convolution, Geometry
+from gpulab.engines.hessian_forward._linear_maps import Instruction, LinearMap, remove_unused
+from gpulab.errors import UnsupportedError
+
+aten = torch.ops.aten
+Tangents: TypeAlias = int | Sequence[int | None] | None  # variables, by number; None for a constant
+TangentMap: TypeAlias = Callable[..., Tensor | Sequence[Tensor]]  # of tangents (k, …)
+
+
+class Builder:
+    """The instructions so far; `variable_count` variables are numbered, and take `bytes` for one
+    tangent each.
+
+    Rules find in it the `function` and the `results` of the operation, and the `tangent` of each of
+    its arguments.
+    """
+
+    function: OpOverload
+    results: Nested
+    tangent: Callable[[Nested], int | None]
+
+    def __init__(self, inputs: int) -> None:
+        self.instructions: list[Instruction] = []
+        self.variable_count = inputs
+        self.bytes = 0
+
+    def linearize(self, operation: CapturedOperation) -> list[int | None]:
+        """Add what an operation does to tangents; the variables that are the tangents of its
+        results.
+        """
+        results = as_list(operation.results)
+        self.function = operation.function
+        self.results = operation.results
+        self.tangent = operation.tangent
+        if any(isinstance(result, Tensor) and result.is_complex() for result in results):
+            raise UnsupportedError(f"{operation.function} makes complex numbers")
+        name = schema_name(operation.function).removeprefix("aten::")
+        if (
+            name.endswith("_like")
+            or name.startswith("new_")
+            or not any(_is_float(result) for result in results)
+        ):
+            return []
+        rule = RULES.get(operation.function)
+        variables = (
+            rule(self, *operation.arguments, **operation.options) if rule else NotImplemented
+        )
+        if variables is NotImplemented:
+            torch_jvp = TorchJvp(operation)
+            numbers = iter(
+                self.add_instruction(torch_jvp, torch_jvp.variables, sum(torch_jvp.float_results))
+            )
+            variables = [
+                next(numbers) if is_float else None for is_float in torch_jvp.float_results
+            ]
+        if operation.function not in COPIES:
+            self.bytes += sum(
+                r.nbytes for r, n in zip(results, as_list(variables), strict=False) if n is not None
+            )
+        return as_list(variables)
+
+    def linear_map(self, results: Sequence[int | None]) -> LinearMap:
+        """The map from the inputs to these variables."""
+        instructions = remove_unused(self.instructions, results)
+        for instruction in instructions:
+            if isinstance(instruction.function, TorchJvp):
+                instruction.function = instruction.function.resolve()
+        return LinearMap(instructions, results, self.bytes)
+
+    def add_instruction(
+        self, function: TangentMap, inputs: Sequence[int | None], result_count: int
+    ) -> tuple[int, ...]:
+        """Several new variables, made at once from others."""
+        outputs = tuple(range(self.variable_count, self.variable_count + result_count))
+        self.variable_count += result_count
+        self.instructions.append(
+            Instruction(function, tuple(number for number in inputs if number is not None), outputs)
+        )
+        return outputs
+
+    def apply(self, function: TangentMap, *arguments: Nested) -> int | None:
+        """The variable that a function makes of the tangents of arguments; None for constants."""
+        tangents = [self.tangent(argument) for argument in arguments]
+        if all(tangent is None for tangent in tangents):
+            return None
+        return self.add_instruction(function, tangents, 1)[0]
+
+    def combine(self, *terms: tuple[Coefficient, int | None]) -> int | None:
+        """The sum of coefficients times variables, broadcast to the shape of the result; None
+        for constants.
+        """
+        terms_with_tangent = [
+            (coefficient, variable) for coefficient, variable in terms if variable is not None
+        ]
+        if not terms_with_tangent:
+            return None
+        # Masks are converted, too.
+        coefficients = [
+            c.to(self.results.dtype) if isinstance(c, Tensor) else c for c, _ in terms_with_tangent
+        ]
+        function = Combination(coefficients, self.results.shape)
+        return self.add_instruction(function, [variable for _, variable in terms_with_tangent], 1)[
+            0
+        ]
+
+    def add(self, *variables: int | None, shape: Sequence[int] | None = None) -> int | None:
+        """The sum of variables of one shape, that of the result unless it is given."""
+        addends = [variable for variable in variables if variable is not None]
+        if len(addends) < 2:
+            return addends[0] if addends else None
+        if shape is None:
+            shape = self.results.shape
+        function = Combination([None] * len(addends), shape, is_plain_sum=True)
+        return self.add_instruction(function, addends, 1)[0]
+
+
+class TorchJvp:
+    """Tangents of one operation by torch's forward mode, which computes the operation itself
+    along.
+    """
+
+    def __init__(self, operation: CapturedOperation) -> None:
+        self.function = operation.function
+        results = as_list(operation.results)
+        self.leaves, self.spec = tree_flatten((operation.arguments, operation.options))
+        self.indices = [
+            index for index, value in enumerate(self.leaves) if operation.tangent(value) is not None
+        ]
+        self.variables = [operation.tangent(self.leaves[index]) for index in self.indices]
+        self.float_results = [_is_float(result) for result in results]
+        types = {self.leaves[index].dtype for index in self.indices}
+        pointwise = torch.Tag.pointwise in self.function.tags
+        self.shape = results[0].shape if pointwise and types == {results[0].dtype} else None
+
+    def resolve(self) -> TangentMap:
+        """Itself, if torch can do it; for an elementwise operation, the sum of tangents times
+        factors.
+        """
+        for index in self.indices:  # torch cannot write tangents where elements share memory
+            self.leaves[index] = self.leaves[index].contiguous()
+        try:
+            if self.shape is not None:
+                return Combination(self._factors(), self.shape)
+            self(*[torch.zeros_like(self.leaves[index])[None] for index in self.indices])
+            return self
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{self.function}: {str(error).partition(chr(10))[0]}"
+            ) from error
+
+    def _factors(self) -> list[Tensor]:
+        """What each argument's tangent is multiplied by.
+
+        No element depends on another, so that the gradient of the result's sum has every derivative
+        in its place.
+        """
+        with torch.enable_grad():
+            arguments = [
+                self.leaves[index].expand(self.shape).clone().requires_grad_()
+                for index in self.indices
+            ]
+            return list(torch.autograd.grad(self._run(*arguments)[0].sum(), arguments))
+
+    def __call__(self, *tangents: Tensor) -> tuple[Tensor, ...]:
+        """Tangents of the results, k at a time."""
+        return torch.func.vmap(self._jvp)(*tangents)
+
+    def _jvp(self, *tangents: Tensor) -> tuple[Tensor, ...]:
+        with warnings.catch_warnings(action="ignore"):  # of torch, about its own rules
+            return torch.func.jvp(
+                self._run, tuple(self.leaves[index] for index in self.indices), tangents
+            )[1]
+
+    def _run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = list(self.leaves)
+        for index, tensor in zip(self.indices, tensors, strict=True):
+            leaves[index] = tensor
+        arguments, options = tree_unflatten(leaves, self.spec)
+        results = as_list(self.function(*arguments, **options))
+        return tuple(
+            result for result, is_float in zip(results, self.float_results, strict=True) if is_float
+        )
+
+
+def _is_float(result: object) -> bool:
+    return isinstance(result, Tensor) and result.is_floating_point()
+
+
+# Rules: each is given the builder and the arguments of an operation, and returns the variable that
+# is the tangent of its result, a list where there are several, or NotImplemented, which leaves the
+# operation to torch. Functions that instructions keep must not hold the tensors of an operation
+# that they do not need.
+
+
+def reshape_jvp(b: Builder, x: Tensor, *_: Nested) -> Tangents:
+    shape = b.results.shape
+    return b.apply(lambda tangent: tangent.reshape(len(tangent), *shape), x)
+
+
+def expand_jvp(b: Builder, x: Tensor, *_: Nested, **__: Nested) -> Tangents:
+    shape = b.results.shape
+    return b.apply(lambda tangent: lift(tangent, len(shape) + 1).expand(len(tangent), *shape), x)
+
+
+def shifted_dims_jvp(b: Builder, x: Tensor, *arguments: Nested, **options: Nested) -> Tangents:
+    """Operations whose dimensions have to be one more."""
+    function = b.function
+    values = named_arguments(function, (x, *arguments), options)
+    for name in values.keys() & {"dim", "dim0", "dim1"}:
+        values[name] = values[name] % max(x.ndim, 1) + 1
+    _, *ordered = values.values()  # without x
+    return b.add_instruction(
+        lambda tangent: function(tangent, *ordered), [b.tangent(x)], len(as_list(b.results))
+    )
+
+
+def concatenate_jvp(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tangents:
+    """Constants among them have the tangent zero."""
+    function = b.function
+    tangent_dim = dim % b.results.ndim + 1
+    members = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
+
+    def join(*tangents: Tensor) -> Tensor:
+        k = len(tangents[0])
+        zero = tangents[0].new_zeros(1)
+        remaining = iter(tangents)
+        parts = [
+            next(remaining) if has_tangent else zero.expand(k, *shape)
+            for has_tangent, shape in members
+        ]
+        return function(parts, tangent_dim)
+
+    return b.apply(join, *tensors)
+
+
+def reduce_jvp(
+    b: Builder,
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    **_: Nested,
+) -> Tangents:
+    dims: Sequence[int] = [dim] if isinstance(dim, int) else dim or range(x.ndim)
+    if not dims:
+        return b.tangent(x)
+    tangent_dims = [d % x.ndim + 1 for d in dims]
+    function = torch.sum if "sum" in str(b.function) else torch.mean
+    return b.apply(lambda tangent: function(tangent, tangent_dims, keepdim=keepdim), x)
+
+
+def upsample_jvp(b: Builder, x: Tensor, *arguments: Nested) -> Tangents:
+    """Each member of a batch is treated alike, and the k tangents become a larger batch."""
+    function = b.function
+    shape = b.results.shape
+    batch = len(x)
+
+    def apply(tangent: Tensor) -> Tensor:
+        k = len(tangent)
+        values = list(arguments)
+        if function is aten.upsample_nearest2d_backward.default:  # (g, output size, input size, …)
+            values[1] = [k * batch, *values[1][1:]]
+        return function(tangent.flatten(0, 1), *values).reshape(k, *shape)
+
+    return b.apply(apply, x)
+
+
+def add_jvp(b: Builder, x: Nested, y: Nested, *, alpha: float = 1) -> Tangents:
+    scale = -alpha if "sub" in str(b.function) else alpha
+    if b.tangent(x) is not None and b.tangent(y) is not None and x.shape == y.shape and scale == 1:
+        return b.add(b.tangent(x), b.tangent(y))
+    return b.combine((None, b.tangent(x)), (None if scale == 1 else scale, b.tangent(y)))
+
+
+def multiply_jvp(b: Builder, x: Nested, y: Nested) -> Tangents:
+    return b.combine((y, b.tangent(x)), (x, b.tangent(y)))
+
+
+def mse_backward_jvp(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int) -> Tangents:
+    scale = 2 / x.numel() if reduction == 1 else 2
+    return b.combine(
+        (scale * (x - y), b.tangent(g)), (scale * g, b.tangent(x)), (-scale * g, b.tangent(y))
+    )
+
+
+def max_pool_jvp(b: Builder, x: Tensor, *_: Nested) -> Tangents:
+    """The positions of the maxima are constants."""
+    shape = b.results[0].shape
+    largest = b.results[1].flatten(-2)
+
+    def gather(tangent: Tensor) -> Tensor:
+        indices = largest.expand(len(tangent), *largest.shape)
+        return tangent.flatten(-2).gather(-1, indices).reshape(len(tangent), *shape)
+
+    return [b.apply(gather, x), None]
+
+
+def max_pool_backward_jvp(b: Builder, g: Tensor, x: Tensor, *arguments: Nested) -> Tangents:
+    shape = x.shape
+    largest = arguments[-1].flatten(-2)
+
+    def scatter(tangent: Tensor) -> Tensor:
+        indices = largest.expand(len(tangent), *largest.shape)
+        zeros = tangent.new_zeros(*indices.shape[:-1], shape[-2] * shape[-1])
+        return zeros.scatter_add_(-1, indices, tangent.flatten(-2)).reshape(len(tangent), *shape)
+
+    return b.apply(scatter, g)
+
+
+def matmul_jvp(b: Builder, x: Tensor, y: Tensor) -> Tangents:
+    return b.add(b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y))
+
+
+def addmm_jvp(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> Tangents:
+    if scales:
+        return NotImplemented
+    by_x = b.apply(lambda t: torch.matmul(t, y), x)
+    by_y = b.apply(lambda t: torch.matmul(x, t), y)
+    return b.combine((None, by_x), (None, by_y), (None, b.tangent(c)))
+
+
+def convolution_jvp(
+    b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options: Nested
+) -> Tangents:
+    geometry = Geometry.of_options(options)
+    if geometry is None:
+        return NotImplemented
+    shape = b.results.shape
+    ones = [1] * (x.ndim - 2)
+    by_input = b.apply(Convolution(geometry, "output", 0, w, shape), x)
+    if b.tangent(w) is not None:
+        with_bias = b.tangent(bias) is not None
+        return b.add(
+            by_input, b.apply(Convolution(geometry, "output", 1, x, shape, with_bias), w, bias)
+        )
+    return b.add(
+        by_input, b.apply(lambda t: t.reshape(len(t), 1, -1, *ones).expand(len(t), *shape), bias)
+    )
+
+
+def convolution_backward_jvp(
+    b: Builder, g: Tensor, x: Tensor, w: Tensor, sizes: Sequence[int], *options: Nested
+) -> Tangents:
+    geometry = Geometry.of_options(options)
+    if geometry is None:
+        return NotImplemented
+    gradients: list[int | None] = []
+    for target, argument, factor, is_needed in zip(
+        ("input", "weight"), (x, w), (w, x), options[-1], strict=False
+    ):
+        if not is_needed:
+            gradients.append(None)
+            continue
+        shape = argument.shape
+        by_gradient = b.apply(Convolution(geometry, target, 0, factor, shape), g)
+        by_factor = b.apply(Convolution(geometry, target, 1, g, shape), factor)
+        gradients.append(b.add(by_gradient, by_factor, shape=shape))
+    return [*gradients, b.apply(BiasGradient(g.ndim), g) if options[-1][2] else None]
+
+
+COPIES = aten.detach.default, aten.clone.default
+VIEWS = aten.view.default, UNSAFE_VIEW, aten.unsqueeze.default, aten.squeeze.dim
+DIM_OPERATIONS = (
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.transpose.int,
+    aten.split.Tensor,
+    aten.unbind.int,
+)
+REDUCTIONS = aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim
+RULES: dict[OpOverload, Callable[..., Tangents]] = {  # rule(builder, *arguments, **options)
+    **dict.fromkeys(COPIES, lambda b, x, **_: b.tangent(x)),
+    **dict.fromkeys(VIEWS, reshape_jvp),
+    **dict.fromkeys(DIM_OPERATIONS, shifted_dims_jvp),
+    **dict.fromkeys(REDUCTIONS, reduce_jvp),
+    aten.expand.default: expand_jvp,
+    aten.t.default: lambda b, x: b.apply(lambda tangent: tangent.transpose(1, -1), x),
+    **dict.fromkeys((aten.cat.default, aten.stack.default), concatenate_jvp),
+    **dict.fromkeys(
+        (aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default), upsample_jvp
+    ),
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), add_jvp),
+    aten.neg.default: lambda b, x: b.combine((-1, b.tangent(x))),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), multiply_jvp),
+    aten.mse_loss_backward.default: mse_backward_jvp,
+    aten.copy.default: lambda b, _, y, *__: b.combine((None, b.tangent(y))),
+    aten.max_pool2d_with_indices.default: max_pool_jvp,
+    aten.max_pool2d_with_indices_backward.default: max_pool_backward_jvp,
+    **dict.fromkeys((aten.mm.default, aten.bmm.default), matmul_jvp),
+    aten.addmm.default: addmm_jvp,
+    aten.convolution.default: convolution_jvp,
+    aten.convolution_backward.default: convolution_backward_jvp,
+}

@@ -1,0 +1,173 @@
+"""What runs inside a guard and is not watched, or runs otherwise than without it: counted, and said
+in the report.
+
+While a guard is entered, the functions by which a program does such things are replaced by ones
+that count first.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import sys
+import threading
+import types
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from gpulab._torch_internals import Nested, is_compiler_loaded, report_skipped_frames, uncompiled
+from gpulab.guards._call_sites import is_user_file
+
+POOL_MODULES = ("concurrent.futures.thread", "multiprocessing.pool")
+COMPILED_CODE = "compiled code"
+SENTENCES = {  # by what it is, with its number
+    COMPILED_CODE: (
+        "torch.compile was switched off: compiled code ran as if it were not compiled, because"
+        ' reads="any" watches each operation; reads="backward" (gpulab guard --reads backward)'
+        " guards it compiled"
+    ),
+    "processes": (
+        "not watched: {count} that this program started, such as the workers of a DataLoader; with"
+        " num_workers=0 they are part of it"
+    ),
+    "threads": "not watched: {count} that this program started; enter the same guard in them, too",
+    "hooks": (
+        "not watched: what was saved inside {count} of other hooks for saved tensors, such as"
+        " save_on_cpu, because torch calls the innermost hooks alone"
+    ),
+    "CUDA graphs": (
+        "not watched: what {count} of a CUDA graph read and wrote, which are no operations of this"
+        " program"
+    ),
+    "TorchScript": (
+        "not watched: what {count} of torch.jit save for themselves; call the function as it is"
+        " written instead"
+    ),
+}
+COUNT_PHRASES = {  # singular and plural
+    COMPILED_CODE: ("", ""),
+    "processes": ("1 process", "{count} processes"),
+    "threads": ("1 thread", "{count} threads"),
+    "hooks": ("1 block", "{count} blocks"),
+    "CUDA graphs": ("1 replay", "{count} replays"),
+    "TorchScript": ("1 function", "{count} functions"),
+}
+
+
+class BlindSpots:
+    """Counts what a guard does not watch, between `start` and `stop`, which may be called by
+    several threads.
+
+    Attributes:
+        counts: How often, by what it is: a key of `SENTENCES`.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.guarded_threads: set[int] = set()
+        self._started_threads: list[threading.Thread] = []
+        self._entry_count = 0
+        self._originals = ExitStack()
+        self._lock = threading.RLock()
+        self._is_listening_to_compiler = False
+
+    def start(self, keeps_compiled: bool) -> None:
+        """Count from now on; `keeps_compiled` says that compiled code runs compiled."""
+        with self._lock:
+            self.guarded_threads.add(threading.get_ident())
+            self._entry_count += 1
+            if self._entry_count > 1:
+                return
+            for owner, name, kind in COUNTED_FUNCTIONS:
+                self._call_before(owner, name, self._counter_of(kind))
+            self._call_before(threading.Thread, "start", self._record_thread)
+            self._call_before(
+                torch.autograd.graph.saved_tensors_hooks, "__enter__", self._record_hooks
+            )
+            if not keeps_compiled:
+                for owner in (torch, torch.nn.Module):
+                    self._call_before(owner, "compile", self._on_compile)
+                if is_compiler_loaded():
+                    self._listen_to_compiler()
+
+    def stop(self) -> None:
+        """End what one call of `start` began."""
+        with self._lock:
+            self._entry_count -= 1
+            if not self._entry_count:
+                self._originals.close()
+                self._is_listening_to_compiler = False
+
+    def sentences(self) -> list[str]:
+        """What was not watched, or ran otherwise, a sentence each."""
+        counts = dict(self.counts)
+        unguarded = [
+            thread for thread in self._started_threads if thread.ident not in self.guarded_threads
+        ]
+        if unguarded:
+            counts["threads"] = len(unguarded)
+        return [
+            words.format(count=COUNT_PHRASES[kind][counts[kind] > 1].format(count=counts[kind]))
+            for kind, words in SENTENCES.items()
+            if counts.get(kind)
+        ]
+
+    def count(self, kind: str) -> None:
+        """One more of a kind."""
+        with self._lock:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    def _call_before(
+        self, owner: type | types.ModuleType, name: str, before: Callable[..., None]
+    ) -> None:
+        """Have a function called before another one, with its arguments."""
+        original = vars(owner).get(name)
+        if original is None:  # another version of torch
+            return
+
+        @functools.wraps(original)
+        def wrapper(*args: Nested, **kwargs: Nested) -> Nested:
+            before(*args)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, uncompiled(wrapper))
+        self._originals.callback(setattr, owner, name, original)
+
+    def _counter_of(self, kind: str) -> Callable[..., None]:
+        return lambda *_: self.count(kind)
+
+    def _record_thread(self, thread: threading.Thread, *_: object) -> None:
+        """Note a thread that the user's program starts, by itself or by a pool; those of
+        libraries do no work of it.
+        """
+        caller = sys._getframe(2)  # beyond the function that was put in the place of `Thread.start`
+        if (
+            is_user_file(caller.f_code.co_filename)
+            or caller.f_globals.get("__name__") in POOL_MODULES
+        ):
+            self._started_threads.append(thread)
+
+    def _record_hooks(self, hooks: object, *_: object) -> None:
+        # Checkpointing recomputes what it has not saved, so its hooks hide nothing from the guard.
+        if not type(hooks).__module__.startswith("torch.utils.checkpoint"):
+            self.count("hooks")
+
+    def _on_compile(self, *_: object) -> None:
+        with self._lock:
+            self._listen_to_compiler()
+
+    def _listen_to_compiler(self) -> None:
+        if not self._is_listening_to_compiler:
+            self._is_listening_to_compiler = True
+            self._originals.callback(
+                report_skipped_frames(functools.partial(self.count, COMPILED_CODE))
+            )
+
+
+COUNTED_FUNCTIONS: list[tuple[type | types.ModuleType, str, str]] = [
+    (multiprocessing.process.BaseProcess, "start", "processes"),
+    (torch.cuda.CUDAGraph, "replay", "CUDA graphs"),
+    *((torch.jit, name, "TorchScript") for name in ("script", "trace", "load")),
+]

@@ -1,0 +1,182 @@
+"""Which line of the user's source calls an operation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import traceback
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from gpulab._torch_internals import current_node, newest_node_number, node_number
+
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent)
+INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+# Frames of the guard, and of the module through which it calls torch, are never reported as the
+# user's.
+GUARD_FILES = (str(Path(__file__).parent) + os.sep, os.path.join(PACKAGE, "_torch_internals.py"))
+# calls the audited step, so it is outside of it
+STEP_CALLER_FILE = os.path.join(PACKAGE, "audits", "_recording.py")
+
+
+def is_notebook_cell(file: str) -> bool:
+    """Whether a file of source is a notebook's cell, to which a kernel gives the name of a
+    temporary file.
+
+    >>> is_notebook_cell("/home/ada/train.py"), is_notebook_cell("/tmp/ipykernel_171/1402239833.py")
+    (False, True)
+    """
+    return Path(file).parent.name.startswith("ipykernel_")
+
+
+class Line(NamedTuple):
+    """A line of source."""
+
+    file: str
+    number: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The source of the line, empty where there is none."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        if is_notebook_cell(self.file):
+            return f"{self.function}, a notebook cell:{self.number}"
+        # gpulab's files and those below the current folder are shown by their relative path
+        path = Path(self.file)
+        for folder in (Path(PACKAGE).parent, Path.cwd()):
+            if path.is_relative_to(folder):
+                path = path.relative_to(folder)
+        return f"{self.function}, {path.as_posix()}:{self.number}"
+
+
+@functools.cache
+def is_user_file(file: str) -> bool:
+    """Whether a file is neither the guard nor installed; gpulab's own models and loops count as
+    a user's.
+    """
+    return not file.startswith((*GUARD_FILES, "<frozen")) and (
+        file.startswith(PACKAGE) or not file.startswith(INSTALLED)
+    )
+
+
+def stack_frames(thread: int = 0) -> Iterator[types.FrameType]:
+    """The frames of this thread, the innermost first, and then those of another thread."""
+    frame: types.FrameType | None
+    for frame in (sys._getframe(), sys._current_frames().get(thread)):
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+
+def user_line(thread: int = 0) -> Line:
+    """The user's line that is at work in this thread, or else in another; if there is none, the
+    line outside torch.
+    """
+    ignored = (*GUARD_FILES, TORCH)
+    user_frames = (
+        frame for frame in stack_frames(thread) if is_user_file(frame.f_code.co_filename)
+    )
+    outer_frames = (
+        frame for frame in stack_frames(thread) if not frame.f_code.co_filename.startswith(ignored)
+    )
+    return next(
+        map(line_of, itertools.chain(user_frames, outer_frames)), Line("<unknown>", 0, "<unknown>")
+    )
+
+
+def line_of(frame: types.FrameType) -> Line:
+    """The line at which a frame is."""
+    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def innermost_line() -> str:
+    """The innermost line of this thread that is neither torch's nor gpulab's, its models apart:
+    `file:line: text`.
+    """
+    frames = itertools.takewhile(
+        lambda frame: frame.f_code.co_filename != STEP_CALLER_FILE, stack_frames()
+    )
+    return _first_reported_line((frame.f_code.co_filename, frame.f_lineno) for frame in frames)
+
+
+def line_of_error(error: BaseException) -> str:
+    """The innermost line of an error's traceback that is neither torch's nor gpulab's, its models
+    apart.
+
+    Returns:
+        `file:line: text`; empty where there is none.
+
+    >>> try:
+    ...     torch.ones(2) @ torch.ones(3)
+    ... except RuntimeError as error:
+    ...     line_of_error(error).partition(":")[0]
+    '<doctest gpulab.guards._call_sites.line_of_error[0]>'
+    """
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    return _first_reported_line((frame.f_code.co_filename, number) for frame, number in frames)
+
+
+def _first_reported_line(places: Iterable[tuple[str, int]]) -> str:
+    """The first of some lines, by file and number, that is neither torch's nor gpulab's, its
+    models apart.
+    """
+    for file, number in places:
+        is_internal = file.startswith((TORCH + os.sep, PACKAGE, "<frozen", "<eval_with_key>"))
+        if not is_internal or file.startswith(PACKAGE + "models"):
+            name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
+            return f"{name}:{number}: {linecache.getline(file, number).strip()}"
+    return ""
+
+
+def line_of_forward_call(traceback_text: str) -> str:
+    r"""The innermost of the user's lines in a traceback that torch's anomaly detection keeps:
+    `file:line: text`.
+
+    >>> line_of_forward_call('  File "train.py", line 7, in step\n    y = f(x)\n')
+    'train.py:7: y = f(x)'
+    """
+    for file, number, text in reversed(
+        re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]*)', traceback_text)
+    ):
+        if not file.startswith((TORCH + os.sep, PACKAGE, "<")) or file.startswith(
+            PACKAGE + "models"
+        ):
+            name = "a notebook cell" if is_notebook_cell(file) else os.path.basename(file)
+            return f"{name}:{number}: {text.strip()}"
+    return ""
+
+
+class OperationCallers:
+    """Follows who calls operations below autograd: the phase, a module that it is told, and the
+    user's line.
+
+    An operation of a backward pass has the module and the line of what it differentiates.
+    """
+
+    def __init__(self) -> None:
+        self.made_by: dict[int, tuple[str, str]] = {}  # by autograd's number of a node
+
+    def caller_of_operation(self, module: str = "") -> tuple[str, str, str]:
+        """The phase, the module and the line (`file:line: text`) of the operation that is being
+        called.
+        """
+        node = current_node()
+        if node is not None:
+            return "backward", *self.made_by.get(node_number(node), ("", ""))
+        line = innermost_line()
+        # The newest node is this operation's, if it has one; else it is known already.
+        self.made_by.setdefault(newest_node_number(), (module, line))
+        return "forward", module, line

@@ -1,0 +1,267 @@
+"""What a guard finds, and the words for it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+from gpulab._torch_internals import Span
+from gpulab.guards._call_sites import Line
+from gpulab.guards._holders import Holder
+
+SAVED_HEADLINE = (
+    "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since"
+    " it was saved"
+)
+READ_HEADLINE = "{function} read a tensor, {tensor}: "
+COPIED_HEADLINE = "a pinned tensor, {tensor}: "
+FOREIGN_WRITE = "something other than torch wrote there, and another tensor was made of it"
+COPY_REMEDY = "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())"
+COPY_IS_QUEUED = "with non_blocking=True a copy may go on after the call has returned"
+WRITER_UNKNOWN = "; which line wrote is not known, only that it ran after that one"
+WRITER_HINT = ' (gpulab.guard(reads="any") looks for it)'
+CAUSES = {  # what happened, why, and what to do
+    "inplace": (
+        SAVED_HEADLINE,
+        "an in-place operation changed it",
+        "use the operation that is not in place, or give autograd a copy: .clone()",
+    ),
+    "replaced": (
+        SAVED_HEADLINE,
+        "other values were assigned to its `.data`",
+        "assign to it after backward",
+    ),
+    "numpy": (
+        SAVED_HEADLINE,
+        "NumPy wrote into its memory",
+        "copy it: torch.tensor(array) or torch.as_tensor(array.copy())",
+    ),
+    "step": (
+        SAVED_HEADLINE,
+        (
+            "it is a parameter that was changed in place after the forward pass, as the step of an"
+            " optimizer does"
+        ),
+        (
+            "step after backward: call `backward` of every loss that was computed with the"
+            " parameter before the step, or compute that loss anew after it"
+        ),
+    ),
+    "data": (
+        SAVED_HEADLINE,
+        (
+            "something wrote into its memory that autograd does not see: through .data or .numpy(),"
+            " or a loader that fills one buffer again and again"
+        ),
+        "copy it before it is overwritten: .clone()",
+    ),
+    "stale": (
+        READ_HEADLINE + "its memory was overwritten before it was read again",
+        FOREIGN_WRITE,
+        COPY_REMEDY,
+    ),
+    "together": (
+        READ_HEADLINE + "several tensors that should differ share one memory",
+        FOREIGN_WRITE,
+        COPY_REMEDY,
+    ),
+    "leaving": (
+        COPIED_HEADLINE + "its memory was overwritten before its copy to the GPU was waited for",
+        COPY_IS_QUEUED,
+        (
+            "wait before it is written again (an event recorded behind the copy,"
+            " `event.synchronize()`), or fill another buffer each time"
+        ),
+    ),
+    "arriving": (
+        COPIED_HEADLINE + "it was read before its copy from the GPU was waited for",
+        COPY_IS_QUEUED,
+        (
+            "leave out non_blocking=True, or wait before it is read:"
+            " torch.cuda.current_stream().synchronize()"
+        ),
+    ),
+}
+
+
+class OptimizerStep(NamedTuple):
+    """A step of an optimizer."""
+
+    number: int  # of all steps, in order
+    optimizer: str
+    line: Line
+    changed: list[Span]
+
+
+@functools.cache
+def _function_name(operation: str) -> str:
+    """`mse_loss` for `MseLossBackward0`; the class itself for a `torch.autograd.Function`; else
+    the operation.
+    """
+    match = re.fullmatch(r"(.*)Backward\d+", operation)
+    if match:
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
+    return operation.removesuffix("Backward")
+
+
+@dataclass(frozen=True)
+class Overwritten:
+    """One finding of a guard: an operation used memory that something else had changed, or was
+    still to change.
+
+    `print` says it in lines.
+
+    Attributes:
+        cause: What happened, in a word: one of `CAUSES`.
+        operation: What used the memory: the name of autograd's node in the backward pass, such as
+            `MulBackward0`; else that of the operation.
+        function: The function that people call, such as `mul`.
+        operand: Which of the function's tensors it was; None where that is not known.
+        shape: The tensor's.
+        dtype: The tensor's, such as `float32`.
+        device: The tensor's, such as `cpu`.
+        lines: The lines of your program that took part, each by what it did: the first, `line`, is
+            the one to mend.
+        explanation: Why it happened, with what shares the memory.
+        remedy: What to do.
+        count: How often it was found.
+        writers: The line that wrote there; several, of which one did, where several threads were at
+            work; none where it is not known, as under `reads="backward"`, which does not look for
+            it.
+
+    Examples:
+        >>> import numpy as np
+        >>> import torch
+        >>> import gpulab as gl
+        >>> frame, weight = np.ones(3, np.float32), torch.ones(3, requires_grad=True)
+        >>> try:
+        ...     with gl.guard():
+        ...         loss = (weight * torch.from_numpy(frame)).sum()
+        ...         frame[:] = 2
+        ...         loss.backward()
+        ... except gl.OverwrittenError as error:
+        ...     print(error.finding.cause, list(error.finding.lines), error.finding.remedy)
+        numpy ['saved by'] copy it: torch.tensor(frame) or torch.as_tensor(frame.copy())
+    """
+
+    cause: str
+    operation: str
+    function: str
+    operand: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    lines: dict[str, Line]
+    explanation: str
+    remedy: str
+    count: int = 1
+    writers: tuple[Line, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        cause: str,
+        operation: str,
+        tensor: Tensor,
+        lines: dict[str, Line],
+        operand: str | None = None,
+    ) -> Self:
+        """A finding in the words of its cause."""
+        _, explanation, remedy = CAUSES[cause]
+        return cls(
+            cause=cause,
+            operation=operation,
+            function=_function_name(operation),
+            operand=operand,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+            lines=lines,
+            explanation=explanation,
+            remedy=remedy,
+        )
+
+    @property
+    def line(self) -> Line:
+        """The line that saved the tensor for backward, made it, or asked for its copy."""
+        return next(iter(self.lines.values()))
+
+    def with_cause(self, cause: str) -> Overwritten:
+        """The same finding, in the words of another cause."""
+        _, explanation, remedy = CAUSES[cause]
+        return replace(self, cause=cause, explanation=explanation, remedy=remedy)
+
+    def with_optimizer_step(self, step: OptimizerStep) -> Overwritten:
+        """The same finding, with the step of an optimizer that changed the tensor."""
+        changer = f"the step of the optimizer {step.optimizer}"
+        explanation = f"it is a parameter, which {changer} changed after the forward pass"
+        return replace(
+            self.with_cause("step"),
+            lines={**self.lines, "changed by": step.line},
+            explanation=explanation,
+        )
+
+    def with_writers(self, writers: list[Line], was_followed: bool) -> Overwritten:
+        """The same finding, with the lines of which one has written; without any, it says what
+        is known.
+        """
+        if writers:
+            return replace(self, writers=tuple(writers))
+        unknown = WRITER_UNKNOWN if was_followed else WRITER_UNKNOWN + WRITER_HINT
+        return replace(self, explanation=self.explanation + unknown)
+
+    def with_holder(self, holder: Holder) -> Overwritten:
+        """The same finding, with the variable that shares the memory; a NumPy array that does
+        has written there.
+        """
+        finding = self.with_cause("numpy") if holder.array and self.cause == "data" else self
+        return replace(
+            finding,
+            explanation=f"{finding.explanation}; it shares memory with {holder.words}",
+            remedy=finding.remedy.replace("array", holder.array or "array"),
+        )
+
+    def __str__(self) -> str:
+        """The finding in lines.
+
+        >>> import torch
+        >>> step = {"saved by": Line("train.py", 7, "step")}
+        >>> found = Overwritten.of("replaced", "MulBackward0", torch.ones(3), step)
+        >>> print(str(found).partition(" was given ")[2])
+        a tensor, float32 of shape (3,) on cpu, overwritten since it was saved
+          saved by step, train.py:7
+          why: other values were assigned to its `.data`
+          do: assign to it after backward
+        >>> print(
+        ...     str(replace(found, operand="other", count=2))
+        ...     .splitlines()[0]
+        ...     .partition(" was given ")[2]
+        ... )
+        its `other`, float32 of shape (3,) on cpu, overwritten since it was saved (2 times)
+        """
+        operand = f"its `{self.operand}`" if self.operand else "a tensor"
+        tensor = f"{self.dtype} of shape {self.shape} on {self.device}"
+        headline = CAUSES[self.cause][0].format_map(
+            {**vars(self), "operand": operand, "tensor": tensor}
+        )
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        lines = [f"  {role} {line}" for role, line in self.lines.items()]
+        if self.line.text:
+            lines.insert(1, f"      {self.line.text}")
+        for number, line in enumerate(self.writers):
+            if len(self.writers) == 1:
+                role = "written by"
+            elif number == 0:
+                role = "written by this line"
+            else:
+                role = "or by"
+            lines.append(f"  {role} {line}")
+            if line.text:
+                lines.append(f"      {line.text}")
+        return "\n".join(
+            [headline + times, *lines, f"  why: {self.explanation}", f"  do: {self.remedy}"]
+        )

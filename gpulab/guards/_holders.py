@@ -1,0 +1,75 @@
+"""Which variables of the user's program share a piece of memory."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import types
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from gpulab._torch_internals import Nested, Span, span_of
+from gpulab.guards._call_sites import is_user_file, line_of, stack_frames
+
+
+class Holder(NamedTuple):
+    """A variable that shares the memory: in words, and by name if it is a NumPy array."""
+
+    array: str
+    words: str
+    span: Span
+
+
+def nearest_holder(span: Span, thread: int) -> Holder | None:
+    """The user's nearest NumPy array that shares this memory; without one, the nearest tensor."""
+    nearest_tensor = None
+    for frame, name, value in _variables(thread) if span[1] else ():
+        array = name if isinstance(value, np.ndarray) else ""
+        value_span = np.lib.array_utils.byte_bounds(value) if array else span_of(value)
+        if overlap(value_span, span):
+            kind = "NumPy array" if array else "tensor"
+            words = (
+                f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in"
+                f" {line_of(frame)}"
+            )
+            holder = Holder(array, words, value_span)
+            if array:
+                return holder
+            nearest_tensor = nearest_tensor or holder
+    return nearest_tensor
+
+
+def overlap(first: Span, second: Span) -> bool:
+    """Whether two pieces of memory have an address in common."""
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
+    """(frame, name, value) of what the user's frames reach, the innermost first, and one level
+    down in it.
+    """
+    for frame in itertools.chain(stack_frames(thread), _suspended_frames()):
+        if not is_user_file(frame.f_code.co_filename):
+            continue
+        for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
+            yield frame, name, value
+            if isinstance(value, list | tuple):
+                yield from (
+                    (frame, f"{name}[{index}]", item) for index, item in enumerate(value[:1000])
+                )
+            elif not isinstance(value, types.ModuleType | type) and isinstance(
+                getattr(value, "__dict__", None), dict
+            ):
+                yield from (
+                    (frame, f"{name}.{key}", item) for key, item in list(vars(value).items())
+                )
+
+
+def _suspended_frames() -> Iterator[types.FrameType]:
+    """The frames of suspended generators: a loader that a `for` loop draws from has no name in
+    any other frame.
+    """
+    generators = (thing for thing in gc.get_objects() if type(thing) is types.GeneratorType)
+    yield from (generator.gi_frame for generator in generators if generator.gi_suspended)  # type: ignore[misc]

@@ -1,0 +1,251 @@
+"""Tensors over memory that others write, read after it was written.
+
+`torch.from_numpy`, `as_tensor`, `frombuffer` and DLPack copy nothing: the tensor is the array's
+memory. Who fills one array again and again, and makes a tensor of it each time, has many tensors
+with one content, the last. No gradient need be involved: a replay buffer, a list of observations
+that is stacked later. Torch's own count of changes does not see it, because torch did not write.
+
+The guard tracks each tensor over such memory from its creation. A read is *stale* if the content
+differs from what it was at the creation or the last read, and another tensor has since been created
+over the same memory. Creating it shows that new content was intended, so the earlier tensor was
+meant to keep its values. A single tensor that is filled through NumPy and read again and again is a
+view on purpose, and no finding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    Span,
+    StorageWeakRef,
+    UncompiledDispatchMode,
+    is_mutable,
+    is_plain,
+    span_of,
+    storage_identity,
+    version_of,
+    written_tensors,
+)
+from gpulab.guards._async_copies import AsyncCopyTracker
+from gpulab.guards._call_sites import Line, user_line
+from gpulab.guards._findings import Overwritten
+from gpulab.guards._fingerprints import memory, memory_digest
+from gpulab.guards._torch_patches import add_listener, is_copying, is_listening, remove_listener
+from gpulab.guards._write_lines import WriteLines, next_time
+
+# by `from_numpy` and `as_tensor`, whatever name they were imported by
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
+OVERWRITING_OPERATIONS = {"copy_", "fill_", "zero_"}  # whose first argument is not read
+BLOCK_BYTES = 1 << 16  # bytes that have one number
+PRUNE_INTERVAL = 1000  # pieces of memory, after which those are dropped that are gone
+
+_tracked_lock = threading.Lock()  # held while the notes on tensors over foreign memory change
+
+
+@dataclass
+class _TrackedBuffer:
+    """A tensor over foreign memory: its memory, its content at the last valid read, and the line
+    that created it.
+    """
+
+    storage: StorageWeakRef
+    memory: Span
+    version: int
+    line: Line
+    # for each block of the memory, by its address
+    digests: dict[int, int] = field(default_factory=dict)
+    content: bytes = b""  # of a small memory
+    time: int = field(default_factory=next_time)  # when its content was last remembered
+
+    def remember(self, span: Span) -> None:
+        """Take what is in a part of the memory now for right."""
+        self.time = next_time()
+        self.digests |= self.digest_blocks(span)
+        if self.memory[1] - self.memory[0] <= BLOCK_BYTES:
+            self.content = bytes(memory(*self.memory))
+
+    def digest_blocks(self, span: Span) -> dict[int, int]:
+        """The digests of the present content of the blocks that a part of the memory overlaps,
+        by address.
+        """
+        begin, end = self.memory
+        begins = range(begin + (span[0] - begin) // BLOCK_BYTES * BLOCK_BYTES, span[1], BLOCK_BYTES)
+        return {begin: memory_digest(begin, min(begin + BLOCK_BYTES, end)) for begin in begins}
+
+    def differs(self, tensor: Tensor) -> bool:
+        """Whether a tensor's content is another than is remembered.
+
+        Of a memory above `BLOCK_BYTES` bytes only digests are kept: there a change beside the
+        tensor counts, too.
+        """
+        # no block has changed
+        if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():
+            return False
+        current_memory = memory(*self.memory)
+        return not self.content or self.elements(tensor, current_memory) != self.elements(
+            tensor, self.content
+        )
+
+    def elements(self, tensor: Tensor, source: bytes | ctypes.Array[ctypes.c_char]) -> bytes:
+        """A tensor's elements as bytes, read from `source`: the memory itself, or the copy kept
+        of it.
+        """
+        width = tensor.element_size()
+        strides = tuple(width * stride for stride in tensor.stride())
+        offset = tensor.data_ptr() - self.memory[0]
+        return np.ndarray(
+            tuple(tensor.shape), f"V{width}", memoryview(source), offset, strides
+        ).tobytes()
+
+
+class SharedReads(UncompiledDispatchMode):
+    """Inside, tensors that are made without a copy are noted, and what every operation reads is
+    checked.
+
+    `report` is called with every stale read, and with every use of memory whose copy from or to a
+    GPU goes on. A read takes time in proportion to what is read, whatever the size of the memory.
+    It may be entered again, and in several threads.
+    """
+
+    def __init__(self, report: Callable[..., None]) -> None:
+        super().__init__()
+        self.report = report
+        self.async_copies = AsyncCopyTracker(report)
+        self.checked = 0
+        self.unchecked = 0
+        self.write_lines = WriteLines()
+        # by address: the buffers that are alive, and the latest
+        self.tracked: dict[int, list[_TrackedBuffer]] = {}
+
+    def __enter__(self) -> Self:
+        add_listener(self)
+        self.write_lines.start()
+        return super().__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        remove_listener(self)
+        self.write_lines.stop()
+        if not is_listening(self):
+            self.async_copies.stop()
+        if kind is None:
+            self.async_copies.flush()
+
+    def __torch_dispatch__(
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
+        """Check what an operation reads, and run it."""
+        kwargs = kwargs or {}
+        if operation is LIFT_FRESH:
+            self.track(args[0])
+        if not operation.is_view:  # a view reads no number
+            name = operation.overloadpacket.__name__
+            inputs = args[1:] if name in OVERWRITING_OPERATIONS else args
+            lists = (
+                value if isinstance(value, list | tuple) else (value,)
+                for value in (*inputs, *kwargs.values())
+            )
+            values = itertools.chain.from_iterable(lists)
+            tensors = [value for value in values if isinstance(value, Tensor) and value.is_cpu]
+            self.check(tensors, name)
+        result = operation(*args, **kwargs)
+        if is_mutable(operation):
+            self.write_lines.record_torch_writes(written_tensors(operation, args, kwargs))
+        self.async_copies.record_copy(operation, args, kwargs, result)
+        return result
+
+    def track(self, tensor: Tensor) -> _TrackedBuffer | None:
+        """The tracked buffer under a tensor, tracked from now on; None if torch itself owns the
+        memory.
+        """
+        if not tensor.is_cpu or not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        if storage.resizable() or not storage.nbytes():
+            return None
+        address = storage.data_ptr()
+        for buffer in self.tracked.get(address, ()):
+            if buffer.storage.cdata == storage_identity(storage):
+                return buffer
+        memory = address, address + storage.nbytes()
+        buffer = _TrackedBuffer(StorageWeakRef(storage), memory, version_of(tensor), user_line())
+        buffer.remember(memory)
+        self.write_lines.watch(buffer.storage, memory)
+        if not is_copying():
+            with _tracked_lock:
+                if len(self.tracked) % PRUNE_INTERVAL == 0:
+                    self.tracked = {
+                        key: buffers
+                        for key, buffers in self.tracked.items()
+                        if any(map(_is_alive, buffers))
+                    }
+                self.tracked[address] = [*filter(_is_alive, self.tracked.get(address, ())), buffer]
+        return buffer
+
+    def on_tensor_created(self, tensor: Tensor) -> None:
+        """Note a tensor that may share the memory of another library."""
+        self.track(tensor)
+
+    def on_tensor_shared(self, tensor: Tensor) -> None:
+        """Note a tensor whose memory another library has been given."""
+        self.track(tensor)
+
+    def on_tensor_read(self, tensor: Tensor, function: str) -> None:
+        """Check a tensor that a function is about to read without torch."""
+        self.check([tensor], function)
+
+    def check(self, tensors: list[Tensor], name: str) -> None:
+        """Look at what an operation of this name is about to read."""
+        self.unchecked += sum(not is_plain(tensor) for tensor in tensors)
+        buffers = [self.track(tensor) for tensor in tensors]
+        addresses = [buffer.memory[0] for buffer in buffers if buffer]
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            if buffer is None or not tensor.numel():
+                continue
+            self.checked += 1
+            if version_of(tensor) != buffer.version:  # torch wrote there itself
+                buffer.version = version_of(tensor)
+                buffer.remember(buffer.memory)
+            if not buffer.differs(tensor):
+                continue
+            latest = self.tracked.get(buffer.memory[0], [buffer])[-1]
+            if latest is buffer:
+                buffer.remember(span_of(tensor))
+            else:
+                cause = "together" if addresses.count(buffer.memory[0]) > 1 else "stale"
+                lines = {
+                    "made by": buffer.line,
+                    "made again by": latest.line,
+                    "read by": user_line(),
+                }
+                self.report(
+                    Overwritten.of(cause, name, tensor, lines), span_of(tensor), buffer.time
+                )
+        self.async_copies.check_host_reads(tensors, name)
+
+
+def _is_alive(buffer: _TrackedBuffer) -> bool:
+    """Whether a tensor over the storage still exists."""
+    return not buffer.storage.expired()

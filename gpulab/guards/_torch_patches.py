@@ -1,0 +1,136 @@
+"""Replacements of torch's functions that a dispatch mode does not see, while a guard listens.
+
+Three kinds of calls matter to a guard and are no operations of torch's dispatcher: creating a
+tensor over memory of another library (`torch.from_numpy`), reading a tensor without torch
+(`Tensor.numpy`), and asking whether a GPU is done (`Event.query`). While there is a listener, each
+of these functions is replaced by one that tells the listeners first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gpulab._torch_internals import Nested, uncompiled
+from gpulab.guards._async_copies import on_gpu_wait
+
+StreamOrEvent: TypeAlias = torch.cuda.Stream | torch.cuda.Event
+
+
+class Listener(Protocol):
+    """What is told of the calls."""
+
+    def on_tensor_created(self, tensor: Tensor) -> None:
+        """A tensor was created that may share the memory of another library."""
+
+    def on_tensor_shared(self, tensor: Tensor) -> None:
+        """A function has given the memory of a tensor to another library, which may write there."""
+
+    def on_tensor_read(self, tensor: Tensor, function: str) -> None:
+        """A function is about to read a tensor without torch."""
+
+
+_listeners: list[Listener] = []  # one entry for each time that a listener was added, by any thread
+_lock = threading.Lock()  # held while functions are replaced and restored
+_thread = threading.local()
+_originals = contextlib.ExitStack()  # restores the functions of torch
+
+
+def is_listening(listener: Listener) -> bool:
+    """Whether a listener was added and not removed since."""
+    return listener in _listeners
+
+
+def is_copying() -> bool:
+    """Whether this thread is inside `torch.tensor`, which creates a tensor over foreign memory
+    only to copy it.
+    """
+    return getattr(_thread, "is_copying", False)
+
+
+def add_listener(listener: Listener) -> None:
+    """Tell a listener of the calls from now on. Threads may remove listeners in another order
+    than they add them.
+    """
+    with _lock:
+        if not _listeners:
+            for owner, name, replacement in REPLACEMENTS:
+                original = getattr(owner, name)
+                setattr(owner, name, _wrap(original, replacement))
+                _originals.callback(setattr, owner, name, original)
+        _listeners.append(listener)
+
+
+def remove_listener(listener: Listener) -> None:
+    """End what one call of `add_listener` began. Without any listener, torch has its own
+    functions again.
+    """
+    with _lock:
+        _listeners.remove(listener)
+        if not _listeners:
+            _originals.close()
+
+
+def _wrap(
+    original: Callable[..., Nested], replacement: Callable[..., Nested]
+) -> Callable[..., Nested]:
+    """Return a function that calls `replacement` with the original function and the arguments."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Nested, **kwargs: Nested) -> Nested:
+        return replacement(original, *args, **kwargs)
+
+    return uncompiled(wrapper)
+
+
+def _on_alias_created(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
+    tensor = original(*args, **kwargs)
+    for listener in _listeners:
+        listener.on_tensor_created(tensor)
+    return tensor
+
+
+def _on_copy_created(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
+    _thread.is_copying = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _thread.is_copying = False
+
+
+def _on_host_read(
+    original: Callable[..., Nested], tensor: Tensor, *args: Nested, **kwargs: Nested
+) -> Nested:
+    for listener in _listeners:
+        listener.on_tensor_read(tensor, original.__name__)
+    returned = original(tensor, *args, **kwargs)
+    if original.__name__ == "numpy":
+        for listener in _listeners:
+            listener.on_tensor_shared(tensor)
+    return returned
+
+
+def _on_query(original: Callable[[StreamOrEvent], bool], stream_or_event: StreamOrEvent) -> bool:
+    finished = original(stream_or_event)
+    if finished:
+        on_gpu_wait()
+    return finished
+
+
+REPLACEMENTS: list[tuple[types.ModuleType | type, str, Callable[..., Nested]]] = [
+    *(
+        (torch, name, _on_alias_created)
+        for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")
+    ),
+    (torch, "tensor", _on_copy_created),
+    (torch.utils.dlpack, "from_dlpack", _on_alias_created),
+    *((Tensor, name, _on_host_read) for name in ("numpy", "tolist")),
+    *((kind, "query", _on_query) for kind in (torch.cuda.Event, torch.cuda.Stream)),
+]

@@ -1,0 +1,220 @@
+"""Which lines of the user's program write into memory that a guard watches.
+
+Torch's own writes are seen as operations. What NumPy or another library writes is no operation; it
+is noticed by the first line of the user's that begins, or the first function that returns, after
+it: some bytes of each watched memory are compared then, and the line that was at work before is the
+one that wrote. Where several threads are at work, it is one of their lines. Only lines of files
+that are not installed are followed, and none where a debugger or a measurement of coverage follows
+them already.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import types
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gpulab._torch_internals import Span, StorageWeakRef, span_of, storage_alive, uncompiled
+from gpulab.guards._call_sites import Line, is_user_file, line_of, stack_frames, user_line
+from gpulab.guards._fingerprints import memory
+from gpulab.guards._holders import overlap
+
+COMPARED_BYTES = 128  # of a memory that are compared
+MAX_KEPT_WRITES = 8  # of each memory, the latest
+MAX_WATCHED = 16  # pieces of memory, the latest; more would slow every line
+MAX_WRITES = 10_000  # of torch, after which the older half is forgotten
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
+
+_clock = itertools.count()
+
+
+def next_time() -> int:
+    """A number that grows from call to call, to say what came before what."""
+    return next(_clock)
+
+
+@dataclass
+class _WatchedMemory:
+    """A piece of memory, some of its bytes as they were last seen, and the lines that may have
+    changed it since.
+    """
+
+    span: Span
+    storages: list[StorageWeakRef]  # over this memory, any of which keeps it
+    sample: bytes = b""  # every so many bytes of the memory
+    # the time, and the lines that may have written
+    writes: list[tuple[int, list[Line]]] = field(default_factory=list)
+
+    def has_changed(self) -> bool:
+        """Whether one of the sampled bytes has changed since the last call."""
+        # A reference to a storage keeps the memory alive while it is read.
+        storage = next(filter(None, map(storage_alive, self.storages)), None)
+        if storage is None:
+            return False
+        begin, end = self.span
+        # odd, so that not always the same byte of a number is seen
+        step = (end - begin) // COMPARED_BYTES | 1
+        previous_sample = self.sample
+        self.sample = bytes(memoryview(memory(begin, end))[::step])
+        return bool(previous_sample) and previous_sample != self.sample
+
+    def add_write(self, lines: list[Line]) -> None:
+        """One of these lines has written there just now."""
+        self.writes = [*self.writes[1 - MAX_KEPT_WRITES :], (next_time(), lines)]
+
+
+class WriteLines:
+    """The lines that wrote, as far as they are known; `writers_since` tells them.
+
+    Attributes:
+        is_tracing: Whether lines of the user's program are followed, so that writes of NumPy can be
+            placed.
+    """
+
+    def __init__(self) -> None:
+        self.watched: dict[int, _WatchedMemory] = {}  # by the address of the memory
+        self.torch_writes: dict[Span, tuple[int, Line]] = {}
+        self.current_lines: dict[int, Line] = {}  # the line that each thread began last
+        self.lock = threading.RLock()
+        self.start_count = 0
+        self.is_tracing = False
+
+    def start(self) -> None:
+        """Follow the lines of this thread, and of those that it starts, once there is something
+        to watch.
+        """
+        with self.lock:
+            self.start_count += 1
+
+    def stop(self) -> None:
+        """End what one call of `start` began."""
+        with self.lock:
+            self.start_count -= 1
+            if self.start_count or not self.is_tracing:
+                return
+            self.is_tracing = False
+            threading.settrace(None)
+        if sys.gettrace() == self._trace:
+            sys.settrace(None)
+        for frame in stack_frames():
+            if frame.f_trace == self._trace:
+                frame.f_trace = None
+
+    def watch(self, storage: StorageWeakRef, span: Span) -> None:
+        """Notice from now on what changes a piece of memory of the host."""
+        with self.lock:
+            watched = self.watched.pop(span[0], None)
+            if watched is None or watched.span != span:
+                watched = _WatchedMemory(span, [])
+            watched.storages = [
+                storage,
+                *(known for known in watched.storages if not known.expired()),
+            ]
+            if watched.has_changed():  # the previous content is gone
+                watched.add_write(self._candidate_lines(threading.get_ident()))
+            self.watched[span[0]] = watched
+            while len(self.watched) > MAX_WATCHED:
+                del self.watched[next(iter(self.watched))]
+        self._start_tracing()
+
+    def record_torch_writes(self, tensors: list[Tensor]) -> None:
+        """An operation of torch has just written into tensors."""
+        spans = [span for span in map(span_of, tensors) if span != (0, 0)]
+        if not spans:
+            return
+        line = user_line()
+        with self.lock:
+            for span in spans:
+                self.torch_writes.pop(span, None)
+                self.torch_writes[span] = next_time(), line
+            if len(self.torch_writes) > MAX_WRITES:
+                self.torch_writes = dict(
+                    itertools.islice(self.torch_writes.items(), MAX_WRITES // 2, None)
+                )
+            for watched in self.watched.values():
+                if any(overlap(watched.span, span) for span in spans) and watched.has_changed():
+                    watched.add_write([line])
+
+    def writers_since(self, span: Span, since: int) -> list[Line]:
+        """The lines of which one has written into a piece of memory last, after a time that
+        `next_time` gave.
+        """
+        self._attribute_changes(threading.get_ident())
+        writes: list[tuple[int, list[Line]]] = []
+        with self.lock:
+            for watched in self.watched.values():
+                if overlap(watched.span, span):
+                    writes += watched.writes
+            for written_span, (time, line) in self.torch_writes.items():
+                if overlap(written_span, span):
+                    writes.append((time, [line]))
+        time, lines = max(writes, key=lambda write: write[0], default=(-1, []))
+        return lines if time > since else []
+
+    # --- following lines --------------------------------------------------------------------------
+
+    def _start_tracing(self) -> None:
+        """Follow the lines of this thread, unless somebody else follows them."""
+        if sys.gettrace() is not None or not self.start_count:
+            return
+        self.is_tracing = True
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+        user_frames = [frame for frame in stack_frames() if is_user_file(frame.f_code.co_filename)]
+        for frame in user_frames:
+            frame.f_trace = self._trace
+        if user_frames:
+            self.current_lines[threading.get_ident()] = line_of(user_frames[0])
+
+    @uncompiled
+    def _trace(self, frame: types.FrameType, event: str, _: object) -> TraceFunction | None:
+        """What Python calls where a function begins, and in those of the user's where a line
+        begins or one returns.
+        """
+        if not is_user_file(frame.f_code.co_filename):
+            return None
+        if not self.is_tracing:
+            sys.settrace(None)  # of this thread
+            return None
+        if event != "call":
+            thread = threading.get_ident()
+            next_frame = frame if event == "line" else _calling_user_frame(frame)
+            next_line = None if next_frame is None else line_of(next_frame)
+            self._attribute_changes(thread, next_line, has_ended=next_frame is None)
+        return self._trace
+
+    def _attribute_changes(
+        self, thread: int, next_line: Line | None = None, has_ended: bool = False
+    ) -> None:
+        """Attribute what has changed to the current lines; then `next_line` is this thread's, or
+        none if it ended.
+        """
+        with self.lock:
+            for watched in self.watched.values():
+                if watched.has_changed():
+                    watched.add_write(self._candidate_lines(thread))
+            if next_line is not None:
+                self.current_lines[thread] = next_line
+            elif has_ended:
+                self.current_lines.pop(thread, None)
+
+    def _candidate_lines(self, thread: int) -> list[Line]:
+        """The current line of this thread, and those of the other threads."""
+        other_lines = [line for ident, line in self.current_lines.items() if ident != thread]
+        lines = [self.current_lines.get(thread), *other_lines]
+        return list(dict.fromkeys(line for line in lines if line is not None))
+
+
+def _calling_user_frame(frame: types.FrameType) -> types.FrameType | None:
+    """The innermost of the user's frames that have called a frame."""
+    caller = frame.f_back
+    while caller is not None and not is_user_file(caller.f_code.co_filename):
+        caller = caller.f_back
+    return caller

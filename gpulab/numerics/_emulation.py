@@ -1,0 +1,638 @@
+"""Another chip's arithmetic on this one: the products of any PyTorch code, rounded and summed as it
+would.
+
+A chip differs in the format that the factors of a product are rounded to, which makes nearly all of
+the difference and costs little to imitate, and in how the products are summed.
+
+Sources: Fasi, Higham, Mikaitis, Pranesh 2021, *Numerical behavior of NVIDIA tensor cores* (PeerJ
+Computer Science 7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909); Khattak,
+Mikaitis 2025, *Accurate models of NVIDIA tensor cores* (arXiv 2512.07004); NVIDIA, *A100 Tensor
+Core GPU Architecture* (TF32).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    UncompiledDispatchMode,
+    active_dispatch_modes,
+    call_composite_kernel,
+    has_wrapper_subclass,
+    is_composite,
+    operation_name,
+    schema_name,
+    without_fused_rnn,
+)
+from gpulab.errors import GpulabError, UsageError
+from gpulab.guards._call_sites import innermost_line
+from gpulab.numerics._flags import precision_allowed, restore_tf32_on_exit, switch_tf32
+from gpulab.numerics._formats import FORMATS, round_to
+
+# --- what chips do --------------------------------------------------------------------------------
+
+ORDERS = ("sequential", "pairwise", "tensor-core")
+MATRIX, CONVOLUTION, WEIGHT = range(3)  # kinds of product, as `Arithmetic.roundings` counts them
+# products that are looked at together: a tensor of 2 MiB, which caches hold
+MAX_CHUNK_PRODUCTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a chip multiplies and sums matrices of float32 numbers.
+
+    Attributes:
+        name: What it is called.
+        format: The format that the factors are rounded to, a name of `gpulab.numerics.FORMATS`.
+        roundings: How they are rounded (a mode of `gpulab.numerics.round_to`): in matrix products;
+            in convolutions and the gradient of their input; in the gradient of their weight.
+        result: The format that the sum, which is float32's, is rounded to.
+        order: How the products are added, see `gpulab.numerics.emulate`; None leaves it to this
+            machine.
+        slices: Into how many sums a sum is split; these are added in turn.
+        block_size: How many products a tensor core adds to the sum at once.
+        fraction_bits: How many bits below the leading bit of the block's largest product each
+            product is cut.
+        significant_bits: How many significant bits the new sum is cut to.
+        slice_multiple: The number of products in a slice is a multiple of this.
+        channel_tile: How many channels a convolution runs through at every position of its kernel
+            before the next channels; None for all.
+    """
+
+    name: str
+    format: str = "float32"
+    roundings: tuple[str, str, str] = ("nearest", "nearest", "nearest")
+    result: str = "float32"
+    order: str | None = None
+    slices: int = 1
+    block_size: int = 8
+    fraction_bits: int = 25
+    significant_bits: int = 24
+    slice_multiple: int = 8
+    channel_tile: int | None = None
+
+    def round_factor(self, x: Tensor, kind: int = MATRIX) -> Tensor:
+        """Round a factor to the format; for an 8-bit format it is first scaled to its range, by
+        a power of two.
+        """
+        if self.format == "float32":
+            return x
+        if not self.format.startswith("float8"):
+            return round_to(x, self.format, self.roundings[kind])
+        largest = x.abs().amax() if x.numel() else x.new_tensor(1.0)
+        exponent = torch.log2(FORMATS[self.format].largest / largest).floor()
+        scale = torch.where(exponent.isfinite(), torch.exp2(exponent.clamp(-100, 100)), 1.0)
+        return round_to(x * scale, self.format, self.roundings[kind]) / scale
+
+    def round_result(self, x: Tensor) -> Tensor:
+        """Round a product to the result's format, contiguous, as a kernel returns it."""
+        return (x if self.result == "float32" else round_to(x, self.result)).contiguous()
+
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether `multiply` adds up the products, and not this machine's library."""
+        if self.order == "tensor-core" and self.format == "float32":
+            return False  # float32 numbers do not pass the tensor cores
+        return self.order is not None or self.slices > 1
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply float32 matrices (…, M, K) and (…, K, N) as they are, and add up in the
+        order.
+        """
+        slice_size = max(1, -(-a.shape[-1] // self.slices))
+        if self.order == "tensor-core":
+            slice_size = -(-slice_size // self.slice_multiple) * self.slice_multiple
+        tensor_core = functools.partial(_multiply_on_tensor_core, arithmetic=self)
+        add_up: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
+            None: torch.matmul,
+            "sequential": _multiply_sequentially,
+            "pairwise": _multiply_pairwise,
+            "tensor-core": tensor_core,
+        }
+        slices = zip(a.split(slice_size, -1), b.split(slice_size, -2), strict=True)
+        return functools.reduce(torch.add, itertools.starmap(add_up[self.order], slices))
+
+
+# Asked for 16 bits, as autocast asks, a GPU returns 16 bits. Of 8-bit products its tensor cores
+# keep 14 bits.
+PRECISIONS = {name: Arithmetic(name, name) for name in FORMATS}
+PRECISIONS |= {
+    n: Arithmetic(n, n, result=n, block_size=16, slice_multiple=64) for n in ("bfloat16", "float16")
+}
+PRECISIONS |= {
+    n: Arithmetic(n, n, block_size=32, fraction_bits=13, significant_bits=14, slice_multiple=128)
+    for n in ("float8_e4m3fn", "float8_e5m2")
+}
+# Generations of cards whose tensor cores take float32 numbers, as TF32; older ones multiply them in
+# float32. Blocks and bits are those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles
+# are what cuBLAS's and cuDNN's kernels for each generation were found to do on an H200, which runs
+# both; for hopper, blocks and bits as well (data/measured).
+CHIPS = {
+    "ampere": Arithmetic(
+        "ampere", "tf32", ("nearest", "away", "away"), block_size=4, fraction_bits=24
+    ),
+    "hopper": Arithmetic("hopper", "tf32", ("nearest", "nearest", "truncate"), channel_tile=32),
+}
+ARITHMETICS = PRECISIONS | CHIPS
+
+
+def find_arithmetic(name: str = "float32", order: str | None = None) -> Arithmetic:
+    """Look an arithmetic up by the name of a format or a chip, with another order of summation."""
+    if name not in ARITHMETICS:
+        raise UsageError(
+            f"arithmetic {name!r}: expected a format, {', '.join(PRECISIONS)}, or"
+            f" {' or '.join(CHIPS)}"
+        )
+    words = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
+    if words is None or order == "":
+        raise UsageError(
+            f"order {order!r}: expected {', '.join(ORDERS)} or split-N (N sums, added in turn; N"
+            f" from 1 to 9999), or both, such as {ORDERS[-1]}+split-4"
+        )
+    within_slice, slices = words.groups()
+    if within_slice == "tensor-core" and name == "float32":
+        raise UsageError(
+            f"order {order!r}: there are no tensor cores for {name}; tf32, ampere or hopper have"
+            " them"
+        )
+    return replace(ARITHMETICS[name], order=within_slice, slices=int(slices or 1))
+
+
+def round_factor_to(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
+    """A factor of a matrix product in a format, scaled first where that has 8 bits."""
+    return replace(find_arithmetic(name), roundings=(rounding,) * 3).round_factor(x)
+
+
+# --- orders of summation --------------------------------------------------------------------------
+
+
+def _multiply_sequentially(a: Tensor, b: Tensor) -> Tensor:
+    """One product after the other, each fused with its addition, as a thread of a GPU's plain cores
+    does.
+
+    In float64 the product is exact, so that the sum is rounded to float32 all but once.
+    """
+    a, b = a.double(), b.double()
+    total = a.new_zeros(
+        *torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]
+    )
+    for k in range(a.shape[-1]):
+        total = torch.addcmul(total, a[..., :, k : k + 1], b[..., k : k + 1, :]).float().double()
+    return total.float()
+
+
+def _multiply_pairwise(a: Tensor, b: Tensor) -> Tensor:
+    """Neighbours are added, then neighbouring sums, and so on: the first half is a power of two
+    of products.
+    """
+    terms = a.shape[-1]
+    if terms < 2:
+        return (a[..., None] * b[..., None, :, :]).sum(-2)
+    half = 1 << ((terms - 1).bit_length() - 1)
+    return _multiply_pairwise(a[..., :half], b[..., :half, :]) + _multiply_pairwise(
+        a[..., half:], b[..., half:, :]
+    )
+
+
+def _multiply_on_tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """A block of products and the sum so far at once: aligned to the largest, cut, added, cut to
+    float32.
+    """
+    matrices = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    rows = max(1, MAX_CHUNK_PRODUCTS // max(1, matrices * arithmetic.block_size * b.shape[-1]))
+    return torch.cat(
+        [_sum_in_blocks(row_chunk, b, arithmetic) for row_chunk in a.split(rows, -2)], -2
+    )
+
+
+def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """The product of matrices (…, M, K) and (…, K, N), as a tensor core adds it up block by
+    block.
+    """
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    total = a.new_zeros(*batch, a.shape[-2], b.shape[-1], dtype=torch.float64)
+    for start in range(0, a.shape[-1], arithmetic.block_size):
+        span = slice(start, start + arithmetic.block_size)
+        left, right = a[..., span, None], b[..., None, span, :]
+        products = left.double() * right.double()  # (…, M, block, N), exact
+        largest = (_exponents(left) + _exponents(right)).amax(-2)
+        largest = torch.maximum(largest, _exponents(total.float()))
+        last_place = _power_of_two(largest - arithmetic.fraction_bits)
+        aligned = torch.trunc(products / last_place[..., None, :]).sum(-2) + torch.trunc(
+            total / last_place
+        )
+        all_finite = products.isfinite().all(-2) & total.isfinite()
+        total = _truncate(aligned * last_place, arithmetic.significant_bits).where(
+            all_finite, products.sum(-2) + total
+        )
+    return total.float()
+
+
+def _exponents(x: Tensor) -> Tensor:
+    """The exponent of each float32 number; that of the smallest normal one for zeros and subnormal
+    numbers.
+
+    >>> _exponents(torch.tensor([1.0, 6.0, 0.0])).tolist()
+    [0, 2, -126]
+    """
+    return (x.view(torch.int32) >> 23).bitwise_and_(0xFF).clamp_min_(1).sub_(127)
+
+
+def _truncate(x: Tensor, bits: int) -> Tensor:
+    """Float64 numbers without what lies below so many significant bits, in float32's range."""
+    step = _power_of_two(torch.frexp(x).exponent.clamp_min(-125) - bits)
+    return (torch.trunc(x / step) * step).float().double()
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Two to the power of whole numbers from -1022 to 1023, exact, as float64."""
+    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
+
+
+# --- emulation ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def emulate(
+    name: str | Arithmetic = "float32", *, order: str | None = None
+) -> Iterator[Arithmetic]:
+    """Compute matrix products and convolutions inside the `with` block as another chip would
+    compute them.
+
+    That holds for the products of any PyTorch code, forward and backward, on any device, as long as
+    the numbers are float32. Recurrent layers are taken apart, and count as matrix products. An
+    emulation inside another one replaces it.
+
+    A card that has TF32 (`ampere`, `hopper`) uses it where the program allows it. For matrix
+    products that is said by `torch.backends.cuda.matmul` or `torch.set_float32_matmul_precision`;
+    torch does not allow it by default (since 1.12). For convolutions it is said by
+    `torch.backends.cudnn`; torch allows it by default. The setting `cpu:tf32=on,emulate=ampere`
+    allows both. A format, and an `Arithmetic`, apply whatever the program allows.
+
+    An emulation cannot know which kernel a library will choose: an H200 that may use TF32 computes
+    many small convolutions in float32 all the same (`benchmarks/results/products.md`).
+
+    Args:
+        name: A format: `tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2` or `float32`.
+            Products in a 16-bit format return 16-bit numbers, as autocast does; an 8-bit format
+            first scales each tensor to its range, as torchao does. Or a generation of cards:
+            `ampere` (RTX 30, A100), `hopper` (H100, H200). Or an `Arithmetic`, such as the one that
+            the block gives.
+        order: How the products are added. `sequential`: one after the other; `pairwise`: neighbours
+            first, then their sums; `tensor-core`: in the blocks of the chip's tensor cores;
+            `split-N`: into N sums, which are added in turn, as N threads or a split-K kernel would;
+            `tensor-core+split-4` is both. None leaves it to this machine's libraries, which is the
+            fast way: sums are float32's then, and only the formats differ. Of numbers that are not
+            float32, the order is always theirs.
+
+    Yields:
+        The `Arithmetic` that is emulated.
+
+    Raises:
+        UsageError: For unknown names, an unknown order, and `tensor-core` where a chip has no
+            tensor cores for the format.
+        GpulabError: Inside the block, where an operation hides its products from the emulation, and
+            where an order is asked for and a convolution is dilated, transposed, in groups, or not
+            over two dimensions.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> x = torch.tensor([[1.0, 1 / 3]])
+        >>> with gl.emulate("tf32"):
+        ...     (x @ x.T).item()
+        1.1110568046569824
+
+    References:
+        Fasi, Higham, Mikaitis, Pranesh 2021, *Numerical behavior of NVIDIA tensor cores* (PeerJ
+            Computer Science
+        7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909).
+    """
+    arithmetic = name if isinstance(name, Arithmetic) else find_arithmetic(name, order)
+    asks_program = name in CHIPS and arithmetic.format == "tf32"
+    without_tf32 = replace(arithmetic, format="float32") if asks_program else arithmetic
+    with contextlib.ExitStack() as stack:
+        for mode in active_emulators():
+            stack.callback(setattr, mode, "is_paused", False)
+            mode.is_paused = True
+        stack.callback(
+            torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
+        )
+        torch.backends.mha.set_fastpath_enabled(False)
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            _UnfusedRecurrentLayers(),
+            _Emulator(arithmetic, without_tf32),
+        ):
+            yield arithmetic
+
+
+def active_emulators() -> list[_Emulator]:
+    """The emulators that are active here: one, or none outside of every emulation."""
+    return [
+        mode
+        for mode in active_dispatch_modes()
+        if isinstance(mode, _Emulator) and not mode.is_paused
+    ]
+
+
+@contextlib.contextmanager
+def float32_products() -> Iterator[None]:
+    """Inside the `with` block matrix products and convolutions keep float32, whatever the setting
+    allows.
+
+    For the one line of a training that needs all digits, while the rest may use TF32 or emulated
+    arithmetic. The gradients of what is computed inside are computed later, as the setting says.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> x = torch.tensor([[1.0, 1 / 3]])
+        >>> with gl.setting("cpu:emulate=tf32"):
+        ...     with gl.float32_products():
+        ...         inside = (x @ x.T).item()
+        ...     inside, (x @ x.T).item()
+        (1.1111111640930176, 1.1110568046569824)
+    """
+    with (
+        restore_tf32_on_exit(),
+        emulate("float32") if active_emulators() else contextlib.nullcontext(),
+    ):
+        switch_tf32(False)
+        yield
+
+
+# --- which operations -----------------------------------------------------------------------------
+
+MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
+# what is added stands before the two factors
+SUMS_WITH_PRODUCTS = {
+    "addmm",
+    "addmv",
+    "baddbmm",
+    "addbmm",
+}
+# Operations whose kernels call others for their products, so that a mode does not see these.
+COMPOSED_OPERATIONS = {
+    "_euclidean_dist",
+    "_trilinear",
+    "affine_grid_generator",
+    "conv_tbc",
+    "linalg_pinv",
+}
+# Operations with products inside that no rounding of the arguments reaches.
+FUSED_PATTERN = re.compile(
+    r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
+    r"|native_multi_head|transformer_encoder|mkldnn_linear|scaled_mm|grouped_mm|addmm_activation|cdist_forward"
+    r"|linalg_matrix_exp|linalg_matrix_sqrth|linalg_polar|linear_cross_entropy).*"
+)
+
+
+class _Emulator(UncompiledDispatchMode):
+    """Sees each operation below autograd, those of the backward pass included.
+
+    A product has the arithmetic `without_tf32` where the program allows no TF32 for it. A paused
+    emulator does nothing.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, without_tf32: Arithmetic) -> None:
+        super().__init__()
+        self.arithmetic = arithmetic
+        self.without_tf32 = without_tf32
+        self.is_paused = False
+
+    def __torch_dispatch__(
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
+        """Run an operation, a product as the chip would."""
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return operation(*args, **kwargs)
+        if has_wrapper_subclass(types):
+            return (
+                NotImplemented  # such as a nested tensor, whose class calls operations on its parts
+            )
+        name = _product_name(operation)
+        # a composite one comes here in inference mode
+        if name in COMPOSED_OPERATIONS or is_composite(operation):
+            with self:
+                return call_composite_kernel(
+                    operation, args, kwargs, is_explicit=name in COMPOSED_OPERATIONS
+                )
+        first = 1 if name in SUMS_WITH_PRODUCTS else 0
+        factors = [factor for factor in args[first : first + 2] if isinstance(factor, Tensor)]
+        if name is None or not all(
+            x.dtype == torch.float32 and x.layout == torch.strided for x in factors
+        ):
+            return operation(*args, **kwargs)
+        if FUSED_PATTERN.fullmatch(name):
+            if name == "_cdist_forward" and not _uses_matrix_product(*args):
+                return operation(*args, **kwargs)
+            remedy = "write it with matrix products, or leave it outside the block"
+            raise GpulabError(
+                f"emulation does not reach the products inside {name}: {remedy}{_line_phrase()}"
+            )
+        arithmetic = self.arithmetic if _allows_tf32(name) else self.without_tf32
+        if name in CONVOLUTIONS:
+            return CONVOLUTIONS[name](operation, args, arithmetic)
+        return _matrix_product(operation, name, args, kwargs, arithmetic)
+
+
+class _UnfusedRecurrentLayers(TorchFunctionMode):
+    """Computes recurrent layers from products that a mode can see, instead of by one kernel."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Nested],
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
+        if getattr(function, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            return function(*args, **(kwargs or {}))
+        with without_fused_rnn():
+            return function(*args, **(kwargs or {}))
+
+
+def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, how: int | None) -> bool:
+    """Whether `torch.cdist` computes distances from a matrix product: on request, or by default for
+    many points.
+
+    >>> x, y = torch.ones(30, 2), torch.ones(3, 2)
+    >>> _uses_matrix_product(x, y, 2.0, None), _uses_matrix_product(x, x, 1.0, None)
+    (True, False)
+    """
+    is_large = a.shape[-2] > 25 or b.shape[-2] > 25
+    return exponent == 2 and (how == 1 or (not how and is_large))
+
+
+def _line_phrase() -> str:
+    """The user's line that is being computed, for the end of an error."""
+    line = innermost_line()
+    return f" (at {line})" if line else ""
+
+
+def _allows_tf32(name: str) -> bool:
+    """Whether the program allows it for this product."""
+    by_cudnn = name.startswith("convolution") and torch.backends.cudnn.enabled
+    return precision_allowed("conv" if by_cudnn else "matmul") == "tf32"
+
+
+@functools.cache
+def _product_name(operation: OpOverload) -> str | None:
+    """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None
+    for the others.
+    """
+    name = operation_name(operation)
+    multiplies = (
+        name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS.keys() | COMPOSED_OPERATIONS
+    )
+    return name if multiplies or FUSED_PATTERN.fullmatch(name) else None
+
+
+def _matrix_product(
+    operation: OpOverload,
+    name: str,
+    args: Sequence[Nested],
+    kwargs: dict[str, Nested],
+    arithmetic: Arithmetic,
+) -> Tensor:
+    first = 1 if name in SUMS_WITH_PRODUCTS else 0
+    a, b = map(arithmetic.round_factor, args[first : first + 2])
+    if not arithmetic.sums_in_order:
+        out = operation(*args[:first], a, b, *args[first + 2 :], **kwargs)
+        return (
+            out if arithmetic.result == "float32" else out.copy_(round_to(out, arithmetic.result))
+        )
+    if name == "addbmm":  # the sum runs over the batch as well
+        a, b = a.transpose(0, 1).flatten(1), b.flatten(0, 1)
+    out = arithmetic.multiply(torch.atleast_2d(a), b if b.dim() > 1 else b[:, None])
+    out = out if b.dim() > 1 else out.reshape(a.shape[:-1])
+    if name in SUMS_WITH_PRODUCTS:
+        beta = kwargs.get("beta", 1)
+        alpha = kwargs.get("alpha", 1)
+        out = alpha * out + beta * args[0] if beta else alpha * out
+    out = arithmetic.round_result(out)
+    target = args[0] if schema_name(operation).endswith("_") else kwargs.get("out")
+    return out if target is None else target.resize_(out.shape).copy_(out)
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
+
+def _convolution(operation: OpOverload, args: Sequence[Nested], arithmetic: Arithmetic) -> Tensor:
+    x, weight = (arithmetic.round_factor(factor, CONVOLUTION) for factor in args[:2])
+    if not arithmetic.sums_in_order:
+        return arithmetic.round_result(operation(x, weight, *args[2:]))
+    bias, stride, padding, *options = args[2:]
+    _check_supported(x, options)
+    out = _correlation(x, weight, stride, padding, arithmetic)
+    return arithmetic.round_result(out if bias is None else out + bias[:, None, None])
+
+
+def _convolution_backward(
+    operation: OpOverload, args: Sequence[Nested], arithmetic: Arithmetic
+) -> list[Tensor | None]:
+    """The gradients that the mask asks for, each alone, because the factors of each are rounded
+    in a way of its own.
+    """
+    *tensors, _, _, _, _, _, _, _, mask = args
+    compute: Callable[..., Nested] = operation
+    if arithmetic.sums_in_order:
+        compute = functools.partial(_gradients_in_order, arithmetic)
+    gradients: list[Tensor | None] = [None, None, None]
+    for n, kind in enumerate((CONVOLUTION, WEIGHT)):
+        if mask[n]:
+            factors = [arithmetic.round_factor(factor, kind) for factor in tensors]
+            gradients[n] = arithmetic.round_result(
+                compute(*factors, *args[3:10], [n == 0, n == 1, False])[n]
+            )
+    if mask[2]:  # the bias's is a sum, not a product
+        gradients[2] = tensors[0].sum([0, *range(2, tensors[0].dim())])
+    return gradients
+
+
+def _gradients_in_order(
+    arithmetic: Arithmetic, output_gradient: Tensor, x: Tensor, weight: Tensor, *options: Nested
+) -> list[Tensor | None]:
+    """The gradient of the input, or that of the weight: whichever the mask, the last option,
+    asks for.
+    """
+    _, stride, padding, *others, (of_input, _, _) = options
+    _check_supported(x, others)
+    if not of_input:
+        columns = _patches(x, weight.shape[2:], stride, padding).flatten(3).flatten(0, 2)
+        rows = output_gradient.transpose(0, 1).flatten(1)
+        return [None, arithmetic.multiply(rows[None], columns.T[None]).reshape(weight.shape)]
+    # It is the turned kernel over the gradient of the output, spread out by the stride.
+    lengths = [*zip(x.shape[2:], weight.shape[2:], padding, strict=True)]
+    spread = output_gradient.new_zeros(
+        *output_gradient.shape[:2], *(n - k + 1 + 2 * p for n, k, p in lengths)
+    )
+    spread[:, :, :: stride[0], :: stride[1]] = output_gradient
+    margins = [k - 1 - p for _, k, p in lengths]
+    return [
+        _correlation(spread, weight.transpose(0, 1).flip(2, 3), (1, 1), margins, arithmetic),
+        None,
+    ]
+
+
+def _check_supported(x: Tensor, options: Sequence[Nested]) -> None:
+    """`GpulabError` for a convolution whose order of summation is not emulated."""
+    dilation, transposed, _, groups = options
+    if x.dim() != 4 or max(dilation) > 1 or transposed or groups > 1:
+        raise GpulabError(
+            f"a convolution with dimensions={x.dim() - 2}, {dilation=}, {transposed=}, {groups=}:"
+            " orders of summation are emulated for plain ones over two dimensions; leave out"
+            f" `order`, or leave the operation outside the block{_line_phrase()}"
+        )
+
+
+def _patches(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> Tensor:
+    """What each output sees: (channels, down and across the kernel, images, down and across the
+    output).
+    """
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    return x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1]).permute(1, 4, 5, 0, 2, 3)
+
+
+def _correlation(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], arithmetic: Arithmetic
+) -> Tensor:
+    """What torch calls a convolution of (N, C, H, W) with (O, C, h, w)."""
+    patches = _patches(x, weight.shape[2:], stride, padding)
+    rows, columns = weight.flatten(1)[None], patches.flatten(3).flatten(0, 2)[None]
+    if arithmetic.order == "tensor-core":
+        # A GPU runs through a tile of channels at each of the kernel's places, then through the
+        # next tile.
+        terms = torch.arange(weight[0].numel()).reshape(weight.shape[1], -1)
+        order = torch.cat(
+            [tile.T.flatten() for tile in terms.split(arithmetic.channel_tile or len(terms))]
+        )
+        rows, columns = rows[:, :, order], columns[:, order]
+    return (
+        arithmetic.multiply(rows, columns).reshape(len(weight), *patches.shape[3:]).transpose(0, 1)
+    )
+
+
+CONVOLUTIONS = {"convolution": _convolution, "convolution_backward": _convolution_backward}

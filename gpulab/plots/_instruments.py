@@ -1,0 +1,217 @@
+"""What the instruments measure: rounding along a step, a device's roofline, and a step's place
+under it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gpulab.audits._audit import Audit
+from gpulab.device._roofline import ROOFLINE_KINDS, Placement, bounds
+from gpulab.picture import Picture
+from gpulab.plots import theme
+from gpulab.plots._drawing import draw_registered
+from gpulab.plots.theme import FAINT, INK
+from gpulab.wording import setting_words
+
+MAX_LEGEND_CHARACTERS = 40  # characters in a line of a legend
+ROOFLINE_MARKERS = {
+    "matrix": ("o", "matrix products"),
+    "network": ("D", "layers of networks"),
+    "memory": ("s", "memory alone"),
+}
+
+
+@draw_registered.register
+@theme.with_theme
+def audit(report: Audit, width: float = theme.PAGE) -> Picture:
+    """The error of each operation of a training step, against the same one in float64 from the same
+    inputs.
+
+    Grey dots are what its rounding may explain; a cross marks a finding.
+    """
+    table = report.table.reset_index(drop=True)
+    errors = table[["error_a", "error_b"]]
+    drawn_errors = errors.replace(0, np.nan)
+    first, second = (theme.colour(trace.setting) for trace in (report.a, report.b))
+    is_narrow = width < theme.PAGE
+    figure, (axes,) = theme.canvas(height=3.8 if is_narrow else 3.4, width=width)
+    largest_bounds = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
+    axes.plot(table.index, largest_bounds, ".", color=FAINT, ms=3, label="rounding explains")
+    for side, trace, tint in (
+        ("a", report.a, first),
+        ("b", report.b, second if second != first else INK),
+    ):
+        words = trace.title.replace(trace.setting, setting_words(trace.setting))
+        size = 6 if side == "a" else 3.5  # where both have the same error, both are seen
+        label = textwrap.fill(words, MAX_LEGEND_CHARACTERS)
+        axes.plot(
+            table.index, drawn_errors[f"error_{side}"], "o", ms=size, mew=0, color=tint, label=label
+        )
+    # what has no error has no height
+    heights = drawn_errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]
+    axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
+    for position in table.index[table.phase == "backward"][:1]:
+        axes.axvline(position - 0.5, color=FAINT, lw=0.8)
+        axes.annotate(" backward", (position, 0.98), xycoords=("data", "axes fraction"), va="top")
+    if drawn_errors.notna().any(axis=None):  # a bound far outside says nothing here
+        lower_limit = max(1e-17, drawn_errors.min(axis=None) / 30)
+        upper_limit = max(1e-4, drawn_errors.max(axis=None) * 30)
+        axes.set(yscale="log", ylim=(lower_limit, upper_limit))
+        axes.yaxis.set_major_formatter(theme.power_of_ten)
+    axes.set(xlabel="operation, in the order of the step", ylabel="relative error against float64")
+    largest = f"the largest error of one operation is {errors.max(axis=None):.1e}"
+    headline = largest.capitalize()
+    if report.kind != "rounding":
+        separator = "\n" if is_narrow else " "
+        headline = f"First finding: {report.kind};{separator}{largest}"
+    alt = (
+        f"Relative error of each operation of a step against float64, under {report.a.title} and"
+        f" {report.b.title}."
+    )
+    return theme.finish_figure(figure, headline, alt, columns=1 if is_narrow else 4)
+
+
+@theme.with_theme
+def roofline(frame: pd.DataFrame) -> Picture:
+    """Draw a device's roofline: measured rates against arithmetic intensity, under the measured
+    ceilings.
+
+    The ceilings are the highest bandwidth and the highest rate that were measured. There is a line
+    for each machine and setting; filled points were measured here, hollow ones recorded. The title
+    names the layer that reaches least.
+
+    Args:
+        frame: From `gpulab.roofline` or `gpulab.device.recorded_rooflines`. Drawn are its rows of
+            the kinds `memory`, `matrix` and `network`, by the columns `setting`, `operation`,
+            `intensity` (flop per byte moved), `gflops`, `gigabytes_per_second`, `flop`, and
+            `machine` where there is one.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> picture = gl.plots.roofline(gl.device.recorded_rooflines())
+        >>> print(picture.alt.partition(",")[0])
+        Roofline: measured rate against arithmetic intensity
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model for
+            multicore
+        architectures* (Communications of the ACM 52:4).
+    """
+    figure, (axes,) = theme.canvas(height=4.4)
+    frame = frame[frame.kind.isin(ROOFLINE_KINDS)]
+    frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
+    for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
+        label = (
+            f"{setting_words(setting)}, {f'{machine} (recorded)' if machine else 'this machine'}"
+        )
+        tint = theme.colour(setting)
+        _roof(axes, device, device.gflops.max(), 3000.0, color=tint, lw=1.5, label=label)
+        for kind, rows in device[device.flop > 0].groupby("kind"):
+            theme.draw_points(
+                axes,
+                rows.intensity,
+                rows.gflops,
+                tint,
+                bool(machine),
+                marker=ROOFLINE_MARKERS[kind][0],
+            )
+    layers = bounds(frame.assign(setting=frame.machine + frame.setting)).sort_values("reached")
+    bottom_of_axes = axes.get_xaxis_transform()
+    for row, layer in enumerate(
+        layers.drop_duplicates("operation").sort_values("intensity").itertuples()
+    ):
+        axes.axvline(layer.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
+        axes.text(
+            layer.intensity,
+            0.02 + 0.06 * row,
+            f"{layer.operation} ",
+            ha="right",
+            transform=bottom_of_axes,
+        )
+    axes.set(xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
+    theme.log_scales(axes)
+    least = layers.iloc[0]
+    title = (
+        f"{least.operation}: of the networks' layers it reaches least of its ceiling,"
+        f" {least.reached:.1%}"
+    )
+    alt = (
+        "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and"
+        " arithmetic."
+    )
+    keys = [
+        theme.legend_key(name, ls="", marker=marker, color=FAINT)
+        for marker, name in ROOFLINE_MARKERS.values()
+    ]
+    return theme.finish_figure(figure, title, alt, keys)
+
+
+def _roof(
+    axes: theme.Axes, device: pd.DataFrame, peak: float, max_intensity: float, **line_style: Any
+) -> None:
+    """The ceilings of bandwidth and of one rate, up to an intensity of `max_intensity`."""
+    bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
+    axes.plot([0.03, peak / bandwidth, max_intensity], [0.03 * bandwidth, peak, peak], **line_style)
+
+
+@draw_registered.register
+@theme.with_theme
+def placement(step: Placement) -> Picture:
+    """A step under the roofs of its device, and beside it what its bytes, FLOP and launches take
+    at their ceilings.
+    """
+    frame = step.roofline
+    tint = theme.colour(step.setting)
+    figure, (left, right) = theme.canvas(2, height=3.4)
+    peaks = frame[frame.precision != ""].groupby("precision").gflops.max().sort_values()
+    max_intensity = 30 * max(step.intensity, 30.0)
+    label_height = 0.0
+    for precision, peak in peaks.items():
+        shade = tint if precision in step.flop else FAINT
+        _roof(left, frame, peak, max_intensity, color=shade)
+        label_height = max(peak, 1.5 * label_height)  # where labels would lie on each other
+        left.annotate(
+            precision,
+            (max_intensity, label_height),
+            ha="right",
+            va="bottom",
+            fontsize=7,
+            color=shade,
+        )
+    if step.flop:
+        theme.draw_points(left, [step.intensity], [step.gflops], INK, marker="*", s=110)
+        left.plot(
+            [step.intensity] * 2,
+            [step.gflops, step.gflops / step.reached],
+            color=INK,
+            lw=0.8,
+            ls=":",
+        )
+    left.set(xlabel="flop per byte moved (star: the step)", ylabel="rate (Gflop/s)")
+    theme.log_scales(left)
+    milliseconds = 1e3 * np.array([step.seconds, *step.at_least.values()])
+    bars = right.barh(
+        ["measured", *step.at_least], milliseconds, color=[INK, *[tint] * 3], height=0.6
+    )
+    right.bar_label(bars, [f" {value:.3g}" for value in milliseconds])
+    right.invert_yaxis()
+    right.set(
+        xlim=(0, 1.2 * milliseconds.max()), xlabel="ms for one step; below, at least, each alone"
+    )
+    headline = (
+        f"Bound by {step.bound}: {step.reached:.0%} of the roof, launches {step.launch_share:.0%}"
+        " of the time"
+    )
+    alt = (
+        f"A step under the roofline of {setting_words(step.setting)}, and the time of its parts at"
+        " their ceilings."
+    )
+    return theme.finish_figure(figure, headline, alt)

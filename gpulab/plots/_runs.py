@@ -1,0 +1,411 @@
+"""Figures of runs under several settings: their losses, the losses along the way, and the
+verdict on them.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from gpulab.picture import Picture
+from gpulab.plots import theme
+from gpulab.plots._drawing import draw_registered
+from gpulab.plots.theme import FAINT, INK, RIGHT_OF_AXES, Look
+from gpulab.stats._pairs import check_one_protocol
+from gpulab.stats._verdict import Verdict
+from gpulab.training._profiles import FINAL_LOSS_DIVISOR
+from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, metric_label, names
+
+BETWEEN_SEEDS_LABEL = "one seed against another"
+MARGIN_STYLE: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
+
+
+@theme.with_theme
+def losses(frame: pd.DataFrame) -> Picture:
+    """Draw the final loss of each seed under each setting; thin lines join the same seed.
+
+    Filled points were made here, hollow ones recorded. Diverged runs are crosses at the right edge.
+    Runs that repeat another one (`rerun` above 0) are left out.
+
+    Args:
+        frame: Runs of one experiment, profile and protocol from `gpulab.runs` or
+            `gpulab.recorded_runs`, with the columns `experiment`, `setting`, `seed`, `rerun`,
+            `status`, `final_loss` and `recorded`, and `profile`, `frames`, `protocol`, `options`
+            and `machine` where there are any.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        UsageError: Where the frame mixes experiments, profiles or protocols.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> runs = gl.recorded_runs()
+        >>> shown = runs[
+        ...     (runs.experiment == "autoencoder")
+        ...     & (runs.profile == "quick")
+        ...     & (runs.loader == "window")
+        ... ]
+        >>> picture = gl.plots.losses(shown)
+        >>> print(picture.alt.partition(". ")[0])
+        The final loss of each seed: CPU; CPU, one thread; GPU, no TF32; ...
+    """
+    check_one_protocol(frame)
+    frame, tints = theme.name_levels(frame[frame.rerun == 0].astype({"final_loss": float}))
+    figure, (axes,) = theme.canvas(height=1.6 + 0.4 * len(tints))
+    _draw_seeds(axes, frame, "final_loss", "name", "seed", tints)
+    losses_by = [frame.groupby(by).final_loss for by in ("setting", "seed")]
+    seeds, settings = ((losses.max() / losses.min()).max() for losses in losses_by)
+    headline = f"From seed to seed the loss varies up to {seeds:.1f}-fold"
+    headline += f", from setting to setting by at most {100 * (settings - 1):.2g} %"
+    alt = f"The final loss of each seed: {'; '.join(tints)}. The same seeds joined by lines."
+    return theme.finish_figure(figure, headline, alt, theme.origin_keys(frame))
+
+
+@theme.with_theme
+def curves(
+    histories: pd.DataFrame,
+    baseline: float | None = None,
+    baseline_label: str = "",
+    factor: str = "setting",
+) -> Picture:
+    """Draw the loss of every run while it learns, a thin line each, and as a thick line the median
+    over the seeds.
+
+    The lines are smoothed: each point is the mean of the last sixtieth of the run's windows up to
+    there. Two levels share a panel; of more, each has its own. Runs that repeat another one
+    (`rerun` above 0) are left out. The title compares what `gpulab.train` calls the final loss: the
+    mean of a run's last fifth.
+
+    Args:
+        histories: From `gpulab.store.history`, of one experiment, with the columns `id`,
+            `experiment`, `seed`, `rerun`, `frames_seen`, `loss` and the factor's.
+        baseline: A loss to compare with, drawn as a dotted line; None for none.
+        baseline_label: What to call it.
+        factor: The column that the colours stand for: `setting`, or another one such as `loader`.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> runs = gl.recorded_runs()
+        >>> shown = runs[
+        ...     (runs.experiment == "autoencoder")
+        ...     & (runs.profile == "quick")
+        ...     & (runs.loader == "window")
+        ... ]
+        >>> picture = gl.plots.curves(gl.store.history(shown))
+        >>> print(picture.alt.partition(". ")[0])
+        Loss against frames seen, one line for each of 60 runs, coloured by setting
+    """
+    histories, tints = theme.name_levels(histories[histories.rerun == 0], factor)
+    smooth = histories.groupby("id").loss.transform(
+        lambda losses: losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()
+    )
+    panels = [[name] for name in tints] if len(tints) > 2 else [[*tints]]
+    rows = -(-len(panels) // 2)
+    figure, panel_axes = theme.canvas(
+        min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True
+    )
+    # of an odd number of panels; the one above shows the numbers then
+    for axes in panel_axes[len(panels) :]:
+        axes.remove()
+    for axes, panel_names in zip(panel_axes, panels, strict=False):
+        style: Look = {
+            "x": "frames_seen",
+            "y": "loss",
+            "hue": "name",
+            "palette": tints,
+            "errorbar": None,
+            "ax": axes,
+        }
+        lines = histories.assign(loss=smooth)[histories.name.isin(panel_names)]
+        sns.lineplot(lines, units="id", estimator=None, lw=0.6, alpha=0.5, legend=False, **style)
+        sns.lineplot(lines, estimator="median", lw=2, **style)
+        if baseline is not None:
+            axes.axhline(baseline, color=INK, lw=1, ls=":", label=baseline_label)
+        theme.log_scale(axes.yaxis)
+        axes.xaxis.set_major_formatter("{x:,g}")
+        x_label = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
+        axes.set(xlabel=x_label, ylabel=metric_label("loss", histories.experiment))
+        axes.label_outer()
+    for axes in (
+        panel_axes[len(panels) - 2 : len(panels) - 1] if len(panels) % 2 and len(panels) > 1 else ()
+    ):
+        axes.xaxis.set_tick_params(labelbottom=True)
+        axes.set_xlabel(x_label)
+        axes.xaxis.label.set_visible(True)
+    final = histories.groupby(["name", "id"]).loss.agg(
+        lambda losses: losses.tail(max(1, len(losses) // FINAL_LOSS_DIVISOR)).mean()
+    )
+    means = final.groupby("name").mean().sort_values()
+    headline = (
+        f"{histories.seed.nunique()} seeds: the runs end up to {final.max() / final.min():.1f}-fold"
+        " apart"
+    )
+    if len(tints) == 2 and means.min() > 0:
+        times = means.iloc[1] / means.iloc[0]
+        low, high = means.index
+        headline = (
+            f"The final loss is {times:.3g} times as high, on average, for {high} as for {low}"
+        )
+    alt = f"Loss against frames seen, one line for each of {len(final)} runs, coloured by {factor}."
+    return theme.finish_figure(figure, headline, alt, columns=3)
+
+
+@draw_registered.register
+@theme.with_theme
+def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
+    """An estimation plot: every seed, and beside it the paired differences, or below it on a narrow
+    page.
+
+    Left, the metric of each seed under each level, the same seed joined by a thin line; diverged
+    runs are crosses at the right edge. Right, the differences from the reference in standard
+    deviations between seeds (in the metric's units where there is no such spread), their mean with
+    its interval, as a thicker line the one that equivalence is decided by, and the margin as a
+    band. Source: Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
+    """
+    factor, metric, table = verdict.factor, verdict.metric, verdict.table
+    levels = [verdict.reference, *table[factor]]
+    level_names = names(levels, factor)
+    tints = theme.level_colours(factor, levels)
+    is_narrow = width < theme.PAGE
+    if is_narrow:
+        figure, (left, right) = theme.canvas(
+            1, height=3.4 + 0.9 * len(levels), rows=2, width=width, sharey=True
+        )
+    else:
+        figure, (left, right) = theme.canvas(2, height=1.9 + 0.4 * len(levels), sharey=True)
+    _draw_seeds(left, verdict.runs, metric, factor, verdict.block, tints)
+    unit = verdict.between_seeds if verdict.between_seeds > 0 else 1.0
+    _draw_differences(right, verdict, verdict.pairs, tints, unit)
+    _draw_intervals(right, verdict, unit)
+    margin = table.margin.max()
+    if not math.isnan(margin):  # it is seen whole, and what lies around it
+        sd = f"±{margin / unit:.2g} sd, " if unit != 1 else ""
+        right.axvspan(
+            -margin / unit, margin / unit, label=f"margin, {sd}±{margin:.2g}", **MARGIN_STYLE
+        )
+        half_range = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
+        right.set_xlim(-half_range, half_range)
+    right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
+    right.set_xlabel(
+        f"difference ({f'sd between {verdict.block}s' if unit != 1 else left.get_xlabel()})"
+    )
+    alt = f"{metric} of each {verdict.block} under {'; '.join(level_names.values())}"
+    alt += (
+        f"; and the differences from {level_names[verdict.reference]} with intervals and the"
+        " margin."
+    )
+    columns = 1 if is_narrow else 2
+    title = textwrap.fill(verdict_title(verdict), 46 if is_narrow else 200)
+    return theme.finish_figure(figure, title, alt, theme.origin_keys(verdict.runs), columns)
+
+
+def verdict_title(verdict: Verdict) -> str:
+    """The title: how many levels came to which decision."""
+    decisions = verdict.decisions
+    reference, *levels = names([verdict.reference, *decisions], verdict.factor).values()
+    if len(levels) == 1:
+        return f"{levels[0]}, against {reference}: {verdict.decision}"
+    counts = ", ".join(
+        f"{n} {decision}" for decision, n in verdict.table.decision.value_counts().items()
+    )
+    return f"Against {reference}: {counts or 'nothing to compare with'}"
+
+
+@theme.with_theme
+def differences(verdict: Verdict) -> Picture:
+    """Draw how far each level of a verdict, such as each setting, moves each seed's loss, and how
+    far seeds are apart.
+
+    A row for each level has the differences of the same seed from the reference, without their
+    signs; the largest stands beside the row. The last row has the differences between seeds under
+    the reference. All are on one logarithmic scale, which begins with zero; up to the margin, the
+    grey band, a difference counts as none. Runs of the reference that were repeated have a row of
+    their own.
+
+    Args:
+        verdict: From `gpulab.verdict`.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import pandas as pd
+        >>> import gpulab as gl
+        >>> cpu = pd.DataFrame(
+        ...     {"setting": "cpu", "seed": range(6), "final_loss": [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]}
+        ... )
+        >>> cuda = cpu.assign(setting="cuda", final_loss=cpu.final_loss + 0.01)
+        >>> picture = gl.plots.differences(gl.verdict(pd.concat([cpu, cuda])))
+        >>> print(picture.alt.partition(". ")[0])
+        Change of final_loss against CPU: GPU; and between seeds
+    """
+    factor, metric, reference = verdict.factor, verdict.metric, verdict.reference
+    reruns = verdict.reruns.assign(**{factor: f"{reference}{RERUN_SUFFIX}"})
+    base = verdict.runs[verdict.runs[factor] == reference][metric].dropna().to_numpy(float)
+    seed_differences = (base[:, None] - base)[np.triu_indices(len(base), 1)]
+    blocks = range(len(seed_differences))
+    seeds = pd.DataFrame(
+        {factor: BETWEEN_SEEDS_LABEL, verdict.block: blocks, "difference": seed_differences}
+    )
+    changes = pd.concat([verdict.pairs, reruns, seeds], ignore_index=True)
+    changes["difference"] = changes.difference.abs()
+    levels = [*verdict.table[factor], *reruns[factor].unique(), BETWEEN_SEEDS_LABEL]
+    level_names = names([reference, *levels], factor)
+    figure, (axes,) = theme.canvas(height=1.7 + 0.4 * len(levels))
+    _draw_differences(
+        axes, verdict, changes, theme.level_colours(factor, levels) | {BETWEEN_SEEDS_LABEL: INK}
+    )
+    smallest = changes.difference[changes.difference > 0].min()
+    if smallest > 0:
+        axes.set_xscale("symlog", linthresh=10 ** np.floor(np.log10(smallest)))
+        axes.xaxis.set_major_formatter(theme.power_of_ten)
+    margin = verdict.table.margin.max()
+    if margin > 0:
+        axes.axvspan(0, margin, label=f"margin: up to ±{margin:.2g} counts as none", **MARGIN_STYLE)
+    axes.set_yticks(range(len(levels)), [level_names[level] for level in levels])
+    unit = metric_label(metric, verdict.runs.get("experiment", ()))
+    axes.set(
+        ylim=(len(levels) - 0.4, -0.6),
+        xlabel=f"change of the same seed against {level_names[reference]}: {unit}",
+    )
+    ratio = verdict.table.largest_difference.max() / (verdict.between_seeds or np.nan)
+    headline = f"The {factor} moves a seed by up to {ratio:.2g} times the spread between seeds"
+    if np.isnan(ratio):
+        headline = "One seed has no spread to compare with"
+    _, *compared, _ = level_names.values()
+    alt = (
+        f"Change of {metric} against {level_names[reference]}: {'; '.join(compared)}; and between"
+        " seeds."
+    )
+    return theme.finish_figure(figure, headline, alt, theme.origin_keys(verdict.runs))
+
+
+def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Level]) -> pd.Series:
+    """Where each seed is drawn: near the row of its level, the first above and the last below
+    it.
+    """
+    seeds = frame.groupby(factor)[block]
+    offset_in_row = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
+    return frame[factor].map([*levels].index).astype(float) + 0.4 * offset_in_row
+
+
+def _draw_seeds(
+    axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: TextByLevel
+) -> None:
+    """A row for each level with every seed, the same seed joined by a thin line; diverged runs
+    at the right edge.
+    """
+    runs = runs.assign(height=_heights(runs, factor, block, tints), tint=runs[factor].map(tints))
+    diverged = runs.status == "diverged"
+    size = 20 if runs[block].nunique() <= 40 else 5
+    converged = runs[~diverged]
+    lines: Look = {
+        "units": block,
+        "estimator": None,
+        "orient": "y",
+        "color": FAINT,
+        "lw": 0.5,
+        "zorder": 1,
+    }
+    sns.lineplot(converged, x=metric, y="height", ax=axes, **lines)
+    theme.draw_points(
+        axes,
+        converged[metric],
+        converged.height,
+        converged.tint,
+        theme.is_recorded(converged),
+        s=size,
+    )
+    if diverged.any():
+        cross_style: Look = {
+            "transform": axes.get_yaxis_transform(),
+            "label": "diverged",
+            "marker": "x",
+            "zorder": 4,
+        }
+        axes.scatter(
+            [0.97] * sum(diverged), runs.height[diverged], color=runs.tint[diverged], **cross_style
+        )
+        axes.margins(x=0.12)  # room for the crosses
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=set(converged[metric]) == {0, 1}))
+    theme.log_scale(axes.xaxis, least=4)
+    axes.set_yticks(
+        range(len(tints)), [textwrap.fill(words, 22) for words in names(tints, factor).values()]
+    )
+    axes.set(
+        ylim=(len(tints) - 0.5, -0.5),
+        xlabel=metric_label(metric, runs.get("experiment", ())),
+        ylabel="",
+    )
+
+
+def _draw_differences(
+    axes: Axes, verdict: Verdict, pairs: pd.DataFrame, tints: TextByLevel, unit: float = 1.0
+) -> None:
+    """A row for each level with the difference of every seed, and beside it the decision and the
+    largest.
+    """
+    factor = verdict.factor
+    pairs = pairs[pairs.difference.notna()]
+    heights = _heights(pairs, factor, verdict.block, tints)
+    is_hollow = theme.is_recorded(verdict.runs).all()
+    axes.axvline(0, color=INK, lw=0.8, zorder=1)
+    size = 20 if pairs[verdict.block].nunique() <= 40 else 5
+    theme.draw_points(
+        axes, pairs.difference / unit, heights, pairs[factor].map(tints), is_hollow, s=size
+    )
+    for row, level in enumerate(tints):
+        largest = (pairs.difference[pairs[factor] == level] / unit).abs().max()
+        words = [
+            verdict.decisions.get(level),
+            f"largest {largest:.2g}" if largest else "exactly the same",
+        ]
+        if level != verdict.reference:
+            axes.annotate(
+                "\n".join(f" {word}" for word in words if word),
+                (1, row),
+                fontsize=7,
+                **RIGHT_OF_AXES,
+            )
+
+
+def _draw_intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
+    """Below the row of each level the mean difference and its two intervals."""
+    table = verdict.table
+    heights = np.arange(len(table)) + 1.33
+    equivalence_label = ""
+    mean_label = "mean; so few seeds have no interval"
+    if table.equivalent_low.notna().any():
+        equivalence_label = (
+            f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the"
+            " margin"
+        )
+    if table.low.notna().any():
+        mean_label = f"mean, {100 * table.confidence.iloc[0]:.3g}% interval"
+    low = table.equivalent_low / unit
+    high = table.equivalent_high / unit
+    axes.hlines(heights, low, high, INK, lw=3.2, zorder=4, label=equivalence_label)
+    half_widths = np.stack([table.difference - table.low, table.high - table.difference]) / unit
+    style: Look = {
+        "fmt": "D",
+        "ms": 4,
+        "color": INK,
+        "mec": "white",
+        "mew": 0.5,
+        "elinewidth": 1,
+        "zorder": 5,
+    }
+    axes.errorbar(table.difference / unit, heights, xerr=half_widths, label=mean_label, **style)
+    axes.margins(x=0.08)

@@ -1,0 +1,263 @@
+"""Saddles: what is measured of a Hessian, the loss around a network's weights, and the ways out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+
+from gpulab.errors import UsageError
+from gpulab.picture import Picture
+from gpulab.plots import theme
+from gpulab.plots._drawing import draw_registered
+from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU, Look
+from gpulab.saddles._escapes import EscapeTable
+from gpulab.saddles._landscapes import Surface
+from gpulab.saddles._spectrum import ZERO_SHARE, SpectralDensity
+from gpulab.settings import TF32_CARDS, Setting
+from gpulab.wording import EMULATED
+
+DEVICES = {"on a CPU": ON_CPU, "on a GPU": ON_GPU}
+# What takes a network off a saddle: how it is drawn.
+PERTURBATION_MARKERS = {"pushed off": "o", "minibatches": "s", "rounding alone": "^"}
+
+
+# --- the spectrum of a Hessian --------------------------------------------------------------------
+
+
+@theme.with_theme
+def spectrum(density: SpectralDensity) -> Picture:
+    """Draw how an operator's eigenvalues are distributed, as a histogram.
+
+    Both axes are logarithmic, that of the eigenvalues linear around zero: in the grey band, closer
+    to zero than a hundredth of the largest eigenvalue, they are too close to tell their signs.
+
+    Args:
+        density: From `gpulab.saddles.spectral_density`.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> density = gl.saddles.spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
+        >>> picture = gl.plots.spectrum(density)
+        >>> print(picture.alt.partition(". ")[0])
+        A histogram of eigenvalues
+    """
+    zero = ZERO_SHARE * max(map(abs, density.extremes))
+    figure, (axes,) = theme.canvas(height=3.4)
+    axes.set_xscale("symlog", linthresh=zero)
+    # a node stands for so many eigenvalues
+    counts = density.weights * density.size / len(density.nodes)
+    sns.histplot(x=density.nodes.ravel(), weights=counts.ravel(), bins=40, color=ON_CPU, ax=axes)
+    axes.axvspan(
+        -zero, zero, color=FAINT, alpha=0.2, lw=0, label="too close to zero to tell the sign"
+    )
+    axes.set(yscale="log", ylim=(0.3, None), xlabel="eigenvalue", ylabel="eigenvalues in a bin")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(theme.power_of_ten)
+    negative_share = density.mass_below(-zero).value
+    positive_share = 1 - density.mass_below(zero).value
+    headline = (
+        f"Of {density.size:,} eigenvalues {negative_share:.2%} stand out below zero,"
+        f" {positive_share:.2%} above"
+    )
+    return theme.finish_figure(figure, headline, "A histogram of eigenvalues.")
+
+
+# --- the loss around a network --------------------------------------------------------------------
+
+
+@draw_registered.register
+@theme.with_theme
+def saddle_surface(surface: Surface) -> Picture:
+    """Draw the loss around a saddle, over the directions of the least and of the greatest
+    curvature.
+
+    On the left, contours of the loss in their plane; a white line joins the points whose loss is
+    that of the saddle. On the right, the loss along each of the two; dashed, what the curvature at
+    the saddle alone would make of it.
+
+    Args:
+        surface: From `gpulab.saddles.surface`.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(
+        ...     torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1]
+        ... )
+        >>> picture = gl.plots.saddle_surface(gl.saddles.surface(saddle, places=3))
+        >>> print(picture.alt.partition(". ")[0])
+        A saddle at loss 2.222: 1 of 6 directions lead down
+    """
+    along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
+    figure, (left, right) = theme.canvas(2, height=3.9)
+    quantiles = np.unique(np.quantile(losses, np.linspace(0.02, 0.98, 13)))
+    contours = left.contourf(along, across, losses, levels=quantiles, cmap="cividis", extend="both")
+    left.contour(along, across, losses, levels=[loss], colors="white", linewidths=1.2)
+    left.axhline(0, color=ON_GPU)
+    left.axvline(0, color=ON_CPU)
+    left.set(
+        xlabel="along the least curvature (distance of the weights)",
+        ylabel="along the greatest curvature",
+    )
+    figure.colorbar(
+        contours, ax=left, label="loss", format=lambda value, _: f"{value:.3g}", shrink=0.85
+    )
+    along_least = losses[len(across) // 2]
+    along_greatest = losses[:, len(along) // 2]
+    slices = (along, along_least, ON_GPU, "least"), (across, along_greatest, ON_CPU, "greatest")
+    for (positions, values, tint, name), curvature in zip(slices, surface.curvatures, strict=True):
+        right.plot(
+            positions, values, color=tint, label=f"along the {name} curvature, {curvature:.2g}"
+        )
+        right.plot(positions, loss + curvature * positions**2 / 2, color=tint, lw=0.9, ls="--")
+    right.set_ylim(
+        losses.min() - 0.1 * np.ptp(along_least), max(along_least.max(), along_greatest.max())
+    )
+    right.set(xlabel="distance of the weights from the saddle", ylabel="loss")
+    for axes, height in ((left, 0), (right, loss)):
+        axes.plot(0, height, "o", ms=7, color="white", mec=INK)
+    alt = f"{surface}. Left, contours of the loss; right, the loss along two directions."
+    return theme.finish_figure(
+        figure,
+        str(surface),
+        alt,
+        [theme.legend_key("of the curvature alone", color=INK, lw=0.9, ls="--")],
+        3,
+    )
+
+
+# --- ways out of a saddle -------------------------------------------------------------------------
+
+
+@draw_registered.register
+def _(escapes: EscapeTable) -> Picture:
+    return escape_law(escapes.table)
+
+
+@theme.with_theme
+def escape_law(table: pd.DataFrame) -> Picture:
+    """Draw how long each escape from a saddle took, against the displacement with which it began.
+
+    The steps are multiplied by ln(1 + ηλ), or by ln ρ with momentum, the growth of the
+    displacement's logarithm in one step. So every learning rate and every saddle has the same line,
+    ln(r/δ) (see `gpulab.saddles.EscapeTable`). A colour is a device, a shape what takes the network
+    off the saddle, and what was recorded is hollow. A cross is an escape that never came; it stands
+    where theory expects it. Optimisers that scale their steps, such as Adam, have no such law, and
+    are left out.
+
+    Args:
+        table: From `gpulab.saddles.escape_table` (its `table`) or
+            `gpulab.saddles.recorded_escapes`, with the columns `setting`, `steps`, `left`, `start`,
+            `radius`, `expected`, `expected_rate`, `batch_size`, `perturbation` and `recorded`.
+
+    Returns:
+        A `gpulab.plots.Picture`.
+
+    Raises:
+        UsageError: Where no escape is by an optimiser that has such a law.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> picture = gl.plots.escape_law(gl.saddles.recorded_escapes())
+        >>> print(picture.alt.partition(". ")[0])
+        Escape times against the initial displacement, with the line ln(r/δ)
+    """
+    table = table[table.expected_rate.notna()]
+    if table.empty:
+        raise UsageError(
+            "no escape by sgd or momentum, the only ones with a law to draw: the table's paths have"
+            " their way out"
+        )
+    shown = table.assign(
+        device=np.where(table.setting.str.startswith("cpu"), *DEVICES),
+        x=(table.start / table.radius).clip(lower=1e-17),
+        time=table.steps.where(table.left, table.expected) * table.expected_rate,
+        kind=np.select(
+            [table.batch_size > 0, table.perturbation > 0],
+            ["minibatches", "pushed off"],
+            "rounding alone",
+        ),
+    )
+    low = min(1e-8, shown.x.min())
+    figure, (axes,) = theme.canvas(height=4.4)
+    axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, label="theory: ln(r/δ)")
+    # a colour, a shape and a ring mean one thing each, so that each has one key
+    keys: dict[str, Look] = {}
+    for (kind, device, recorded), rows in shown[shown.left].groupby(["kind", "device", "recorded"]):
+        colour = DEVICES[device]
+        face_colour = "none" if recorded else None
+        axes.plot(
+            rows.x,
+            rows.time,
+            PERTURBATION_MARKERS[kind],
+            color=colour,
+            mfc=face_colour,
+            ms=8 if recorded else 5,
+        )
+        keys |= {
+            kind: {"marker": PERTURBATION_MARKERS[kind], "color": INK},
+            device: {"marker": "D", "color": colour},
+        }
+        if recorded:
+            keys["recorded"] = {"marker": "o", "color": INK, "mfc": "none", "ms": 8}
+    never_left = shown[~shown.left]
+    axes.scatter(
+        never_left.x,
+        never_left.time,
+        c=never_left.device.map(DEVICES),
+        marker="x",
+        label="never left: expected time",
+    )
+    theme.log_scale(axes.xaxis)
+    axes.set(
+        xlabel="displacement at the start, relative to the radius (δ/r)",
+        ylabel="steps × ln(1 + ηλ)",
+    )
+    by_rounding = shown[
+        (shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)
+    ]
+    # The label says whose rounding moved the network off the saddle, or held it there.
+    for name, group in by_rounding.groupby(by_rounding.setting.map(_arithmetic_label)):
+        label_position: Look = (
+            {"xytext": (6, 10)} if group.left.any() else {"xytext": (-6, -14), "ha": "right"}
+        )
+        axes.annotate(
+            name, (group.x.median(), group.time.max()), textcoords="offset points", **label_position
+        )
+    predictable = table[table.left & (table.expected > 1)]
+    headline = f"{len(never_left)} never left"
+    if len(predictable):
+        ratio = (predictable.steps / predictable.expected).median()
+        headline = (
+            f"{len(predictable)} escapes took {ratio:.2f} times what theory expects (median);"
+            f" {headline}"
+        )
+    alt = "Escape times against the initial displacement, with the line ln(r/δ)."
+    return theme.finish_figure(
+        figure,
+        headline,
+        alt,
+        [theme.legend_key(name, ls="", **look) for name, look in keys.items()],
+        4,
+    )
+
+
+def _arithmetic_label(setting: str) -> str:
+    """What a setting computes with: `float64`, `float32`, `TF32 products`, or `products of an
+    Ampere card`.
+    """
+    parsed = Setting.parse(setting)
+    emulated = parsed.emulate or ("tf32" if parsed.tf32 else "")
+    if emulated in TF32_CARDS:
+        return f"products of {EMULATED[emulated]}"
+    if parsed.precision:
+        return parsed.precision
+    return f"{EMULATED.get(emulated, emulated)} products" if emulated else "float32"

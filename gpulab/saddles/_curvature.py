@@ -1,0 +1,264 @@
+"""The curvature of a loss along a training: how many directions lead down, and how steeply, from
+beginning to end.
+
+The trainings are real ones under a setting; the instrument is the same for all: the Hessian of one
+fixed batch, in float32 without TF32, on the device that trained. The picture is that of Dauphin,
+Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle point problem*
+(arXiv 1406.2572).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab.data._feed import Loader
+from gpulab.errors import UsageError, check_count
+from gpulab.models._base import Trainable
+from gpulab.passports import machine, passport
+from gpulab.report import Progress
+from gpulab.saddles._hessian import hessian
+from gpulab.saddles._spectrum import ZERO_SHARE, spectral_density
+from gpulab.settings import Setting
+from gpulab.store import _run_identity as identities
+from gpulab.store.recorded import read_table, read_tables, recorded_folder, write_table
+from gpulab.training._networks import NetworkRun
+from gpulab.training._run import Run, train
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# One thread gives the same bits on every CPU with the same instructions, and does not wait for a
+# busy second core.
+INSTRUMENT_SETTINGS = {"cpu": "{}:threads=1", "cuda": "{}:tf32=off"}
+# frames of a sequence, or images, in the batch that the Hessian is of
+BATCH_FRAMES = {
+    True: 10,
+    False: 200,
+}
+MEASUREMENTS = ("loss", "index_fraction", "index_error", "zero_fraction", "smallest", "largest")
+SPECTRUM_COLUMNS = ("nodes", "node_weights")  # arrays (probes, steps), which a file keeps as lists
+
+
+def curvature_along(
+    net: str = "autoencoder",
+    *,
+    setting: str | Iterable[str] = "cpu",
+    seeds: int | Iterable[int] = 3,
+    profile: str = "quick",
+    snapshots: int = 5,
+    probes: int = 4,
+    steps: int = 60,
+    store: str | Path | None = None,
+    command: str | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Train a network from several seeds under one or more settings, and measure its loss's
+    curvature along the way.
+
+    At moments spaced logarithmically, from before the first update to the end of the training, it
+    looks at the Hessian of the training's objective on one fixed batch: 200 training images, or the
+    first 10 training frames, for which the network begins with an empty state (of PredNet, the sum
+    over the frames). That is always measured in the same way, whatever the training's setting is:
+    in float32, on the device that trained, with one thread on a CPU and without TF32 on a GPU.
+
+    Args:
+        net: The name of the network: `autoencoder`, `prednet` or `whitener`.
+        setting: One setting to train under, or several, such as `["cpu", "cpu:precision=float64"]`.
+        seeds: The seeds to train from, or how many: 3 stands for 0, 1 and 2.
+        profile: How long to train and on what: `smoke`, `quick` or `paper`, as for `gpulab.train`.
+        snapshots: At how many moments to look. Moments that coincide are one; a single one is the
+            end.
+        probes: How many random vectors `gpulab.saddles.spectral_density` begins with.
+        steps: How many steps of Lanczos it makes from each.
+        store: A folder in which what was seen of each training is kept. A training that is there is
+            not made again.
+        command: Noted in what is kept: how it was made.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        A data frame with a row for each setting, seed and snapshot.
+
+        - Which training: `experiment` (the network), `profile`, `frames`, `setting`, `seed`,
+          `machine`, `id`, `weights` (the SHA-256 of the trained weights), `status` (`finished` or
+          `diverged`), `recorded` (False).
+        - Which moment: `step` (updates so far); `final`, whether it is the training's last row:
+          `frame[frame.final]` is what `gpulab.verdict` takes.
+        - Of the batch: `loss`, the mean squared error per frame or image.
+        - Of the Hessian: `size`, the number of its rows; `smallest` and `largest`, the outermost
+          nodes of its spectrum; `index_fraction`, the share of eigenvalues below −1e-2 of the
+          largest |λ|, with its standard error `index_error`; `zero_fraction`, the share of those
+          closer to zero; `nodes` and `node_weights`, the estimated spectrum, arrays (probes,
+          steps).
+
+        A training that diverged has a last row without numbers, whose `size` is 0.
+
+    Raises:
+        UsageError: For an unknown network, profile or setting, for no setting or no seed, and for
+            numbers that are no whole numbers from 1.
+        DataError: For a damaged file in the store; the message names it.
+        GpulabError: For a setting that cannot run here.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> small = {"profile": "smoke", "seeds": 1, "snapshots": 2, "steps": 5}
+        >>> frame = gl.saddles.curvature_along("autoencoder", **small, progress=False)
+        >>> len(frame), bool((frame.largest > 0).all())
+        (2, True)
+
+    References:
+        Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle
+            point problem*
+        (arXiv 1406.2572).
+    """
+    import pandas as pd
+
+    settings = [setting] if isinstance(setting, str) else setting
+    trainings = list(itertools.product(settings, range(seeds) if isinstance(seeds, int) else seeds))
+    if not trainings:
+        raise UsageError(f"setting={setting!r}, seeds={seeds!r}: expected one or more of each")
+    options = {"snapshots": snapshots, "probes": probes, "steps": steps}
+    for name, value in options.items():
+        check_count(name, value)
+    tables = []
+    for text, seed in Progress(trainings, unit="training", leave=False, disable=not progress):
+        with torch.random.fork_rng(devices=[]):
+            planned = NetworkRun.plan(net, setting=text, seed=seed, profile=profile)
+        measurement = options | {"evaluated": BATCH_FRAMES[planned.data.sequential]}
+        tables.append(_curvature_of_training(planned, measurement, store, command))
+    return pd.concat(tables, ignore_index=True)
+
+
+def recorded_curvature() -> pd.DataFrame:
+    """Read the curvature along trainings that was recorded on other machines and is shipped with
+    gpulab.
+
+    The files are in `data/saddles/curvature`.
+
+    Returns:
+        A data frame as `gpulab.saddles.curvature_along` returns it, in which `recorded` is True.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> bool(gl.saddles.recorded_curvature().recorded.all())
+        True
+    """
+    import pandas as pd
+
+    frames = [_frame(*stored) for stored in read_tables(recorded_folder("saddles") / "curvature")]
+    return pd.concat(frames, ignore_index=True).assign(recorded=True)
+
+
+def _curvature_of_training(
+    planned: NetworkRun, measuring: dict[str, int], store: str | Path | None, command: str | None
+) -> pd.DataFrame:
+    """The rows of one training: those that are kept, or new ones."""
+    machine_passport = passport()
+    planned.draw_weights()
+    identity = planned.identity(machine_passport).record
+    identity = {**identity, "id": identities.run_id({**identity, "looked": measuring})}
+    file = None if store is None else Path(store) / f"{identity['id']}.parquet"
+    if file is not None and file.is_file():
+        return _frame(*read_table(file))
+    table, run = _train_and_measure(planned, measuring)
+    record = {
+        **identity,
+        "looked": measuring,
+        "tolerance": ZERO_SHARE,
+        "status": run.status,
+        "command": command,
+    }
+    record |= {"passport": dict(machine_passport), "weights": run.record["summary"]["weights"]}
+    if file is not None:
+        write_table(file, table, record)
+    return _frame(table, record)
+
+
+def _train_and_measure(planned: NetworkRun, measuring: dict[str, int]) -> tuple[pd.DataFrame, Run]:
+    """Do a training, and measure at its moments; a row for each, as a file keeps it."""
+    import pandas as pd
+
+    window_count = 1 + planned.frames // planned.window
+    # A single moment is the end of the training.
+    moments = set(np.geomspace(window_count, 1, measuring["snapshots"]).round() - 1)
+    watch_count = itertools.count()
+    snapshots: dict[int, dict[str, Tensor]] = {}  # weights, by the number of updates
+
+    def watch(model: Trainable, step: int) -> None:
+        if next(watch_count) in moments:
+            copies = {
+                name: tensor.detach().to("cpu", copy=True)
+                for name, tensor in model.state_dict().items()
+            }
+            if all(tensor.isfinite().all() for tensor in copies.values()):
+                snapshots[step] = copies
+
+    arguments = planned.experiment, planned.data, planned.setting, planned.seed, planned.profile
+    run = train(*arguments, frames=planned.frames, watch=watch, progress=False)
+    rows = [
+        {"step": step, **_measure(planned, snapshot, measuring)}
+        for step, snapshot in snapshots.items()
+    ]
+    if run.status == "diverged":
+        rows.append({"step": run.record["diverged_at"], "size": 0})  # without numbers
+    return pd.DataFrame(rows, columns=["step", "size", *MEASUREMENTS, *SPECTRUM_COLUMNS]), run
+
+
+def _measure(
+    planned: NetworkRun, state: dict[str, Tensor], measuring: dict[str, int]
+) -> dict[str, float | np.ndarray]:
+    """What the instrument says of these weights."""
+    device = planned.setting.device
+    with Setting.parse(
+        INSTRUMENT_SETTINGS.get(planned.setting.kind, "{}").format(device)
+    ).apply() as instrument:
+        model = planned.model.to(device, torch.float32)
+        torch.nn.Module.load_state_dict(model, state)
+        batch = Loader("window", instrument).window(
+            next(planned.data.windows(measuring["evaluated"], 0)).frames
+        )
+        if model.sequential:
+            batch = next(iter(model.batches(batch)))
+        H = hessian(model, lambda: model.training_loss(batch, None)[0])
+        with torch.no_grad():
+            losses = model.training_loss(batch, None)[1]
+        spectrum = spectral_density(
+            H, probes=measuring["probes"], steps=measuring["steps"], progress=False
+        )
+    index, (smallest, largest) = spectrum.index(), spectrum.extremes
+    return {
+        "loss": float(losses.double().mean()),
+        "index_fraction": index.value / index.size,
+        "index_error": index.error / index.size,
+        "zero_fraction": index.zero / index.size,
+        "smallest": smallest,
+        "largest": largest,
+        "size": spectrum.size,
+        "nodes": spectrum.nodes.ravel(),
+        "node_weights": spectrum.weights.ravel(),
+    }
+
+
+# a record is JSON from a file
+def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows of a training as a file keeps them, with what is common to them."""
+    shape = record["looked"]["probes"], record["looked"]["steps"]
+    spectra = {
+        name: [np.resize(row, shape).astype(float) for row in table[name]]
+        for name in SPECTRUM_COLUMNS
+    }
+    names = ("experiment", "profile", "setting", "seed", "status", "weights", "id")
+    return table.assign(
+        **spectra,
+        **{name: record[name] for name in names},
+        frames=record["configuration"]["frames"],
+        machine=machine(record["passport"], Setting.parse(record["setting"]).kind),
+        recorded=False,
+        final=np.arange(len(table)) == len(table) - 1,
+    )

@@ -1,0 +1,106 @@
+"""The extreme eigenvalues and eigenvectors of a symmetric operator, by SciPy's `eigsh`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gpulab.errors import DataError, UsageError
+from gpulab.saddles._operators import (
+    Operator,
+    check_products,
+    check_square,
+    check_symmetric,
+    dense,
+    random_signs,
+)
+
+MAX_DENSE_SIZE = 20  # up to this size ARPACK would build the whole matrix, too
+MAX_RESTARTS = 300  # of some twenty products each
+
+
+def extreme_eigenpairs(
+    H: Operator, *, tolerance: float | None = None
+) -> tuple[Float[Tensor, " 2"], Float[Tensor, "n 2"]]:
+    """Find the least and the greatest eigenvalue of a symmetric operator, and an eigenvector of
+    each.
+
+    It needs products with the operator only, which `scipy.sparse.linalg.eigsh` makes use of
+    (Lanczos, implicitly restarted). For more eigenpairs call it yourself; `docs/hessians.md` shows
+    how. For the whole spectrum see `gpulab.saddles.spectral_density`.
+
+    Args:
+        H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and
+            has `shape`, `dtype` (float32 or float64) and `device`.
+        tolerance: The residual ‖Hv − λv‖ to reach, as a share of the distance between the two
+            eigenvalues; by default eps^(2/3) of the operator's type, which is 4e-11 in float64 and
+            2e-5 in float32.
+
+    Returns:
+        The two eigenvalues, (2,), the least first, in float64 on the CPU; and unit eigenvectors in
+        columns, (n, 2), in the operator's type on its device.
+
+    Raises:
+        UsageError: For an operator that is not square, or not float32 or float64, and for a
+            tolerance out of range.
+        DataError: For an operator that is not symmetric, whose products are not finite, or whose
+            eigenvectors are not found to the tolerance.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> values, vectors = gl.saddles.extreme_eigenpairs(
+        ...     torch.diag(torch.tensor([3.0, -1.0, 2.0]))
+        ... )
+        >>> [round(value, 4) for value in values.tolist()], vectors.shape
+        ([-1.0, 3.0], torch.Size([3, 2]))
+
+    References:
+        Lehoucq, Sorensen, Yang 1998, *ARPACK users' guide* (SIAM).
+    """
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
+    n = check_square(H)
+    if tolerance is None:
+        tolerance = torch.finfo(H.dtype).eps ** (2 / 3)
+    if not 0 < tolerance < 1:
+        raise UsageError(f"tolerance={tolerance!r}: expected a number between 0 and 1")
+    if n <= MAX_DENSE_SIZE:
+        values, vectors = torch.linalg.eigh(dense(H))
+        return values[[0, -1]], vectors[:, [0, -1]].to(H.dtype).to(H.device)
+    signs = random_signs(n, 2, H, 0)
+    check_symmetric(H, signs, H @ signs)
+
+    def find_farthest_eigenpair(shift: float, deflated: np.ndarray) -> tuple[float, np.ndarray]:
+        """The eigenpair whose eigenvalue is farthest from a number; the search begins orthogonal
+        to a known vector.
+        """
+
+        def product(vector: np.ndarray) -> np.ndarray:
+            products = H @ torch.from_numpy(vector.ravel()).to(H.dtype).to(H.device)
+            check_products(products)
+            return products.cpu().double().numpy() - shift * vector.ravel()
+
+        start = np.random.default_rng(0).standard_normal(n)
+        start -= deflated @ start * deflated
+        if not product(start).any():  # every vector is an eigenvector
+            return shift, start / np.linalg.norm(start)
+        shifted = LinearOperator((n, n), product, dtype=np.float64)
+        try:
+            values, vectors = eigsh(
+                shifted, 1, which="LM", v0=start, tol=tolerance, maxiter=MAX_RESTARTS
+            )
+        except ArpackNoConvergence as error:
+            raise DataError(
+                f"no eigenvector to a tolerance of {tolerance:.1g}: {error}; allow a larger one"
+            ) from None
+        return float(values[0]) + shift, vectors[:, 0]
+
+    first_pair = find_farthest_eigenpair(0.0, np.zeros(n))
+    pairs = sorted([first_pair, find_farthest_eigenpair(*first_pair)], key=lambda pair: pair[0])
+    values, vectors = zip(*pairs, strict=True)
+    return torch.tensor(values, dtype=torch.float64), torch.from_numpy(np.stack(vectors, 1)).to(
+        H.dtype
+    ).to(H.device)

@@ -1,0 +1,610 @@
+"""Leaving a saddle: how long an optimiser stays, when nothing but an arithmetic's errors pushes it
+away.
+
+Along an eigenvector of the Hessian with the eigenvalue −λ, a step of size η multiplies the distance
+by 1 + ηλ. A first displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps,
+nearly ln(r/δ) / (ηλ). An arithmetic that at every step computes ε there instead of zero does what δ
+= ε/λ does. But a step smaller than half of what separates a weight from the next number of its
+format leaves it as it is: rounding can also hold a network at a saddle. What a step is, the
+optimiser decides (`gpulab.saddles._optimizers`).
+
+From the top: `Weights` are what moves, `Descent` moves them, `escape` watches until they have left,
+and `escape_table` does so under one or many settings.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpulab.errors import DataError, UsageError, check_count
+from gpulab.passports import machine, passport
+from gpulab.report import Progress, Report
+from gpulab.saddles._critical import CriticalPoint
+from gpulab.saddles._optimizers import (
+    SETTLING_STEPS,
+    EscapeLaw,
+    OptimizerFactory,
+    build_optimizer,
+    optimizer_name,
+    step_ratio,
+)
+from gpulab.saddles._theory import LinearAutoencoderSaddle
+from gpulab.settings import Setting
+from gpulab.steps import trainable_parameters
+from gpulab.store.recorded import read_tables, recorded_folder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+InputsTargets = tuple[Tensor, Tensor]
+
+RADIUS = 0.1  # the distance along the ways down at which a network has left
+# steps without change after which gradient descent stays for good; others need SETTLING_STEPS
+HELD_STEPS = 10
+EXPECTED_STEPS_FACTOR = (
+    3  # times the expected steps that are made where `steps` does not say how many
+)
+MAX_STEPS = 100_000
+# η λ where no learning rate is given, unless that is too large for the steepest upward direction
+DEFAULT_GROWTH = 0.05
+DEFAULT_ADAPTIVE_RATE = (
+    1e-3  # the learning rate of Adam and the like where none is given: torch's default for Adam
+)
+MIN_BATCH_WEIGHT = 1e-4  # batches with a smaller weight, relative to the first one's, are left out
+# What tells the escapes of a table apart.
+KEY_COLUMNS = (
+    "setting",
+    "optimizer",
+    "master_weights",
+    "learning_rate",
+    "perturbation",
+    "batch_size",
+    "seed",
+)
+
+
+# --- a training from a saddle ---------------------------------------------------------------------
+
+
+class Weights:
+    """A network's weights in a setting's format, and those that an optimiser moves: the same, or
+    masters in float64.
+    """
+
+    def __init__(self, model: nn.Module, setting: Setting, masters: bool = False) -> None:
+        self.setting = setting
+        self.net = copy.deepcopy(model).to(setting.device, setting.dtype)
+        self.parameters = trainable_parameters(self.net)
+        # an Apple GPU has no float64
+        self.float64_device = "cpu" if setting.kind == "mps" else setting.device
+        self.trainable = self.parameters
+        if masters:
+            self.trainable = [
+                nn.Parameter(p.detach().to(self.float64_device, torch.float64))
+                for p in self.parameters
+            ]
+
+    def flat(self, tensors: Iterable[Tensor] | None = None) -> Float[Tensor, " n"]:
+        """One vector of tensors, in float64; of the weights that are moved where none are given."""
+        tensors = self.trainable if tensors is None else tensors
+        return (
+            torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            .to(self.float64_device)
+            .double()
+        )
+
+    @torch.no_grad()
+    def set_weights(self, vector: Float[Tensor, " n"]) -> None:
+        """Put the network at these weights."""
+        # Copied, not views of one vector: where a weight lies in memory may decide how a product of
+        # it is rounded.
+        for weight, piece in zip(
+            self.trainable, vector.split([w.numel() for w in self.trainable]), strict=True
+        ):
+            weight.copy_(piece.view_as(weight))
+        self._round_masters()
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> float:
+        """Let the optimiser make a step; the share of the weights that it changed."""
+        previous_weights = [weight.clone() for weight in self.trainable]
+        for weight, gradient in zip(self.trainable, gradients, strict=True):
+            weight.grad = gradient.to(weight)
+        optimizer.step()
+        self._round_masters()
+        changed = [
+            (weight != old).sum()
+            for weight, old in zip(self.trainable, previous_weights, strict=True)
+        ]
+        return int(torch.stack(changed).sum()) / sum(weight.numel() for weight in self.trainable)
+
+    def _round_masters(self) -> None:
+        if self.trainable is not self.parameters:
+            for parameter, weight in zip(self.parameters, self.trainable, strict=True):
+                parameter.copy_(weight)
+
+
+def choose_optimizer(
+    saddle: CriticalPoint, weights: Weights, optimizer: str | OptimizerFactory, rate: float | None
+) -> Optimizer:
+    """One with the learning rate given, or with that at which the steepest way down grows by
+    `DEFAULT_GROWTH`.
+    """
+    if rate is not None and not 0 < rate < math.inf:
+        raise UsageError(f"a learning rate of {rate!r}: expected a number above 0")
+    built = build_optimizer(optimizer, weights.trainable, 1.0 if rate is None else rate)
+    if rate is None:
+        rate = DEFAULT_ADAPTIVE_RATE
+        if optimizer_name(optimizer, built).startswith(("sgd", "momentum")):
+            rate = min(DEFAULT_GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
+        for group in built.param_groups:
+            group["lr"] = rate
+    return built
+
+
+class Descent:
+    """A training from a saddle, in the arithmetic that is in force: weights, data, and an
+    optimiser with its law.
+    """
+
+    def __init__(
+        self,
+        saddle: CriticalPoint,
+        weights: Weights,
+        optimizer: Optimizer,
+        size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.objective = saddle.objective
+        self.weights = weights
+        self.batch_size = size
+        self.seed = seed
+        self.optimizer = optimizer
+        self.law = EscapeLaw.of_optimizer(optimizer)
+        self.rate = float(optimizer.param_groups[0]["lr"])
+        device = weights.setting.device
+        dtype = weights.setting.dtype
+        (pair,) = saddle.objective.batches
+        inputs, targets = (
+            tensor.to(device, dtype if tensor.is_floating_point() else None) for tensor in pair
+        )
+        self.data = inputs, targets
+        self.saddle = weights.flat(trainable_parameters(saddle.model))
+        eigenvalues, eigenvectors = saddle.unstable
+        self.unstable_values = eigenvalues.to(weights.float64_device)
+        self.unstable_directions = eigenvectors.to(weights.float64_device)
+        # of each step, the share of the weights that it changed
+        self.changed_shares: list[float] = []
+
+    def batches(self) -> Iterator[InputsTargets]:
+        """Inputs and targets in an order drawn from the seed, over and over; each pass has its
+        own.
+        """
+        inputs, targets = self.data
+        count = len(inputs)
+        size = self.batch_size
+        for epoch in itertools.count():
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            order = torch.randperm(count, generator=generator).to(inputs.device)
+            if size is None:
+                yield from itertools.repeat((inputs[order], targets[order]))
+            else:  # whole batches only: a few left over would be noisier than all the others
+                for chosen in order[: count - count % size].split(size):
+                    yield inputs[chosen], targets[chosen]
+
+    def gradient(self, batch: InputsTargets) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss of a batch and its gradients."""
+        loss = dataclasses.replace(self.objective, batches=(batch,))(self.weights.net)
+        return loss.detach(), torch.autograd.grad(loss, self.weights.parameters)
+
+    def iterate(self) -> Iterator[tuple[Tensor, Float[Tensor, " n"]]]:
+        """Make steps without end; before each, the loss and the displacement from the saddle."""
+        for batch in self.batches():
+            loss, gradients = self.gradient(batch)
+            yield loss, self.weights.flat() - self.saddle
+            self.changed_shares.append(self.weights.step(self.optimizer, gradients))
+
+    def project_unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
+        """The components of a vector along the descent directions."""
+        return (self.unstable_directions * vector[:, None]).sum(0)
+
+    def equivalent_displacement(self) -> Float[Tensor, " m"]:
+        """The displacement along each unstable direction with the same effect as the errors made at
+        the saddle.
+
+        A step moves by −η g. What moved n steps ago has grown by ρⁿ since, so that the first ones
+        count most.
+        """
+        if self.batch_size is not None and (self.law is None or math.isfinite(self.law.max_step)):
+            return torch.full_like(self.unstable_values, math.nan).cpu()
+        self.weights.set_weights(self.saddle)
+        displacement = torch.zeros_like(self.unstable_values)
+        rounding = self.project_unstable(self.weights.flat() - self.saddle)
+        for number, batch in enumerate(self.batches()):
+            # The gradient at weights that were rounded has −λ times their displacement in it.
+            error = (
+                self.project_unstable(self.weights.flat(self.gradient(batch)[1]))
+                - self.unstable_values * rounding
+            )
+            if self.batch_size is None:
+                return (rounding + error / self.unstable_values).cpu()
+            assert self.law is not None
+            curvatures = -self.unstable_values
+            weight = self.law.accumulated_push(curvatures) * self.law.growth(curvatures) ** -(
+                number + 1
+            )
+            displacement -= self.rate * error * weight
+            if float(weight.max()) < MIN_BATCH_WEIGHT:
+                break
+        return (rounding + displacement).cpu()
+
+
+# --- when it has left -----------------------------------------------------------------------------
+
+
+def escape(
+    descent: Descent, optimizer: str | OptimizerFactory, perturbation: float, steps: int | None
+) -> tuple[dict[str, str | float], pd.DataFrame]:
+    """Let a training go until it has left its saddle: a row of an `EscapeTable`, and a row for each
+    step.
+
+    It ends at the number of steps; by default three times as many as theory expects, and some more.
+    A training by whole batches ends earlier where no weight has changed any more in 10 steps of
+    `sgd`, or 500 of another optimiser.
+    """
+    import pandas as pd
+
+    name = optimizer_name(optimizer, descent.optimizer)
+    law = descent.law
+    patience, extra_steps, tolerated_steps = SETTLING_STEPS, 2 * SETTLING_STEPS, SETTLING_STEPS
+    if name == "sgd":
+        patience, extra_steps, tolerated_steps = HELD_STEPS, 100, 0
+    noise = descent.equivalent_displacement()
+    steepest = descent.unstable_directions[:, 0]
+    initial_weights = descent.saddle + perturbation * steepest
+    start = noise + descent.project_unstable(initial_weights - descent.saddle).cpu()
+    curvatures = -descent.unstable_values.cpu()
+    expected_steps = math.nan
+    expected_rate = math.nan
+    if law is not None:
+        expected_steps = law.expected_steps(start.abs(), curvatures, steepest.cpu(), RADIUS)
+        if not math.isfinite(law.max_step):
+            expected_rate = math.log1p(float(law.growth_minus_one(curvatures[:1])))
+    if steps is None:
+        steps = MAX_STEPS
+        if not math.isnan(expected_steps):
+            steps = math.ceil(min(EXPECTED_STEPS_FACTOR * expected_steps + extra_steps, MAX_STEPS))
+    descent.weights.set_weights(initial_weights)
+    _, gradients = descent.gradient(next(descent.batches()))
+    ratio = step_ratio(optimizer, descent.rate, descent.weights.trainable, gradients)
+    rows: list[list[float]] = []
+    for loss, displacement in descent.iterate():
+        if descent.batch_size is None and descent.changed_shares[-patience:] == [0.0] * patience:
+            break
+        unstable = descent.project_unstable(displacement)
+        row = [
+            displacement.norm(),
+            unstable.norm(),
+            unstable[0].abs(),
+            loss.double().to(displacement.device),
+        ]
+        rows.append(torch.stack(row).tolist())
+        if not all(map(math.isfinite, rows[-1])):
+            raise DataError(
+                f"step {len(rows) - 1}: weights are not finite; learning_rate={descent.rate:g}"
+            )
+        if rows[-1][1] > RADIUS or len(rows) > steps:
+            break
+    history = (
+        pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"])
+        .rename_axis("step")
+        .reset_index()
+    )
+    has_left = rows[-1][1] > RADIUS
+    is_still = len(rows) >= patience and history.distance.tail(patience).nunique() == 1
+    return {
+        "optimizer": name,
+        "learning_rate": descent.rate,
+        "perturbation": perturbation,
+        "curvature": -float(curvatures[0]),
+        "noise": float(noise.norm()),
+        "start": float(start.norm()),
+        "expected": expected_steps,
+        "expected_rate": expected_rate,
+        "steps": len(rows) - 1 if has_left else math.nan,
+        "left": has_left,
+        "held": not has_left and (is_still or len(rows) > 2 * expected_steps + tolerated_steps),
+        "moved": descent.changed_shares[0] if descent.changed_shares else math.nan,
+        "step_ratio": ratio,
+    }, history
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EscapeTable(Report):
+    """Escapes from one saddle under several settings; `gpulab.saddles.escape_table` returns one.
+
+    It can be printed and drawn (`plot`). What another machine recorded can be appended to both
+    frames. The unstable directions of a saddle are those along which the loss curves down: the
+    eigenvectors of the Hessian's negative eigenvalues −λ. Distances are Euclidean, of all weights
+    together, in float64.
+
+    Attributes:
+        table: A data frame with a row for each escape.
+
+            - What was done: `setting`; `optimizer`, its name; `master_weights`; `learning_rate`,
+              the η of a step; `batch_size`, the samples in a step, 0 for all of them; `seed`;
+              `perturbation`, how far the weights were moved along the steepest way down first. Also
+              `emulated`, whether the setting emulates another chip, `recorded` (False) and
+              `machine`.
+            - `curvature`, the least eigenvalue of the Hessian at the saddle, and `radius`, the
+              distance along the unstable directions at which a network has left.
+            - `noise`, the displacement along the unstable directions that has the effect of the
+              arithmetic's errors: of gradients, of rounded weights, of batches. It is measured at
+              the saddle before any step. NaN for minibatches and another optimiser than gradient
+              descent, with or without momentum.
+            - `start`, the displacement along the unstable directions at the start: the noise and
+                the perturbation.
+            - `expected`, the step at which theory expects the network to leave from there. Infinite
+              where nothing displaces it; NaN where `start` is, and where there is no theory: for
+              other optimisers than SGD, momentum, RMSprop and Adam, and for options of these such
+              as weight decay.
+            - `expected_rate`, how much the logarithm of the distance grows per step along the
+              steepest direction: ln(1 + ηλ), or ln ρ with momentum, where ρ is the larger root of
+              ρ² − (1 + μ + ηλ) ρ + μ = 0. NaN for an optimiser whose steps have nearly the same
+              size, whatever the gradient is.
+            - `left`, whether the network left, and `steps`, the first step whose unstable part is
+              longer than the radius; NaN where there is none. Other directions do not count:
+              minibatches may carry the weights as far there, but from there they come back.
+            - `held`, whether rounding held the network at the saddle. It did not leave, and either
+              the weights stood still in the last steps (10 of `sgd`, 500 of others), or more than
+              twice the expected steps were made (and 500 more, unless by `sgd`).
+            - `moved`, the share of the weights that the first step changed.
+            - `step_ratio`, the length of the step that the optimiser settles to at the saddle, over
+              that of half of what separates the weights from the next numbers of their format.
+              Below 1, rounding holds most weights.
+        paths: A data frame of all trainings, one below the other, with a row for the start and one
+            after each step: `step`; the `distance` of the weights from the saddle; its parts that
+            are `unstable` (along all unstable directions) and `along` the steepest one; the `loss`;
+            and what tells trainings apart: `setting`, `optimizer`, `master_weights`,
+            `learning_rate`, `perturbation`, `batch_size`, `seed`.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(
+        ...     torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1]
+        ... )
+        >>> print(
+        ...     gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False)
+        ... )
+        2 trainings from a saddle: 2 left, 0 were held there
+    """
+
+    table: pd.DataFrame
+    paths: pd.DataFrame
+
+    def slope(self) -> tuple[float, float, float]:
+        """Fit how many steps were made for each that the law expects, over all escapes by `sgd`
+        that left.
+
+        The law is that of the steepest way down alone, to first order: ln(radius / start) / (ηλ).
+
+        Returns:
+            The slope by least squares, and the lower and the upper end of its 95 % interval.
+
+        Raises:
+            DataError: For fewer than three different escapes.
+        """
+        from scipy import stats
+
+        escaped = self.table[
+            self.table.left
+            & (self.table.optimizer == "sgd")
+            & (self.table.start < self.table.radius)
+        ]
+        law = np.log(escaped.radius / escaped.start) / (escaped.learning_rate * -escaped.curvature)
+        if law.nunique() < 3:
+            raise DataError(f"{law.nunique()} different escapes: a slope needs 3")
+        fit = stats.linregress(law, escaped.steps)
+        half_width = stats.t.ppf(0.975, len(escaped) - 2) * fit.stderr
+        return float(fit.slope), float(fit.slope - half_width), float(fit.slope + half_width)
+
+    def __str__(self) -> str:
+        left_count, held_count = int(self.table.left.sum()), int(self.table.held.sum())
+        return (
+            f"{len(self.table)} trainings from a saddle: {left_count} left, {held_count} were held"
+            " there"
+        )
+
+
+def escape_table(
+    saddle: CriticalPoint,
+    settings: Sequence[str | Setting] = ("cpu:precision=float64", "cpu"),
+    *,
+    optimizers: Sequence[str | OptimizerFactory]
+    | Mapping[str | OptimizerFactory, Sequence[float | None]] = ("sgd",),
+    perturbations: Sequence[float] = (0.0,),
+    batch_sizes: Sequence[int | None] = (None,),
+    seeds: int | Sequence[int] = 1,
+    steps: int | None = None,
+    master_weights: bool = False,
+    progress: bool = True,
+) -> EscapeTable:
+    """Train the model that stands at a saddle until it has left: for each seed, setting, optimiser
+    and other choice.
+
+    Only a perturbation, errors of the arithmetic and the noise of minibatches move it away. The
+    result tells when it left, and when theory expects it to have left.
+
+    Args:
+        saddle: From `gpulab.saddles.linear_autoencoder_saddle` or
+            `gpulab.saddles.find_critical_point`.
+        settings: One or more settings, such as `cpu:precision=bfloat16`.
+        optimizers: One or more of `sgd` (gradient descent), `momentum` (0.9), `rmsprop` and `adam`,
+            with torch's constants, and functions of weights and `lr=` that return a
+            `torch.optim.Optimizer`. Or each with its own learning rates, such as `{"sgd": [None],
+            "adam": [1e-4, 1e-3]}`. None, the default one, is such that ηλ is 0.05 for the steepest
+            way down, or less where that would diverge; for optimisers that scale their steps it is
+            1e-3.
+        perturbations: One or more distances by which the model is moved along the steepest way down
+            first.
+        batch_sizes: How many samples a step sees, one or more; None is all of them.
+        seeds: The seeds, or how many. A seed draws the order of the data. It also mixes the hidden
+            units of a linear autoencoder: the same saddle, written with other weights, which round
+            otherwise.
+        steps: The most steps to make. By default three times as many as theory expects, and 100
+            more (1,000 for other optimisers than `sgd`), but at most 100,000; 100,000 without a
+            theory. A training by whole batches ends earlier where no weight has changed any more in
+            10 steps of `sgd`, or 500 of another optimiser.
+        master_weights: Whether the optimiser keeps the weights in float64, and each gradient sees a
+            copy rounded to the setting's format, as in mixed precision.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        A `gpulab.saddles.EscapeTable`.
+
+    Raises:
+        UsageError: For an empty list; where the loss curves down in no direction; for a search that
+            found no critical point, or whose data are no pair of tensors; for an unknown optimiser,
+            or one that does not use the learning rate that it is given; and for numbers out of
+            range.
+        DataError: Where weights or a loss become infinite or NaN.
+        GpulabError: For a setting that cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])
+        >>> float64 = ["cpu:precision=float64"]
+        >>> escapes = gl.saddles.escape_table(
+        ...     saddle, float64, perturbations=[1e-3, 1e-6, 1e-9], progress=False
+        ... )
+        >>> 0.95 < escapes.slope()[0] < 1.05
+        True
+
+    References:
+        Lee, Simchowitz, Jordan, Recht 2016, *Gradient descent only converges to minimizers* (COLT);
+            Jin, Ge,
+        Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv
+            1703.00887); Staib,
+        Reddi, Kale, Kumar, Sra 2019, *Escaping saddle points with adaptive gradient methods* (ICML,
+            arXiv 1901.09149);
+        Antonakopoulos, Mertikopoulos, Piliouras, Wang 2022, *AdaGrad avoids saddle points* (ICML);
+            on updates that are
+        rounded away Zamirai, Zhang, Aberger, De Sa 2020, *Revisiting BFloat16 training* (arXiv
+            2010.06192).
+    """
+    import pandas as pd
+
+    check_start(saddle, perturbations, batch_sizes, steps)
+    machine_passport = passport()
+    seed_values = range(seeds) if isinstance(seeds, int) else seeds
+    rates = optimizers if isinstance(optimizers, Mapping) else dict.fromkeys(optimizers, (None,))
+    chosen = [
+        (optimizer, rate)
+        for optimizer, optimizer_rates in rates.items()
+        for rate in optimizer_rates
+    ]
+    mixed = saddle.mixed if isinstance(saddle, LinearAutoencoderSaddle) else lambda _: saddle
+    starts = [(seed, mixed(seed)) for seed in seed_values]
+    parsed = [Setting.parse(setting) for setting in settings]
+    combinations = list(itertools.product(starts, parsed, chosen, perturbations, batch_sizes))
+    if not combinations:
+        raise UsageError(
+            "settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more"
+        )
+    rows = []
+    paths = []
+    with Progress(combinations, unit="escape", leave=False, disable=not progress) as bar:
+        for (seed, start), setting, (optimizer, rate), perturbation, size in bar:
+            bar.set_postfix_str(str(setting))
+            with setting.apply():
+                weights = Weights(start.model, setting, master_weights)
+                descent = Descent(
+                    start, weights, choose_optimizer(start, weights, optimizer, rate), size, seed
+                )
+                result, history = escape(descent, optimizer, perturbation, steps)
+            row = {
+                "setting": str(setting),
+                "master_weights": master_weights,
+                "batch_size": size or 0,
+                "seed": seed,
+            }
+            row |= {
+                "emulated": setting.emulated,
+                "machine": machine(machine_passport, setting.kind),
+                **result,
+            }
+            rows.append(row)
+            paths.append(history.assign(**{key: row[key] for key in KEY_COLUMNS}))
+    table = pd.DataFrame(rows).assign(radius=RADIUS, recorded=False)
+    return EscapeTable(table, pd.concat(paths, ignore_index=True))
+
+
+def check_start(
+    saddle: CriticalPoint,
+    perturbations: Sequence[float],
+    batch_sizes: Sequence[int | None],
+    steps: int | None,
+) -> None:
+    """`UsageError` for a point from which there is no escape, and for numbers out of range."""
+    if not saddle.index:
+        least = saddle.curvature
+        raise UsageError(
+            f"no direction leads down: the least curvature is {least:.3g}, and there is no escape"
+        )
+    if not saddle.found:
+        raise UsageError(f"this is no critical point: {saddle.message}")
+    batch, *further_batches = saddle.objective.batches
+    if (
+        further_batches
+        or not isinstance(batch, list | tuple)
+        or not all(isinstance(item, Tensor) for item in batch)
+    ):
+        raise UsageError("the data of this saddle are no pair of tensors, inputs and targets")
+    for perturbation in perturbations:
+        if not 0 <= perturbation < math.inf:
+            raise UsageError(f"perturbation={perturbation!r}: expected a distance, 0 or more")
+    for size in batch_sizes:
+        if size is not None:
+            check_count("batch_size", size, len(batch[0]))
+    if steps is not None:
+        check_count("steps", steps)
+
+
+def recorded_escapes() -> pd.DataFrame:
+    """Read the escapes from saddles that were recorded on other machines and are shipped with
+    gpulab.
+
+    The files are in `data/saddles/escapes`.
+
+    Returns:
+        A data frame as the `table` of `gpulab.saddles.EscapeTable`, in which `recorded` is True.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> bool(gl.saddles.recorded_escapes().recorded.all())
+        True
+        >>> gl.saddles.recorded_escapes().index.is_unique
+        True
+    """
+    import pandas as pd
+
+    tables = [
+        table.assign(recorded=True)
+        for table, _ in read_tables(recorded_folder("saddles") / "escapes")
+    ]
+    return pd.concat(tables, ignore_index=True)

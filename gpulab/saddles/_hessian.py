@@ -1,0 +1,473 @@
+"""The Hessian of a loss, as a linear operator that is never written out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NoReturn
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from gpulab._torch_internals import (
+    BatchNormModule,
+    DropoutModule,
+    Nested,
+    graph_nodes,
+    is_compiler_loaded,
+    is_once_differentiable,
+    leaf_of,
+    reparametrized,
+    weight_norm,
+)
+from gpulab.errors import DataError, UnsupportedError, UsageError
+from gpulab.guards._call_sites import line_of_forward_call
+from gpulab.saddles._objectives import Batch, Loss, Objective
+from gpulab.saddles._operators import check_symmetric
+
+try:
+    from gpulab.engines import hessian_product
+except ModuleNotFoundError as error:  # everything works without that folder, only slower
+    if error.name != "gpulab.engines":
+        raise
+
+    def hessian_product(*_: object) -> NoReturn:  # type: ignore[misc]  # another signature
+        """What says that there is no faster way."""
+        raise UnsupportedError("the folder gpulab/engines is not here")
+
+
+Product = Callable[..., list[Tensor]]
+Linearize = Callable[[Callable[[], Tensor], list[Tensor]], tuple[Tensor, list[Tensor], Product]]
+FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
+SECOND_DERIVATIVES = {  # how to have them, by a word of torch's error
+    "attention": (
+        "use the math kernel: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+    ),
+    "inplace": "use the operation that is not in place",
+    "": "write it with operations that torch can differentiate twice",
+}
+MAX_BATCHED_VECTORS = 10
+
+
+class Hessian:
+    """The Hessian of a loss, the symmetric (n, n) matrix of its second derivatives, as a linear
+    operator.
+
+    `gpulab.hessian` makes one. The matrix is never written out, unless `dense` asks for it: `H @ v`
+    is its product with a vector (n,), or with k vectors at once (n, k), which costs much less than
+    k products one by one. Vectors have the operator's `dtype` and are on its `device`; `H @ v`
+    raises `UsageError` for others. The operator keeps a copy of the weights it was made from: a
+    model that goes on training does not change it.
+
+    Attributes:
+        parameters: The tensors by which the loss was differentiated, by name. A vector is all of
+            them, flattened, in this order.
+        loss: The loss at these weights.
+        gradient: The gradient there, (n,).
+        shape: (n, n).
+        dtype: The type of parameters and vectors, float32 or float64.
+        device: Where they are.
+        method: How products are made. `forward over reverse`: the gradient was written down as a
+            list of operations, and each product is its derivative along the vector, on a GPU in a
+            CUDA graph. `reverse over reverse`: autograd's own graph of the gradient is kept, and
+            differentiated each time. So it is done where the first cannot follow an operation.
+        at_once: How many vectors of `H @ V` go through together: as many as fit into 256 MiB on a
+            CPU and 3 GiB on a GPU, ten at most; with reverse over reverse, one. More are faster and
+            take more memory.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> weights = torch.nn.Linear(2, 1, bias=False).double()
+        >>> H = gl.hessian(weights, lambda: weights.weight.pow(2).sum())
+        >>> H.shape, H.dense().tolist()
+        ((2, 2), [[2.0, 0.0], [0.0, 2.0]])
+
+    References:
+        Pearlmutter 1994, *Fast exact multiplication by the Hessian* (Neural Computation 6).
+    """
+
+    def __init__(
+        self,
+        objective: Callable[[], Tensor],
+        parameters: dict[str, Tensor],
+        bound_weights: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.parameters = parameters
+        self.bound_weights = bound_weights
+        self._product: Product
+        first_parameter = next(iter(parameters.values()))
+        self.dtype = first_parameter.dtype
+        self.device = first_parameter.device
+        size = sum(tensor.numel() for tensor in parameters.values())
+        self.shape = (size, size)
+        try:
+            self._differentiate(objective, FORWARD)
+        except (UnsupportedError, DataError):
+            self._differentiate(objective, REVERSE)
+
+    def _differentiate(self, objective: Callable[[], Tensor], method: str) -> None:
+        """Work out how products are made, and see from two that the matrix is symmetric."""
+        linearize: Linearize = hessian_product if method == FORWARD else _linearize_by_graph
+        with self.bound_weights():  # what is checkpointed is computed again in the backward pass
+            loss, gradients, self._product = linearize(objective, list(self.parameters.values()))
+        self.method = method
+        self.loss = float(loss)
+        self.gradient: Float[Tensor, " n"] = torch.cat(
+            [gradient.reshape(-1) for gradient in gradients]
+        )
+        max_tangent_bytes = 3 * 2**30 if self.device.type == "cuda" else 2**28
+        bytes_of_vector = max(1, getattr(self._product, "bytes", max_tangent_bytes))
+        self.at_once = max(1, min(MAX_BATCHED_VECTORS, max_tangent_bytes // bytes_of_vector))
+        random_rows = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0))
+        vectors = random_rows.T.to(self.device, self.dtype)
+        try:
+            check_symmetric(self, vectors, self @ vectors)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UnsupportedError(f"{method}: {str(error).partition(chr(10))[0]}") from error
+        except DataError as error:
+            reason = (
+                "what torch computes as the gradient is not that of the loss, or has no derivative"
+                " here"
+            )
+            remedy = (
+                "look for hooks on tensors, backward functions of your own, scale_grad_by_freq,"
+                " square roots of 0"
+            )
+            raise DataError(f"{error}: {reason}; {remedy}") from None
+
+    def __matmul__(self, vectors: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+        if (
+            not isinstance(vectors, Tensor)
+            or vectors.shape[:1] != self.shape[:1]
+            or vectors.ndim > 2
+        ):
+            shape = tuple(getattr(vectors, "shape", ())) or type(vectors).__name__
+            raise UsageError(
+                f"H @ {shape}: expected a tensor of shape ({self.shape[0]},) or"
+                f" ({self.shape[0]}, k)"
+            )
+        if (vectors.dtype, vectors.device) != (self.dtype, self.device):
+            raise UsageError(
+                f"H @ v: v is {vectors.dtype} on {vectors.device}, H {self.dtype} on {self.device}:"
+                " use v.to(H.device, H.dtype)"
+            )
+        if vectors.ndim == 1:
+            return self._multiply_rows(vectors[None])[0]
+        products = torch.empty_like(vectors)
+        for first in range(0, vectors.shape[1], self.at_once):
+            columns = slice(first, first + self.at_once)
+            products[:, columns] = self._multiply_rows(vectors[:, columns].T).T
+        return products
+
+    @torch.no_grad()
+    def _multiply_rows(self, vectors: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
+        shapes = [tensor.shape for tensor in self.parameters.values()]
+        blocks = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
+        tangents = [
+            block.reshape(len(vectors), *shape) for block, shape in zip(blocks, shapes, strict=True)
+        ]
+        with self.bound_weights() if self.method == REVERSE else contextlib.nullcontext():
+            products = self._product(*tangents)
+        return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
+
+    def dense(self) -> Float[Tensor, "n n"]:
+        """Write out the whole matrix, by as many products as it has columns.
+
+        Returns:
+            (n, n), in the operator's `dtype`, on its `device`.
+        """
+        return self @ torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
+
+    def __repr__(self) -> str:
+        return (
+            f"Hessian of {self.shape[0]:,} parameters, {self.dtype} on {self.device}, loss"
+            f" {self.loss:.6g}"
+        )
+
+
+def hessian(
+    model: nn.Module,
+    loss: Loss,
+    batch: Batch | None = None,
+    *,
+    parameters: str | Sequence[str] | None = None,
+) -> Hessian:
+    """Make the Hessian of a loss, as a linear operator: products `H @ v` without the matrix.
+
+    The loss is `loss(model(inputs), targets)` for `batch = (inputs, targets)`, or any function that
+    returns a scalar. `find_critical_point` and `landscape` accept the same batches.
+
+    Args:
+        model: A network with parameters in float32 or float64, on any device.
+        loss: A function of the model's outputs and the targets; without a batch, a function of
+            nothing that asks the model itself. It returns a scalar.
+        batch: A pair of inputs and targets; a tensor of inputs, of which the loss gets the outputs
+            alone; or a mapping, such as a tokenizer's, of which the model gets what its `forward`
+            names, and the loss the outputs and the whole mapping. Or a `DataLoader` of such
+            batches: all of them, drawn once. The loss is then the mean over their examples, if
+            `loss` is the mean over those of a batch; their graphs are in memory together.
+        parameters: The names of the parameters to differentiate by, or of the layers that hold them
+            (`"layers.0"`); the others are constants. By default all that require gradients. A tied
+            parameter counts once, under its first name; parameters that merely share memory are
+            two, as for autograd. The row of an embedding that stands for padding is a constant to
+            torch.
+
+    Returns:
+        The operator, a `gpulab.saddles.Hessian`, with `H @ v`, `H.gradient` and `H.loss`. Two
+        products were used to see that it is symmetric. This finds a gradient that belongs to no
+        function at all. It does not find one that belongs to another function: if a backward
+        function or hook of your own is off by a factor, so is the Hessian.
+
+    Raises:
+        UsageError: For a model in training mode that draws random numbers or keeps statistics; for
+            a loss that comes out differently each time, is not a scalar, does not depend on the
+            parameters, holds them itself instead of asking the model, or has no second derivatives;
+            for embeddings that change their weights when they are used (`max_norm`); for a batch
+            that the loss does not fit, and for unknown parameters.
+        DataError: For weights or a loss that are not finite, and for an operator that is not
+            symmetric.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> layer = torch.nn.Linear(3, 1, bias=False).double()
+        >>> x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 1, dtype=torch.float64)
+        >>> H = gl.hessian(layer, torch.nn.functional.mse_loss, (x, y))
+        >>> torch.allclose(H @ torch.ones(3, dtype=torch.float64), 2 / 50 * x.T @ x.sum(1))
+        True
+
+    References:
+        Pearlmutter 1994, *Fast exact multiplication by the Hessian* (Neural Computation 6).
+    """
+    objective_of = Objective.of(loss, batch)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            reason = (
+                f"{name or 'the model'} shortens its own weights when it is used"
+                f" (max_norm={module.max_norm})"
+            )
+            cure = (
+                "shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm ="
+                " None"
+            )
+            raise UsageError(f"{reason}: {cure}")
+        has_dropout = isinstance(module, DropoutModule) and module.p > 0
+        has_dropout = has_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
+        if module.training and (has_dropout or isinstance(module, BatchNormModule)):
+            # The loss would be another function each time.
+            raise UsageError(
+                f"{name or 'the model'} ({type(module).__name__}) is in training mode: call"
+                " model.eval()"
+            )
+    selected = _select(model, parameters)
+    model_tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    # The operator has copies, because the model may go on training.
+    copies = {name: tensor.detach().clone() for name, tensor in model_tensors.items()}
+    points = {name: copies[name].requires_grad_() for name in selected}
+    for name, tensor in points.items():
+        if not tensor.isfinite().all():
+            raise DataError(
+                f"{name} has {int((~tensor.isfinite()).sum())} values that are not finite"
+            )
+
+    def objective() -> Tensor:
+        value = objective_of(model)
+        leaves: set[int] = set()
+        for node in graph_nodes(value):
+            leaf = leaf_of(node)
+            if leaf is not None:
+                leaves.add(id(leaf))
+            if is_once_differentiable(node):  # autograd would take its gradients for constants
+                line = _line_of_node(lambda: objective_of(model), type(node).__name__)
+                raise UsageError(
+                    f"{type(node).__name__} has no second derivatives: it is marked"
+                    " once_differentiable; if torch can differentiate all that its backward does,"
+                    f" remove the mark{line}"
+                )
+        captured = [name for name, tensor in selected.items() if id(tensor) in leaves]
+        if captured:
+            raise UsageError(
+                f"the loss holds {captured[0]} itself: ask the model for it each time"
+                f" (model.{captured[0]})"
+            )
+        if not value.requires_grad:
+            raise UsageError(
+                "the loss does not depend on the parameters by operations that torch can"
+                " differentiate"
+            )
+        if not math.isfinite(float(value.detach())):
+            raise DataError(f"the loss is {float(value.detach())}: expected a finite number")
+        return value
+
+    H = Hessian(objective, points, functools.partial(_bind_copies, model, copies))
+    with H.bound_weights():
+        second_loss = float(objective().detach())
+    for name, tensor in model_tensors.items():
+        if tensor.layout == torch.strided and ((tensor != copies[name]) & ~tensor.isnan()).any():
+            raise UsageError(
+                f"{name} changes each time that the loss is computed: call model.eval()"
+            )
+    if abs(second_loss - H.loss) > 1e3 * torch.finfo(H.dtype).eps * abs(H.loss):
+        message = (
+            f"the loss is {H.loss:.6g} at first and {second_loss:.6g} then: it draws random"
+            " numbers; "
+        )
+        raise UsageError(message + "call model.eval(), or draw them beforehand")
+    return H
+
+
+def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Tensor]:
+    """The parameters of these names, or of the modules of these names."""
+    trainable: dict[str, Tensor]
+    trainable = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    selected = trainable
+    if names is not None:
+        selected_ids: set[int] = set()
+        # a tied one has several names
+        aliases = list(model.named_parameters(remove_duplicate=False))
+        for prefix in [names] if isinstance(names, str) else names:
+            matching = {
+                id(t)
+                for name, t in aliases
+                if t.requires_grad and f"{name}.".startswith(f"{prefix}.")
+            }
+            if not matching:
+                raise UsageError(
+                    f"parameters={prefix!r}: expected one of {', '.join(trainable)}, or a module of"
+                    " theirs"
+                )
+            selected_ids |= matching
+        selected = {
+            name: tensor for name, tensor in trainable.items() if id(tensor) in selected_ids
+        }
+    if not selected:
+        name = type(model).__name__
+        raise UsageError(
+            f"{name} has no parameters that require gradients: call requires_grad_() on those meant"
+        )
+    kinds = {(tensor.dtype, tensor.device) for tensor in selected.values()}
+    if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
+        raise UsageError(
+            f"parameters of {sorted(map(str, kinds))}: expected float32 or float64, all on one"
+            " device"
+        )
+    return selected
+
+
+@contextlib.contextmanager
+def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
+    """The model holds copies of its tensors, and chooses kernels that can be differentiated
+    twice.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(reparametrized(model, copies, tie_weights=True))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(_UnfusedWeightNorm())
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        if is_compiler_loaded():  # what it compiles can be differentiated once
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+class _UnfusedWeightNorm(TorchFunctionMode):
+    """Has a weight's norm computed by operations whose second derivatives are right: torch's of
+    the kernel are not.
+    """
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Nested],
+        types: Sequence[type],
+        args: Sequence[Nested] = (),
+        kwargs: dict[str, Nested] | None = None,
+    ) -> Nested:
+        if function is weight_norm:
+            v, g, dim = (*args, 0)[:3]
+            return v * (g / torch.norm_except_dim(v, 2, dim))
+        return function(*args, **(kwargs or {}))
+
+
+def _linearize_by_graph(
+    objective: Callable[[], Tensor], points: list[Tensor]
+) -> tuple[Tensor, list[Tensor], Product]:
+    """The loss, its gradients, and products of tangents (k, …) of the points by autograd's graph
+    of the gradients.
+    """
+    try:
+        with torch.enable_grad():
+            loss = objective()
+            gradients = torch.autograd.grad(loss, points, create_graph=True, materialize_grads=True)
+        if any(gradient.layout != torch.strided for gradient in gradients):
+            raise UsageError("the loss has sparse gradients: give its embeddings sparse=False")
+        varying = [index for index, gradient in enumerate(gradients) if gradient.requires_grad]
+
+        def product(*tangents: Tensor) -> list[Tensor]:
+            if not varying:
+                return [torch.zeros_like(tangent) for tangent in tangents]
+            outputs = [gradients[index] for index in varying]
+            rows = []
+            for row in range(len(tangents[0])):
+                vectors = [tangents[index][row] for index in varying]
+                rows.append(
+                    torch.autograd.grad(
+                        outputs, points, vectors, retain_graph=True, materialize_grads=True
+                    )
+                )
+            return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+        product(*[torch.zeros_like(point)[None] for point in points])  # to fail here and not later
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        line = _line_of_failure(objective, points)
+        cure = next(words for cause, words in SECOND_DERIVATIVES.items() if cause in reason)
+        message = (
+            f"the loss has no second derivatives that torch can compute: {reason}; {cure}{line}"
+        )
+        raise UsageError(message) from error
+    return loss.detach(), [gradient.detach() for gradient in gradients], product
+
+
+def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> str:
+    """The user's line whose operation has no second derivative, for the end of an error: torch
+    keeps it if asked to.
+    """
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        torch.autograd.detect_anomaly(check_nan=False),
+        torch.enable_grad(),
+        contextlib.suppress(RuntimeError),
+    ):
+        gradients = torch.autograd.grad(
+            objective(), points, create_graph=True, materialize_grads=True
+        )
+        varying = [gradient.sum() for gradient in gradients if gradient.requires_grad]
+        torch.autograd.grad(varying, points, materialize_grads=True)
+    lines = [line_of_forward_call(str(warning.message)) for warning in caught]
+    return next((f" (at {line})" for line in reversed(lines) if line), "")
+
+
+def _line_of_node(objective: Callable[[], Tensor], name: str) -> str:
+    """The user's line that made a node of autograd's graph, for the end of an error."""
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch.autograd.detect_anomaly(check_nan=False),
+        torch.enable_grad(),
+    ):
+        nodes = [node for node in graph_nodes(objective()) if type(node).__name__ == name]
+    notes: Nested = nodes[0].metadata if nodes else {}
+    line = line_of_forward_call("".join(notes.get("traceback_", ())))
+    return f" (at {line})" if line else ""

@@ -1,0 +1,112 @@
+"""Symmetric linear operators: the interface that every spectral method uses, and checks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gpulab.errors import DataError, UsageError
+from gpulab.numerics._emulation import float32_products
+
+
+class Operator(Protocol):
+    """A symmetric (n, n) matrix that multiplies vectors: a `Hessian`, a dense tensor, or anything
+    with these.
+
+    Attributes:
+        shape: (n, n).
+        dtype: float32 or float64.
+        device: Where its vectors are.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """(n, n)."""
+
+    def __matmul__(self, vectors: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+        """Return the product with a vector (n,), or with k vectors (n, k)."""
+
+
+def check_square(A: Operator) -> int:
+    """The size n of an operator (n, n); `UsageError` for anything else."""
+    shape = tuple(getattr(A, "shape", ()))
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+        raise UsageError(f"an operator of shape {shape or type(A).__name__}: expected (n, n)")
+    if A.dtype not in (torch.float32, torch.float64):
+        raise UsageError(f"an operator of {A.dtype}: expected torch.float32 or torch.float64")
+    return shape[0]
+
+
+def check_products(products: Float[Tensor, "n k"]) -> None:
+    """`DataError` when a product is not finite."""
+    if not products.isfinite().all():
+        raise DataError(
+            f"H @ v has {int((~products.isfinite()).sum()):,} values that are not finite"
+        )
+
+
+@float32_products()
+def check_symmetric(
+    A: Operator, vectors: Float[Tensor, "n k"], products: Float[Tensor, "n k"]
+) -> None:
+    """`DataError` unless the products are finite, and uᵀ(Av) = vᵀ(Au) for every two of the vectors,
+    but for rounding.
+
+    The numbers uᵀ(Av) of all pairs are a (k, k) matrix, which is symmetric if A is. Its asymmetry
+    is compared with two sizes:
+
+    1. The size that these numbers have where u and Av point anywhere. An asymmetry below half of
+      its digits is none.
+    2. The size that rounding has. Three times the product with a third of a vector is the product
+       with the vector, rounded otherwise; an asymmetry a hundred times as large as the difference
+       between these two is no rounding.
+    """
+    check_products(products)
+    dtype = torch.float32 if products.device.type == "mps" else torch.float64
+    # Scaled, because the squares of small products may be zero.
+    scale = products.abs().max().clamp(min=torch.finfo(products.dtype).tiny).to(dtype)
+    u = vectors.to(dtype)
+    Av = products.to(dtype) / scale
+    pairs = u.T @ Av
+    asymmetry = float((pairs - pairs.T).abs().max())
+
+    def typical_product(columns: Tensor) -> float:
+        """What the product of a vector with such a column is, where it points anywhere: their
+        lengths over √n.
+        """
+        return float(u.norm(dim=0).max()) / len(u) ** 0.5 * float(columns.norm(dim=0).max())
+
+    if asymmetry <= torch.finfo(vectors.dtype).eps ** 0.5 * typical_product(Av):
+        return
+    rounding = typical_product(3 * (A @ (vectors / 3)).to(dtype) / scale - Av)
+    if asymmetry > 100 * rounding:
+        difference = asymmetry * float(scale)
+        size = typical_product(Av) * float(scale)
+        raise DataError(
+            f"the operator is not symmetric: uᵀAv and vᵀAu differ by {difference:.3g}, of"
+            f" {size:.3g}"
+        )
+
+
+def random_signs(n: int, k: int, A: Operator, seed: int) -> Float[Tensor, "n k"]:
+    """Vectors of +1 and −1 (Rademacher), drawn on the CPU: the same ones on every device."""
+    bits = torch.randint(
+        0, 2, (k, n), dtype=torch.int8, generator=torch.Generator().manual_seed(seed)
+    )
+    return (2 * bits - 1).T.to(A.device).to(A.dtype).contiguous()
+
+
+def dense(A: Operator) -> Float[Tensor, "n n"]:
+    """The matrix itself, symmetric and in float64 on the CPU, by n products."""
+    identity = torch.eye(check_square(A), dtype=A.dtype, device=A.device)
+    products = A @ identity
+    check_symmetric(A, identity, products)
+    matrix = products.cpu().double()
+    return (matrix + matrix.T) / 2

@@ -1,0 +1,314 @@
+"""The density of the eigenvalues of a symmetric operator, and its index: how many of them are
+negative.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gpulab.errors import DataError, check_count
+from gpulab.report import Progress
+from gpulab.saddles._operators import Operator, check_square, check_symmetric, dense, random_signs
+
+Array = np.ndarray
+MAX_COUNTED_SIZE = 1_000  # the index of a matrix of this size is counted in the matrix itself
+ZERO_SHARE = (
+    1e-2  # of the largest |λ|: closer to zero, some sixty steps cannot tell the signs of a crowd
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number that was estimated from random probes.
+
+    Attributes:
+        value: The estimate.
+        error: Its standard error.
+    """
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True, repr=False)
+class Index(Estimate):
+    """How many eigenvalues of an operator are negative, further from zero than a threshold; `int`
+    of it is that number.
+
+    Attributes:
+        value: How many are below −`threshold`; an estimate may be no whole number.
+        error: The standard error of an estimate, of that number alone: the signs of those that
+            count as `zero` are unknown. 0 where they were counted.
+        exact: Whether they were counted.
+        zero: How many are within `threshold` of zero: they count as neither negative nor positive.
+        size: How many eigenvalues there are.
+        threshold: The distance from zero below which an eigenvalue counts as zero.
+    """
+
+    exact: bool
+    zero: float
+    size: int
+    threshold: float
+
+    def __int__(self) -> int:
+        return round(self.value)
+
+    def __repr__(self) -> str:
+        if self.exact:
+            words = f"{int(self):,} of {self.size:,} eigenvalues are negative, {self.zero:,.0f}"
+            return f"{words} within {self.threshold:.1e} of zero"
+        # a count is not known to less than one
+        about = f"about {int(self):,} ± {max(self.error, 1.0):,.0f}"
+        return (
+            f"{about} of {self.size:,} eigenvalues are below -{self.threshold:.1e}; "
+            f"some {self.zero:,.0f} are closer to zero, and their signs are not known (estimated)"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralDensity:
+    """An estimate of how an operator's eigenvalues are distributed: for each random probe, nodes
+    and their weights.
+
+    `gpulab.saddles.spectral_density` makes one. Nodes are places on the axis of the eigenvalues.
+    For a function f, the sum of weight × f(node) over a probe estimates the mean of f over all
+    eigenvalues. Probes differ by chance; estimates are means over them, and their errors are the
+    standard errors of these means. The outermost nodes approach the extreme eigenvalues from
+    within.
+
+    Attributes:
+        nodes: (probes, steps).
+        weights: (probes, steps); those of a probe add up to one.
+        size: How many eigenvalues the operator has.
+        halfway: The same from half of the steps; what is still different there has not converged.
+            None where it was not kept.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> spectrum = gl.saddles.spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
+        >>> spectrum.size, spectrum.nodes.shape
+        (50, (10, 20))
+    """
+
+    nodes: Float[Array, "probes steps"]
+    weights: Float[Array, "probes steps"]
+    size: int
+    halfway: SpectralDensity | None = None
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """The lowest and the highest node that has a weight."""
+        nodes = self.nodes[self.weights > 0]
+        return float(nodes.min()), float(nodes.max())
+
+    def mass_below(self, x: float) -> Estimate:
+        """Estimate the share of eigenvalues below a number.
+
+        Args:
+            x: The number.
+
+        Returns:
+            The share, from 0 to 1, as `value`, and its standard `error`, NaN with a single probe.
+
+        Examples:
+            >>> nodes, weights = (
+            ...     np.array([[-1.0, 2.0], [-1.5, 2.0]]),
+            ...     np.array([[0.5, 0.5], [0.25, 0.75]]),
+            ... )
+            >>> SpectralDensity(nodes, weights, size=8).mass_below(0.0)
+            Estimate(value=0.375, error=0.125)
+            >>> SpectralDensity(nodes[:1], weights[:1], size=8).mass_below(2.0)
+            Estimate(value=0.5, error=nan)
+        """
+        shares = (self.weights * (self.nodes < x)).sum(1)
+        count = len(shares)
+        return Estimate(
+            float(shares.mean()),
+            float(shares.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan,
+        )
+
+    def index(self) -> Index:
+        """Estimate how many eigenvalues stand out below zero: see `gpulab.saddles.index`.
+
+        Returns:
+            The estimate, with how many eigenvalues are too close to zero to tell their signs.
+
+        Examples:
+            >>> nodes, weights = (
+            ...     np.array([[-1.0, 2.0], [-1.5, 2.0]]),
+            ...     np.array([[0.5, 0.5], [0.25, 0.75]]),
+            ... )
+            >>> halfway = SpectralDensity(nodes[:, 1:], np.ones((2, 1)), size=8)
+            >>> found = SpectralDensity(nodes, weights, size=8, halfway=halfway).index()
+            >>> found.value, round(found.error, 3)  # of eight 8 (0.125² + 0.375²)½
+            (3.0, 3.162)
+        """
+        threshold = ZERO_SHARE * max(abs(end) for end in self.extremes)
+        negative = self.mass_below(-threshold)
+        not_positive = self.mass_below(threshold)
+        halfway_negative = negative if self.halfway is None else self.halfway.mass_below(-threshold)
+        error = math.hypot(negative.error, negative.value - halfway_negative.value)
+        return Index(
+            value=self.size * negative.value,
+            error=self.size * error,
+            exact=False,
+            zero=self.size * (not_positive.value - negative.value),
+            size=self.size,
+            threshold=threshold,
+        )
+
+    def __repr__(self) -> str:
+        low, high = self.extremes
+        probes, steps = self.nodes.shape
+        span = f"{self.size:,} eigenvalues from {low:.4g} to {high:.4g}"
+        return f"SpectralDensity of {span}, {probes} probes of {steps} steps"
+
+
+def spectral_density(
+    H: Operator, *, probes: int = 10, steps: int = 100, seed: int = 0, progress: bool = True
+) -> SpectralDensity:
+    """Estimate how the eigenvalues of a symmetric operator are distributed, by stochastic Lanczos
+    quadrature.
+
+    It needs products with the operator only, `probes` times `steps` of them. All probes advance
+    together, and each needs memory for three vectors. Vectors are not made orthogonal again: in
+    finite precision the quadrature stays accurate without, although a node may appear several
+    times.
+
+    Args:
+        H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and
+            has `shape`, `dtype` (float32 or float64) and `device`.
+        probes: How many random vectors of +1 and −1 to begin with.
+        steps: How many steps of Lanczos to make from each. Without rounding, the quadrature is
+            exact for polynomials of degree 2 · steps − 1.
+        seed: Draws the random vectors.
+        progress: Whether to show a progress bar, where it takes longer than two seconds.
+
+    Returns:
+        A `gpulab.saddles.SpectralDensity`.
+
+    Raises:
+        UsageError: For an operator that is not square, or not float32 or float64, and for `probes`
+            or `steps` that are no whole numbers from 1.
+        DataError: For an operator that is not symmetric (two probes or more show it), or whose
+            products are not finite.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> spectrum = gl.saddles.spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
+        >>> round(spectrum.mass_below(0.0).value, 1)
+        0.3
+
+    References:
+        Ubaru, Chen, Saad 2017, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*;
+            Ghorbani, Krishnan,
+        Xiao 2019 (arXiv 1901.10159) for Hessians of networks; Greenbaum 1989 and Chen, Trogdon,
+            Ubaru 2021 (arXiv
+        2105.06595) on why orthogonalisation is not needed.
+    """
+    n = check_square(H)
+    check_count("probes", probes)
+    check_count("steps", steps)
+    # In float64 where there is one: sums over millions of numbers, whatever the operator's type.
+    dtype = torch.float32 if H.device.type == "mps" else torch.float64
+    vector = random_signs(n, probes, H, seed) / math.sqrt(n)
+    previous = torch.zeros((), dtype=H.dtype, device=H.device)
+    beta = torch.zeros(probes, dtype=dtype, device=H.device)
+    alphas = []
+    betas = []
+    # Nothing here waits for the device: what is computed on it is read when all is done.
+    for step in Progress(range(steps), unit="step", leave=False, delay=2, disable=not progress):
+        product = H @ vector
+        if step == 0 and probes > 1:
+            check_symmetric(H, vector, product)
+        alpha = (vector * product).sum(0, dtype=dtype)
+        product = torch.addcmul(product, vector, alpha.to(H.dtype), value=-1)
+        product.addcmul_(previous, beta.to(H.dtype), value=-1)
+        beta = torch.linalg.vector_norm(product, dim=0, dtype=dtype)
+        # Where β is zero the Krylov space is exhausted: a vector of zeros adds nodes without
+        # weight.
+        previous = vector
+        vector = product * torch.where(beta > 0, 1 / beta, 0.0).to(H.dtype)
+        alphas.append(alpha)
+        betas.append(beta)
+    diagonal = torch.stack(alphas, 1).cpu().double()
+    off_diagonal = torch.stack(betas, 1).cpu().double()
+    if not (diagonal.isfinite().all() and off_diagonal.isfinite().all()):
+        raise DataError("H @ v has values that are not finite")
+    half = max(1, steps // 2)
+    halfway = SpectralDensity(*_quadrature(diagonal[:, :half], off_diagonal[:, :half]), n)
+    return SpectralDensity(*_quadrature(diagonal, off_diagonal), n, halfway)
+
+
+def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Array, Array]:
+    """Nodes and weights (probes, steps) of tridiagonal matrices (Golub, Welsch 1969)."""
+    exhausted = (off_diagonal[:, :-1] == 0).cumsum(1) > 0
+    # The padding lies within the spectrum and has no weight.
+    padding = torch.where(exhausted, diagonal[:, :1], diagonal[:, 1:])
+    padded_diagonal = torch.cat([diagonal[:, :1], padding], 1)
+    # `eigh` reads the lower triangle only.
+    lower_diagonal = torch.where(exhausted, 0.0, off_diagonal[:, :-1])
+    tridiagonal = torch.diag_embed(padded_diagonal) + torch.diag_embed(lower_diagonal, -1)
+    nodes, vectors = torch.linalg.eigh(tridiagonal)
+    return nodes.numpy(), vectors[:, 0].square().numpy()
+
+
+def index(H: Operator, *, progress: bool = True) -> Index:
+    """Count the negative eigenvalues of a symmetric operator: at a critical point, its index.
+
+    Up to a thousand columns are counted in the matrix itself, which takes a product for each. More
+    are estimated from `gpulab.saddles.spectral_density`, by a thousand products; its own `index`
+    estimates from fewer or more.
+
+    An eigenvalue counts as zero where |λ| is below a share of the largest |λ|. In an exact count
+    the share is n · eps of the operator's type. In an estimate it is 1e-2: most eigenvalues of a
+    network are close to zero, and there the signs of the estimate's nodes are chance. So an
+    estimate says how many eigenvalues are below −1e-2 of the largest |λ|, and how many are too
+    close to zero to tell: many more may be negative than its error suggests.
+
+    Args:
+        H: The operator, as for `gpulab.saddles.spectral_density`.
+        progress: Whether an estimate shows a progress bar, where it takes longer than two seconds.
+
+    Returns:
+        The number as `value`, and its `error`: 0 for a count; for an estimate, from the spread of
+        the probes and from what the second half of the steps has changed. Also `zero`, how many
+        count as zero, by the `threshold`, and `size`, how many there are. `int` of it is the
+        rounded number.
+
+    Raises:
+        UsageError: For an operator that is not square, or not float32 or float64.
+        DataError: For an operator that is not symmetric, or whose products are not finite.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> gl.saddles.index(torch.diag(torch.tensor([3.0, -1.0, 0.0, -2.0])))
+        2 of 4 eigenvalues are negative, 1 within 1.4e-06 of zero
+
+    References:
+        On the index and the loss at critical points: Dauphin, Pascanu, Gulcehre, Cho, Ganguli,
+            Bengio 2014,
+        *Identifying and attacking the saddle point problem* (arXiv 1406.2572).
+    """
+    n = check_square(H)
+    if n > MAX_COUNTED_SIZE:
+        return spectral_density(H, progress=progress).index()
+    values = torch.linalg.eigvalsh(dense(H))
+    threshold = n * torch.finfo(H.dtype).eps * float(values.abs().max())
+    return Index(
+        value=int((values < -threshold).sum()),
+        error=0.0,
+        exact=True,
+        zero=int((values.abs() <= threshold).sum()),
+        size=n,
+        threshold=threshold,
+    )

@@ -1,0 +1,317 @@
+"""Saddle points known in closed form: those of the linear autoencoder.
+
+With data X (N, D), decoder A (D, h) and encoder B (h, D), the mean squared error that torch
+computes is
+
+    L = ‖X − X Bᵀ Aᵀ‖² / (N D) = tr((I − AB) Σ (I − AB)ᵀ) / D,      Σ = Xᵀ X / N = U diag(λ) Uᵀ.
+
+Without biases Σ is the second-moment matrix; for centred data it is the covariance. A = U_S, B =
+U_Sᵀ is critical for every subset S of components: L = Σ_{i∉S} λ_i / D. Moved by P and Q in the
+basis U, the loss changes in second order by
+
+    (‖(P Eᵀ + E Q) √λ‖² − 2 Σ_{i∉S} λ_i (P Q)_ii) / D,      E = Uᵀ U_S,
+
+which falls apart into pairs of one entry of the decoder and one of the encoder:
+
+- i ∉ S and the unit that holds s ∈ S: (2/D) [[λ_s, −λ_i], [−λ_i, λ_i]], one negative eigenvalue if
+  λ_i > λ_s;
+- s, t ∈ S: 4 λ_t / D and 0, for what one unit gains another can lose;
+- i ∉ S and a unit that is zero: ±2 λ_i / D;
+- t ∈ S and a unit that is zero: 0 and 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+
+from gpulab.errors import DataError, UsageError, check_count
+from gpulab.models import LinearAutoencoder
+from gpulab.saddles._critical import CriticalPoint
+from gpulab.saddles._objectives import Objective
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LinearAutoencoderSaddle(CriticalPoint):
+    """A critical point of a linear autoencoder, whose Hessian is known in closed form.
+
+    `gpulab.saddles.linear_autoencoder_saddle` makes one. It lies at weights that hold some of the
+    data's principal components, of which there are D. Eigenvalues, eigenvectors and index come from
+    formulas, not from the Hessian that torch computes. Vectors are all weights, flattened, in the
+    order of the model's parameters.
+
+    Attributes:
+        model: The network there, a `gpulab.models.LinearAutoencoder` in float64. The decoder's
+            columns and the encoder's rows are the components that are held, or zero, unless they
+            were mixed.
+        objective: The mean squared error as a function of a model, on the data (N, D), which are
+            the targets too.
+        components: Which components are held; 0 is the first.
+        moments: The eigenvalues of XᵀX / N, (D,), the largest first.
+        basis: Its eigenvectors, in columns, (D, D).
+        mixing: An orthogonal matrix R (h, h) that mixes the h hidden units. It changes the weights,
+            but not what the network computes.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(
+        ...     torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1, 2]
+        ... )
+        >>> (
+        ...     saddle.index,
+        ...     bool(
+        ...         torch.allclose(
+        ...             saddle.eigenvalues, torch.linalg.eigvalsh(saddle.hessian().dense())
+        ...         )
+        ...     ),
+        ... )
+        (2, True)
+
+    References:
+        Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks
+            2:53); Kunin, Bloom,
+        Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (arXiv 1901.08168).
+    """
+
+    model: LinearAutoencoder
+    components: tuple[int, ...]
+    moments: Float[Tensor, " d"]
+    basis: Float[Tensor, "d d"]
+    mixing: Float[Tensor, "h h"]
+
+    def mixed(self, seed: int) -> LinearAutoencoderSaddle:
+        """Write the same saddle with other weights: a random orthogonal matrix mixes the hidden
+        units.
+
+        What the network computes and the spectrum of its Hessian stay the same; the weights round
+        otherwise.
+
+        Args:
+            seed: Draws the matrix.
+
+        Returns:
+            The saddle with mixed units.
+
+        Examples:
+            >>> import torch
+            >>> import gpulab as gl
+            >>> saddle = gl.saddles.linear_autoencoder_saddle(torch.randn(20, 4), [0, 2])
+            >>> x = torch.randn(3, 4, dtype=torch.float64)
+            >>> torch.allclose(saddle.model(x), saddle.mixed(seed=1).model(x))
+            True
+        """
+        generator = torch.Generator().manual_seed(seed)
+        mixing = torch.linalg.qr(
+            torch.randn(self.mixing.shape, dtype=torch.float64, generator=generator)
+        )[0]
+        return dataclasses.replace(
+            self, model=_autoencoder_at(self.basis, self.components, mixing), mixing=mixing
+        )
+
+    @property
+    def loss(self) -> float:
+        """The loss there: the sum of the moments that are not held, over D."""
+        missing = [i for i in range(len(self.moments)) if i not in self.components]
+        return float(self.moments[missing].sum() / len(self.moments))
+
+    @property
+    def eigenvalues(self) -> Float[Tensor, " n"]:
+        """All eigenvalues of the Hessian, (n,), the least first."""
+        return torch.stack(self._spectrum).flatten().sort().values
+
+    @property
+    def direction(self) -> Float[Tensor, " n"]:
+        """The unit vector (n,) along which the loss curves down most; its sign is arbitrary."""
+        return self._eigenvector(int(self._spectrum[0].argmin()))
+
+    @property
+    def steepest(self) -> Float[Tensor, " n"]:
+        """The unit vector (n,) along which the loss curves up most; its sign is arbitrary."""
+        return self._eigenvector(int(self._spectrum[1].argmax()), is_higher=True)
+
+    @functools.cached_property
+    def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
+        """The m negative eigenvalues, (m,), the least first, and their eigenvectors in columns,
+        (n, m).
+        """
+        low_eigenvalues = self._spectrum[0].flatten()
+        order = low_eigenvalues.argsort(stable=True)[: int((low_eigenvalues < 0).sum())].tolist()
+        vectors = [self._eigenvector(block)[:, None] for block in order]
+        no_vectors = low_eigenvalues.new_empty(2 * low_eigenvalues.numel(), 0)
+        return low_eigenvalues[order], torch.cat([no_vectors, *vectors], dim=1)
+
+    @functools.cached_property
+    def _blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """For each pair (component, unit), (D, h): the entries a, b, c of the block [[a, b], [b,
+        c]], and a c − b².
+        """
+        features = len(self.moments)
+        hidden = len(self.mixing)
+        held_components = list(self.components)
+        held_moments = self.moments.new_zeros(hidden)
+        held_moments[: len(held_components)] = self.moments[held_components]
+        missing_moments = self.moments.clone()
+        missing_moments[held_components] = 0
+        a = held_moments.expand(features, hidden).clone()
+        c = missing_moments[:, None].repeat(1, hidden)
+        b = -c
+        c[:, len(held_components) :] = 0
+        determinant = a * c - b * b
+        b[held_components] = c[held_components] = held_moments
+        determinant[held_components] = 0
+        scale = 2 / features
+        return scale * a, scale * b, scale * c, scale**2 * determinant
+
+    @functools.cached_property
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        """The lower and the higher eigenvalue of each block, (D, h)."""
+        a, b, c, determinant = self._blocks
+        high = (a + c) / 2 + torch.hypot((a - c) / 2, b)
+        # Not the difference of two close numbers: the sign of the lower one is exact.
+        return torch.where(
+            high > 0, determinant / high.clamp(min=torch.finfo(high.dtype).tiny), 0.0
+        ), high
+
+    def _eigenvector(self, block: int, is_higher: bool = False) -> Float[Tensor, " n"]:
+        """The eigenvector of a block's lower eigenvalue, or of its higher one, in the space of
+        the weights.
+        """
+        component, unit = divmod(block, len(self.mixing))
+        a, b, low = (
+            float(entries[component, unit]) for entries in (*self._blocks[:2], self._spectrum[0])
+        )
+        p, q = b, low - a
+        if p == 0 and q == 0:
+            p, q = 1.0, 0.0
+        if is_higher:
+            p, q = -q, p
+        row, column = unit, component
+        if component in self.components and unit < len(self.components):
+            row, column = self.components.index(component), self.components[unit]
+        decoder, encoder = (
+            torch.zeros_like(layer.weight) for layer in (self.model.decoder, self.model.encoder)
+        )
+        decoder[:, unit] = p / math.hypot(p, q) * self.basis[:, component]
+        encoder[row] = q / math.hypot(p, q) * self.basis[:, column]
+        by_parameter = {
+            "encoder.weight": self.mixing.T @ encoder,
+            "decoder.weight": decoder @ self.mixing,
+        }
+        return torch.cat(
+            [by_parameter[name].flatten() for name, _ in self.model.named_parameters()]
+        )
+
+
+def linear_autoencoder_saddle(
+    data: Tensor | ArrayLike, components: Sequence[int], *, hidden: int | None = None
+) -> LinearAutoencoderSaddle:
+    """Build the critical point at which a linear autoencoder holds some principal components of the
+    data.
+
+    The components are the eigenvectors of XᵀX / N; the data are not centred. The point is known in
+    closed form, with its Hessian, and in float64. It is a saddle where a component that is not held
+    could lower the loss: where its eigenvalue is larger than that of one that is held, or is above
+    zero and a hidden unit is left over. Otherwise it is a minimum.
+
+    Args:
+        data: A matrix (N, D) of numbers, a row for each sample.
+        components: Which components to hold; 0 has the largest eigenvalue of XᵀX / N. Where
+            eigenvalues are equal, which component is which is arbitrary.
+        hidden: How many hidden units the network has; by default one for each component. The
+            weights of further ones are zero.
+
+    Returns:
+        A `gpulab.saddles.LinearAutoencoderSaddle`.
+
+    Raises:
+        UsageError: For components that are no whole numbers from 0 to D − 1 or are named twice, and
+            for fewer units than components.
+        DataError: For data that are no finite matrix.
+
+    Examples:
+        >>> import math
+        >>> import torch
+        >>> import gpulab as gl
+        >>> # Second moments 9, 4 and 1
+        >>> data = math.sqrt(3) * torch.diag(torch.tensor([3.0, 2.0, 1.0]))
+        >>> # The middle one; (9 + 1) / 3 are lost
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])
+        >>> saddle
+        Critical point at loss 3.33333: the components held are [1]
+        >>> saddle.index, round(saddle.curvature, 3)
+        (1, -1.894)
+
+    References:
+        Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks
+            2:53); Kunin, Bloom,
+        Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (arXiv 1901.08168).
+    """
+    matrix, moments, basis = _principal_components(data)
+    held_components = tuple(components) if isinstance(components, Iterable) else (components,)
+    for component in held_components:
+        check_count("component", component, most=len(moments) - 1, least=0)
+    if len(set(held_components)) < len(held_components):
+        raise UsageError(f"components={held_components}: each can be held once")
+    least = max(1, len(held_components))
+    hidden = least if hidden is None else hidden
+    check_count("hidden", hidden, least=least)
+    mixing = torch.eye(hidden, dtype=torch.float64)
+    return LinearAutoencoderSaddle(
+        model=_autoencoder_at(basis, held_components, mixing),
+        objective=Objective.of(nn.functional.mse_loss, (matrix, matrix)),
+        message=f"the components held are {list(held_components)}",
+        components=held_components,
+        moments=moments,
+        basis=basis,
+        mixing=mixing,
+    )
+
+
+def _autoencoder_at(
+    basis: Tensor, components: tuple[int, ...], mixing: Tensor
+) -> LinearAutoencoder:
+    """The network that holds these columns of the basis, in units that are mixed."""
+    model = LinearAutoencoder(len(basis), len(mixing)).double()
+    held_columns = basis.new_zeros(len(basis), len(mixing))
+    held_columns[:, : len(components)] = basis[:, list(components)]
+    with torch.no_grad():
+        model.decoder.weight.copy_(held_columns @ mixing)
+        model.encoder.weight.copy_((held_columns @ mixing).T)
+    return model
+
+
+def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Tensor]:
+    """The data as a matrix (N, D), and its second moments: eigenvalues, the largest first, and
+    vectors, in columns.
+    """
+    try:
+        matrix = torch.as_tensor(data).detach().to("cpu", torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"data of type {type(data).__name__}: expected a matrix (N, D) of numbers: {error}"
+        ) from None
+    if matrix.ndim != 2 or 0 in matrix.shape:
+        raise DataError(
+            f"data of shape {tuple(matrix.shape)}: expected (N, D), a row for each sample"
+        )
+    not_finite = int((~matrix.isfinite()).sum())
+    if not_finite:
+        raise DataError(f"data: {not_finite} of {matrix.numel()} values are not finite")
+    ascending_moments, ascending_basis = torch.linalg.eigh(matrix.T @ matrix / len(matrix))
+    moments = ascending_moments.flip(0)
+    basis = ascending_basis.flip(1)
+    rounding = 100 * len(moments) * torch.finfo(moments.dtype).eps * float(moments[0])
+    # what differs by rounding is equal, or an index would count noise
+    for i in range(1, len(moments)):
+        if moments[i - 1] - moments[i] <= rounding:
+            moments[i] = moments[i - 1]
+    return matrix, torch.where(moments > rounding, moments, 0.0), basis

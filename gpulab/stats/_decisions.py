@@ -1,0 +1,477 @@
+"""The statistical decision on each level of a factor: different, equivalent, both or neither.
+
+The seed is the unit of replication. Each level of the factor, such as a setting, is compared with
+the reference on the seeds that both have, by the mean of the paired differences. It is different
+where `gpulab.stats._inference.mean_p` rejects a mean of zero (for booleans, McNemar's test), and
+equivalent where two one-sided tests reject every mean beyond a margin (Schuirmann 1987; for
+booleans, an exact test of the share of discordant pairs). A margin in standard deviations between
+seeds is itself uncertain, so it is taken at the lower 97.5 % confidence limit of the standard
+deviation. Levels whose weights equal the reference's to the last bit for every seed are not tested.
+Several levels are corrected by Holm's method (1979), differences and equivalences separately. Where
+the same question is asked up to k times as runs come in, each time is at alpha / k, and the limit
+of the standard deviation at 1 − 0.025 / k (Bonferroni): p values of the same runs and some more
+depend on each other in ways that no other correction holds for, whenever the looks are.
+
+`benchmarks/results/verdict_calibration.md` has the measured error rates, and where they exceed the
+level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+import gpulab.stats._inference as inference
+from gpulab.stats._margins import margin_size, margin_sizes
+from gpulab.stats._pairs import PairedRuns
+from gpulab.wording import Level
+
+Decision = Literal["different", "different but negligible", "inconclusive", "equivalent"]
+DECISIONS: tuple[Decision, ...] = get_args(Decision)
+
+MAX_DISCORDANT_SHARE = (
+    0.1  # of the seeds; a level is not equivalent if more may diverge under only one of the two
+)
+POWER = 0.8  # of a comparison with `seeds_needed` seeds
+EXTRA_SEEDS_FOR_SKEWNESS = (
+    1  # the cost of the correction for skewness where differences are normal (by simulation)
+)
+MAX_SEEDS = 100_000  # above this `seeds_needed` is infinite
+SEED_COUNTS = np.unique(  # the numbers of seeds that are tried
+    np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MAX_SEEDS, 800)]))
+).astype(int)
+MIN_SD = 1e-150  # in the metric's units: the least standard deviation that a margin is divided by
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelDecision:
+    """One level of a factor compared with the reference: a row of a verdict's table.
+
+    All fields but the first are the columns of the table, in this order; `gpulab.stats.Verdict`
+    says what they are. The defaults are those of a level that has no seed in common with the
+    reference.
+
+    Attributes:
+        level: The level, as it stands in the factor's column.
+        decision: What was decided about the level.
+        seeds: The number of pairs that finished under both levels.
+        difference: The mean difference from the reference, in the metric's units.
+        low: The lower end of the interval of the difference.
+        high: The upper end of it.
+        confidence: The confidence level of it.
+        p_different: The p value of no difference; NaN where nothing was tested.
+        p_different_holm: The same after Holm's correction.
+        p_equivalent: The p value of a difference beyond the margin; NaN where nothing was tested.
+        p_equivalent_holm: The same after Holm's correction.
+        equivalent_low: The lower end of the interval of the test of equivalence.
+        equivalent_high: The upper end of it.
+        equivalent_confidence: The confidence level of it.
+        margin: The margin, in the metric's units; NaN where there is none.
+        margin_relative: The margin over the absolute mean of the pairs under the reference.
+        largest_difference: The largest absolute difference.
+        same_bits: The number of pairs whose trained weights are identical.
+        moved: The number of pairs whose absolute difference exceeds the margin; NaN without a
+            margin.
+        diverged: The number of pairs that diverged under this level.
+        reference_diverged: The number of pairs that diverged under the reference.
+        one_diverged: The number of pairs that diverged under one of the two only.
+        diverged_apart_at_most: The upper 95 % limit of the share of such pairs.
+        p_diverged: The p value of both diverging equally often.
+        p_diverged_holm: The same after Holm's correction.
+        left_out: The number of runs without a partner of the same seed.
+        seeds_needed: The number of seeds with which such a comparison would be conclusive.
+    """
+
+    level: Level
+    decision: Decision = "inconclusive"
+    seeds: int = 0
+    difference: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    confidence: float = math.nan
+    p_different: float = math.nan
+    p_different_holm: float = math.nan
+    p_equivalent: float = math.nan
+    p_equivalent_holm: float = math.nan
+    equivalent_low: float = math.nan
+    equivalent_high: float = math.nan
+    equivalent_confidence: float = math.nan
+    margin: float = math.nan
+    margin_relative: float = math.nan
+    largest_difference: float = math.nan
+    same_bits: int = 0
+    moved: float = math.nan
+    diverged: int = 0
+    reference_diverged: int = 0
+    one_diverged: int = 0
+    diverged_apart_at_most: float = 1.0
+    p_diverged: float = 1.0
+    p_diverged_holm: float = 1.0
+    left_out: int = 0
+    seeds_needed: float = math.nan
+
+
+# after the factor's
+DECISION_COLUMNS = tuple(field.name for field in fields(LevelDecision) if field.name != "level")
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions(PairedRuns):
+    """Runs paired by seed, and the decision on each level. `gpulab.stats.Verdict` adds words and a
+    figure.
+
+    Attributes:
+        margin: The largest difference without importance, as it was asked for.
+        alpha: The level of significance.
+        rows: The decision on each level other than the reference, in the order of the runs.
+        between_seeds: The standard deviation of the metric over seeds under the reference.
+        looks: How often the question may be asked as runs come in.
+    """
+
+    margin: str | float
+    alpha: float
+    rows: tuple[LevelDecision, ...]
+    between_seeds: float
+    looks: int = 1
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """A data frame of `rows`, with the levels in a column of the factor's name before
+        `DECISION_COLUMNS`.
+        """
+        cells = [tuple(vars(row).values()) for row in self.rows]
+        return pd.DataFrame(cells, columns=[self.factor, *DECISION_COLUMNS])
+
+    @property
+    def decisions(self) -> dict[Level, str]:
+        """A dictionary with the decision of each level."""
+        return {row.level: row.decision for row in self.rows}
+
+    @property
+    def decision(self) -> str:
+        """The decision of the whole, which is the first in this order that some level has.
+
+        The order is `different`, `different but negligible`, `inconclusive`, `equivalent`. Without
+        any level it is `inconclusive`.
+        """
+        return min((row.decision for row in self.rows), key=DECISIONS.index, default="inconclusive")
+
+
+def compare_levels(
+    paired: PairedRuns, margin: str | float, alpha: float, looks: int = 1
+) -> tuple[LevelDecision, ...]:
+    """Compare each level with the reference, and decide on it; `margin` is as it was asked for."""
+    levels = paired.by_level()
+    losses = paired.reference_losses()
+    is_binary = paired.is_binary()
+    confidence = sd_confidence(looks)
+    margin_in_units = margin_size(margin, losses, is_binary, confidence)
+    margins_by_count = margin_sizes(margin, losses, SEED_COUNTS, is_binary, confidence)
+    run_counts = paired.runs[paired.factor].value_counts()
+    tests = [_test_level(pairs, margin_in_units, is_binary) for pairs in levels.values()]
+    corrected_tests = _correct_tests(tests, alpha, looks)
+    rows = []
+    for (level, pairs), test, corrected in zip(levels.items(), tests, corrected_tests, strict=True):
+        row = _compare_level(level, pairs, test, corrected, margin_in_units, is_binary)
+        decision = decide(row, alpha)
+        sd = inference.sample_sd(_differences(pairs))
+        n_seeds_needed = _seeds_needed(sd, margins_by_count, alpha / len(levels) / looks, is_binary)
+        if decision == "inconclusive":  # the pairs that there are were not enough
+            n_seeds_needed = float(max(n_seeds_needed, len(pairs) + 1))
+        left_out = int(run_counts[level] + run_counts[paired.reference] - 2 * len(pairs))
+        rows.append(replace(row, decision=decision, left_out=left_out, seeds_needed=n_seeds_needed))
+    return tuple(rows)
+
+
+def decide(row: LevelDecision, alpha: float) -> Decision:
+    """The decision on a level, a row of a verdict's table, from its corrected p values.
+
+    >>> row = LevelDecision(level="cuda", seeds=10, p_different=0.02)
+    >>> for different, equivalent in ((0.05, 1.0), (0.05, 0.05), (0.06, 0.05), (0.06, 0.06)):
+    ...     print(
+    ...         decide(
+    ...             replace(row, p_different_holm=different, p_equivalent_holm=equivalent),
+    ...             alpha=0.05,
+    ...         )
+    ...     )
+    different
+    different but negligible
+    equivalent
+    inconclusive
+    >>> decide(
+    ...     replace(row, p_different_holm=0.06, p_equivalent_holm=0.05, p_diverged_holm=0.05),
+    ...     alpha=0.05,
+    ... )
+    'different'
+    """
+    if is_identical(row):
+        return "equivalent"
+    if row.p_diverged_holm <= alpha:
+        return "different"
+    equivalent = row.p_equivalent_holm <= alpha and not may_diverge_discordantly(row)
+    if row.p_different_holm <= alpha:
+        return "different but negligible" if equivalent else "different"
+    return "equivalent" if equivalent else "inconclusive"
+
+
+def is_identical(row: LevelDecision) -> bool:
+    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every
+    seed.
+
+    >>> [
+    ...     is_identical(LevelDecision(level="cuda", seeds=n, same_bits=same))
+    ...     for n, same in ((1, 1), (2, 2), (2, 1))
+    ... ]
+    [False, True, False]
+    """
+    return (
+        row.seeds > 1
+        and row.one_diverged == 0
+        and math.isnan(row.p_different)
+        and row.same_bits >= row.seeds
+    )
+
+
+def may_diverge_discordantly(row: LevelDecision) -> bool:
+    """Whether the share of seeds that diverge under only one of the two may exceed
+    `MAX_DISCORDANT_SHARE`.
+
+    >>> row = LevelDecision(level="cuda", one_diverged=0, diverged_apart_at_most=0.9)
+    >>> may_diverge_discordantly(row), may_diverge_discordantly(replace(row, one_diverged=1))
+    (False, True)
+    """
+    return row.one_diverged > 0 and row.diverged_apart_at_most > MAX_DISCORDANT_SHARE
+
+
+def min_significant_pairs(alpha: float) -> int:
+    """The least number of pairs that can be significant at `alpha`: with n differences of one sign
+    p is 2^(1 − n).
+
+    >>> min_significant_pairs(0.05), min_significant_pairs(0.0625)
+    (6, 5)
+    """
+    return math.ceil(1 - math.log2(alpha))
+
+
+def sd_confidence(looks: int) -> float:
+    """The confidence of the limit that a margin in standard deviations is taken at, so that it
+    holds at each look.
+
+    >>> sd_confidence(1), round(sd_confidence(4), 5)
+    (0.975, 0.99375)
+    """
+    return 1 - (1 - inference.SD_CONFIDENCE) / looks
+
+
+@dataclass(frozen=True)
+class _LevelTests:
+    """The tests of one level alone: fields of `LevelDecision`."""
+
+    p_different: float
+    p_equivalent: float
+    p_diverged: float
+    one_diverged: int
+
+
+@dataclass(frozen=True)
+class _CorrectedTests:
+    """The tests of one level after the corrections for looks and for all levels: fields of
+    `LevelDecision`.
+
+    Attributes:
+        alpha: The level of the interval that belongs to the test of difference.
+        equivalent_alpha: That of each of the two one-sided tests of equivalence.
+    """
+
+    p_different_holm: float
+    p_equivalent_holm: float
+    p_diverged_holm: float
+    alpha: float
+    equivalent_alpha: float
+
+
+def _test_level(pairs: pd.DataFrame, margin: float, is_binary: bool) -> _LevelTests:
+    """Test one level's pairs, before any correction for the other levels."""
+    differences = _differences(pairs)
+    p_different = p_equivalent = math.nan
+    if len(differences) > 1 and not (pairs.same_bits.all() and not differences.any()):
+        difference_test = inference.sign_flip_p if is_binary else inference.mean_p
+        equivalence_test = inference.discordance_p if is_binary else inference.equivalence_p
+        p_different = difference_test(differences)
+        p_equivalent = equivalence_test(differences, margin)
+    is_discordant = pairs.reference_diverged != pairs.other_diverged
+    n_discordant = int(is_discordant.sum())
+    p_diverged = inference.sign_test_p(
+        int((is_discordant & pairs.other_diverged).sum()), n_discordant
+    )
+    return _LevelTests(
+        p_different=p_different,
+        p_equivalent=p_equivalent,
+        p_diverged=p_diverged,
+        one_diverged=n_discordant,
+    )
+
+
+def _correct_tests(
+    tests: Sequence[_LevelTests], alpha: float, looks: int = 1
+) -> list[_CorrectedTests]:
+    """Correct the p values of all levels for looks and by Holm's method, and find the levels of
+    their intervals.
+
+    >>> five = _LevelTests(p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, one_diverged=5)
+    >>> four = _LevelTests(p_different=0.4, p_equivalent=0.2, p_diverged=0.125, one_diverged=4)
+    >>> corrected = _correct_tests([five, four], alpha=0.0625)
+    >>> # Of four runs that diverged nothing could be shown: not corrected
+    >>> [test.p_diverged_holm for test in corrected]
+    [0.1875, 0.125]
+    >>> round(corrected[0].alpha, 4), round(corrected[0].equivalent_alpha, 4)
+    (0.0208, 0.0625)
+    >>> looked_at = _correct_tests([five, four], alpha=0.0625, looks=3)
+    >>> (
+    ...     [round(test.p_equivalent_holm, 2) for test in looked_at],
+    ...     [test.p_diverged_holm for test in looked_at],
+    ... )
+    ([0.06, 0.6], [0.1875, 0.375])
+    """
+    p_different = looks * np.array([test.p_different for test in tests])
+    p_equivalent = looks * np.array([test.p_equivalent for test in tests])
+    p_diverged = looks * np.array([test.p_diverged for test in tests])
+    n_discordant = np.array([test.one_diverged for test in tests], float)
+    # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a
+    # false alarm, and the others need no correction for it (Tarone 1990).
+    testable = looks * 2.0 ** (1 - n_discordant) <= alpha
+    difference_family = inference.holm([*p_different, *np.where(testable, p_diverged, math.nan)])
+    p_different_holm, p_diverged_holm = np.split(difference_family, 2)
+    p_diverged_holm = np.where(testable, p_diverged_holm, np.minimum(p_diverged, 1.0))
+    p_equivalent_holm = inference.holm(p_equivalent)
+    # Holm has stopped at this level: it rejects what is below, and nothing above.
+    difference_alpha = alpha / max(1, int(np.sum(difference_family > alpha))) / looks
+    equivalent_alpha = alpha / max(1, int(np.sum(p_equivalent_holm > alpha))) / looks
+    return [
+        _CorrectedTests(
+            p_different_holm=float(p_different_holm[level]),
+            p_equivalent_holm=float(p_equivalent_holm[level]),
+            p_diverged_holm=float(p_diverged_holm[level]),
+            alpha=difference_alpha,
+            equivalent_alpha=equivalent_alpha,
+        )
+        for level in range(len(tests))
+    ]
+
+
+def _compare_level(
+    level: Level,
+    pairs: pd.DataFrame,
+    test: _LevelTests,
+    corrected: _CorrectedTests,
+    margin: float,
+    is_binary: bool,
+) -> LevelDecision:
+    """Describe one level by its tests, intervals and counts; the decision and what depends on it
+    are left open.
+    """
+    differences = _differences(pairs)
+    n = len(differences)
+    low, high = _difference_interval(differences, corrected.alpha, is_binary)
+    equivalent_low, equivalent_high = _equivalence_interval(
+        differences, corrected.equivalent_alpha, is_binary
+    )
+    reference_mean = float(pairs.reference[pairs.difference.notna()].mean())
+    has_relative_margin = reference_mean != 0 and not is_binary
+    return LevelDecision(
+        level=level,
+        seeds=n,
+        difference=float(np.sort(differences).mean()) if n else math.nan,
+        low=low,
+        high=high,
+        confidence=1 - corrected.alpha,
+        p_different=test.p_different,
+        p_different_holm=corrected.p_different_holm,
+        p_equivalent=test.p_equivalent,
+        p_equivalent_holm=corrected.p_equivalent_holm,
+        equivalent_low=equivalent_low,
+        equivalent_high=equivalent_high,
+        equivalent_confidence=1 - 2 * corrected.equivalent_alpha,
+        margin=margin,
+        margin_relative=margin / abs(reference_mean) if has_relative_margin else math.nan,
+        largest_difference=float(np.abs(differences).max()) if n else math.nan,
+        same_bits=int(pairs.same_bits.sum()),
+        moved=int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan,
+        diverged=int(pairs.other_diverged.sum()),
+        reference_diverged=int(pairs.reference_diverged.sum()),
+        one_diverged=test.one_diverged,
+        diverged_apart_at_most=inference.clopper_pearson_upper(test.one_diverged, len(pairs)),
+        p_diverged=test.p_diverged,
+        p_diverged_holm=corrected.p_diverged_holm,
+    )
+
+
+def _differences(pairs: pd.DataFrame) -> NDArray[np.float64]:
+    """The differences of the pairs that finished under both levels, shape (seeds,)."""
+    differences: NDArray[np.float64] = pairs.difference.dropna().to_numpy(float)
+    return differences
+
+
+def _difference_interval(
+    differences: NDArray[np.float64], alpha: float, is_binary: bool
+) -> tuple[float, float]:
+    """The interval of the test of difference."""
+    if is_binary:
+        return inference.sign_flip_interval(differences, alpha)
+    return inference.mean_interval(differences, alpha)
+
+
+def _equivalence_interval(
+    differences: NDArray[np.float64], alpha: float, is_binary: bool
+) -> tuple[float, float]:
+    """The interval of the test of equivalence."""
+    if not is_binary or len(differences) < 2:
+        return inference.skewed_t_interval(differences, 2 * alpha)
+    # the share of discordant pairs bounds the difference of the rates
+    limit = inference.clopper_pearson_upper(
+        int(np.count_nonzero(differences)), len(differences), alpha
+    )
+    return -limit, limit
+
+
+def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, is_binary: bool) -> float:
+    """The first of `SEED_COUNTS` with which the test of equivalence succeeds with `POWER` where
+    nothing differs.
+
+    It is for normal differences of the standard deviation `sd`; `margins` are those of as many
+    seeds. A difference as large as the margin is shown about as often, with `min_significant_pairs`
+    or more. A binary metric needs as many seeds as exclude the margin if none is discordant. The
+    result is infinite where no number is enough.
+
+    >>> [
+    ...     _seeds_needed(1.0, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=False)
+    ...     for margin in (0.5, 1e-9)
+    ... ]
+    [37.0, inf]
+    >>> [
+    ...     _seeds_needed(0.1, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=True)
+    ...     for margin in (0.2, 1e-9)
+    ... ]
+    [14.0, inf]
+    """
+    from statsmodels.stats.power import ttest_power  # which imports all of scipy.stats
+
+    if math.isnan(sd):
+        return math.nan
+    # Beyond this cap the power is 1, and its series is slow.
+    effects = np.minimum(margins / max(sd, MIN_SD), 30 / np.sqrt(SEED_COUNTS))
+    power = ttest_power(effects, SEED_COUNTS, alpha, alternative="larger")
+    has_power = power >= (1 + POWER) / 2  # each of two one-sided tests fails half as often
+    excludes_margin = (1 - margins) ** SEED_COUNTS <= alpha if is_binary else has_power
+    if not (has_power.any() and excludes_margin.any()):
+        return math.inf
+    n_for_power = SEED_COUNTS[has_power.argmax()] + EXTRA_SEEDS_FOR_SKEWNESS
+    n_for_margin = SEED_COUNTS[excludes_margin.argmax()]
+    return float(max(n_for_power, n_for_margin, min_significant_pairs(alpha)))

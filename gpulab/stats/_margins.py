@@ -1,0 +1,92 @@
+"""The equivalence margin: parsed from text, and converted to units of the metric."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+import gpulab.stats._inference as inference
+from gpulab.errors import UsageError
+
+DEFAULT_MARGIN = "0.25sd"  # for numbers, in standard deviations between seeds under the reference
+DEFAULT_BINARY_MARGIN = 0.1  # for booleans, a share of the seeds
+
+
+def parse_margin(margin: str | float) -> tuple[float, str]:
+    """The number in a margin such as 0.01, "0.25sd" or "1%", and its unit: `sd`, `%` or nothing."""
+    with_unit = (
+        re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(sd|%)\s*", margin)
+        if isinstance(margin, str)
+        else None
+    )
+    is_number = isinstance(margin, (int, float, np.number)) and not isinstance(margin, bool)
+    number = math.nan
+    if with_unit:
+        number = float(with_unit[1])
+    elif is_number:
+        number = float(margin)
+    if not 0 < number < math.inf:
+        raise UsageError(
+            f"margin {margin!r}: expected a number above 0, or such as '0.25sd' or '1%'"
+        )
+    return number, with_unit[2] if with_unit else ""
+
+
+def margin_size(
+    margin: str | float,
+    losses: NDArray[np.float64],
+    is_binary: bool = False,
+    confidence: float = inference.SD_CONFIDENCE,
+) -> float:
+    """A margin in the metric's units; `losses` is the metric under the reference, shape (seeds,).
+
+    One in standard deviations is of their lower limit at `confidence`; NaN where the losses do not
+    differ. Of yes and no a margin is a share of the seeds.
+
+    >>> (
+    ...     margin_size("10%", np.array([0.0, 1.0]), is_binary=True),
+    ...     margin_size("10%", np.array([4.0, 6.0])),
+    ... )
+    (0.1, 0.5)
+    >>> losses = np.arange(12.0)
+    >>> margin_size("0.5sd", losses) == 0.5 * inference.sd_lower_limit(losses)
+    True
+    >>> margin_size(1, np.array([0.0, 1.0]), is_binary=True)
+    Traceback (most recent call last):
+    gpulab.errors.UsageError: margin 1: of yes and no it is a share of the seeds below 1, ...
+    """
+    return float(margin_sizes(margin, losses, len(losses), is_binary, confidence))
+
+
+def margin_sizes(
+    margin: str | float,
+    losses: NDArray[np.float64],
+    n: ArrayLike,
+    is_binary: bool = False,
+    confidence: float = inference.SD_CONFIDENCE,
+) -> NDArray[np.float64]:
+    """The margins that n seeds would give; only a margin in standard deviations depends on n.
+
+    >>> # Wider with more seeds
+    >>> margin_sizes("0.5sd", np.arange(12.0), n=[10, 12, 14]).round(4).tolist()
+    [1.0577, 1.1276, 1.1802]
+    >>> margin_sizes(0.5, np.arange(12.0), n=[10, 12, 14]).tolist()
+    [0.5, 0.5, 0.5]
+    """
+    number, unit = parse_margin(margin)
+    share = number / 100 if unit == "%" else number
+    if is_binary and (unit == "sd" or share >= 1):
+        example = DEFAULT_BINARY_MARGIN
+        raise UsageError(
+            f"margin {margin!r}: of yes and no it is a share of the seeds below 1, such as"
+            f" {example}"
+        )
+    if unit == "sd":
+        return number * inference.sd_lower_limits(losses, n, confidence)
+    size = share
+    if unit == "%" and not is_binary:
+        size = share * abs(losses.mean()) if losses.any() else math.nan
+    return np.full(np.shape(n), size)

@@ -1,0 +1,250 @@
+"""A verdict as a page: what was compared, the decision, a table of the levels, the figure, and
+everything in words.
+
+A verdict shows the same in a notebook as in the file that `save` writes. Nothing is shown here that
+`print` and the verdict's `table` do not say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+from markupsafe import Markup
+
+from gpulab import __version__, files, report
+from gpulab.pages import Cell, Head, badge, breakable, number_cell, style, time_text
+from gpulab.picture import responsive
+from gpulab.report import Report
+from gpulab.stats._decisions import DECISIONS, Decisions, LevelDecision
+from gpulab.stats._wording import describe_with_numbers, level_sentences, p_text
+from gpulab.wording import level_text, metric_label
+
+DECISION_STYLES: dict[str, str] = {  # the CSS class of each decision, which sets its colour
+    "different": "note",
+    "different but negligible": "ok",
+    "inconclusive": "open",
+    "equivalent": "ok",
+}
+PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
+MAX_TITLE_LEVELS = 3  # levels
+SHARED_COLUMNS = ("machine", "torch", "gpulab")  # of the runs, below the title
+TABLE_NOTE = (
+    "The difference is the level's metric minus the reference's, averaged over the seeds that both"
+    " have. Its interval leaves out zero where the decision is different; the interval of"
+    " equivalence lies within the margin where the decision is equivalent. p values and intervals"
+    " are corrected for the number of levels."
+)
+FIGURE_CAPTION = (
+    "First every run, the same seed joined by a line; then how far each seed is from the reference."
+)
+
+
+class VerdictPage(Decisions, Report):
+    """A decision that a notebook and an HTML file show as a page."""
+
+    def words(self) -> Markup:
+        """The verdict without the figure, as a piece of HTML."""
+        return style() + self._render_answer() + self._render_details()
+
+    def html(self) -> Markup:
+        """The verdict as a piece of HTML that needs no other file, with the figure below the
+        table.
+        """
+        return style() + self._render_body()
+
+    def save(self, file: str | Path, title: str = "") -> None:
+        """Write the verdict to an HTML file of its own, whole or not at all.
+
+        Args:
+            file: Where to; its folder is made if need be.
+            title: What it is called; by default what was compared.
+        """
+        heading = title or _title_text(self)
+        page = report.render(
+            "result_page.html",
+            title=heading,
+            heading=heading,
+            about="\N{NO-BREAK SPACE}· ".join(_describe_source(self)),
+            body=self._render_body(),
+        )
+        files.write(file, page.encode())
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        picture = self.picture()
+        heading = Markup("<h3>{}</h3>").format(_title_text(self))
+        about = Markup('<p class="ga-faint">{}</p>').format(
+            "\N{NO-BREAK SPACE}· ".join(_describe_source(self))
+        )
+        heading_element = Markup('<div class="gpulab-result">{}{}</div>').format(heading, about)
+        first_part = (
+            style()
+            + heading_element
+            + self._render_answer()
+            + ("" if picture else self._render_details())
+        )
+        display({"text/plain": str(self), "text/html": first_part}, raw=True)
+        if picture:
+            picture.show()
+            display({"text/html": style() + self._render_details()}, raw=True)
+
+    def _render_body(self) -> Markup:
+        return self._render_answer() + self._render_figure() + self._render_details()
+
+    def _render_answer(self) -> Markup:
+        """The decision, a sentence for each level, and the table."""
+        texts = level_sentences(self, {})
+        if len(self.rows) > 1:
+            texts = [_count_decisions(self), *texts]
+        answer, *further_sentences = texts
+        return report.render(
+            "verdict_answer.html",
+            rank=DECISION_STYLES[self.decision],
+            decision=self.decision,
+            answer=answer,
+            sentences=further_sentences,
+            heads=_header_rows(self),
+            rows=[_level_cells(self, row) for row in self.rows],
+            note=TABLE_NOTE,
+        )
+
+    def _render_figure(self) -> Markup:
+        picture = self.picture()
+        if picture is None:
+            return Markup()
+        element = responsive(picture, self._draw(width=PHONE_WIDTH))
+        return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(
+            element, FIGURE_CAPTION
+        )
+
+    def _render_details(self) -> Markup:
+        """All that `print` says, and how the table was read."""
+        lines = describe_with_numbers(self).splitlines()
+        paragraphs = [line for line in lines if line not in self.notes]
+        return report.render("verdict_details.html", paragraphs=paragraphs, remarks=self.notes)
+
+
+def _title_text(verdict: Decisions) -> str:
+    """What was compared."""
+    levels = [level_text(row.level, verdict.factor) for row in verdict.rows]
+    reference = level_text(verdict.reference, verdict.factor)
+    metric = metric_label(verdict.metric)
+    if not levels:
+        return f"Verdict on {metric}: {reference} alone"
+    compared_levels = (
+        ", ".join(levels)
+        if len(levels) <= MAX_TITLE_LEVELS
+        else f"{len(levels)} levels of {verdict.factor}"
+    )
+    return f"Verdict on {metric}: {compared_levels} against {reference}"
+
+
+def _describe_source(verdict: Decisions) -> list[str]:
+    """The file, what it has, the date, the versions, and the machines and versions of the runs
+    where they are known.
+    """
+    runs = verdict.runs
+    n_seeds = runs[verdict.block].nunique()
+    blocks_text = f"{n_seeds} {verdict.block}" if n_seeds == 1 else f"{n_seeds} {verdict.block}s"
+    parts = [verdict.source] if verdict.source else []
+    parts.append(f"{len(runs)} runs, {blocks_text}, by {verdict.factor}")
+    parts += [time_text(), f"gpulab {__version__}"]
+    shared_values = {
+        name: sorted(set(map(str, runs[name].dropna()))) for name in SHARED_COLUMNS if name in runs
+    }
+    if shared_values.get("torch"):
+        torch_versions = " and ".join(shared_values["torch"][:3])
+        gpulab_versions = " and ".join(shared_values.get("gpulab", [])[:3])
+        parts.append(f"runs: torch {torch_versions}, gpulab {gpulab_versions}")
+    if shared_values.get("machine"):
+        parts.append(" and ".join(shared_values["machine"][:3]))
+    return parts
+
+
+def _count_decisions(verdict: Decisions) -> str:
+    """How many levels came to which decision."""
+    counts = Counter(row.decision for row in verdict.rows)
+    counted_decisions = ", ".join(
+        f"{counts[decision]} {decision}" for decision in DECISIONS if counts[decision]
+    )
+    reference = level_text(verdict.reference, verdict.factor)
+    return (
+        f"{len(verdict.rows)} levels of {verdict.factor} against {reference}: {counted_decisions}."
+    )
+
+
+def _header_rows(verdict: Decisions) -> list[list[Head]]:
+    """Two rows of heads."""
+    level = verdict.rows[0] if verdict.rows else None
+    confidence = (
+        f"{100 * level.confidence:.3g} % interval" if level and level.confidence > 0 else "interval"
+    )
+    narrow = f"{100 * level.equivalent_confidence:.3g} % interval" if level else "interval"
+    return [
+        [
+            Head(verdict.factor, rows=2),
+            Head("decision", rows=2),
+            Head(f"{verdict.block}s", is_number=True, rows=2),
+            Head(f"difference in {metric_label(verdict.metric)}", is_number=True, columns=3),
+            Head("equivalence", is_number=True, columns=3),
+            Head("diverged", is_number=True, rows=2),
+        ],
+        [
+            *(Head(text, is_number=True) for text in ("mean", confidence, "p")),
+            *(Head(text, is_number=True) for text in ("margin", narrow, "p")),
+        ],
+    ]
+
+
+def _level_cells(verdict: Decisions, row: LevelDecision) -> list[Cell]:
+    """The row of a level."""
+    level = level_text(row.level, verdict.factor)
+    total = row.seeds + row.left_out
+    diverged = (
+        f"{row.diverged} ({row.reference_diverged})"
+        if row.diverged or row.reference_diverged
+        else "0"
+    )
+    return [
+        Cell(breakable(level), "ga-name"),
+        Cell(badge(DECISION_STYLES[row.decision], row.decision)),
+        number_cell(f"{row.seeds} of {total}" if row.left_out > 0 else str(row.seeds)),
+        number_cell(_format_difference(row.difference), is_large="different" in row.decision),
+        number_cell(_format_interval(row.low, row.high)),
+        number_cell(_dash_if_unknown(p_text(row.p_different_holm))),
+        number_cell("–" if math.isnan(row.margin) else f"±{row.margin:.2g}"),
+        number_cell(_format_interval(row.equivalent_low, row.equivalent_high)),
+        number_cell(_dash_if_unknown(p_text(row.p_equivalent_holm))),
+        number_cell(diverged),
+    ]
+
+
+def _format_difference(value: float) -> str:
+    """A difference with its sign.
+
+    >>> [_format_difference(value) for value in (0.0123, -0.5, 0.0, math.nan)]
+    ['+0.012', '−0.5', '0', '–']
+    """
+    if math.isnan(value):
+        return "–"
+    return f"{value:+.2g}".replace("-", "−", 1) if value else "0"
+
+
+def _format_interval(low: float, high: float) -> str:
+    """An interval.
+
+    >>> _format_interval(-0.5, 0.25), _format_interval(math.nan, math.nan)
+    ('−0.5 to +0.25', '–')
+    """
+    return (
+        "–"
+        if math.isnan(low) or math.isnan(high)
+        else f"{_format_difference(low)} to {_format_difference(high)}"
+    )
+
+
+def _dash_if_unknown(text: str) -> str:
+    return "–" if text == "unknown" else text

@@ -1,0 +1,427 @@
+"""From a table of runs to pairs: the runs of two levels of a factor, matched by seed."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from pandas.api.types import is_bool_dtype, is_numeric_dtype
+
+from gpulab.errors import UsageError
+from gpulab.stats._blocks import unify_types
+from gpulab.stats._selection import ALL_ROWS, MetricColumn, RowChoice, choose_rows, growing_columns
+from gpulab.wording import Level, level_text
+
+RESERVED_COLUMNS = (
+    "status",
+    "rerun",
+    "weights",
+    "reference",
+    "other",
+    "difference",
+)  # columns with a meaning of their own
+MAX_METRIC = (
+    1e75  # in the metric's units; beyond it fourth powers, which kurtosis needs, overflow float64
+)
+# The advice for a table whose columns have other names.
+COLUMN_ADVICE = (
+    "; say which by metric=, factor= and block= (--metric …); pandas.melt makes rows of a column"
+    " for each level"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PairedRuns:
+    """Runs put side by side by seed: what a `Verdict` begins with."""
+
+    metric: str
+    factor: str
+    block: str
+    reference: Level
+    runs: pd.DataFrame  # the first of each level and block
+    pairs: pd.DataFrame  # a row for each other level's run beside the reference's
+    reruns: pd.DataFrame  # the same for the reference's reruns: a control
+    notes: tuple[str, ...]  # sentences on rows that were chosen, left out or averaged
+    source: str = field(default="", kw_only=True)  # the file or folder that the table was read from
+
+    def by_level(self) -> dict[Level, pd.DataFrame]:
+        """The pairs of each other level, in the order of the runs."""
+        other_levels = dict.fromkeys(
+            level for level in self.runs[self.factor] if level != self.reference
+        )
+        # a common type, as in a table column: 1 beside 2.5 becomes 1.0
+        levels = pd.Series([*other_levels]).tolist()
+        return {level: self.pairs[self.pairs[self.factor] == level] for level in levels}
+
+    def reference_losses(self) -> NDArray[np.float64]:
+        """The metric of the runs of the reference that finished, shape (runs,)."""
+        finished = (self.runs[self.factor] == self.reference) & (self.runs.status == "finished")
+        losses: NDArray[np.float64] = self.runs.loc[finished, self.metric].to_numpy(float)
+        return losses
+
+    def is_binary(self) -> bool:
+        """Whether the metric of all runs that finished is 0 or 1: its mean is a share."""
+        values = self.runs[self.metric][self.runs.status == "finished"]
+        return bool(len(values) and values.isin((0.0, 1.0)).all())
+
+
+def pair_runs(
+    frame: pd.DataFrame,
+    metric: str,
+    factor: str,
+    block: str,
+    reference: Level | None,
+    choice: RowChoice = ALL_ROWS,
+) -> PairedRuns:
+    """Put runs under each level of a factor beside the reference's; `UsageError` where there is
+    nothing to compare.
+
+    Where runs have a row for each epoch or step, `choice` says which of them counts.
+    """
+    columns = (metric, factor, block)
+    checked_runs = check_runs(frame, *columns, choice)
+    has_ended = checked_runs["status"].isin(("finished", "diverged"))
+    ended_runs = checked_runs[has_ended]
+    unfinished_runs = checked_runs[~has_ended]
+    first_runs = ended_runs[ended_runs["rerun"] == 0]
+    runs = _average_repeated_rows(first_runs, *columns)
+    reference = _find_reference(
+        list(dict.fromkeys(runs[factor])), reference, unfinished_runs, factor
+    )
+    reference_runs = runs[runs[factor] == reference]
+    other_runs = runs[runs[factor] != reference]
+
+    reruns = ended_runs[(ended_runs["rerun"] > 0) & (ended_runs[factor] == reference)]
+    return PairedRuns(
+        metric=metric,
+        factor=factor,
+        block=block,
+        reference=reference,
+        runs=runs,
+        pairs=_merge_with_reference(other_runs, reference_runs, *columns),
+        reruns=_merge_with_reference(reruns, reference_runs, *columns),
+        source=str(checked_runs.attrs.get("source", "")),
+        notes=(
+            *checked_runs.attrs.get("chosen", ()),
+            *_missing_run_notes(checked_runs, unfinished_runs, factor),
+            *_averaged_row_notes(first_runs, runs, *columns),
+            *_skipped_rerun_notes(len(ended_runs) - len(first_runs) - len(reruns), reference),
+            *checked_runs.attrs.get("notes", ()),
+        ),
+    )
+
+
+def _missing_run_notes(
+    checked_runs: pd.DataFrame, unfinished_runs: pd.DataFrame, factor: str
+) -> Iterator[str]:
+    """Yield notes on runs that cannot be read, and on those that did not finish."""
+    n_damaged = checked_runs.attrs.get("damaged", 0)
+    if n_damaged:
+        runs_text = "1 damaged run" if n_damaged == 1 else f"{n_damaged} damaged runs"
+        yield f"{runs_text} cannot be read, and may be missing from this."
+    if len(unfinished_runs):
+        counts = unfinished_runs.groupby([factor, "status"]).size()
+        counts_text = ", ".join(
+            f"{level_text(level, factor)} {count} {status}"
+            for (level, status), count in counts.items()
+        )
+        bias = f"if it was the {factor} that stopped them, what is left flatters it"
+        yield (
+            f"Left out, because they did not finish: {len(unfinished_runs)} ({counts_text});"
+            f" {bias}."
+        )
+        if (unfinished_runs["status"] == "missing").any() and checked_runs.attrs.get(
+            "has_ambiguous_nan"
+        ):
+            yield (
+                "An empty cell or NaN counts as missing; `diverged` in a column `status` says that"
+                " runs diverged."
+            )
+
+
+def _averaged_row_notes(
+    first_runs: pd.DataFrame, runs: pd.DataFrame, metric: str, factor: str, block: str
+) -> Iterator[str]:
+    """Yield notes on rows that were averaged to one for each level and block."""
+    if len(runs) < len(first_runs):
+        names = _differing_columns(first_runs, metric, factor, block)
+        counts = (
+            f"{len(first_runs):,} rows were averaged to {len(runs):,} first, one for each {factor}"
+            f" and {block}"
+        )
+        yield f"{counts}; those of one {block} differ in {', '.join(names) or 'no column'}."
+        counting_columns = growing_columns(first_runs, factor, block, names)
+        if counting_columns:
+            choices = f"last={counting_columns[0]!r} or best= takes one row of each run"
+            yield (
+                f"If {counting_columns[0]!r} counts along a training, the mean says nothing about"
+                f" its end: {choices}."
+            )
+
+
+def _skipped_rerun_notes(n_skipped: int, reference: Level) -> Iterator[str]:
+    """Yield notes on repeated runs under other levels than the reference."""
+    if n_skipped:
+        yield (
+            f"Not compared: {n_skipped:,} rows with `rerun` above 0 that are not under {reference}."
+        )
+
+
+def _average_repeated_rows(
+    runs: pd.DataFrame, metric: str, factor: str, block: str
+) -> pd.DataFrame:
+    """A row for each level and block, with the mean of several such as episodes; it diverged
+    where one of them did.
+    """
+    repeated = runs[runs.duplicated([factor, block], keep=False)]
+    if not len(repeated):
+        return runs
+    differing_columns = _differing_columns(repeated, metric, factor, block)
+    word_columns = [
+        name
+        for name in differing_columns
+        if not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name])
+    ]
+    # A column in which every run has a value of its own does not distinguish kinds of runs.
+    word_columns = [name for name in word_columns if runs[name].astype(str).nunique() < len(runs)]
+    if word_columns:
+        level = repeated[factor].iloc[0]
+        run_text = f"{factor} {level!r}" if isinstance(level, str) else level_text(level, factor)
+        run_text += f" {block} {repeated[block].iloc[0]}"
+        columns_text = ", ".join(word_columns[:3])
+        raise UsageError(
+            f"{run_text} was run more than once, with another {columns_text}; keep the rows of one"
+        )
+    groups = runs.groupby([factor, block], sort=False)
+    has_diverged = (
+        (runs["status"] == "diverged")
+        .groupby([runs[factor], runs[block]], sort=False)
+        .transform("any")
+    )
+    averaged = runs.assign(
+        **{metric: groups[metric].transform("mean")},
+        status=np.where(has_diverged, "diverged", "finished"),
+        weights=runs["weights"].where(groups["weights"].transform("nunique") == 1),
+    )
+    return averaged.drop_duplicates([factor, block])
+
+
+def _differing_columns(runs: pd.DataFrame, metric: str, factor: str, block: str) -> list[str]:
+    """Columns other than the metric that differ between runs of one level and block."""
+    other_columns = runs.drop(columns=[metric, factor, block, *RESERVED_COLUMNS], errors="ignore")
+    groups = other_columns.astype(str).groupby([runs[factor], runs[block]], sort=False)
+    return [name for name in other_columns if (groups[name].nunique() > 1).any()]
+
+
+def _find_reference(
+    levels: list[Level], reference: Level | None, unfinished: pd.DataFrame, factor: str
+) -> Level:
+    """The level that others are compared with: as asked for, or else `cpu`, or the first."""
+    if not levels:
+        statuses = sorted(set(unfinished["status"]))
+        reason = "the table has no rows"
+        if statuses:
+            reason = (
+                f"none is finished or diverged, but {statuses}; write 'finished' into `status` of"
+                " those that did"
+            )
+        raise UsageError(f"no runs to compare: {reason}")
+    if reference is None:
+        return "cpu" if "cpu" in levels else levels[0]
+    for level in levels:
+        # on the command line a number is text
+        if str(reference) in (
+            str(level),
+            level_text(level, factor),
+        ):
+            return level
+    raise UsageError(
+        f"no runs under {reference!r}; there are"
+        f" {sorted(level_text(level, factor) for level in levels)}"
+    )
+
+
+def _merge_with_reference(
+    runs: pd.DataFrame, reference_runs: pd.DataFrame, metric: str, factor: str, block: str
+) -> pd.DataFrame:
+    """A row for each run that the reference has a run beside, from the same seed, with the
+    difference of the two.
+    """
+    columns = [block, metric, "status", "weights"]
+    merged = runs[[factor, *columns]].merge(
+        reference_runs[columns], on=block, suffixes=("", "_base")
+    )
+    diverged = merged.status == "diverged"
+    reference_diverged = merged.status_base == "diverged"
+    pairs = merged[[factor, block]].assign(
+        reference=merged[f"{metric}_base"],
+        other=merged[metric],
+        difference=(merged[metric] - merged[f"{metric}_base"]).where(
+            ~diverged & ~reference_diverged
+        ),
+        reference_diverged=reference_diverged,
+        other_diverged=diverged,
+        same_bits=(merged.weights == merged.weights_base) & merged.weights.notna(),
+    )
+    return pairs.sort_values(block, kind="stable", ignore_index=True)
+
+
+def check_runs(
+    frame: pd.DataFrame, metric: str, factor: str, block: str, choice: RowChoice = ALL_ROWS
+) -> pd.DataFrame:
+    """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for
+    nonsense.
+
+    It has one row for each run where `choice` says which; `attrs["chosen"]` then has a sentence on
+    it.
+    """
+    if not isinstance(frame, pd.DataFrame):
+        raise UsageError(
+            f"expected a pandas data frame, a row per run; got a {type(frame).__name__}"
+        )
+    frame = frame.reset_index(allow_duplicates=True) if any(frame.index.names) else frame.copy()
+    duplicates = sorted(set(map(str, frame.columns[frame.columns.duplicated()])))
+    if duplicates:
+        raise UsageError(
+            f"more than one column is called {', '.join(duplicates)}; rename or drop one"
+        )
+    check_columns(frame, (metric, factor, block), COLUMN_ADVICE)
+    if len({metric, factor, block, *RESERVED_COLUMNS}) < 3 + len(RESERVED_COLUMNS):
+        raise UsageError(
+            "metric, factor and block: expected three columns, and none of"
+            f" {', '.join(RESERVED_COLUMNS)}; rename yours"
+        )
+    frame = frame.assign(**{name: _as_plain_levels(frame[name]) for name in (factor, block)})
+    frame = unify_types(frame, factor, block)
+    check_one_protocol(frame, ignored_columns=(metric, factor, block))
+    column = _parse_metric(frame[metric])
+    chosen = choose_rows(frame, metric, factor, block, choice, column)
+    notes = {"chosen": chosen.notes, "has_ambiguous_nan": column.has_ambiguous_nan}
+    frame = frame.assign(**{metric: column.values}).iloc[chosen.positions]
+    frame.attrs |= notes
+    statuses = np.select(
+        [chosen.is_diverged, frame[metric].isna()], ["diverged", "missing"], "finished"
+    )
+    if "status" in frame:
+        given_statuses = (
+            frame["status"].astype(str).str.lower().where(frame["status"].notna(), statuses)
+        )
+        is_diverged = chosen.is_diverged & (given_statuses == "finished") & frame[metric].isna()
+        statuses = given_statuses.mask(is_diverged, "diverged")
+    frame["status"] = statuses
+    frame["rerun"] = pd.to_numeric(frame["rerun"]).fillna(0) if "rerun" in frame else 0
+    _check_numbers(frame[metric][frame["status"] == "finished"], metric)
+    return frame if "weights" in frame else frame.assign(weights=None)
+
+
+def _parse_metric(column: pd.Series) -> MetricColumn:
+    """The metric in float64, and which rows say that the run diverged.
+
+    In a column of float64 NaN may stand for an empty cell and for a loss that was NaN.
+    """
+    inferred = column.infer_objects()
+    if is_numeric_dtype(inferred) and not isinstance(
+        inferred.dtype, pd.api.extensions.ExtensionDtype
+    ):
+        values = inferred.to_numpy(float)
+        return MetricColumn(values, np.isinf(values), has_ambiguous_nan=True)
+    text = (
+        column.map(str, na_action="ignore")
+        .astype(object)
+        .replace({"True": "1", "False": "0"})
+        .str.strip()
+    )
+    numbers = pd.to_numeric(text, errors="coerce").astype(float)
+    unparsed = text[numbers.isna() & column.notna() & (text.str.lower() != "nan")]
+    if len(unparsed):
+        first_cell = f"index {unparsed.index[0]!r} has {unparsed.iloc[0]!r}"
+        raise UsageError(
+            f"metric {column.name!r} is not of numbers or booleans: {first_cell}; leave cells"
+            " without a number empty, or choose another metric="
+        )
+    values = numbers.to_numpy(float)
+    return MetricColumn(
+        values, column.notna().to_numpy(bool) & ~np.isfinite(values), has_ambiguous_nan=False
+    )
+
+
+def _check_numbers(finished: pd.Series, metric: str) -> None:
+    """Raise `UsageError` where a run that finished has no number, or one that is too large to
+    compute with.
+    """
+    unusable_values = finished[~(finished.abs() < MAX_METRIC)]
+    if len(unusable_values):
+        count = len(unusable_values)
+        problem = (
+            f"{count} finished run(s) have no {metric} that is finite and below {MAX_METRIC:.0e}:"
+            " index"
+        )
+        advice = "mark them as diverged, leave their seeds out, or choose another metric="
+        raise UsageError(f"{problem} {unusable_values.index[:3].tolist()}; {advice}")
+
+
+def _as_plain_levels(column: pd.Series) -> pd.Series:
+    """A factor or block as plain objects or numbers; `UsageError` for cells that are empty."""
+    if column.isna().any():
+        raise UsageError(
+            f"column {column.name!r} is empty in {column.isna().sum()} rows; fill or drop them"
+        )
+    # without categories, Arrow's types and those with NA
+    return column.astype(object).infer_objects()
+
+
+def check_columns(frame: pd.DataFrame, names: Iterable[str], advice: str = "") -> None:
+    """Raise `UsageError`, which lists what there is and gives the advice, where a frame lacks
+    one of these columns.
+    """
+    for name in names:
+        if name not in frame:
+            columns = textwrap.shorten(", ".join(map(str, frame.columns)) or "none", 900)
+            raise UsageError(f"no column {name!r}; there are {columns}{advice}")
+
+
+def check_one_protocol(frame: pd.DataFrame, ignored_columns: Collection[str] = ()) -> None:
+    """Raise `UsageError` where runs learned different things or for different times.
+
+    The values of `ignored_columns` may differ.
+    """
+    names = ("experiment", "profile", "frames", "protocol", "options")
+    columns = [name for name in names if name in frame and name not in ignored_columns]
+    if "options" in columns:  # of trainings of the user's own
+        frame = frame.assign(
+            options=[_drop_options(text, ignored_columns) for text in frame.options]
+        )
+    protocols = frame[columns].drop_duplicates()
+    if columns and len(protocols) > 1:
+        advice = (
+            "compare runs of one protocol at a time, or drop columns that do not tell protocols"
+            " apart"
+        )
+        raise UsageError(
+            f"the frame mixes {len(protocols)}: {protocols[:3].to_dict('records')}; {advice}"
+        )
+
+
+def _drop_options(options: object, names: Collection[str]) -> str:
+    """Options as JSON without some of them; a cell that is not JSON as it is."""
+    if not isinstance(options, (str, bytes)):
+        return str(options)
+    try:
+        return str(
+            {name: value for name, value in json.loads(options).items() if name not in names}
+        )
+    except (ValueError, AttributeError):
+        return str(options)
+
+
+def select_rows(frame: pd.DataFrame, conditions: Iterable[tuple[str, str]]) -> pd.DataFrame:
+    """The rows that have these values, as text, in these columns."""
+    for name, text in conditions:
+        check_columns(frame, [name])
+        frame = frame[frame[name].astype(str) == text]
+    return frame

@@ -1,0 +1,385 @@
+"""Folders of runs, as Hydra, Lightning and TensorBoard leave them, as one table."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from gpulab import files
+from gpulab.errors import DataError
+from gpulab.stats._configs import CONFIG_FILES, Value, find_settings, parse_value
+
+RUN_COLUMN = "run"  # the column that says which run a row belongs to
+TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
+# The names of log files, which are read if a folder has tables of other names, too.
+USUAL_TABLE_NAMES = ("metrics.csv", "progress.csv", "results.csv", "history.csv", "log.csv")
+SEED_NAMES = ("seed", "random_seed", "seed_everything", "rng_seed", "manual_seed", "global_seed")
+# Columns that mean something to a verdict, which a setting of that name does not.
+VERDICT_COLUMNS = frozenset(
+    {"status", "rerun", "weights", "reference", "other", "difference", RUN_COLUMN}
+)
+PROTOCOL_COLUMNS = frozenset({"experiment", "profile", "frames", "protocol", "options"})
+RESERVED_NAMES = VERDICT_COLUMNS | PROTOCOL_COLUMNS
+# The columns and the name of a file that TensorBoard's page offers.
+TENSORBOARD_COLUMNS = ("Wall time", "Step", "Value")
+TENSORBOARD_FILE_PATTERN = re.compile(r"run-(?P<run>.*)-tag-(?P<tag>.+)")
+SEED_PATTERN = re.compile(r"(?<![a-z])seed[ _=-]?(\d+)", re.IGNORECASE)
+MAX_TABLES = 100_000
+MAX_NAMED_FILES = 5  # files in one sentence
+MAX_NAMED_SETTINGS = 12  # settings in one sentence
+
+TableReader = Callable[[Path], tuple[pd.DataFrame, list[str]]]  # a table, and notes on it
+
+
+def is_pattern(name: str | Path) -> bool:
+    """Whether a name stands for several files, such as `outputs/*/metrics.csv`, and is no file
+    itself.
+
+    >>> is_pattern("outputs/*/metrics.csv"), is_pattern("outputs/metrics.csv")
+    (True, False)
+    """
+    return glob.has_magic(str(name)) and not os.path.lexists(name)
+
+
+def read_runs(
+    names: Sequence[str | Path], read_table: TableReader
+) -> tuple[pd.DataFrame, list[str]]:
+    """The tables in some folders and files as one, with the settings of each run, and notes on
+    where they are from.
+
+    Raises:
+        DataError: Where there are no tables, none that can be read, or tables of several names.
+    """
+    # each table, and the folder up to which its settings are looked for
+    roots: dict[Path, Path] = {}
+    unread: list[str] = []
+    empty_folders: list[Path] = []
+    for name in names:
+        tables, folders_without_table = _find_tables(name)
+        for table, root in tables:
+            roots.setdefault(table, root)
+        empty_folders += folders_without_table
+    if not roots:
+        names_text = ", ".join(map(str, names))
+        expected = f"expected files such as {USUAL_TABLE_NAMES[0]}"
+        raise DataError(f"{names_text}: neither runs of gpulab nor tables in it; {expected}")
+    base = _common_folder(roots.values())
+    if len(names) > 1:  # as a shell makes them of a pattern
+        roots = {table: base if base in table.parents else root for table, root in roots.items()}
+    frames: list[pd.DataFrame] = []
+    origins: dict[str, set[str]] = {}  # the names of files that settings came from, by setting
+    notes: list[str] = []
+    for table, root in roots.items():
+        try:
+            frame, table_notes = read_table(table)
+        except DataError as error:
+            unread.append(str(error))
+            continue
+        notes += table_notes
+        settings, errors = find_settings(table, root)
+        unread += [str(error) for error in errors]
+        frame = _add_run_name(frame, table, base)
+        frame, columns = _add_settings(
+            frame, {name: value for name, (value, _) in settings.items()}
+        )
+        for setting, column in columns.items():
+            file = settings[setting][1]
+            origins.setdefault(column, set()).add(_config_name(file))
+        frames.append(frame)
+    if not frames:
+        raise DataError(
+            f"none of {len(roots)} tables can be read: {'; '.join(unread[:MAX_NAMED_FILES])}"
+        )
+    frame = pd.concat(frames, ignore_index=True)
+    tables_were = "1 table was" if len(frames) == 1 else f"{len(frames)} tables were"
+    sentences = [f"{tables_were} read ({_count_names(table.name for table in roots)})."]
+    sentences += dict.fromkeys(notes)
+    frame = _add_seed(frame, origins, sentences)
+    sentences += _origin_notes(origins)
+    if not origins:
+        known_columns = list(frame)
+        frame = add_settings_from_names(frame)
+        new_columns = [name for name in frame if name not in known_columns]
+        if new_columns:
+            origin = f"{', '.join(new_columns)}: from the names of folders and files"
+            sentences.append(f"No configuration files were found; {origin}.")
+    if empty_folders:
+        folders_text = ", ".join(
+            os.path.relpath(folder, base) for folder in empty_folders[:MAX_NAMED_FILES]
+        )
+        if len(empty_folders) > MAX_NAMED_FILES:
+            folders_text += f" and {len(empty_folders) - MAX_NAMED_FILES} more"
+        sentences.append(f"Without a table, and so left out: {folders_text}.")
+    if unread:
+        unread_text = "; ".join(unread[:MAX_NAMED_FILES])
+        if len(unread) > MAX_NAMED_FILES:
+            unread_text += "; …"
+        sentences.append(f"Left out, because it cannot be read: {unread_text}.")
+        warnings.warn(f"left out, because it cannot be read: {unread_text}", stacklevel=4)
+    return frame, sentences
+
+
+def _common_folder(folders: Iterable[Path]) -> Path:
+    """The lowest folder that holds all of these; the current one where there is none."""
+    try:
+        return Path(os.path.commonpath([str(folder) for folder in folders]))
+    except ValueError:  # some are absolute and others relative, or on several drives
+        return Path()
+
+
+# --- which files ----------------------------------------------------------------------------------
+
+
+def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]:
+    """The tables that a folder, a file or a pattern stands for, each with its root, and folders
+    of runs without one.
+    """
+    path = Path(name)
+    if is_pattern(name):
+        matches = sorted(glob.glob(str(name), recursive=True), key=_natural_key)
+        if not matches:
+            raise DataError(f"{name}: no file or folder matches this pattern")
+        root = _pattern_root(path)
+        folders = [match for match in map(Path, matches) if match.is_dir()]
+        tables = [
+            Path(match)
+            for match in matches
+            if match.endswith(TABLE_SUFFIXES) and not os.path.isdir(match)
+        ]
+        folders_without_table: list[Path] = []
+        for folder in folders:
+            folder_tables, configured_folders = _list_tables(folder)
+            tables += folder_tables
+            folders_without_table += configured_folders
+        return [
+            (table, root) for table in tables or map(Path, matches) if not table.is_dir()
+        ], folders_without_table
+    if os.path.isdir(path):
+        tables, folders_without_table = _list_tables(path)
+        return [(table, path) for table in tables], folders_without_table
+    return [(path, path.parent)], []
+
+
+def _pattern_root(pattern: Path) -> Path:
+    """The folder above the first part of a pattern that stands for several names.
+
+    >>> (
+    ...     _pattern_root(Path("outputs/a/*/metrics.csv")).as_posix(),
+    ...     _pattern_root(Path("*.csv")).as_posix(),
+    ... )
+    ('outputs/a', '.')
+    """
+    parts: list[str] = []
+    for part in pattern.parts[:-1]:
+        if glob.has_magic(part):
+            break
+        parts.append(part)
+    return Path(*parts)
+
+
+def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The tables in a folder and those below it, and folders with a configuration of Hydra and no
+    table.
+
+    Raises:
+        DataError: For a folder that cannot be read, and tables of several names of which none is
+            usual.
+    """
+    tables: list[Path] = []
+    configured: list[Path] = []
+
+    def raise_data_error(error: OSError) -> None:
+        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror or error}")
+
+    with files.reading(folder):
+        for parent, folders, names in os.walk(folder, onerror=raise_data_error):
+            if ".hydra" in folders:
+                configured.append(Path(parent))
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            visible = [name for name in names if not name.startswith(".")]
+            tables += [Path(parent, name) for name in visible if name.endswith(TABLE_SUFFIXES)]
+            if len(tables) > MAX_TABLES:
+                raise DataError(
+                    f"{folder}: more than {MAX_TABLES:,} tables; give a pattern such as"
+                    " */metrics.csv"
+                )
+    tables = sorted(_select_usual_tables(folder, tables), key=_natural_key)
+    holders = {parent for table in tables for parent in table.parents}
+    return tables, sorted((run for run in configured if run not in holders), key=_natural_key)
+
+
+def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:
+    """The tables with the usual name for logs, or all where they have one name, or lie in one
+    folder.
+    """
+    counts = Counter(table.name for table in tables)
+    for name in USUAL_TABLE_NAMES:
+        if name in counts and len(counts) > 1:
+            return [table for table in tables if table.name == name]
+    if len(counts) <= 1 or max(counts.values()) == 1:
+        return tables
+    raise DataError(
+        f"{folder}: tables of several names ({_count_names(table.name for table in tables)}); "
+        f"give a pattern such as '{folder}/**/{counts.most_common(1)[0][0]}'"
+    )
+
+
+def _natural_key(path: str | Path) -> list[tuple[int, str]]:
+    """A key that sorts `2` before `10`."""
+    return [
+        (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))
+    ]
+
+
+def _count_names(names: Iterable[str]) -> str:
+    """How often names occur, the most frequent first."""
+    counts = Counter(names).most_common()
+    count_texts = []
+    for name, count in counts[:MAX_NAMED_FILES]:
+        count_texts.append(name if count == 1 or len(counts) == 1 else f"{count} {name}")
+    if len(counts) > MAX_NAMED_FILES:
+        count_texts.append("…")
+    return ", ".join(count_texts)
+
+
+# --- what the run of a table is called, and what was set ------------------------------------------
+
+
+def _add_run_name(frame: pd.DataFrame, table: Path, base: Path) -> pd.DataFrame:
+    """A table with the name of its run; one of TensorBoard's has a column that is called as its
+    tag.
+    """
+    name = table.relative_to(base).as_posix() if table.is_relative_to(base) else table.as_posix()
+    run = (
+        name.removesuffix(table.suffix)
+        if table.name not in USUAL_TABLE_NAMES
+        else Path(name).parent.as_posix()
+    )
+    match = TENSORBOARD_FILE_PATTERN.fullmatch(table.stem)
+    if match and set(frame.columns) == set(TENSORBOARD_COLUMNS):
+        run = match["run"]
+        frame = frame.rename(columns={"Value": match["tag"]})
+    return frame if RUN_COLUMN in frame else frame.assign(**{RUN_COLUMN: run})
+
+
+def _add_settings(
+    frame: pd.DataFrame, settings: dict[str, Value]
+) -> tuple[pd.DataFrame, dict[str, str]]:
+    """A table with a column for each setting, and what the columns are called.
+
+    A setting whose name is that of a column of the table, or means something to a verdict, has
+    `config.` before it.
+    """
+    columns = {
+        setting: f"config.{setting}" if setting in frame or setting in RESERVED_NAMES else setting
+        for setting in settings
+    }
+    setting_columns = pd.DataFrame(
+        {column: [settings[setting]] * len(frame) for setting, column in columns.items()},
+        index=frame.index,
+        dtype=object,
+    )
+    return pd.concat([frame, setting_columns], axis=1), columns
+
+
+def _add_seed(frame: pd.DataFrame, origins: dict[str, set[str]], notes: list[str]) -> pd.DataFrame:
+    """A table with a column `seed`, if exactly one of its settings is called like one."""
+    if "seed" in frame:
+        return frame
+    seed_columns = [
+        name for name in map(str, frame.columns) if name.rpartition(".")[2] in SEED_NAMES
+    ]
+    outermost = [name for name in seed_columns if "." not in name]
+    if outermost:
+        seed_columns = outermost
+    if len(seed_columns) > 1:
+        notes.append(
+            f"Several settings may be the seed ({', '.join(seed_columns)}): choose one by block=."
+        )
+    if len(seed_columns) != 1:
+        return frame
+    origins["seed"] = origins.get(seed_columns[0], set())
+    notes.append(f"The column seed is {seed_columns[0]}.")
+    return frame.assign(seed=frame[seed_columns[0]])
+
+
+def _config_name(file: Path) -> str:
+    """The name of a configuration file, with the folder that belongs to it."""
+    return next(name for name in CONFIG_FILES if file.as_posix().endswith(name))
+
+
+def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
+    """Yield sentences on which settings came from which files."""
+    by_files: dict[str, list[str]] = {}
+    for column, names in origins.items():
+        by_files.setdefault(" and ".join(sorted(names)), []).append(column)
+    for origin, columns in by_files.items():
+        columns_text = ", ".join(sorted(columns)[:MAX_NAMED_SETTINGS])
+        if len(columns) > MAX_NAMED_SETTINGS:
+            columns_text += f" and {len(columns) - MAX_NAMED_SETTINGS} more"
+        yield f"Settings are from {origin}: {columns_text}."
+
+
+def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table with what the names of its runs say: `optimizer=adam,seed=3`, `adam/seed_3`.
+
+    What remains of a name without its seed, and is not the same for all, is the column `group`.
+
+    >>> add_settings_from_names(pd.DataFrame({"run": ["adam/seed_0", "sgd/seed_0"]})).to_dict(
+    ...     "list"
+    ... )
+    {'run': ['adam/seed_0', 'sgd/seed_0'], 'seed': [0, 0], 'group': ['adam', 'sgd']}
+    >>> add_settings_from_names(pd.DataFrame({"run": ["lr=0.1,seed=2", "lr=0.2,seed=2"]})).to_dict(
+    ...     "list"
+    ... )
+    {'run': ['lr=0.1,seed=2', 'lr=0.2,seed=2'], 'lr': [0.1, 0.2], 'seed': [2, 2]}
+    """
+    runs = list(dict.fromkeys(frame[RUN_COLUMN].astype(str)))
+    parsed = {run: _parse_run_name(run) for run in runs}
+    for name in dict.fromkeys(name for settings, _ in parsed.values() for name in settings):
+        if name not in frame and all(name in settings for settings, _ in parsed.values()):
+            frame = frame.assign(
+                **{name: [parsed[run][0][name] for run in frame[RUN_COLUMN].astype(str)]}
+            )
+    remainders = [set(remainder) for _, remainder in parsed.values()]
+    shared_parts = set.intersection(*remainders)
+    groups = {}
+    for run, (_, remainder) in parsed.items():
+        groups[run] = "/".join(part for part in remainder if part not in shared_parts)
+    if (
+        "seed" in frame
+        and "group" not in frame
+        and len(set(groups.values())) > 1
+        and all(groups.values())
+    ):
+        frame = frame.assign(group=frame[RUN_COLUMN].astype(str).map(groups))
+    return frame
+
+
+def _parse_run_name(run: str) -> tuple[dict[str, Value], list[str]]:
+    """The settings that a run's name says, and what remains of it.
+
+    >>> _parse_run_name("optimizer=adam,seed=3"), _parse_run_name("adam-seed3/version_0")
+    (({'optimizer': 'adam', 'seed': 3}, []), ({'seed': 3}, ['adam', 'version_0']))
+    """
+    settings: dict[str, Value] = {}
+    remainder: list[str] = []
+    for part in re.split(r"[/\\]|,(?=[^,=/]+=)", run):
+        name, separator, text = part.partition("=")
+        if separator and name.isidentifier():
+            settings[name] = parse_value(text)
+            continue
+        match = SEED_PATTERN.search(part)
+        if match:
+            settings["seed"] = int(match[1])
+            part = (part[: match.start()] + part[match.end() :]).strip(" _-=.,:")
+        if part:
+            remainder.append(part)
+    return settings, remainder

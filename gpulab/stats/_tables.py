@@ -1,0 +1,187 @@
+"""Tables of runs that other programs wrote: CSV, TSV and Parquet files, exports, and folders of
+runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from gpulab import files
+from gpulab.errors import DataError, UsageError
+from gpulab.stats import _run_folders as run_folders
+from gpulab.stats._run_folders import RUN_COLUMN, is_pattern
+from gpulab.stats._selection import word_set
+
+# How runs of Weights & Biases end, in its column `State`.
+WANDB_STATES = word_set(
+    "finished crashed failed killed running pending preempted preempting stopped"
+)
+# A column of a chart's export: `calm-sun-6 - val/loss`, and of its lowest and highest values.
+WANDB_CHART = re.compile(r"(?P<run>.+) - (?P<metric>.+?)(?P<bound>__MIN|__MAX)?")
+
+
+def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
+    r"""A table of runs as `gpulab.verdict` takes it: a row each, or a row for each epoch or step.
+
+    Text may be separated by commas, semicolons (then decimals have a comma) or tabs. Columns keep
+    their names. An empty cell is missing, which is not the same as NaN.
+
+    A folder of runs, or a pattern such as `outputs/*/metrics.csv`, is read as Hydra and Lightning
+    leave it: each file is the table of a run, whose name is the column `run`. Settings and seeds
+    come from `.hydra/overrides.yaml`, `.hydra/config.yaml`, `hparams.yaml` and `config.yaml` in the
+    folders of the run, up to the folder that was given; nested ones are columns such as
+    `optimizer.lr`. Where there are none, they come from the names of folders and files, such as
+    `optimizer=adam,seed=3` and `seed_3`. Of Weights & Biases the tables of runs and of charts are
+    read, of TensorBoard the CSV files of its page, whose names say the run and the tag.
+
+    Args:
+        file: A .parquet, or text in UTF-8 with a header: a table of runs or of a chart exported by
+            Weights & Biases, what `mlflow.search_runs().to_csv` or `mlflow experiments csv` wrote,
+            or any other. Or a folder, a pattern, or several of these.
+
+    Returns:
+        A data frame. Its `attrs["notes"]` has sentences on what was taken from where and what was
+        left out, which a verdict repeats, and `attrs["source"]` what was read.
+
+    Raises:
+        DataError: For a file that cannot be read, is empty or has columns of one name, and for a
+            folder without tables or with tables of several names.
+        UsageError: For a column `State` with words that are not those of Weights & Biases.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "runs.csv").write_text("device;seed;loss\ncpu;0;0,5\ncuda;0;0,6\n")
+        >>> read_table(folder / "runs.csv").values.tolist()
+        [['cpu', 0, 0.5], ['cuda', 0, 0.6]]
+        >>> for seed in range(2):
+        ...     run = folder / "outputs" / str(seed)
+        ...     run.mkdir(parents=True)
+        ...     _ = (run / "config.yaml").write_text(f"seed: {seed}\noptimizer: {{name: adam}}\n")
+        ...     _ = (run / "metrics.csv").write_text("epoch,val_loss\n0,0.5\n1,0.4\n")
+        >>> frame = read_table(folder / "outputs")
+        >>> frame[["optimizer.name", "seed", "epoch", "val_loss"]].values.tolist()[-1]
+        ['adam', 1, 1, 0.4]
+        >>> print(*frame.attrs["notes"], sep="\n")
+        2 tables were read (metrics.csv).
+        Settings are from config.yaml: optimizer.name, seed.
+    """
+    names = [file] if isinstance(file, (str, Path)) else list(file)
+    if not names:
+        raise UsageError("no file to read: expected a table, a folder of runs or a pattern")
+    source = ", ".join(map(str, names))
+    if len(names) == 1 and not is_pattern(names[0]) and not os.path.isdir(names[0]):
+        frame, notes = _rename_state(_melt_chart(read_file(Path(names[0]))), Path(names[0]))
+    else:
+        frame, notes = run_folders.read_runs(names, read_run)
+    frame.attrs = {"source": source, "notes": tuple(notes)}
+    return frame
+
+
+def read_file(file: Path) -> pd.DataFrame:
+    """A table as it stands in a file; `DataError` where it cannot be read or has no rows."""
+    content = files.read(file)
+    with files.reading(file, "cannot be read as a table"):
+        is_parquet = file.suffix == ".parquet"
+        frame = (
+            pd.read_parquet(io.BytesIO(content))
+            if is_parquet
+            else _read_text(content.decode("utf-8-sig"))
+        )
+    if frame.empty:
+        raise DataError(f"{file}: no runs in it; expected a header and a row per run")
+    return frame
+
+
+def read_run(file: Path) -> tuple[pd.DataFrame, list[str]]:
+    """A table among several, and notes on it."""
+    return _rename_state(_melt_chart(read_file(file)), file)
+
+
+def _rename_state(
+    table_and_notes: tuple[pd.DataFrame, list[str]], file: Path
+) -> tuple[pd.DataFrame, list[str]]:
+    """A table in which the column `State` of Weights & Biases is called `status`."""
+    frame, notes = table_and_notes
+    if "status" in frame or "State" not in frame:
+        return table_and_notes
+    states = set(frame["State"].dropna().astype(str).str.lower())
+    if states <= {"finished"}:
+        return table_and_notes
+    if not states <= WANDB_STATES:
+        raise UsageError(
+            f"{file}: column 'State' has runs that did not finish: rename it to 'status', which"
+            " says so"
+        )
+    return frame.rename(columns={"State": "status"}), [
+        *notes,
+        "How runs ended is from the column State.",
+    ]
+
+
+def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The table of a chart of Weights & Biases, which has a column for each run, with a row for
+    each run and step.
+    """
+    counter, *run_columns = map(str, frame.columns)
+    matches = [match for match in map(WANDB_CHART.fullmatch, run_columns) if match]
+    if not matches or len(matches) < len(run_columns):
+        return frame, []
+    columns_by_run: dict[str, dict[str, pd.Series]] = {}
+    for match in matches:
+        if not match["bound"]:
+            columns_by_run.setdefault(match["run"], {})[match["metric"]] = frame[match[0]]
+    tables = []
+    for run, columns in columns_by_run.items():
+        run_table = pd.DataFrame({counter: frame[counter], RUN_COLUMN: run, **columns})
+        tables.append(run_table.dropna(subset=[*columns], how="all"))
+    n_bounds = sum(bool(match["bound"]) for match in matches)
+    notes = [f"{len(columns_by_run)} runs were read from the columns of a chart."]
+    if n_bounds:
+        notes.append(
+            f"Left out: {n_bounds} columns with the lowest and highest values (__MIN, __MAX)."
+        )
+    melted = pd.concat(tables, ignore_index=True)
+    with_settings = run_folders.add_settings_from_names(melted)
+    new_columns = [name for name in with_settings if name not in melted]
+    if new_columns:
+        notes.append(f"From the names of the runs: {', '.join(new_columns)}.")
+    return with_settings, notes
+
+
+def _read_text(text: str) -> pd.DataFrame:
+    comments = re.match(r"(#.*\n)*", text)  # as before the header of a monitor of Stable-Baselines3
+    text = (
+        text[comments.end() :]
+        if comments and "," in text[comments.end() :].partition("\n")[0]
+        else text
+    )
+    first_line = text.partition("\n")[0]
+    separator = max(
+        ",;\t", key=lambda mark: len(next(csv.reader([first_line], delimiter=mark), []))
+    )
+    header = [name.strip() for name in next(csv.reader([first_line], delimiter=separator), [])]
+    duplicates = sorted({name for name in header if name and header.count(name) > 1})
+    if duplicates:
+        raise ValueError(f"more than one column is called {', '.join(duplicates)}")
+    # Pandas would also take None, which may be the name of a level, and NaN, which is a loss, for
+    # missing values.
+    missing_values = {
+        "keep_default_na": False,
+        "na_values": [""],
+        "dtype_backend": "numpy_nullable",
+    }
+    options = {
+        "skipinitialspace": True,
+        "index_col": False,
+        "decimal": "," if separator == ";" else ".",
+    }
+    frame = pd.read_csv(io.StringIO(text, newline=""), sep=separator, **missing_values, **options)
+    return frame.rename(columns=str.strip)

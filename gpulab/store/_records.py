@@ -1,0 +1,155 @@
+"""The record of a run: what `run.json` says, and what the tables and verdicts derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict, cast
+
+from gpulab import files
+from gpulab.passports import machine
+from gpulab.run_options import FACTORS, RUN_OPTIONS
+from gpulab.store._run_identity import replace_path_by_content
+
+
+class _RequiredSummary(TypedDict):
+    final_loss: float | None
+    heldout_loss: float | None
+    seconds: float
+
+
+class Summary(_RequiredSummary, total=False):
+    """The results of a run. A loss is None where the run diverged, because JSON has no NaN."""
+
+    frames_per_second: float | None
+    weights: str
+
+
+class _RequiredRecord(TypedDict):
+    id: str
+    experiment: str
+    profile: str
+    setting: str
+    seed: int
+    configuration: dict[str, Any]
+    passport: dict[str, Any]
+    status: str
+    summary: Summary
+
+
+class RunRecord(_RequiredRecord, total=False):
+    """What a store keeps of a run beside its history and weights.
+
+    Factors that have another than their usual value (`gpulab.run_options.FACTORS`) are further
+    keys.
+    """
+
+    rerun: int
+    metrics: dict[str, float] | None
+    gradients: str
+    captured: bool
+    shared: bool
+    diverged_at: int | None
+    windows_after_divergence: int
+    resumed_at: int
+    arithmetic: dict[str, Any]
+    code: str
+    content: str
+    command: str | None
+    registered: str
+    started: str
+
+
+def check_record(file: str, record: dict[str, Any]) -> RunRecord:
+    """Return the record of a finished run, typed.
+
+    Raises:
+        DataError: For a record that lacks a key that every record has; the message names the file
+            and the key.
+
+    Examples:
+        >>> check_record("runs/a/run.json", {"id": "a", "status": "finished"})
+        Traceback (most recent call last):
+        gpulab.errors.DataError: runs/a/run.json: a damaged record: KeyError: 'experiment'
+    """
+    with files.reading(file, "a damaged record"):
+        for key in _RequiredRecord.__annotations__:
+            record[key]
+        for key in _RequiredSummary.__annotations__:
+            record["summary"][key]
+        _check_passport(record["passport"], device_of(record))
+        _check_configuration(record["configuration"])
+    return cast(RunRecord, record)
+
+
+def _check_passport(passport: dict[str, Any], device: str) -> None:
+    """Raise an error of any kind for a passport that lacks what the table of runs shows."""
+    machine(passport, device)
+    for gpu in passport["gpus"]:
+        gpu["name"]
+    passport["cpu"]["model"]
+    for library in ("torch", "gpulab"):
+        passport["software"][library]
+
+
+def _check_configuration(configuration: dict[str, Any]) -> None:
+    """Raise an error of any kind for a configuration that lacks what the table of runs shows."""
+    if "source" in configuration:
+        dict(configuration["options"])
+        return
+    for key in ("data", "frames"):
+        configuration[key]
+    dict(configuration.get("model_options", {}))
+    list(configuration.get("data_options", {}).get("size", ()))
+
+
+def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Every factor of a recorded run, the usual ones, too."""
+    model = model_options_of(record)
+    return {
+        name: model.get(name)
+        if option.argument_group == "model"
+        else record.get(name, option.default)
+        for name, option in FACTORS.items()
+    }
+
+
+def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a recorded run's model, with a PredNet's usual truncation, which records
+    leave out.
+    """
+    options = dict(record["configuration"].get("model_options", {}))
+    # A network that was handed in is recorded by its layers, and has no options.
+    if record["experiment"] == "prednet" and "channels" in options:
+        options.setdefault("truncation", RUN_OPTIONS["truncation"].default)
+    return options
+
+
+def learning_task(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run was to learn: its configuration without the factors among the options of
+    its model.
+
+    >>> configuration = {"model_options": {"channels": [3, 4], "truncation": "loss"}}
+    >>> learning_task({"configuration": configuration})
+    {'model_options': {'channels': [3, 4]}}
+    """
+    configuration = replace_path_by_content(record["configuration"], record)
+    if "source" in configuration:
+        return {
+            "source": configuration["source"],
+            **({"content": record["content"]} if "content" in record else {}),
+        }
+    options = {
+        name: value
+        for name, value in configuration.get("model_options", {}).items()
+        if name not in FACTORS
+    }
+    return (
+        {**configuration, "model_options": options}
+        if "model_options" in configuration
+        else configuration
+    )
+
+
+def device_of(record: Mapping[str, Any]) -> str:
+    """Return the kind of device that a run was trained on, such as `cpu` or `cuda`."""
+    return record["setting"].partition(":")[0]

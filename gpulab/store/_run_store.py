@@ -1,0 +1,289 @@
+"""One run in a store: how it is written, found and read, and what becomes of a damaged one.
+
+A store is a folder. A run in it is a folder with `run.json`, which says what was run and what came
+of it, and `results.safetensors`, its history and, where they are kept, its weights. A run is
+written to a scratch folder and moved into place in one step, so several writers need no lock: the
+first to finish a run wins, and its copy and a later one differ in nothing but the time. A run that
+was damaged since is detected when it is read, quarantined and trained again. A checkpoint is a file
+like the results. Runs that are to be shared are packed into one Parquet file (`gpulab.store.pack`);
+it can be read wherever a store can, and a store may hold such files beside its folders.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpulab import files
+from gpulab.errors import DataError, UsageError
+from gpulab.numerics._flags import arithmetic
+from gpulab.store import recorded
+from gpulab.store._records import RunRecord, check_record
+from gpulab.store._run_identity import Identity, weights_digest
+from gpulab.store._tensors import Tensors, read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow
+
+History = Any  # the columns of a history by name: a structured array, or a data frame
+
+RECORD_FILE = "run.json"
+RESULTS_FILE = "results.safetensors"
+WORK_FOLDER = ".unfinished"  # in a store, for checkpoints and half-written runs
+DAMAGED_FOLDER = ".damaged"  # in a store, for quarantined files and folders
+WEIGHT_PREFIX = "weights."  # of the names of weights among the results
+MAX_RECORD_BYTES = 1 << 24
+
+
+def store_folder(store: str | Path | None = None) -> Path:
+    """The folder of a store, by default `$GPULAB_STORE`, or the folder `runs` where you are.
+
+    Raises `UsageError` for an address such as `s3://bucket`, which is no folder.
+    """
+    store = (os.environ.get("GPULAB_STORE") or "runs") if store is None else store
+    # One letter is a drive; a `Path` has lost one of an address's slashes.
+    is_address = re.match(r"[a-z0-9]{2,}:[/\\]", str(store))
+    if not isinstance(store, str | Path) or is_address:
+        raise UsageError(
+            f"store {str(store)!r}: expected a folder; copy what lies elsewhere into one first"
+        )
+    try:
+        str(store).encode()
+    except UnicodeEncodeError:  # a table of runs could not hold their paths
+        raise UsageError(
+            f"{store}: this name is not UTF-8, and cannot be written down: rename it"
+        ) from None
+    return Path(store)
+
+
+def list_entries(store: Path) -> list[str]:
+    """The paths of the runs in a store, in order, and then of its files of packed ones.
+
+    `DataError` for a folder that may not be read.
+
+    >>> import tempfile
+    >>> store = Path(tempfile.mkdtemp())
+    >>> for folder in ("b", "a.parquet", ".hidden"):
+    ...     (store / folder).mkdir()
+    >>> for file in ("packed.parquet", ".half.parquet", "notes.txt"):
+    ...     (store / file).touch()
+    >>> [Path(path).name for path in list_entries(store)]
+    ['a.parquet', 'b', 'packed.parquet']
+    """
+    with files.reading(store):
+        if not store.is_dir():
+            return [str(store)] if os.path.lexists(store) else []
+        names = os.listdir(store)
+    paths = sorted(os.path.join(store, name) for name in names if name[0] != ".")
+    folders = [path for path in paths if os.path.isdir(path)]
+    return folders + [
+        path for path in paths if path.endswith(".parquet") and not os.path.isdir(path)
+    ]
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """A run that a store lists: its record, and how to read the rest of it.
+
+    Attributes:
+        record: What `run.json` says, complete.
+        path: The folder of the run, or the file of packed runs that it is in.
+        file: The file that holds the record.
+        read_history: Reads the history, with one row for each window.
+    """
+
+    record: RunRecord
+    path: str
+    file: str
+    read_history: Callable[[], pyarrow.Table]
+
+
+class StoredRun(NamedTuple):
+    """A run as a store keeps it.
+
+    Attributes:
+        record: What `run.json` says.
+        history: A data frame with one row for each window: `window`, `step`, `loss` and `seconds`.
+        weights: The trained weights by name; None where they were not kept.
+    """
+
+    record: RunRecord
+    history: pd.DataFrame
+    weights: Tensors | None
+
+
+def read_entry(path: str) -> list[RunEntry]:
+    """Read the records below a path: of the one run in a folder, or of all runs in a file of packed
+    ones.
+
+    Raises:
+        DataError: For a damaged or foreign file, which the message names, and for a run without
+            results.
+    """
+    if not os.path.isdir(path):
+        return [
+            RunEntry(check_record(path, record), path, path, read_history)
+            for record, read_history in recorded.read_packed(Path(path))
+        ]
+    file = os.path.join(path, RECORD_FILE)  # paths as objects would take as long as the reading
+    record = check_record(file, recorded.read_document(file, MAX_RECORD_BYTES))
+    if record["id"] != os.path.basename(path):
+        raise DataError(
+            f"{file}: is of the run {record['id']}, in a folder of another name: a copy?"
+        )
+    results = os.path.join(path, RESULTS_FILE)
+    if not os.path.isfile(results):
+        raise DataError(f"{results}: no such file")
+    return [RunEntry(record, path, file, lambda: read_results(path)[0])]
+
+
+def begin_record(
+    identity: Identity, machine_passport: Mapping[str, Any], **notes: str | None
+) -> dict[str, Any]:
+    """Return the record of a run that begins now. The `notes` are not part of what identifies
+    the run.
+    """
+    return {
+        **identity.record,
+        "arithmetic": arithmetic(),
+        "passport": dict(machine_passport),
+        **notes,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def find_run(store: Path, identity: Identity) -> StoredRun | None:
+    """Read a run, or return None where the store does not have it.
+
+    A damaged run is quarantined with a warning and reported as missing.
+    """
+    folder = store / identity.id
+    if not os.path.lexists(folder):
+        return None
+    try:
+        return read_run(folder)
+    except DataError as error:
+        quarantined = quarantine(store, folder)
+        if quarantined:
+            warnings.warn(
+                f"{error}; the run is trained again (set aside in {quarantined})", stacklevel=3
+            )
+        return None
+
+
+def quarantine(store: Path, path: Path) -> Path | None:
+    """Move a damaged file or folder into the store's folder for these; None where another
+    process already has.
+    """
+    target = store / DAMAGED_FOLDER / f"{path.name}-{uuid.uuid4().hex[:6]}"
+    with files.writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return path.rename(target)
+        except FileNotFoundError:
+            return None
+
+
+def write_run(
+    store: Path, record: Mapping[str, Any], history: History, weights: Tensors | None = None
+) -> Path:
+    """Put a run into a store in one step, such as one that was trained on another machine.
+
+    A run already there stays as it is, unless it is damaged; weights are added to it when it has
+    none.
+
+    Args:
+        store: The folder.
+        record: The run's `record`, and so its id.
+        history: Its `history`.
+        weights: Those of its `model`, as `state_dict` gives them, if they are to be kept.
+
+    Returns:
+        The run's own folder.
+
+    Raises:
+        GpulabError: Where the store cannot be written.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import gpulab as gl
+        >>> run = gl.train("autoencoder", profile="smoke", frames=40, progress=False)
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> gl.store.write_run(folder, run.record, run.history) == folder / gl.runs(folder).id[0]
+        True
+    """
+    folder = store / record["id"]
+    scratch = store / WORK_FOLDER / files.scratch_name()
+    try:
+        with files.writing(folder):
+            recorded.write_document(scratch / RECORD_FILE, record)
+            write_results(scratch, record["id"], history, weights)
+            try:
+                scratch.rename(folder)
+            except OSError:  # another writer was first, or the store cannot be written
+                if not folder.is_dir():
+                    raise
+                existing = find_run(store, Identity(record["id"], dict(record)))
+                if existing is None:
+                    scratch.rename(folder)
+                elif existing.weights is None and weights is not None:
+                    _add_weights(folder, existing, weights)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _add_weights(folder: Path, run: StoredRun, weights: Tensors) -> None:
+    """Keep the weights of a run that was kept without them, if they are those that its record
+    tells of.
+    """
+    if weights_digest(weights) == run.record["summary"].get("weights"):
+        write_results(folder, folder.name, run.history, weights)
+    else:
+        warnings.warn(
+            f"{folder}: trained again, it ended with other weights, which are not kept",
+            stacklevel=4,
+        )
+
+
+def read_run(folder: Path) -> StoredRun:
+    """Read a run. Raises `DataError`, naming the file, for a damaged one."""
+    (entry,) = read_entry(str(folder))
+    history, weights = read_results(folder)
+    return StoredRun(entry.record, history.to_pandas(), weights)
+
+
+def read_results(folder: str | Path) -> tuple[pyarrow.Table, Tensors | None]:
+    """A run's history, one row a window: `window`, `step`, `loss`, `seconds`; and its weights
+    where it has any.
+    """
+    file = Path(folder) / RESULTS_FILE
+    tensors, notes = read_tensors(file)
+    if notes.get("run") != file.parent.name:
+        raise DataError(f"{file}: not the results of {file.parent.name}")
+    weight_names = [name for name in tensors if name.startswith(WEIGHT_PREFIX)]
+    weights = {name.removeprefix(WEIGHT_PREFIX): tensors[name] for name in weight_names}
+    columns = {
+        name: tensor.numpy() for name, tensor in tensors.items() if name in recorded.HISTORY_TYPES
+    }
+    return recorded.check_history(file, columns), weights or None
+
+
+def write_results(folder: Path, run: str, history: History, weights: Tensors | None = None) -> None:
+    """Write the results of a run into its folder, or replace them, in one step."""
+    import numpy as np
+    import torch
+
+    tensors = {name: torch.tensor(np.array(history[name])) for name in recorded.HISTORY_TYPES}
+    tensors |= {WEIGHT_PREFIX + name: tensor for name, tensor in (weights or {}).items()}
+    write_tensors(folder / RESULTS_FILE, tensors, {"run": run})

@@ -1,0 +1,406 @@
+"""The runs of a store as tables: one row for each run, one row for each window of a history, and
+packed files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpulab import files
+from gpulab.errors import DataError, UsageError
+from gpulab.files import digest
+from gpulab.passports import machine
+from gpulab.run_options import FACTORS
+from gpulab.store import recorded
+from gpulab.store._records import RunRecord, device_of, factors_of_record, learning_task
+from gpulab.store._run_store import (
+    RECORD_FILE,
+    RESULTS_FILE,
+    RunEntry,
+    list_entries,
+    read_entry,
+    store_folder,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow
+
+
+Row = dict[str, Any]  # what the table of runs says
+MAX_NAMED_RUNS = 10  # of damaged runs, in one warning
+SUMMARY_COLUMNS = ("final_loss", "heldout_loss", "seconds", "frames_per_second", "weights")
+RUN_COLUMNS = [
+    *("experiment", "profile", "setting", "device", "seed", "rerun"),
+    *FACTORS,
+    *("status", *SUMMARY_COLUMNS, "gradients", "diverged_at", "registered"),
+    *(
+        "machine",
+        "cpu",
+        "gpu",
+        "torch",
+        "gpulab",
+        "data",
+        "frame_size",
+        "scene_seed",
+        "speed",
+        "frames",
+    ),
+    *("protocol", "recorded", "id", "path"),
+]
+# Columns that are empty for a run of a function, unless it has an option of that name.
+OVERRIDABLE_COLUMNS = {"data", "speed", "frames", *FACTORS} - {"flip"}
+
+
+def runs(store: str | Path | None = None) -> pd.DataFrame:
+    """List all runs in a store as a data frame with a row for each run.
+
+    A damaged run is skipped, and a warning names it; `attrs["damaged"]` of the frame says how many
+    there were. A run that is there twice, as a folder and packed, is listed once.
+
+    Args:
+        store: A folder, or a file of packed runs. By default `$GPULAB_STORE`, or the folder `runs`.
+
+    Returns:
+        A data frame with a row for each run, empty where there is no such store.
+
+        It has these columns:
+
+        - `experiment` (the network, or the function that trained), `profile`, `setting`, `device`
+          (`cpu`, `cuda`, …), `seed`, `rerun` (0 for the first run).
+        - `loader` (how frames reached the device), `decoder` (of the JPEG frames of some recorded
+          runs), `flip` (the initial weight whose last bit was changed), `fast` (whether gradients
+          may be computed in fewer operations), `draws` (whose generator drew the initial weights),
+          `covariance` (how the whitener computes it), `truncation` (what PredNet's backpropagation
+          through time is cut off from).
+        - `status` (`finished` or `diverged`), `final_loss`, `heldout_loss`, `seconds`,
+          `frames_per_second` (missing where other trainings shared the GPU), `weights` (the SHA-256
+          of the trained weights: equal digests, equal bits), `gradients` (whether by autograd or by
+          formulas that are written out; None where nobody noted it), `diverged_at` (the update).
+        - `registered`: Name and SHA-256 of the registration that the run was made under.
+        - `machine` (the chip that did the work), `cpu`, `gpu`, `torch` and `gpulab` (versions).
+        - `data`, `frame_size` (height×width), `scene_seed` and `speed` (what a rendered scene was
+          drawn from, and how fast it moves), `frames` (how many were trained on).
+        - `protocol`: A digest of model, data, length and learning rate. Runs with equal ones can be
+          compared.
+        - `recorded` (whether the run was shipped with gpulab), `id`, `path`.
+
+        Runs of a training of your own have further columns: `options` (all of them, as JSON), one
+        for each option, and one for each number that it gave.
+
+    Raises:
+        UsageError: For an address such as `s3://bucket`, which is no folder.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> gl.runs("a-folder-that-is-not-there").empty
+        True
+    """
+    folder = store_folder(store)
+    frame = _build_frame(list_entries(folder))
+    frame.attrs["source"] = str(folder)
+    return frame
+
+
+def has_runs(folder: Path) -> bool:
+    """Whether a folder is a store: it has a run, even a damaged one, or a file of packed runs.
+
+    >>> import tempfile
+    >>> has_runs(Path(tempfile.mkdtemp()))
+    False
+    """
+    for path in list_entries(folder):
+        if os.path.isdir(path):
+            if any(
+                os.path.lexists(os.path.join(path, name)) for name in (RECORD_FILE, RESULTS_FILE)
+            ):
+                return True
+        else:
+            with contextlib.suppress(DataError):
+                if recorded.read_packed(Path(path)):
+                    return True
+    return False
+
+
+def drop_empty_losses(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table of runs without columns of losses that no run has, where runs have metrics of other
+    names.
+
+    >>> import pandas as pd
+    >>> nan = float("nan")
+    >>> list(
+    ...     drop_empty_losses(
+    ...         pd.DataFrame({"seed": [0, 1], "final_loss": [nan, nan], "accuracy": [0.5, 0.6]})
+    ...     )
+    ... )
+    ['seed', 'accuracy']
+    >>> # Both diverged
+    >>> list(drop_empty_losses(pd.DataFrame({"seed": [0, 1], "final_loss": [nan, nan]})))
+    ['seed', 'final_loss']
+    """
+    metric_columns = [name for name in frame if name not in (*RUN_COLUMNS, "options")]
+    if "options" in frame and metric_columns:
+        options = {name for text in frame["options"].dropna() for name in json.loads(text)}
+        metric_columns = [name for name in metric_columns if name not in options]
+    empty_losses = [
+        name for name in SUMMARY_COLUMNS[:2] if name in frame and frame[name].isna().all()
+    ]
+    return (
+        frame.drop(columns=empty_losses)
+        if metric_columns and "final_loss" in empty_losses
+        else frame
+    )
+
+
+def recorded_runs(study: str | None = None) -> pd.DataFrame:
+    """List the runs that are shipped with gpulab, as a data frame.
+
+    They were recorded on several machines. Each has the passport of its machine in its record.
+
+    Args:
+        study: In place of these, the runs of one question, such as `longer`: those in
+            `data/studies/STUDY.parquet` and `data/studies/STUDY-*.parquet`.
+
+    Returns:
+        A data frame with a row for each run and the columns of `gpulab.runs`; `recorded` is true.
+
+    Raises:
+        UsageError: For a study that does not exist; the message names those that do.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> (
+        ...     bool(gl.recorded_runs().recorded.all()),
+        ...     bool(gl.recorded_runs().frames_per_second.notna().any()),
+        ... )
+        (True, True)
+        >>> sorted(set(gl.recorded_runs("longer").experiment))
+        ['prednet']
+    """
+    if study is None:
+        return _build_frame(list_entries(recorded.recorded_folder("runs"))).assign(recorded=True)
+    packed = sorted(recorded.recorded_folder("studies").glob("*.parquet"))
+    names = [file.stem.partition("-")[0] for file in packed]
+    if study not in names:
+        raise UsageError(f"study {study!r}: expected one of {', '.join(dict.fromkeys(names))}")
+    study_files = [str(file) for file, name in zip(packed, names, strict=True) if name == study]
+    return _build_frame(study_files).assign(recorded=True)
+
+
+def history(frame: pd.DataFrame) -> pd.DataFrame:
+    """Read the losses along the way of the runs in a frame.
+
+    Args:
+        frame: A data frame from `gpulab.runs`, or some of its rows.
+
+    Returns:
+        A data frame with a row for each window of each run, empty for an empty frame. Its columns
+        are `window` (from 0), `step` (updates so far), `loss` (the mean over the window), `seconds`
+        (since the beginning), `frames_seen` (frames or images up to the end of the window), and of
+        the run `id`, `experiment`, `profile`, `setting`, `loader`, `seed`, `rerun`, `recorded` and
+        `machine`.
+
+    Raises:
+        DataError: Where the history of a run is missing or damaged; the message names it.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> some = gl.recorded_runs().head(2)
+        >>> gl.store.history(some).groupby("id").loss.last().size
+        2
+        >>> gl.store.history(some).columns[:6].tolist()
+        ['window', 'step', 'loss', 'seconds', 'frames_seen', 'id']
+        >>> gl.store.history(some).groupby("id").frames_seen.agg(["min", "max"]).values.tolist()
+        [[20, 60000], [20, 60000]]
+    """
+    import numpy as np
+    import pandas as pd
+    import pyarrow as pa
+
+    if frame.empty:
+        return pd.DataFrame()
+    records, tables = zip(*read_histories(frame), strict=True)
+    lengths = [table.num_rows for table in tables]
+    windows = np.repeat([record["configuration"].get("window", 1) for record in records], lengths)
+    histories = pa.concat_tables(tables).to_pandas()
+    histories["frames_seen"] = (histories["window"] + 1) * windows
+    of_run = frame[
+        ["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]
+    ]
+    repeated = of_run.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
+    return pd.concat([histories, repeated], axis=1)
+
+
+def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
+    """Pack runs, without their weights, into one file that can be shared.
+
+    Args:
+        store: A folder of runs, or another file of packed runs; or the rows of `gpulab.runs` that
+            are to be packed.
+        file: The file to write. `gpulab.runs(file)` reads it. In a store it is found if its name
+            ends in `.parquet`.
+
+    Returns:
+        How many runs were packed.
+
+    Raises:
+        DataError: Where there are no runs, or one is damaged.
+        GpulabError: Where the file cannot be written.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import gpulab as gl
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "some.parquet")
+        ...     gl.store.pack(gl.recorded_runs().head(2), file), len(gl.runs(file))
+        (2, 2)
+    """
+    frame = runs(store) if isinstance(store, str | Path) else store
+    if frame.empty:
+        raise DataError(
+            f"{file}: not written: there are no runs in {'the table' if store is frame else store}"
+        )
+    records, histories = zip(*read_histories(frame), strict=True)
+    recorded.write_packed(Path(file), list(records), list(histories))
+    return len(frame)
+
+
+def read_histories(frame: pd.DataFrame) -> Iterator[tuple[RunRecord, pyarrow.Table]]:
+    """Read the record and the history of each row of `runs`."""
+    entries_by_id = functools.cache(
+        lambda path: {entry.record["id"]: entry for entry in read_entry(path)}
+    )
+    for run in frame.itertuples():
+        try:
+            entry = entries_by_id(run.path)[run.id]
+            yield entry.record, entry.read_history()
+        except DataError as error:
+            raise DataError(
+                f"{error}; doing the same experiment again sets a damaged run aside"
+            ) from None
+
+
+def _build_frame(paths: list[str]) -> pd.DataFrame:
+    import pandas as pd
+
+    from gpulab.report import Progress
+
+    rows: dict[str, Row] = {}
+    damaged: list[str] = []
+    for path in Progress(paths, unit="run", leave=False, delay=2):
+        try:
+            for entry in read_entry(path):
+                rows.setdefault(entry.record["id"], _build_row(entry))
+        except DataError as error:
+            is_run = any(
+                os.path.lexists(os.path.join(path, name)) for name in (RECORD_FILE, RESULTS_FILE)
+            )
+            if is_run or not os.path.isdir(path):  # other folders are ignored
+                damaged.append(str(error))
+    if damaged:
+        damaged_text = "; ".join(damaged[:MAX_NAMED_RUNS])
+        if len(damaged) > MAX_NAMED_RUNS:
+            damaged_text += "; …"
+        message = (
+            f"{len(damaged)} damaged run(s) skipped, which are mended if done again: {damaged_text}"
+        )
+        warnings.warn(message, stacklevel=3)
+    function_columns = dict.fromkeys(
+        name for row in rows.values() for name in row if name not in RUN_COLUMNS
+    )
+    frame = pd.DataFrame(list(rows.values()), columns=[*RUN_COLUMNS, *function_columns])
+    # A missing number becomes NaN; a function may have an option named speed that is no number.
+    frame = frame.astype(
+        dict.fromkeys((*SUMMARY_COLUMNS[:4], "speed", "flip"), float), errors="ignore"
+    )
+    # The path orders runs that are equal in the other columns.
+    frame = frame.sort_values(
+        ["experiment", "profile", "setting", "seed", "path"], ignore_index=True, kind="stable"
+    )
+    frame.attrs["damaged"] = len(damaged)
+    return frame
+
+
+def _build_row(entry: RunEntry) -> Row:
+    """Build the row of a run in the table; `DataError`, naming the file, for a record that it
+    cannot be built from.
+    """
+    record = entry.record
+    configuration = record["configuration"]
+    is_function = "source" in configuration
+    with files.reading(entry.file, "a damaged record"):
+        row = _columns_of_record(record) | _columns_of_machine(record) | factors_of_record(record)
+        row |= {
+            "protocol": digest(learning_task(record))[:8],
+            "recorded": False,
+            "path": entry.path,
+        }
+        row |= _columns_of_data({} if is_function else configuration)
+        if is_function:
+            row |= _function_columns(configuration["options"], record.get("metrics") or {})
+        return row
+
+
+def _columns_of_record(record: RunRecord) -> Row:
+    summary = record["summary"]
+    return {
+        "experiment": record["experiment"],
+        "profile": record["profile"],
+        "setting": record["setting"],
+        "device": device_of(record),
+        "seed": record["seed"],
+        "rerun": record.get("rerun", 0),
+        "status": record["status"],
+        "final_loss": summary["final_loss"],
+        "heldout_loss": summary["heldout_loss"],
+        "seconds": summary["seconds"],
+        "frames_per_second": summary.get("frames_per_second"),
+        "weights": summary.get("weights"),
+        "gradients": record.get("gradients"),
+        "diverged_at": record.get("diverged_at"),
+        "registered": record.get("registered"),
+        "id": record["id"],
+    }
+
+
+def _columns_of_machine(record: RunRecord) -> Row:
+    passport = record["passport"]
+    return {
+        "machine": machine(passport, device_of(record)),
+        "cpu": passport["cpu"]["model"],
+        "gpu": ", ".join(gpu["name"] for gpu in passport["gpus"]) or None,
+        "torch": passport["software"]["torch"],
+        "gpulab": passport["software"]["gpulab"],
+    }
+
+
+def _columns_of_data(configuration: dict[str, Any]) -> Row:
+    options = configuration.get("data_options", {})
+    return {
+        "data": configuration.get("data"),
+        "frames": configuration.get("frames"),
+        "frame_size": "x".join(map(str, options["size"])) if "size" in options else None,
+        "scene_seed": options.get("scene_seed"),
+        "speed": options.get("speed"),
+    }
+
+
+def _function_columns(options: dict[str, Any], metrics: dict[str, Any]) -> Row:
+    """The columns that only a run of a function has, and those that it fills in another way."""
+    cells = {
+        name: json.dumps(value) if isinstance(value, list | dict) else value
+        for name, value in options.items()
+    }
+    cells.pop("loss", None)  # an option says which loss it is, and the column how large it is
+
+    reserved = set(RUN_COLUMNS) - OVERRIDABLE_COLUMNS
+    own_cells = {name: value for name, value in (cells | metrics).items() if name not in reserved}
+    return {**dict.fromkeys(OVERRIDABLE_COLUMNS), "options": json.dumps(options), **own_cells}

@@ -1,0 +1,140 @@
+"""Checkpoints: a training at the end of a window, as a file from which an interrupted run goes
+on.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpulab import files
+from gpulab.errors import DataError, GpulabError
+from gpulab.store._run_store import quarantine
+from gpulab.store._tensors import Tensors, read_tensors, write_tensors
+from gpulab.training.loop import State, Training, WindowRecord
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training at the end of a window.
+
+    Attributes:
+        tensors: The weights (`model.…`) and the moments of Adam (`adam.…`), by name.
+        state: What the network carries to the next window.
+        history: A note for each window so far.
+        gradient_methods: How gradients were computed so far.
+    """
+
+    tensors: Tensors
+    state: State
+    history: list[WindowRecord]
+    gradient_methods: set[str]
+
+    @classmethod
+    def of(cls, training: Training) -> Checkpoint:
+        """Return the checkpoint of a training that is at the end of a window."""
+        return cls(
+            _weights_and_moments(training),
+            training.state,
+            training.history,
+            training.gradient_methods,
+        )
+
+    @classmethod
+    def read(cls, file: Path) -> Checkpoint:
+        """Read a checkpoint.
+
+        Raises:
+            DataError: For a damaged file, and for one that is no checkpoint; the message names it.
+        """
+        tensors, notes = read_tensors(file)
+        with files.reading(file, "not a checkpoint"):
+            state = [
+                [tensors.pop(f"state.{layer}.{part}") for part in range(parts)]
+                for layer, parts in enumerate(notes["state"])
+            ]
+            history = [WindowRecord(*note) for note in notes["history"]]
+            if not history:
+                raise DataError(f"{file}: a checkpoint without a window")
+            return cls(tensors, state or None, history, set(notes["ways"]))
+
+    def write(self, file: Path) -> None:
+        """Write the checkpoint, whole or not at all."""
+        layers = self.state or []
+        states = {
+            f"state.{layer}.{part}": tensor
+            for layer, parts in enumerate(layers)
+            for part, tensor in enumerate(parts)
+        }
+        notes = {
+            "history": self.history,
+            "state": [len(parts) for parts in layers],
+            "ways": sorted(self.gradient_methods),
+        }
+        write_tensors(file, self.tensors | states, notes)
+
+    def validate(self, training: Training) -> None:
+        """Check that the checkpoint is of a training of this network.
+
+        Raises:
+            DataError: If tensors are missing or have other shapes.
+            UsageError: If the network cannot have left this state.
+        """
+        for name, tensor in _weights_and_moments(training).items():
+            if name not in self.tensors:
+                raise DataError(f"it has no {name}")
+            if self.tensors[name].shape != tensor.shape:
+                raise DataError("its tensors have other shapes")
+        training.model.check_state(self.state)
+
+    @torch.no_grad()
+    def restore(self, training: Training) -> None:
+        """Put a training where it was at the end of the checkpoint's last window."""
+        device = next(training.model.parameters()).device
+        for name, tensor in _weights_and_moments(training).items():
+            tensor.copy_(self.tensors[name])
+        training.state = self.state and [
+            [tensor.to(device) for tensor in layer] for layer in self.state
+        ]
+        training.history = list(self.history)
+        training.gradient_methods.clear()  # the same set, because engines add to it
+        training.gradient_methods.update(self.gradient_methods)
+        training.step = self.history[-1].step
+
+
+def save_checkpoint(training: Training, file: Path | None) -> None:
+    """Write a checkpoint, unless the training has changed since its last window ended."""
+    is_between_windows = training.history and not training.inside_window
+    if file is not None and is_between_windows and training.diverged_at is None:
+        Checkpoint.of(training).write(file)
+
+
+def resume_checkpoint(training: Training, file: Path | None) -> bool:
+    """Restore an interrupted training from its checkpoint; returns whether one was restored.
+
+    A file that is damaged, or of another network, is quarantined with a warning before anything is
+    changed.
+    """
+    if file is None or not os.path.lexists(file):
+        return False
+    try:
+        checkpoint = Checkpoint.read(file)
+        checkpoint.validate(training)
+    except GpulabError as error:
+        problem = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
+        quarantined = quarantine(file.parents[1], file)
+        warnings.warn(f"{problem}: the run starts anew (set aside in {quarantined})", stacklevel=5)
+        return False
+    checkpoint.restore(training)
+    return True
+
+
+def _weights_and_moments(training: Training) -> Tensors:
+    tensors = {f"model.{name}": tensor for name, tensor in training.model.state_dict().items()}
+    for name, moments in training.optimizer.state.items():
+        tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}
+    return tensors

@@ -1,0 +1,59 @@
+"""The loss of a trained network on the held-out part of its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gpulab.data._base import Data
+from gpulab.data._feed import Feed, Loader, prefetch
+from gpulab.models._base import Trainable
+from gpulab.settings import Setting
+from gpulab.training._engine_selection import select_engine
+from gpulab.training.loop import BatchEngine, State
+
+
+class EvaluationEngine(BatchEngine):
+    """An engine that computes the losses of a window's frames and updates nothing.
+
+    It has no optimiser. No gradients are asked for, so an engine that computes gradients in another
+    way gives the same losses.
+    """
+
+    def __init__(self, model: Trainable, loader: Loader) -> None:
+        self.model = model
+        self.loader = loader
+        self.used_methods = set()
+
+    @torch.no_grad()
+    def update(self, batches: Iterable[Tensor | Feed], state: State) -> tuple[Tensor, State]:
+        """Return the loss of each frame of all batches, and the state after the last batch."""
+        losses = []
+        for batch in batches:
+            _, per_frame, state = self.model.training_loss(batch, state)
+            losses.append(per_frame)
+        return torch.cat(losses), state
+
+
+def heldout_loss(
+    model: Trainable, data: Data, window: int, setting: Setting, fast: bool = True
+) -> float:
+    """Return the mean squared error per held-out frame, in windows of `window` frames. Leaves the
+    model in eval mode.
+
+    If `fast` is true, a faster engine may compute the loss; results agree up to rounding.
+    """
+    model.eval()
+    engine = select_engine(EvaluationEngine(model, Loader("window", setting)), setting, fast)
+    state: State = None
+    losses = []
+    for frames, restart in prefetch(data.heldout(window), setting, data):
+        per_frame, state = engine.train_window(frames, None if restart else state)
+        # a CUDA graph writes those of the next window into the same memory
+        losses.append(per_frame.clone())
+    # one synchronisation with the device instead of one per window
+    values = torch.cat(losses).tolist()
+    return math.fsum(values) / len(values)

@@ -1,0 +1,349 @@
+"""Experiments: seeds × settings, each run in a worker process, so that no setting affects
+another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import SoftFileLease, Timeout
+
+from gpulab import files
+from gpulab.errors import GpulabError, UsageError, check_count
+from gpulab.passports import passport
+from gpulab.report import Progress
+from gpulab.settings import Setting
+from gpulab.store import _tables as tables
+from gpulab.store._run_identity import Identity
+from gpulab.store._run_store import find_run, store_folder
+from gpulab.training._functions import as_training_function
+from gpulab.training._planned_run import Options, PlannedRun
+from gpulab.training._planning import plan_run
+from gpulab.training._profiles import protocol
+from gpulab.training._progress import BAR_FORMAT, RunClock, read_share, update_bar
+from gpulab.training._run import train as train_run
+from gpulab.training._workers import WORKER_VARIABLE, Workers, end_on_signals
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+DEFAULT_SEEDS = 10  # of a training function
+POLL_SECONDS = 1.0  # between two looks at the runs that other processes are training
+LOCK_FOLDER = ".claims"  # the folder in a store with a lock for each run that is being trained
+# Seconds after which a lock that nobody refreshes is taken: clocks of network file systems may be
+# 60 seconds behind.
+LOCK_LEASE_SECONDS = 120.0  # the lifetime of a lock that is not refreshed
+
+
+class Experiment:
+    """Train the same model under several settings from the same seeds, for a comparison by
+    `gpulab.verdict`.
+
+    Each run is trained in a worker process, so that no setting leaks into another. All runs are
+    kept in a store; those that it has already are not trained again.
+
+    Args:
+        model: A training of your own, `train(seed, setting)` or `"my_training.py:train"`, as
+            `gpulab.train` describes it, which may start processes, such as those of a `DataLoader`;
+            or `autoencoder`, `prednet` or `whitener`.
+        settings: The settings to compare, as texts.
+        seeds: How many (from 0 on), or the seeds themselves. By default the profile says, and 10
+            for a training of your own.
+        profile: For gpulab's own networks, how long to train and on what: `smoke`, `quick` or
+            `paper`; for PredNet also `motion`.
+        store: The folder in which runs are kept. By default `$GPULAB_STORE`, or the folder `runs`.
+        reruns: How often each seed and setting is run.
+        workers: How many runs are trained at the same time, each in a process of its own. With more
+            than one, the `seconds` of a run say nothing. Under a setting of a CUDA GPU, gpulab's
+            own networks share the GPU: they are threads of one process, each on a stream of its
+            own. Each has the result that it has alone, to the bit, and its record says `shared`.
+        options: Options of your training by name, with the values that all runs have. For gpulab's
+            own networks, arguments of `gpulab.train` that JSON can carry, such as `frames` or
+            `data`. Weights are kept only with `keep_weights=True` among these.
+        variants: Dictionaries of further options. Each of them is trained under every setting from
+            every seed.
+        registered: A file that says what is asked, written before the first run, as of
+            `gpulab.train`.
+
+    Attributes:
+        settings: The settings as a list of texts.
+        seeds: The seeds as a list of numbers.
+        variants: The variants as a list.
+        folder: Where the runs are kept, a `Path`.
+
+    Raises:
+        UsageError: For arguments that make no sense, before any worker starts.
+
+    Examples:
+        >>> import tempfile
+        >>> import gpulab as gl
+        >>> settings = ["cpu", "cpu:threads=1"]
+        >>> exp = gl.Experiment(
+        ...     "autoencoder", settings, seeds=1, profile="smoke", store=tempfile.mkdtemp()
+        ... )
+        >>> exp.run(progress=False)[["setting", "seed", "status"]].values.tolist()
+        [['cpu', 0, 'finished'], ['cpu:threads=1', 0, 'finished']]
+    """
+
+    def __init__(
+        self,
+        model: str | Callable[..., Any],
+        settings: str | Iterable[str],
+        seeds: int | Iterable[int] | None = None,
+        profile: str = "quick",
+        store: str | Path | None = None,
+        reruns: int = 1,
+        workers: int = 1,
+        options: Options | None = None,
+        variants: Iterable[Options] = ({},),
+        registered: str | Path | None = None,
+    ) -> None:
+        self.model, self.profile = model, profile
+        self.function = as_training_function(model)
+        self.settings = _parse_settings(settings)
+        default_seeds = DEFAULT_SEEDS if self.function else protocol(str(model), profile).seeds
+        seeds = default_seeds if seeds is None else seeds
+        self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
+        self.options, self.variants = dict(options or {}), list(variants)
+        self.folder = store_folder(store)
+        self.reruns, self.workers = reruns, workers
+        self.registered = registered
+        check_count("reruns", reruns)
+        check_count("workers", workers)
+        if not (self.settings and self.seeds and self.variants):
+            request = f"settings={self.settings}, seeds={seeds!r}, variants={self.variants}"
+            raise UsageError(f"{request}: an experiment needs one of each at least")
+
+    def __repr__(self) -> str:
+        name = self.function.name if self.function else self.model
+        size = (
+            f"{len(self.settings)} settings, {len(self.seeds)} seeds, {len(self.variants)} variants"
+        )
+        return f"Experiment with {name}: {size}, in {self.folder}"
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """List the arguments of each training, as `gpulab.train` takes them, ordered by setting."""
+        shared = {"profile": self.profile, "store": str(self.folder), "registered": self.registered}
+        combinations = itertools.product(
+            self.settings, self.variants, range(self.reruns), self.seeds
+        )
+        return [
+            {
+                "net": self.function or self.model,
+                "setting": setting,
+                "seed": seed,
+                "rerun": rerun,
+                **self._arguments(self.options | variant),
+                **shared,
+            }
+            for setting, variant, rerun, seed in combinations
+        ]
+
+    def _arguments(self, options: Options) -> dict[str, Any]:
+        """Return options as arguments of `gpulab.train`.
+
+        Weights of gpulab's own networks are not kept, unless the options ask for them: no verdict
+        needs them.
+        """
+        return (
+            {"keep_weights": False, **options}
+            if self.function is None
+            else {"model_options": options}
+        )
+
+    def run(self, progress: bool = True) -> pd.DataFrame:
+        """Train the runs that the store does not have yet, and return all runs of this experiment.
+
+        An interrupted experiment goes on where it was when it is called again. Runs that fail do
+        not stop the others: the error comes at the end and names them. Another process may do the
+        same experiment at the same time, on this machine or another that sees the store. No run is
+        then done twice, and both wait until all are done.
+
+        Args:
+            progress: Whether to show a progress bar.
+
+        Returns:
+            A data frame with a row for each run, ordered by setting and seed, with the columns of
+            `gpulab.runs`; those of `final_loss` and `heldout_loss` are missing where a training of
+            your own has named all its metrics.
+
+        Raises:
+            UsageError: For arguments that make no sense, and a script that starts an experiment
+                outside `if __name__ == "__main__"`.
+            GpulabError: Where runs failed, or the store cannot be written.
+        """
+        if WORKER_VARIABLE in os.environ:
+            raise UsageError(
+                "an experiment began as a worker imported its file: put it under __name__ =="
+                " '__main__'"
+            )
+        with end_on_signals():
+            finished = self._train_missing(self.jobs(), progress)
+        frame = tables.runs(self.folder)
+        # Variants of one setting and seed come as they were given: the store lists them by their
+        # ids.
+        frame = frame[frame.id.isin(finished)].sort_values(
+            "id", key=lambda ids: ids.map(finished.index)
+        )
+        frame = frame.sort_values(["setting", "seed"], ignore_index=True, kind="stable")
+        frame = tables.drop_empty_losses(frame)
+        frame.attrs["source"] = str(self.folder)
+        return frame
+
+    def _train_missing(self, jobs: list[dict[str, Any]], progress: bool) -> list[str]:
+        """Do the runs that the store has not, and return the ids of all."""
+        machine_passport = passport()
+        # `UsageError` for what has no identity
+        identities = [plan_job(job).identity(machine_passport) for job in jobs]
+        # A lock detects at once that its holder on this machine has died, and through an expired
+        # lease that a holder on another machine has. The same lock object must be polled each time.
+        locks = [_lock(self.folder, identity) for identity in identities]
+        done = {
+            number for number, identity in enumerate(identities) if find_run(self.folder, identity)
+        }
+        failures: dict[int, str] = {}  # error messages, by the number of the run
+        clock = RunClock([job["setting"] for job in jobs], self.workers)
+        started_at = time.monotonic()
+        for number in done:
+            clock.skip(number)
+
+        def train_run_if_missing(number: int) -> None:
+            """Train a run, unless the store has it or another process is training it."""
+            lock = locks[number]
+            identity = identities[number]
+            job = jobs[number]
+            with files.writing(lock.lock_file), contextlib.suppress(Timeout), lock:
+                try:
+                    if not find_run(self.folder, identity):
+                        clock.begin(number)
+                        if workers.run_job(job, share_folder / str(number)) != identity.id:
+                            problem = (
+                                "its function or data were changed while the experiment ran; run it"
+                                " again"
+                            )
+                            raise GpulabError(problem)
+                        clock.end(number)
+                    done.add(number)
+                except Exception as error:
+                    prefix = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
+                    failures[number] = f"{job['setting']} seed {job['seed']}: {prefix}{error}"
+                clock.skip(number)
+
+        def pending_jobs() -> dict[int, dict[str, Any]]:
+            return {
+                number: job
+                for number, job in enumerate(jobs)
+                if number not in done and number not in failures
+            }
+
+        def update_progress() -> None:
+            shares = {
+                number: read_share(share_folder / str(number)) for number in list(clock.started)
+            }
+            update_bar(bar, clock, len(done) + len(failures), shares, started_at)
+
+        bar = Progress(
+            total=len(jobs), unit="run", leave=False, disable=not progress, bar_format=BAR_FORMAT
+        )
+        with tempfile.TemporaryDirectory() as folder, Workers(self.workers) as workers, bar:
+            share_folder = Path(folder)
+            pending = pending_jobs()
+            while pending:
+                workers.run_each(train_run_if_missing, pending, update_progress)
+                pending = pending_jobs()
+                if pending:
+                    time.sleep(POLL_SECONDS)  # another process trains these
+                update_progress()
+        if failures:
+            raise GpulabError(
+                f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder};"
+                f" run again to try those: {'; '.join(failures.values())}"
+            )
+        return [identity.id for identity in identities]
+
+
+# Arguments of `gpulab.train` that say how a run is done and not which run it is, such as `store`.
+EXECUTION_ARGUMENTS = (
+    inspect.signature(train_run).parameters.keys() - inspect.signature(plan_run).parameters.keys()
+)
+
+
+def plan_job(job: dict[str, Any]) -> PlannedRun:
+    """Check the arguments of one training, as `Experiment.jobs` lists them."""
+    return plan_run(
+        **{name: value for name, value in job.items() if name not in EXECUTION_ARGUMENTS}
+    )
+
+
+def _lock(store: Path, identity: Identity) -> SoftFileLease:
+    file = store / LOCK_FOLDER / f"{identity.id}.lock"
+    return SoftFileLease(
+        file, lease_duration=LOCK_LEASE_SECONDS, blocking=False, thread_local=False
+    )
+
+
+def _parse_settings(settings: str | Setting | Iterable[str]) -> list[str]:
+    texts = [settings] if isinstance(settings, str | Setting) else settings
+    return [str(Setting.parse(text)) for text in texts]
+
+
+def seed_runs(
+    train: Callable[..., Any] | str,
+    setting: Setting | str = "cpu",
+    seeds: int | Iterable[int] = 10,
+    *,
+    progress: bool = True,
+    **changes: Any,
+) -> pd.DataFrame:
+    """Train a network of your own from several seeds under one setting, in this process; nothing is
+    kept.
+
+    The first seed that fails ends it. An `Experiment` keeps runs in a store, and goes on where it
+    was interrupted.
+
+    Args:
+        train: A function `train(seed, setting)`, as `gpulab.train` describes it, or the text
+            `"my_training.py:train"`.
+        setting: The setting to train under.
+        seeds: How many (from 0 on), or the seeds themselves.
+        progress: Whether to show a progress bar.
+        **changes: Options of `train`, by name.
+
+    Returns:
+        A data frame with a row for each seed, as `gpulab.verdict` takes it. It has the columns
+        `setting`, `seed`, `status` (`finished` or `diverged`), `final_loss` (NaN when diverged;
+        missing where the training has named all its metrics), and one for each other number that
+        the training gave.
+
+    Raises:
+        UsageError: For arguments that make no sense.
+        GpulabError: When the setting cannot run here, or a training fails.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> runs = gl.seed_runs(lambda seed: 1.0 / seed, seeds=range(3), progress=False)
+        >>> runs.status.tolist()  # seed 0 divides by zero
+        ['diverged', 'finished', 'finished']
+    """
+    import pandas as pd
+
+    jobs = Experiment(train, [str(setting)], seeds, options=changes).jobs()
+    rows = []
+    for job in Progress(jobs, unit="run", disable=not progress):
+        run = train_run(**job | {"store": None}, progress=False)
+        row = {
+            "setting": job["setting"],
+            "seed": job["seed"],
+            "status": run.status,
+            "final_loss": run.final_loss,
+        }
+        rows.append(row | run.metrics)
+    return tables.drop_empty_losses(pd.DataFrame(rows))

@@ -1,0 +1,219 @@
+"""`PlannedRun`, a training whose arguments were checked, and `TrainingOutcome`, its results."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from gpulab.errors import UsageError, check_count
+from gpulab.passports import Passport
+from gpulab.settings import Setting
+from gpulab.store._run_identity import Identity, identify_run
+from gpulab.store._run_store import StoredRun
+from gpulab.training.loop import WindowRecord
+
+if TYPE_CHECKING:
+    from gpulab.data._base import Data
+    from gpulab.models._base import Trainable
+
+Watch = Callable[["Trainable", int], None]  # called with the model and the number of updates so far
+Options = dict[str, Any]  # by name, with values of any type that JSON can carry
+
+
+@dataclass
+class TrainingOutcome:
+    """What a training left.
+
+    Attributes:
+        history: One note for each window.
+        results: The part of the record that is known at the end: the status, the summary and
+            further results.
+        model: The network on the CPU; None for a function.
+        data: What it learned from; None for a function.
+    """
+
+    history: list[WindowRecord]
+    results: dict[str, Any]
+    model: Trainable | None = None
+    data: Data | None = None
+
+
+class RestoredRun(NamedTuple):
+    """What belongs to a stored run beside its record and history.
+
+    Attributes:
+        model: The network with the stored weights; None for a function, and where no weights were
+            kept.
+        data: What it learned from; None for a function.
+    """
+
+    model: Trainable | None
+    data: Data | None
+
+
+@dataclass(kw_only=True)
+class PlannedRun(ABC):
+    """One training as it was asked for, with every argument checked. `gpulab.train` does it.
+
+    Attributes:
+        experiment: The name of the network, or of the user's function.
+        setting: Where and how to compute.
+        seed: What the weights and the order of the images are drawn from.
+        profile: How large the training is; `own` for a function.
+        rerun: The number of this repetition, from 0.
+        command_net: The network or function as a command line names it; None where it cannot,
+            because the model or the data are objects.
+        command_options: The options that were given, for the command line.
+    """
+
+    can_be_watched: ClassVar[bool] = False  # whether `train` calls `watch` between updates
+
+    experiment: str
+    setting: Setting
+    seed: int
+    profile: str
+    rerun: int = 0
+    command_net: str | None = None
+    command_options: Options = field(default_factory=dict)
+
+    # Defined by networks and by functions
+
+    @property
+    @abstractmethod
+    def configuration(self) -> dict[str, Any]:
+        """What is trained, on what and for how long, as the record keeps it."""
+
+    @property
+    @abstractmethod
+    def contents(self) -> dict[str, str]:
+        """Digests of what names in the configuration stand for, by name."""
+
+    @property
+    @abstractmethod
+    def unknown_content(self) -> str:
+        """What of the training cannot be identified by its content; empty where everything can."""
+
+    @property
+    def unusual_factors(self) -> Options:
+        """The factors whose value is not the default."""
+        return {}
+
+    @abstractmethod
+    def train(
+        self, checkpoint: Path | None, watch: Watch | None, progress: bool
+    ) -> TrainingOutcome:
+        """Train, with the setting activated.
+
+        Args:
+            checkpoint: The file that keeps the training meanwhile, and from which an interrupted
+                one goes on.
+            watch: As for `gpulab.train`.
+            progress: As for `gpulab.train`.
+        """
+
+    @abstractmethod
+    def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun | None:
+        """Return the network and the data of a stored run; None if weights are asked for that
+        were not kept.
+        """
+
+    # Common to both
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        """Activate the setting. Random numbers that are drawn inside leave the caller's as they
+        were.
+        """
+        with self.setting.apply(), torch.random.fork_rng(devices=[]):
+            yield
+
+    def identity(self, passport: Passport, is_stored: bool = True) -> Identity:
+        """Return what identifies this run, on the machine of a passport.
+
+        Raises:
+            UsageError: If the run is to be kept in a store but its content has no digest.
+        """
+        if is_stored and self.unknown_content:
+            reason = (
+                "its content cannot be known, so that a store might take another run for this one"
+            )
+            raise UsageError(f"{self.unknown_content}: {reason}; train it without a store")
+        requested = {
+            "setting": str(self.setting),
+            "experiment": self.experiment,
+            "profile": self.profile,
+            "seed": self.seed,
+            "rerun": self.rerun,
+            "configuration": self.configuration,
+        }
+        requested |= self.unusual_factors
+        contents = dict(self.contents)
+        if self.unknown_content:
+            contents["unknown"] = uuid.uuid4().hex  # equal to no other run
+        return identify_run(requested, passport, contents)
+
+    def command(self) -> str | None:
+        """Return the command line that makes this run, or None where there is none."""
+        if self.command_net is None:
+            return None
+        parts = ["gpulab", "train", self.command_net, *self._command_profile()]
+        parts += ["--setting", str(self.setting), "--seed", str(self.seed)]
+        if self.rerun:
+            parts += ["--rerun", str(self.rerun)]
+        for flag, options in self._command_flags().items():
+            for name, value in options.items():
+                parts += [flag, f"{name}={value if isinstance(value, str) else as_json(value)}"]
+        return shlex.join(parts)
+
+    def _command_profile(self) -> list[str]:
+        return []
+
+    def _command_flags(self) -> dict[str, Options]:
+        return {"--option": self.command_options}
+
+
+def check_repetition(seed: int, rerun: int) -> tuple[int, int]:
+    """Return a seed and the number of a repetition as Python integers, which JSON can carry.
+
+    Raises:
+        UsageError: Unless both are whole numbers from 0.
+    """
+    check_count("seed", seed, least=0)
+    check_count("rerun", rerun, least=0)
+    return int(seed), int(rerun)
+
+
+def check_options(name: str, options: object) -> Options:
+    """Return options by name; none if None is given.
+
+    Raises:
+        UsageError: For anything but a dictionary.
+    """
+    if options is None:
+        return {}
+    if not isinstance(options, dict):
+        raise UsageError(f"{name}={options!r}: expected a dictionary of options by name")
+    return options
+
+
+def as_json(value: object) -> str:
+    """Write a value as JSON.
+
+    Objects that JSON cannot represent are written as their qualified name if they have one,
+    otherwise as their `repr`, or as the name of their type if the `repr` contains an address.
+    """
+
+    def as_text(item: object) -> str:
+        text = repr(item)
+        return getattr(item, "__qualname__", type(item).__qualname__ if " at 0x" in text else text)
+
+    return json.dumps(value, default=as_text, sort_keys=True, skipkeys=True)

@@ -1,0 +1,104 @@
+"""What surrounds the training loop: progress, checkpoints from time to time, and interruptions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from gpulab.data._base import Window
+from gpulab.report import Progress
+from gpulab.training import loop
+from gpulab.training._checkpoints import save_checkpoint
+from gpulab.training._planned_run import Watch
+from gpulab.training._progress import report_share
+
+CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a run
+LOSS_SYNC_SECONDS = (
+    0.1  # between two reads of the losses that a GPU computes, unless every window is watched
+)
+
+
+class Supervisor:
+    """Is called after each window of a training: shows progress, calls the user's `watch`, and
+    keeps checkpoints.
+
+    Args:
+        training: What is trained.
+        window: How many frames a window has.
+        bar: The progress bar, in frames.
+        watch: The user's function, if there is one.
+        checkpoint: The file for checkpoints, if there is one.
+        total: How many frames the whole training has.
+    """
+
+    def __init__(
+        self,
+        training: loop.Training,
+        window: int,
+        bar: Progress,
+        watch: Watch | None,
+        checkpoint: Path | None,
+        total: int,
+    ) -> None:
+        self.training = training
+        self.window = window
+        self.total = max(1, total)
+        self.bar = bar
+        self.watch = watch
+        self.checkpoint = checkpoint
+        self.saved_at = time.monotonic()
+
+    def call_watch(self) -> None:
+        """Call the user's function with the model and the number of updates so far."""
+        if self.watch is not None:
+            self.watch(self.training.model, self.training.step)
+
+    def after_window(self) -> None:
+        """Show and keep what the window has changed."""
+        history = self.training.history
+        self.bar.set_postfix(loss=f"{history[-1].loss:.3g}", refresh=False)
+        self.bar.update(len(history) * self.window - self.bar.n)
+        report_share(len(history) * self.window / self.total)
+        self.call_watch()
+        if time.monotonic() - self.saved_at >= CHECKPOINT_SECONDS:
+            self.save()
+
+    def save(self) -> None:
+        """Keep a checkpoint now."""
+        save_checkpoint(self.training, self.checkpoint)
+        self.saved_at = time.monotonic()
+
+
+def supervise(
+    training: loop.Training,
+    windows: Iterable[Window],
+    engine: loop.Engine,
+    *,
+    window: int,
+    total: int,
+    watch: Watch | None = None,
+    checkpoint: Path | None = None,
+    progress: bool = True,
+) -> None:
+    """Train on the windows, with a progress bar, and keep a checkpoint every ten seconds and when
+    interrupted.
+
+    Args:
+        training: What is trained.
+        windows: What is left to train on.
+        engine: Computes the updates of a window.
+        window: How many frames a window has.
+        total: How many frames the whole training has.
+        watch: As for `gpulab.train`.
+        checkpoint: The file for checkpoints; by default none are kept.
+        progress: Whether to show a progress bar.
+    """
+    with Progress(total=total, unit="frame", leave=False, disable=not progress) as bar:
+        supervisor = Supervisor(training, window, bar, watch, checkpoint, total)
+        supervisor.call_watch()
+        try:
+            loop.train(training, windows, engine, supervisor.after_window)
+        except KeyboardInterrupt:
+            supervisor.save()
+            raise
