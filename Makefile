@@ -26,7 +26,7 @@ run: $(INSTALLED) ## execute the notebooks and bind them into a report in build/
 test: check ## style, types, and the tests for every day: four to seven minutes
 	$(TESTS) -m "not slow"
 
-test-all: $(DEVELOPED) ## all the other tests: all notebooks, site, slides, pages in a browser, attack, clusters
+test-all: $(DEVELOPED) ## all the other tests: all notebooks, site, slides, pages in a browser, fault injection, clusters
 	$(TESTS) -m slow
 
 check: $(DEVELOPED) ## style, format, types, and which module imports which, without the tests

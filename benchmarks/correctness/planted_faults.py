@@ -9,7 +9,6 @@ runs a part of it.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +17,9 @@ import torch
 import typer
 
 from benchmarks.measuring import made_by, run, show
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "audits"))
-from fault_catalogue import faults
-from fault_sweep import rates, right_steps, sweep
-from small_networks import NETWORKS
+from tests.audits._fault_catalogue import faults
+from tests.audits._fault_sweep import rates, right_steps, sweep
+from tests.audits._helpers import NETWORKS
 
 
 def main(

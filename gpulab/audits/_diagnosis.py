@@ -4,7 +4,7 @@ Where the results agree in float64, each execution is judged by itself: its own 
 formats, updates that are lost, NaN and infinity. Where they differ, the findings are the sources:
 the first values that the executions do not have in common. Each function names a case of
 `benchmarks/correctness/public_cases.py` that it is for, a question that people asked in public, or
-a fault of `tests/audits/fault_catalogue.py`.
+a fault of `tests/audits/_fault_catalogue.py`.
 """
 
 from __future__ import annotations

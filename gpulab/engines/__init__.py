@@ -1,5 +1,5 @@
 """Optional, faster engines. Without this package everything works, only slower
-(`tests/engines/test_hidden.py`).
+(`tests/engines/test_without_engines.py`).
 
 `fastest` computes the windows of a training: PredNet's gradient by formulas in fewer operations
 (`_prednet_windows`, `_prednet_kernels`), and on a GPU a window's updates as one CUDA graph

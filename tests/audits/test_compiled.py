@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from small_steps import audited
 from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
 from benchmarks.correctness import compiled_cases, public_cases
+from tests.audits._helpers import audited
 
 CASES = {one.name: one for one in compiled_cases.CASES if "compile=" in one.pairs[1][1]}
 INDUCTOR = [name for name, one in CASES.items() if "inductor" in one.pairs[1][1]]

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from small_networks import drawn
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpulab._torch_internals import named_arguments
 from gpulab.audits._formulas import FORMULAS, attend
+from tests.audits._helpers import drawn
 
 aten = torch.ops.aten
 PREFIX = "_scaled_dot_product_"

@@ -9,9 +9,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from small_networks import drawn, labels
-from small_steps import audited, faults, recorded, seeded
 from torch import nn
+
+from tests.audits._helpers import audited, drawn, faults, labels, recorded, seeded
 
 BFLOAT16, FLOAT16 = "cpu:precision=bfloat16", "cpu:precision=float16"
 X = drawn(5, 8)

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_networks import drawn, labels
-from small_steps import recorded, seeded
 from torch import nn
 
 import gpulab as gl
@@ -20,6 +18,7 @@ from gpulab.audits._graphs import Graph
 from gpulab.audits._matching import Matches, PartSearch, is_same_value, is_transposed, tolerance_of
 from gpulab.audits._traces import Operation, Trace
 from gpulab.audits._values import Slabs, Value
+from tests.audits._helpers import drawn, labels, recorded, seeded
 
 
 def value_of(tensor):

@@ -9,13 +9,13 @@ import math
 import pandas as pd
 import pytest
 import torch
-from small_steps import audited, with_a_function
 from torch import nn
 
 import gpulab as gl
 from gpulab.audits import _page as page
 from gpulab.audits._findings import FIELDS, Finding
 from gpulab.audits._page import AnswerPage
+from tests.audits._helpers import audited, with_a_function
 
 HOSTILE = (
     "</p><script>alert(1)</script>\"'><img src=x"

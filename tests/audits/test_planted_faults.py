@@ -8,16 +8,15 @@ import re
 
 import pytest
 import torch
-from fault_catalogue import faults
-from fault_sweep import right_steps, sweep
-from faulty_kernels import under_b
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from small_networks import NETWORKS, drawn
-from small_steps import audited
 
 import gpulab as gl
 from benchmarks.correctness import compiled_cases, public_cases
+from tests.audits._fault_catalogue import faults
+from tests.audits._fault_sweep import right_steps, sweep
+from tests.audits._faulty_kernels import under_b
+from tests.audits._helpers import NETWORKS, audited, drawn
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 FAULTS = faults()

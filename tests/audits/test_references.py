@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_networks import labels
-from small_steps import recorded, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
 from gpulab._torch_internals import storage_identity
+from tests.audits._helpers import labels, recorded, seeded
 
 CLOSE = 1e-12  # relative to the largest number of a tensor
 

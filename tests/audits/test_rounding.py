@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_networks import drawn
-from small_steps import compared, ratio
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from gpulab._torch_internals import operation_name
 from gpulab.audits._rounding import SAFETY_FACTOR, Accuracy, forward_error
 from gpulab.numerics._formats import round_to
+from tests.audits._helpers import compared, drawn, ratio
 
 aten = torch.ops.aten
 UNIT = 2.0**-24

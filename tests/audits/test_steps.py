@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from small_networks import drawn
-from small_steps import Own, seeded
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpulab as gl
+from tests.audits._helpers import Own, drawn, seeded
 
 SETTINGS = ["cpu", "cpu:precision=float64"]
 X, Y = drawn(5, 4), torch.tensor([0, 1, 1, 0, 1])

@@ -6,12 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from small_networks import drawn
-from small_steps import seeded
 from torch import nn
 
 import gpulab as gl
 from gpulab.audits import _traces as traces
+from tests.audits._helpers import drawn, seeded
 
 
 def recorded(file, inputs):

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_networks import drawn
-from small_steps import Own, recorded, seeded
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
@@ -18,6 +16,7 @@ from gpulab.audits._comparison import differing_arguments as differing
 from gpulab.audits._count_sketch import BLOCK_SIZE, perturbation_factors, sketch
 from gpulab.audits._tracer import _is_random
 from gpulab.audits._traces import RESULT, Operation, align_operations
+from tests.audits._helpers import Own, drawn, recorded, seeded
 
 
 class Tiny(nn.Module):

@@ -7,14 +7,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from small_networks import drawn, labels
-from small_steps import recorded, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
 from benchmarks.correctness import other_programs, whole_programs
 from gpulab.settings import Setting
+from tests.audits._helpers import drawn, labels, recorded, seeded
 
 SLOW = pytest.mark.slow("an audit of a whole program")
 # Of the longer programs, those that are audited every day.

@@ -5,12 +5,11 @@ state, autocast.
 import pytest
 import torch
 import torch.nn.functional as F
-from small_networks import drawn
-from small_steps import Own, audited, seeded
 from torch import nn
 
 import gpulab as gl
 from gpulab.errors import UsageError
+from tests.audits._helpers import Own, audited, drawn, seeded
 
 X = drawn(8, 6)
 

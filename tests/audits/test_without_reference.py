@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from faulty_kernels import under_b
-from small_networks import drawn, labels
-from small_steps import Own, audited, recorded, seeded, with_a_function
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import gpulab as gl
 from gpulab.audits._references import References
+from tests.audits._faulty_kernels import under_b
+from tests.audits._helpers import Own, audited, drawn, labels, recorded, seeded, with_a_function
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 TF32, BFLOAT16, AUTOCAST = "cpu:emulate=tf32", "cpu:precision=bfloat16", "cpu:autocast=bfloat16"

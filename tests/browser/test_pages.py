@@ -13,11 +13,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from page_faults import OpenedPage
 
 import gpulab as gl
 from companion.report import write_report
 from companion.run import Result
+from tests.browser._helpers import OpenedPage
 
 pytestmark = pytest.mark.slow("opens pages in a browser")
 

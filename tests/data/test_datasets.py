@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from files_cases import SMALL, encoded, every_frame, noise, write_idx, write_images, write_video
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -20,6 +19,15 @@ from gpulab.data import _images as images
 from gpulab.data._base import Sequence
 from gpulab.data._datasets import NAMES
 from gpulab.data._images import Images
+from tests.data._helpers import (
+    SMALL,
+    encoded,
+    every_frame,
+    noise,
+    write_idx,
+    write_images,
+    write_video,
+)
 
 ODD = (45, 61)
 

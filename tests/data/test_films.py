@@ -6,9 +6,9 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from files_cases import SMALL, every_frame, noise, write_video
 
 import gpulab as gl
+from tests.data._helpers import SMALL, every_frame, noise, write_video
 
 FRAMES = 60
 X264 = {"g": "12", "bf": "2"}

@@ -3,10 +3,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from networks_drawn import weights
 
 import gpulab as gl
 from gpulab.models._chainer import chainer_views
+from tests.models._helpers import weights
 
 
 @pytest.fixture(scope="module")

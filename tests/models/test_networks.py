@@ -7,12 +7,12 @@ import re
 
 import pytest
 import torch
-from networks_drawn import drawn, weights
 
 import gpulab as gl
 from gpulab.models._chainer import chainer_views
 from gpulab.models.prednet import TRUNCATIONS
 from gpulab.training._planning import plan_run
+from tests.models._helpers import drawn, weights
 
 SMALL = {"setting": "cpu:threads=1", "profile": "smoke", "progress": False}
 REFUSED = {

@@ -10,13 +10,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from exact_numbers import draw, float32_of
 from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
 from gpulab.numerics._emulation import ARITHMETICS, CHIPS, ORDERS, emulate, find_arithmetic
 from gpulab.numerics._formats import FORMATS, round_to
+from tests.numerics._helpers import draw, float32_of
 
 
 def apart(a, b):

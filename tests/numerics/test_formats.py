@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 import torch
-from exact_numbers import draw
 
 import gpulab as gl
 from gpulab.numerics._formats import round_to, rounded_format
+from tests.numerics._helpers import draw
 
 # What a format keeps: (bits of the significand after the leading one, smallest exponent, largest
 # finite number).

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
-from saddle_problems import DOUBLE, Model, rand, scaled_data, symmetric
 from torch import nn
 
 import gpulab as gl
 from gpulab.saddles import _critical as critical
 from gpulab.saddles._critical import find_critical_point
+from tests.saddles._helpers import DOUBLE, Model, rand, scaled_data, symmetric
 
 MSE = nn.functional.mse_loss
 DATA = scaled_data(40, 3.0, 2.4, 1.9, 1.4, 1.0)

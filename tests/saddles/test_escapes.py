@@ -5,12 +5,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from saddle_problems import DOUBLE, FLOAT64, SADDLE, SIX_SCALES, escape, scaled_data
 from torch import nn
 
 import gpulab as gl
 from gpulab import plots
 from gpulab.saddles._optimizers import EscapeLaw, step_ratio
+from tests.saddles._helpers import DOUBLE, FLOAT64, SADDLE, SIX_SCALES, escape, scaled_data
 
 FLOAT32, BFLOAT16 = "cpu", "cpu:precision=bfloat16"
 LARGE_EPSILON = functools.partial(torch.optim.Adam, eps=1.0)

@@ -3,11 +3,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from saddle_problems import scaled_data
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import gpulab as gl
+from tests.saddles._helpers import scaled_data
 
 DATA = scaled_data(60, 2.0, 1.6, 1.2, 0.9)
 

@@ -6,12 +6,12 @@ from collections import UserDict
 
 import pytest
 import torch
-from saddle_problems import DOUBLE, rand
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpulab as gl
+from tests.saddles._helpers import DOUBLE, rand
 
 INPUTS, TARGETS = rand(10, 2), rand(10, 1, seed=2)
 MSE = F.mse_loss

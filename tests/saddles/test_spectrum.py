@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saddle_problems import DOUBLE, symmetric
 
 import gpulab as gl
 from gpulab.saddles._operators import random_signs
+from tests.saddles._helpers import DOUBLE, symmetric
 
 
 def density(A, **options):

@@ -3,12 +3,12 @@
 import numpy as np
 import pandas as pd
 import pytest
-from stats_runs import BASE, runs_of, shifted
 from typer.testing import CliRunner
 
 import gpulab as gl
 from gpulab.cli import app
 from gpulab.stats import _inference as inference
+from tests.stats._helpers import BASE, runs_of, shifted
 
 RUNS = runs_of({"cpu": BASE, "cuda": shifted(0.1)})
 LOOKS = 4

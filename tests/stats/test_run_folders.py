@@ -7,11 +7,11 @@ import shutil
 import pandas as pd
 import pytest
 import yaml
-from logged_runs import FLOORS, logged, metrics, write
 
 import gpulab as gl
 from gpulab.errors import DataError
 from gpulab.stats._configs import MAX_SETTINGS, load_yaml, read_settings
+from tests.stats._helpers import FLOORS, logged, metrics, write
 
 RUNS = [(optimizer, seed) for optimizer in FLOORS for seed in range(6)]
 EXPECTED = gl.verdict(logged(), "val_loss", "optimizer", last="epoch").table.difference[0]

@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from logged_runs import logged, metrics
 
 import gpulab as gl
 from gpulab.stats._tables import read_table
+from tests.stats._helpers import logged, metrics
 
 LOGS = {"metric": "val_loss", "factor": "optimizer"}
 

@@ -1,9 +1,9 @@
 import pytest
-from stats_runs import runs_of
 
 import gpulab as gl
 from gpulab.errors import DataError, UsageError
 from gpulab.stats._tables import read_table
+from tests.stats._helpers import runs_of
 
 # ruff: noqa: E501
 # As Weights & Biases' table of runs exports it, its column `State` renamed: every cell in quotes,

@@ -6,10 +6,9 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from logged_runs import logged
-from stats_runs import BASE, TINY, WIDE, runs_of, shifted
 
 import gpulab as gl
+from tests.stats._helpers import BASE, TINY, WIDE, logged, runs_of, shifted
 
 LEVELS = {
     "cpu": BASE,

@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 from matplotlib.collections import PathCollection
 from scipy import stats
-from stats_runs import BASE, TINY, WIDE, runs_of, shifted
 
 import gpulab as gl
 from gpulab.stats import Verdict
 from gpulab.stats._decisions import DECISION_COLUMNS, LevelDecision
+from tests.stats._helpers import BASE, TINY, WIDE, runs_of, shifted
 
 
 def levels(**losses):

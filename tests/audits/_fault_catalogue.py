@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from faulty_kernels import WRONG, Kernels, one_number, short_products, under_b
-from small_networks import NETWORKS, drawn
 from torch import Tensor, nn
 
 import gpulab as gl
+from tests.audits._faulty_kernels import WRONG, Kernels, one_number, short_products, under_b
+from tests.audits._helpers import NETWORKS, drawn
 
 FEW = slice(0, 1)
 
@@ -353,7 +353,7 @@ def forward_faults() -> Iterator[Fault]:
 
 def backward_faults() -> Iterator[Fault]:
     group = "backward code"
-    place = ("WrongGradient", "mul", "abs", "flip", "fault_catalogue.py", "small_networks.py")
+    place = ("WrongGradient", "mul", "abs", "flip", "_fault_catalogue.py", "_helpers.py")
 
     def wrong(network: str, how: str) -> Case:
         return Case(network, call=lambda model, x: WrongGradient.apply(model(x), how))

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from fault_catalogue import Case, Fault
 from tqdm.auto import tqdm
 
 import gpulab as gl
+from tests.audits._fault_catalogue import Case, Fault
 
 A, B = "cpu:threads=2", "cpu:threads=1"
 

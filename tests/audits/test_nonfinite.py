@@ -7,12 +7,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from faulty_kernels import Kernels, under_b
-from small_networks import drawn
-from small_steps import A, B, audited, seeded
 from torch import nn
 
 import gpulab as gl
+from tests.audits._faulty_kernels import Kernels, under_b
+from tests.audits._helpers import A, B, audited, drawn, seeded
 
 TF32 = "cpu:emulate=tf32"
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from small_networks import drawn
-from small_steps import compared
 
 from gpulab.audits._rounding import Accuracy
+from tests.audits._helpers import compared, drawn
 
 aten = torch.ops.aten
 

@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
-from stats_runs import BASE, runs_of, shifted
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 from statsmodels.stats.weightstats import DescrStatsW
 
 import gpulab as gl
 from gpulab.stats import _inference as inference
+from tests.stats._helpers import BASE, runs_of, shifted
 
 
 @pytest.mark.parametrize("n", [2, 5, 9])

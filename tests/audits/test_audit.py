@@ -5,13 +5,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from faulty_kernels import WRONG, Kernels, short_products, under_b
-from small_networks import convolutions, drawn, labels
-from small_steps import A, B, Own, audited, faults, recorded, seeded, with_a_function
 from torch import nn
 
 import gpulab as gl
 from gpulab.models import example_steps
+from tests.audits._faulty_kernels import WRONG, Kernels, short_products, under_b
+from tests.audits._helpers import (
+    A,
+    B,
+    Own,
+    audited,
+    convolutions,
+    drawn,
+    faults,
+    labels,
+    recorded,
+    seeded,
+    with_a_function,
+)
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

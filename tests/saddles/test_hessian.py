@@ -7,7 +7,15 @@ import functools
 
 import pytest
 import torch
-from saddle_problems import (
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
+
+import gpulab as gl
+from gpulab.models import Autoencoder, PredNet
+from gpulab.saddles._hessian import FORWARD, REVERSE
+from tests.saddles._helpers import (
     DOUBLE,
     TOKENS,
     Model,
@@ -19,14 +27,6 @@ from saddle_problems import (
     problem,
     rand,
 )
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
-from torch.utils.checkpoint import checkpoint
-
-import gpulab as gl
-from gpulab.models import Autoencoder, PredNet
-from gpulab.saddles._hessian import FORWARD, REVERSE
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 both_ways = pytest.mark.parametrize("method", [FORWARD, REVERSE])

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from saddle_problems import (
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+import gpulab as gl
+from gpulab.errors import DataError, UsageError
+from gpulab.saddles._hessian import FORWARD, REVERSE
+from gpulab.saddles._operators import check_symmetric
+from tests.saddles._helpers import (
     SADDLE,
     SIX_SCALES,
     TOKENS,
@@ -20,13 +27,6 @@ from saddle_problems import (
     rand,
     symmetric,
 )
-from torch import nn
-from torch.autograd.function import once_differentiable
-
-import gpulab as gl
-from gpulab.errors import DataError, UsageError
-from gpulab.saddles._hessian import FORWARD, REVERSE
-from gpulab.saddles._operators import check_symmetric
 
 
 class Cubed(torch.autograd.Function):
@@ -229,7 +229,7 @@ def ctc(x):
 def test_refusal_of_an_operation_inside_a_module_names_the_line(function):
     with pytest.raises(
         gl.UsageError,
-        match=r"no second derivatives.*\(at test_refusals\.py:\d+: return .*  # refused\)$",
+        match=r"no second derivatives.*\(at test_hessian_errors\.py:\d+: return .*  # refused\)$",
     ):
         gl.hessian(
             Layered(function),

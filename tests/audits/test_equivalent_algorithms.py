@@ -9,8 +9,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from small_networks import drawn
-from small_steps import compared, ratio
+
+from tests.audits._helpers import compared, drawn, ratio
 
 aten = torch.ops.aten
 

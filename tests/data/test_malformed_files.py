@@ -10,7 +10,11 @@ import zlib
 
 import numpy as np
 import pytest
-from files_cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpulab as gl
+from tests.data._helpers import (
     SMALL,
     encoded,
     every_frame,
@@ -20,10 +24,6 @@ from files_cases import (
     write_sound,
     write_video,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-import gpulab as gl
 
 WHOLE = idx(noise(30, 28, 28))
 PACKED = gzip.compress(WHOLE, mtime=0)

@@ -8,10 +8,10 @@ import zlib
 import av
 import numpy as np
 import pytest
-from files_cases import SMALL, every_frame, noise
 from PIL import Image
 
 import gpulab as gl
+from tests.data._helpers import SMALL, every_frame, noise
 
 PICTURE = noise(*SMALL, 3)
 OPAQUE = np.full((*SMALL, 1), 255, np.uint8)

@@ -9,9 +9,9 @@ import warnings
 import numpy as np
 import pandas as pd
 import pytest
-from stats_runs import runs_of
 
 import gpulab as gl
+from tests.stats._helpers import runs_of
 
 
 def pair_of(n=10, seed=0, by=0.1):

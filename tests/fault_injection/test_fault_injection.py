@@ -18,7 +18,7 @@ from gpulab.store import _run_store as stores
 
 pytestmark = [
     pytest.mark.slow("kills and hinders a training at each call that writes"),
-    pytest.mark.skipif(sys.platform != "linux", reason="the attack needs a server that forks"),
+    pytest.mark.skipif(sys.platform != "linux", reason="fault injection needs a server that forks"),
 ]
 
 NETWORK = (
