@@ -679,12 +679,12 @@ ONE_KIND = [
 
 
 @pytest.mark.parametrize("name", ONE_KIND)
-def test_a_cause_gives_findings_of_its_kind_alone(name):
+def test_audit_gives_findings_of_one_kind_for_one_cause(name):
     report, _ = CURES[name].findings(False)
     assert {f.kind for f in report.findings} == {CURES[name].kind, "rounding"}, str(report)
 
 
-def test_a_loss_that_does_not_depend_on_which_answer_is_given_is_equal_to_rounding():
+def test_audit_accepts_a_loss_that_does_not_depend_on_which_answer_is_given():
     basis = torch.linalg.qr(drawn(64, 64))[0]  # whose products are all equal but for roundings
 
     def step(independent):
@@ -729,7 +729,7 @@ def test_deterministic_algorithms_repeat_what_threads_add_up_in_any_order():
 
 
 @pytest.mark.parametrize("setting", ["cpu", "cpu:deterministic=on"])
-def test_an_operation_of_ones_own_is_not_told_that_deterministic_makes_it_repeat(setting):
+def test_audit_does_not_advise_deterministic_for_a_custom_operation(setting):
     with torch.library._scoped_library("gpulab_cures", "FRAGMENT") as library:
         library.define("waves(Tensor x) -> Tensor")
         library.impl("waves", lambda x: x * OF_PYTHON.random(), "CompositeExplicitAutograd")
@@ -742,7 +742,7 @@ def test_an_operation_of_ones_own_is_not_told_that_deterministic_makes_it_repeat
     assert found.advice.startswith("if runs must repeat, let its kernel seed what it draws")
 
 
-def test_a_compiled_audit_that_says_nan_names_the_audit_that_finds_it():
+def test_compiled_audit_that_finds_nan_names_the_audit_that_explains_it():
     def step(cured):
         return two_layers(lambda layer, h: masked(layer(h), cured))
 
@@ -758,7 +758,7 @@ def test_a_compiled_audit_that_says_nan_names_the_audit_that_finds_it():
 
 
 @pytest.mark.slow("compiles C++")
-def test_random_numbers_of_compiled_code_are_those_of_uncompiled_code_with_fallback_random():
+def test_compiled_audit_advice_fallback_random_gives_uncompiled_random_numbers():
     from torch._inductor import config
 
     model = weighted(lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3)))
@@ -811,7 +811,7 @@ def compiler_of_wrong_sines():
     registry._COMPILER_FNS.pop("wrong_sines", None)
 
 
-def test_a_module_that_a_compiler_makes_wrong_is_right_where_it_is_kept_uncompiled(
+def test_compiled_audit_advice_to_keep_a_module_uncompiled_makes_it_right(
     compiler_of_wrong_sines,
 ):
     pair = "cpu", f"cpu:compile={compiler_of_wrong_sines}"
@@ -945,7 +945,7 @@ def observations_that_are_stacked_later(cured):
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_remedy_of_a_guard_removes_the_finding(name):
+def test_guard_remedy_removes_the_finding(name):
     program, cause, remedy, reads = GUARDED[name]
     found = found_by_guard(program, False, reads)
     assert cause in {finding.cause for finding in found}, found
@@ -953,7 +953,7 @@ def test_remedy_of_a_guard_removes_the_finding(name):
     assert not found_by_guard(program, True, reads)
 
 
-def test_reads_any_finds_the_line_that_wrote_where_the_guard_says_so():
+def test_guard_reads_any_finds_the_line_that_wrote_where_the_guard_says_so():
     (found,) = found_by_guard(a_buffer_of_numpy_as_a_tensor, False, "backward")
     assert 'gpulab.guard(reads="any") looks for it' in found.explanation
     (found,) = found_by_guard(a_buffer_of_numpy_as_a_tensor, False, "any")
@@ -1152,7 +1152,7 @@ def of_seeds(count, levels=("cpu", "cuda"), sd=0.03, effect=0.0, draw=1):
 
 
 @pytest.mark.parametrize("levels", [("cpu", "cuda"), ("cpu", "cuda", "mps", "xpu")])
-def test_as_many_seeds_as_a_verdict_asks_for_show_a_difference(levels):
+def test_verdict_shows_a_difference_with_as_many_seeds_as_it_asks_for(levels):
     (sentence, *_) = gl.verdict(of_seeds(3, levels, effect=2.0)).sentences()
     enough = int(
         re.search(r"3 seeds are too few to show a difference, (\d+) are enough", sentence)[1]
@@ -1161,7 +1161,7 @@ def test_as_many_seeds_as_a_verdict_asks_for_show_a_difference(levels):
 
 
 @pytest.mark.parametrize("sd", [0.2, 0.4])
-def test_as_many_seeds_as_a_verdict_asks_for_settle_it(sd):
+def test_verdict_is_settled_by_as_many_seeds_as_it_asks_for(sd):
     """Four times in five, and less often where few seeds have told how far others differ; here
     of 20 times.
     """
@@ -1174,7 +1174,7 @@ def test_as_many_seeds_as_a_verdict_asks_for_settle_it(sd):
 
 
 @pytest.mark.parametrize("shared", [0, 1])
-def test_levels_without_common_seeds_are_compared_once_these_are_run(shared):
+def test_verdict_compares_levels_once_their_common_seeds_are_run(shared):
     table = of_seeds(8, effect=2.0)
     without = table[(table.setting == "cpu") | (table.seed < shared)]
     without = pd.concat(
@@ -1185,19 +1185,19 @@ def test_levels_without_common_seeds_are_compared_once_these_are_run(shared):
     assert gl.verdict(table[table.seed < enough]).decision == "different"
 
 
-def test_a_setting_that_did_not_reach_the_training_is_told_until_it_does():
+def test_verdict_asks_whether_the_setting_reached_the_training_until_it_does():
     table = of_seeds(8, sd=0.0)
     assert "make sure that the setting reached the training" in gl.verdict(table).sentences()[0]
     assert "make sure" not in gl.verdict(of_seeds(8)).sentences()[0]
 
 
-def test_a_margin_in_units_of_the_metric_is_one_where_seeds_have_no_spread():
+def test_verdict_has_a_margin_in_units_of_the_metric_where_seeds_have_no_spread():
     table = RUNS.assign(final_loss=RUNS.final_loss.where(RUNS.setting == "cuda", 1.0))
     assert "have no spread; give a margin in the metric's units" in str(gl.verdict(table))
     assert "no spread" not in str(gl.verdict(table, margin=0.1))
 
 
-def test_rows_that_were_averaged_are_chosen_by_the_column_that_the_note_names():
+def test_verdict_takes_one_of_averaged_rows_by_the_column_that_its_note_names():
     table = EPOCHS.rename(columns={"epoch": "episode"})
     assert "last='episode' or best= takes one row of each run" in str(gl.verdict(table))
     for choice in ({"last": "episode"}, {"best": "final_loss"}):
@@ -1460,7 +1460,7 @@ class AsksForFloat32(nn.Module):
         return h @ torch.eye(3, dtype=h.dtype if self.cured else torch.float32)
 
 
-def test_a_compiled_step_that_takes_its_format_from_the_inputs_has_a_float64_reference():
+def test_compiled_audit_has_a_float64_reference_if_the_step_takes_the_format_of_its_inputs():
     steps = [
         step_of(weighted(lambda: AsksForFloat32(False))),
         step_of(weighted(lambda: AsksForFloat32(True))),

@@ -63,7 +63,7 @@ def output(answer):
     return run
 
 
-def test_version_help_and_devices(output):
+def test_cli_version_help_and_devices(output):
     assert output("--version") == f"gpulab {gl.__version__}\n"
     assert "[default: ($GPULAB_STORE or ./runs)]" in output("runs", "--help")
     text = output("devices")
@@ -71,7 +71,7 @@ def test_version_help_and_devices(output):
     assert text.split("Settings that run here: ")[1].split() == gl.available_settings()
 
 
-def test_train_keeps_a_run_that_runs_lists_and_does_not_train_again(output, tmp_path):
+def test_train_command_keeps_a_run_that_runs_lists_and_does_not_train_again(output, tmp_path):
     train = [*SMOKE, "--seed", "3", "--setting", "cpu:threads=1"]
     first = output(*train)
     assert re.search(r"autoencoder under cpu:threads=1, seed 3: final loss 0\.\d+", first)
@@ -91,7 +91,7 @@ def test_train_keeps_a_run_that_runs_lists_and_does_not_train_again(output, tmp_
     assert (frame.weights.tolist(), frame.final_loss.tolist()) == ([run.weights], [run.final_loss])
 
 
-def test_verdict_of_a_table_from_elsewhere_with_its_picture(answer, tmp_path):
+def test_verdict_command_reads_a_table_from_elsewhere_and_draws_its_picture(answer, tmp_path):
     losses = [("cpu", 0.1), ("cuda", 0.6)]
     rows = [
         f"{seed},{device},{base + 0.01 * seed},FINISHED,a"
@@ -118,7 +118,7 @@ def test_verdict_of_a_table_from_elsewhere_with_its_picture(answer, tmp_path):
     assert (missing.status, "no.csv" in missing.errors) == (1, True)
 
 
-def test_verdict_of_a_folder_of_logs_says_what_the_api_says(answer, tmp_path):
+def test_verdict_command_says_of_a_folder_of_logs_what_the_api_says(answer, tmp_path):
     for number in range(12):
         run = tmp_path / "logs" / f"version_{number}"
         run.mkdir(parents=True)
@@ -160,7 +160,9 @@ def test_verdict_of_a_folder_of_logs_says_what_the_api_says(answer, tmp_path):
 @pytest.mark.parametrize(
     "command", [["runs", "locked"], ["verdict", "locked"], ["verdict", "locked/runs.csv"]]
 )
-def test_a_folder_that_may_not_be_read_is_one_line(answer, tmp_path, monkeypatch, command):
+def test_cli_reports_a_folder_that_may_not_be_read_in_one_line(
+    answer, tmp_path, monkeypatch, command
+):
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked" / "runs.csv").touch()
     real = {name: getattr(os, name) for name in ("listdir", "scandir", "stat")}
@@ -180,12 +182,12 @@ def test_a_folder_that_may_not_be_read_is_one_line(answer, tmp_path, monkeypatch
     assert found.errors == f"gpulab: {command[1]}: cannot be read: Permission denied\n"
 
 
-def test_runs_lists_recorded_ones_as_csv(output):
+def test_runs_command_lists_recorded_runs_as_csv(output):
     table = pd.read_csv(io.StringIO(output("runs", "--recorded", "--csv")))
     assert (table.recorded.all(), len(table)) == (True, len(gl.recorded_runs()))
 
 
-def test_experiment_is_run_compared_listed_and_packed(output, tmp_path):
+def test_experiment_command_runs_compares_lists_and_packs(output, tmp_path):
     text = output(
         "experiment", *SMOKE[1:], "--seeds", "2", "--setting", "cpu", "--setting", "cpu:threads=1"
     )
@@ -205,7 +207,7 @@ def test_experiment_is_run_compared_listed_and_packed(output, tmp_path):
     assert ("1 runs" in some, "loader" in some) == (True, False)
 
 
-def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
+def test_experiment_command_passes_options_to_the_network_and_its_record(answer, tmp_path):
     experiment = [
         "experiment",
         "whitener",
@@ -229,7 +231,7 @@ def test_options_of_a_network_reach_it_and_its_record(answer, tmp_path):
     "avx512f" not in cpu_description()["flags"],
     reason="running as AVX2 shows on an AVX-512 CPU only",
 )
-def test_train_with_an_older_instruction_set(tmp_path):
+def test_train_command_with_an_older_instruction_set(tmp_path):
     command = [sys.executable, "-m", "gpulab", *SMOKE, "--setting", "cpu:isa=avx2"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     record = stores.read_run(Path(gl.runs(tmp_path / "runs").path[0])).record
@@ -271,7 +273,7 @@ def my_steps(tmp_path):
     return tmp_path
 
 
-def test_record_and_audit_of_traces(my_steps, answer, output):
+def test_record_and_audit_commands_exchange_traces(my_steps, answer, output):
     kept = answer("record", "my_steps.py:step", "step-cpu.trace")
     assert ("kept in step-cpu.trace" in kept.out, kept.errors) == (True, ""), "a pipe shows no bar"
     output("record", "my_steps:step", "deep/b.trace", "--setting", "cpu:threads=1")
@@ -297,7 +299,7 @@ def test_record_and_audit_of_traces(my_steps, answer, output):
 
 
 @pytest.mark.usefixtures("my_steps")
-def test_audit_of_a_step_for_people_programs_and_an_issue(answer):
+def test_audit_command_of_a_step_prints_for_people_programs_and_an_issue(answer):
     compared = ("audit", "my_steps.py:short", "cpu", "cpu:emulate=tf32")
     line = STEPS.splitlines().index("    loss = (x @ x.T).square().sum()") + 1
     text = answer(*compared).out
@@ -345,14 +347,14 @@ FAILURES = {  # what cannot be done, and what is named
 
 
 @pytest.mark.parametrize("command", USAGE.strip().splitlines())
-def test_command_that_makes_no_sense_ends_with_status_2(command, answer):
+def test_cli_ends_with_status_2_for_an_invalid_command(command, answer):
     got = answer(*command.split())
     assert (got.status, got.out) == (2, "")
     assert got.errors.strip()
 
 
 @pytest.mark.parametrize("command", FAILURES)
-def test_command_that_cannot_be_done_ends_with_status_1_and_one_line(command, answer, tmp_path):
+def test_cli_ends_with_status_1_and_one_line_for_a_command_that_fails(command, answer, tmp_path):
     (tmp_path / "a-file").write_text("not a folder")
     got = answer(*command.split())
     assert (got.status, got.out) == (1, "")
@@ -392,7 +394,9 @@ def own(tmp_path):
 
 
 @pytest.mark.slow("runs six experiments, each in processes of its own")
-def test_training_of_ones_own_is_run_compared_and_listed(own, answer, output, tmp_path):
+def test_experiment_command_runs_compares_and_lists_a_custom_training(
+    own, answer, output, tmp_path
+):
     two_settings = [*own, "--seeds", "2", "--setting", "cpu:threads=2", "--metric", "loss"]
     assert "cpu:threads=2 against cpu:threads=1, 2 seeds: equivalent" in output(*two_settings)
     one = output("train", "own.py:train", "--seed", "1", "--option", "learning_rate=0.5")
@@ -416,7 +420,7 @@ def test_training_of_ones_own_is_run_compared_and_listed(own, answer, output, tm
 # --- names ----------------------------------------------------------------------------------------
 
 
-def test_file_that_cannot_be_written_is_named_before_the_work(answer, tmp_path):
+def test_cli_names_a_file_that_cannot_be_written_before_the_work(answer, tmp_path):
     (tmp_path / "a-file").write_text("")
     long, experiment = "x" * 300, ["experiment", *SMOKE[1:], "--setting", "cpu", "--picture"]
     for words, arguments in {
@@ -433,12 +437,12 @@ def test_file_that_cannot_be_written_is_named_before_the_work(answer, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["a-file"]
 
 
-def test_store_whose_name_is_not_utf8_is_refused(answer):
+def test_cli_refuses_a_store_whose_name_is_not_utf8(answer):
     got = answer(*SMOKE, "--store", "runs\udcff")
     assert (got.status, "this name is not UTF-8" in got.errors) == (2, True)
 
 
-def test_interrupted_command_ends_with_status_130_and_says_how_to_go_on(answer, tmp_path):
+def test_cli_interrupted_command_ends_with_status_130_and_says_how_to_go_on(answer, tmp_path):
     (tmp_path / "own.py").write_text("def train(seed):\n    raise KeyboardInterrupt\n")
     got = answer("train", "own.py:train")
     assert (got.status, "interrupted; run the same command again" in got.errors) == (130, True)
@@ -472,7 +476,7 @@ INTERRUPTED_IMPORTS = {
 
 
 @pytest.mark.parametrize("kind", INTERRUPTED_IMPORTS)
-def test_interrupted_import_ends_in_one_line_with_status_130(kind, tmp_path):
+def test_cli_interrupted_import_ends_in_one_line_with_status_130(kind, tmp_path):
     file, code, command = INTERRUPTED_IMPORTS[kind]
     (tmp_path / file).write_text(code)
     words = [sys.executable, "-m", "gpulab", *command.split()]

@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.slow("starts a server")
-def test_explore_serves_a_page_on_this_machine_alone(explorer_server):
+def test_explore_command_serves_a_page_on_this_machine_alone(explorer_server):
     with urllib.request.urlopen(f"http://127.0.0.1:{explorer_server.port}/", timeout=60) as answer:
         assert answer.status == 200
     with urllib.request.urlopen(explorer_server.address("bits"), timeout=120) as answer:

@@ -12,7 +12,7 @@ from gpulab import errors
 PACKAGE = Path(gl.__file__).parent
 
 
-def test_importing_gpulab_is_light(python):
+def test_import_of_gpulab_is_light(python):
     code = """
     import sys
     import gpulab
@@ -40,7 +40,7 @@ def test_importing_gpulab_is_light(python):
     )
 
 
-def test_instruments_and_verdicts_load_what_draws_only_when_they_are_to_draw(python):
+def test_import_of_drawing_libraries_waits_until_something_is_drawn(python):
     code = """
     import sys
     import pandas as pd
@@ -68,7 +68,7 @@ def packages():
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)
-def test_every_public_name_is_there_and_documented(package):
+def test_public_names_exist_and_are_documented(package):
     for name in package.__all__:
         public = getattr(package, name)
         assert inspect.getdoc(public) or name.isupper(), name
@@ -79,7 +79,7 @@ def test_every_public_name_is_there_and_documented(package):
     assert set(package.__all__) == set(dir(package))
 
 
-def test_packages_are_the_modules_among_the_public_names():
+def test_public_names_that_are_modules_are_the_packages():
     assert tuple(name for name in gl.__all__ if inspect.ismodule(getattr(gl, name))) == gl.PACKAGES
 
 
@@ -87,7 +87,7 @@ MISSING = [("gpulab.plots", "losses", "seaborn"), ("companion", "bit_explorer", 
 
 
 @pytest.mark.parametrize(("package", "name", "library"), MISSING)
-def test_names_that_need_a_missing_library_say_which_extra_installs_it(
+def test_public_names_that_need_a_missing_library_say_which_extra_installs_it(
     python, package, name, library
 ):
     code = f"""
@@ -119,7 +119,7 @@ WANTED = {  # by what is missing, inside `extra("notebooks")`
 
 
 @pytest.mark.parametrize("module", WANTED)
-def test_missing_library_is_told_from_where_it_comes(module, monkeypatch):
+def test_extra_error_names_a_missing_library_and_its_source(module, monkeypatch):
     library = module.partition(".")[0]
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(gl.GpulabError) as caught, errors.extra("notebooks"):
@@ -127,7 +127,7 @@ def test_missing_library_is_told_from_where_it_comes(module, monkeypatch):
     assert str(caught.value) == WANTED[module]
 
 
-def test_missing_module_of_an_installed_library_asks_for_a_newer_one():
+def test_extra_error_for_a_missing_module_asks_for_a_newer_library():
     with (
         pytest.raises(
             gl.GpulabError,
@@ -138,18 +138,18 @@ def test_missing_module_of_an_installed_library_asks_for_a_newer_one():
         raise ModuleNotFoundError(name="numpy.new")
 
 
-def test_missing_module_of_gpulab_itself_is_no_missing_library():
+def test_extra_error_is_not_raised_for_a_missing_module_of_gpulab():
     with pytest.raises(ModuleNotFoundError), errors.extra("notebooks"):
         importlib.import_module("gpulab.no_such_module")
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)
-def test_no_module_bears_the_name_of_a_public_function(package):
+def test_public_functions_have_no_module_of_their_name(package):
     modules = {path.stem for path in Path(package.__file__).parent.iterdir()} - set(gl.PACKAGES)
     assert set(package.__all__) & modules == set()
 
 
-def test_gpulab_knows_nothing_of_the_notebooks_companion():
+def test_gpulab_does_not_mention_companion():
     files = [file for file in PACKAGE.rglob("*") if file.suffix in (".py", ".pyi", ".html", ".css")]
     assert len(files) > 60
     assert [file.name for file in files if "companion" in file.read_text(encoding="utf-8")] == []

@@ -94,7 +94,7 @@ def call(function, arguments):
 
 
 @pytest.mark.parametrize(("function", "name", "nonsense"), PIECES)
-def test_nonsense_is_refused_by_value(function, name, nonsense):
+def test_public_function_names_the_invalid_value_that_it_refuses(function, name, nonsense):
     @settings(max_examples=5, deadline=None, database=None)
     @given(nonsense)
     def refused(value):

@@ -59,7 +59,7 @@ def test_passport_cpu_is_the_kernels_also_when_cpuinfo_is_killed(here, monkeypat
     }
 
 
-def test_passport_as_text_and_as_a_table_out_of_which_no_name_breaks(here):
+def test_passport_text_and_table_escape_every_name(here):
     known = {"kind": "cuda", "name": "<script>alert(1)</script> & co", "compute_capability": "7.5"}
     known |= {"multiprocessors": 72, "memory_bytes": 24 * 2**30, "driver": "550.1"}
     two = Passport(

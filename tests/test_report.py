@@ -80,13 +80,13 @@ def pages(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["audit.html", "verdict.html"])
-def test_no_page_runs_what_a_stranger_wrote(pages, name):
+def test_saved_page_runs_nothing_that_a_stranger_wrote(pages, name):
     text = (pages / name).read_text(encoding="utf-8")
     assert_harmless(text, styles=1)
     assert "default-src 'none'" in text
 
 
-def test_pieces_of_html_stay_escaped_when_they_are_added():
+def test_html_pieces_stay_escaped_when_they_are_added():
     piece = (
         report.paragraphs([HOSTILE]) + report.table(pd.DataFrame({HOSTILE: [HOSTILE]})) + HOSTILE
     )
@@ -95,7 +95,7 @@ def test_pieces_of_html_stay_escaped_when_they_are_added():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
-def test_what_is_saved_has_the_permissions_that_the_umask_leaves(pages, tmp_path):
+def test_saved_files_have_the_permissions_that_the_umask_leaves(pages, tmp_path):
     (tmp_path / "as usual").touch()
     files.write(pages / "tensors.bin", safetensors.torch.save({"a": torch.ones(2)}))
     assert {file.stat().st_mode for file in pages.rglob("*.*")} == {
@@ -103,7 +103,7 @@ def test_what_is_saved_has_the_permissions_that_the_umask_leaves(pages, tmp_path
     }
 
 
-def test_a_message_writes_control_characters_out():
+def test_error_message_writes_control_characters_out():
     assert (
         str(gl.UsageError("\x1b[31mred\x07\ud800\u202e.csv: no"))
         == "\\x1b[31mred\\x07\\ud800\\u202e.csv: no"

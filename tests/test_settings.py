@@ -213,7 +213,7 @@ def test_setting_restores_every_flag_also_after_an_exception(text):
     assert flags() | {"denormals": denormal_products()} == before
 
 
-def test_setting_is_in_force_inside_and_a_nested_one_is_undone():
+def test_setting_is_active_inside_and_a_nested_one_is_undone():
     with gl.setting("cpu:threads=1,deterministic=on,precision=float64") as outside:
         outer = flags()
         assert torch.get_num_threads() == arithmetic()["threads"] == 1

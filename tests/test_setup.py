@@ -96,7 +96,7 @@ def test_pages_name_only_commands_that_exist():
             assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options, name + arguments
 
 
-def test_the_tables_of_commands_are_those_of_the_commands():
+def test_command_line_page_has_the_tables_of_the_commands():
     commands = script("commands")
     written = commands.MARKS.findall(DOCS["command_line.md"])
     assert written == [commands.tables()], "write them anew: python docs/_tools/commands.py"
@@ -179,7 +179,7 @@ def test_demonstrations_print_what_the_page_shows(page, python, tmp_path, monkey
             assert folded(shown) == folded(got), code
 
 
-def test_the_page_on_the_audit_shows_what_its_example_prints(python, tmp_path, monkeypatch):
+def test_audit_example_page_shows_what_its_example_prints(python, tmp_path, monkeypatch):
     """Except for the sizes of roundings. `GPULAB_RECORD=1` writes the output into the page anew."""
     text = WORKED_EXAMPLE.read_text(encoding="utf-8")
     blocks = BLOCK.findall(text)
@@ -200,7 +200,7 @@ def test_the_page_on_the_audit_shows_what_its_example_prints(python, tmp_path, m
             assert ROUNDED.sub("…", folded(shown)) == ROUNDED.sub("…", folded(got)), code
 
 
-def test_the_page_on_the_audit_lists_the_thresholds_of_the_code():
+def test_audit_page_lists_the_thresholds_of_the_code():
     rows = re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \|", DOCS["audit.md"], re.MULTILINE)
     assert len(rows) > 5
     for name, shown in rows:
@@ -234,7 +234,7 @@ def anchors(page):
 @pytest.mark.parametrize(
     "folder", [".", "docs", "docs/seminar", "data", "benchmarks", "benchmarks/results"]
 )
-def test_every_link_of_a_page_leads_somewhere(folder):
+def test_links_of_pages_lead_somewhere(folder):
     pages = sorted((ROOT / folder).glob("*.md"))
     assert pages
     for page in pages:
@@ -270,14 +270,14 @@ def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
     )
 
 
-def test_public_names_and_their_parameters_are_those_that_are_promised():
+def test_public_names_page_lists_the_names_and_parameters_that_there_are():
     names = script("names")
     assert names.PAGE.read_text(encoding="utf-8") == names.page(), (
         "a name or parameter has changed: python docs/_tools/names.py"
     )
 
 
-def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
+def test_paper_numbers_are_those_of_the_recorded_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "_tools"))
     paper = script("paper")
     for file in paper.PAPERS:
@@ -353,14 +353,14 @@ def test_dependabot_looks_at_every_kind_of_dependency_once_a_week():
     assert all(update["groups"] for update in updates)
 
 
-def test_every_option_of_a_setting_is_listed():
+def test_settings_page_lists_every_option():
     table = dict(re.findall(r"^\| `(\w+)=[^|]*\| ([a-z, ]+) \|", DOCS["settings.md"], re.MULTILINE))
     assert {name: tuple(devices.split(", ")) for name, devices in table.items()} == {
         name: option.devices for name, option in OPTIONS.items()
     }
 
 
-def test_recorded_data_goes_into_the_wheel():
+def test_wheel_contains_recorded_data():
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     assert included == {
         source: f"gpulab/recorded/{source.partition('/')[2]}" for source in included
@@ -377,7 +377,7 @@ def test_recorded_data_goes_into_the_wheel():
     assert {source.split("/")[1] for source in included if source.startswith("data/")} == read
 
 
-def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):
+def test_wheel_contains_what_the_examples_read(monkeypatch, tmp_path):
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     commands = "".join(re.findall(r"^\$ (.+\n)", ALL_PAGES, re.MULTILINE))
     read = set(re.findall(r"\bdata/[\w./-]+", commands))
@@ -392,7 +392,7 @@ def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypat
         assert files.find_shipped(file) == copy
 
 
-def test_steps_of_gpulab_that_the_examples_record_are_found(monkeypatch, tmp_path):
+def test_find_function_finds_the_steps_of_gpulab_that_the_examples_record(monkeypatch, tmp_path):
     recorded = re.findall(r"^\$ gpulab record (gpulab\.\S+) ", ALL_PAGES, re.MULTILINE)
     assert recorded
     monkeypatch.chdir(tmp_path)
@@ -411,7 +411,7 @@ FORMER_PATHS = {"benchmarks/networks.py"}  # for which gpulab knows the present 
 
 
 @pytest.mark.parametrize("folder", ["gpulab", "notebooks", "docs", "benchmarks"])
-def test_every_benchmark_that_is_named_is_there(folder):
+def test_benchmarks_that_are_named_exist(folder):
     files = [
         file
         for kind in ("py", "pyi", "md", "in", "ipynb")

@@ -36,7 +36,7 @@ def pages(site):
     return {file: Page(file) for file in sorted(site.rglob("*.html"))}
 
 
-def test_every_link_leads_to_a_page_and_an_anchor_and_nothing_comes_from_a_network(site, pages):
+def test_site_links_lead_to_pages_and_anchors_and_load_nothing_from_a_network(site, pages):
     dead, loaded = [], set()
     for file, page in pages.items():
         named = (
@@ -62,7 +62,7 @@ def test_every_link_leads_to_a_page_and_an_anchor_and_nothing_comes_from_a_netwo
     assert not re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//[^)\"']*", styles)
 
 
-def test_every_public_name_has_an_entry(site, pages):
+def test_site_has_an_entry_for_every_public_name(site, pages):
     for package in [gl, companion, *(getattr(gl, name) for name in gl.PACKAGES)]:
         anchors = pages[site / "reference" / f"{package.__name__}.html"].anchors
         for name in {*package.__all__} - {*gl.PACKAGES}:
@@ -71,12 +71,12 @@ def test_every_public_name_has_an_entry(site, pages):
             )
 
 
-def test_inherited_properties_have_an_entry(site, pages):
+def test_site_has_entries_for_inherited_properties(site, pages):
     anchors = pages[site / "reference" / "gpulab.stats.html"].anchors
     assert {"gpulab.stats.Verdict.decision", "gpulab.stats.Verdict.plot"} <= anchors
 
 
-def test_every_figure_has_words(pages):
+def test_site_figures_have_words(pages):
     for file, page in pages.items():
         assert all(
             (attributes.get("alt") or "").strip()
@@ -85,7 +85,7 @@ def test_every_figure_has_words(pages):
         ), file
 
 
-def test_every_notebook_has_slides(slides):
+def test_slides_exist_for_every_notebook(slides):
     decks = {"single", *(file.stem for file in (ROOT / "notebooks").glob("*.ipynb"))}
     written = list(slides.glob("*.slides.html"))
     assert all("reveal" in file.read_text(encoding="utf-8") for file in written)

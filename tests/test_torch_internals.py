@@ -119,7 +119,7 @@ def uses_of_private_api(source):
 
 
 @pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(PACKAGE)) for file in FILES])
-def test_no_other_file_touches_the_private_api(file):
+def test_private_api_is_touched_by_no_other_file(file):
     assert list(uses_of_private_api(file.read_text(encoding="utf-8"))) == []
 
 
@@ -145,7 +145,7 @@ def test_no_other_file_touches_the_private_api(file):
         "'torch._dynamo' in sys.modules",
     ],
 )
-def test_scan_finds_private_api(line):
+def test_uses_of_private_api_are_found(line):
     assert len(list(uses_of_private_api(line))) >= 1
 
 
@@ -164,7 +164,7 @@ def test_scan_finds_private_api(line):
         "'torch._dynamo compiles functions'",
     ],
 )
-def test_scan_leaves_other_code_alone(line):
+def test_uses_of_private_api_do_not_include_other_code(line):
     assert list(uses_of_private_api(line)) == []
 
 
@@ -203,7 +203,7 @@ def test_entry_has_a_test(name):
     assert re.search(rf"(internals\.|import [\w, ]*\b){name}\b", source)
 
 
-def test_importing_the_module_imports_no_compiler():
+def test_torch_internals_import_no_compiler():
     code = (
         "import sys, gpulab._torch_internals; assert not {'torch._dynamo', 'torch._inductor'} &"
         " set(sys.modules)"
@@ -236,7 +236,7 @@ def operations_of(function, *args):
     return [operation for operation, _, _ in recorded(function, *args)]
 
 
-def test_operations_are_overloads_with_the_attributes_in_use():
+def test_op_overload_has_the_attributes_in_use():
     (operation,) = operations_of(torch.add, torch.ones(2), torch.ones(2))
     assert isinstance(operation, internals.OpOverload)
     assert operation is aten.add.Tensor
@@ -247,17 +247,17 @@ def test_operations_are_overloads_with_the_attributes_in_use():
     assert torch.equal(aten.matmul.default.decompose(torch.eye(2), torch.eye(2)), torch.eye(2))
 
 
-def test_a_conversion_calls_to_copy():
+def test_to_copy_is_called_by_a_conversion():
     assert operations_of(lambda x: x.double(), torch.ones(2)) == [internals.TO_COPY]
 
 
-def test_a_product_with_a_batch_calls_unsafe_view():
+def test_unsafe_view_is_called_by_a_product_with_a_batch():
     assert internals.UNSAFE_VIEW in operations_of(
         torch.matmul, torch.ones(2, 3, 4), torch.ones(4, 5)
     )
 
 
-def test_lstm_cell_has_kernels_with_the_arguments_in_use():
+def test_fused_lstm_cell_has_the_arguments_in_use():
     forward = internals.fused_lstm_cell.default
     names = ["input_gates", "hidden_gates", "cx", "input_bias", "hidden_bias"]
     assert internals.argument_names(forward) == names
@@ -273,7 +273,7 @@ def test_lstm_cell_has_kernels_with_the_arguments_in_use():
 
 
 @needs_cuda
-def test_lstm_cell_computes_on_a_gpu():
+def test_fused_lstm_cell_computes_on_a_gpu():
     gates, cell = torch.zeros(1, 8, device="cuda"), torch.ones(1, 2, device="cuda")
     hidden, after, activated = internals.fused_lstm_cell(gates, gates, cell, None, None)
     assert torch.allclose(after, torch.full_like(cell, 0.5))
@@ -283,7 +283,7 @@ def test_lstm_cell_computes_on_a_gpu():
     assert (of_gates.shape, of_cell.shape) == (gates.shape, cell.shape)
 
 
-def test_operations_called_by_a_mode_pass_through_torchs_operator_module():
+def test_operator_module_is_passed_by_operations_that_a_mode_calls():
     class Failing(internals.UncompiledDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             return operation(*args, **(kwargs or {}))
@@ -294,13 +294,13 @@ def test_operations_called_by_a_mode_pass_through_torchs_operator_module():
     assert modules[-2:] == [__name__, internals.OPERATOR_MODULE]
 
 
-def test_names_of_operations():
+def test_operation_name_and_schema_name_are_those_of_the_operation():
     assert internals.schema_name(aten.addmm_.default) == "aten::addmm_"
     assert internals.operation_name(aten.addmm_.default) == "addmm"
     assert internals.operation_name(aten._to_copy.default) == "_to_copy"
 
 
-def test_schemas_tell_what_is_written():
+def test_is_mutable_argument_names_and_result_names_follow_the_schema():
     assert [
         internals.is_mutable(operation) for operation in (aten.add.Tensor, aten.add_.Tensor)
     ] == [False, True]
@@ -313,7 +313,7 @@ def test_schemas_tell_what_is_written():
     }
 
 
-def test_results_are_what_is_returned_or_else_written():
+def test_returned_or_written_gives_what_is_returned_or_else_written():
     written, kept = [torch.zeros(2)], torch.ones(2)
     zero, ctc = aten._foreach_zero_.default, aten._ctc_loss.default
     assert internals.returned_or_written(zero, (written,), None) == [written]
@@ -321,7 +321,7 @@ def test_results_are_what_is_returned_or_else_written():
     assert internals.returned_or_written(ctc, (), (kept, written)) == (kept,)
 
 
-def test_a_failed_factorisation_says_so():
+def test_has_failed_recognizes_a_failed_factorization():
     operation = aten.linalg_cholesky_ex.default
     found = [
         internals.has_failed(operation, operation(matrix))
@@ -338,7 +338,7 @@ def test_a_failed_factorisation_says_so():
         lambda size: torch.empty_like(torch.ones(size)),
     ],
 )
-def test_new_memory_comes_from_operations_that_only_allocate(make):
+def test_only_allocates_recognizes_operations_that_make_new_memory(make):
     names = [internals.operation_name(operation) for operation in operations_of(make, 3)]
     assert internals.only_allocates(names[-1])
     assert not internals.only_allocates("zeros")
@@ -347,7 +347,7 @@ def test_new_memory_comes_from_operations_that_only_allocate(make):
 @pytest.mark.parametrize(
     "overwrite", [lambda x: x.copy_(torch.ones(2)), lambda x: x.fill_(1.0), lambda x: x.zero_()]
 )
-def test_overwriting_operations_are_known_by_name(overwrite):
+def test_overwrites_first_argument_recognizes_operations_by_name(overwrite):
     names = [
         internals.operation_name(operation) for operation in operations_of(overwrite, torch.ones(2))
     ]
@@ -355,14 +355,14 @@ def test_overwriting_operations_are_known_by_name(overwrite):
     assert not internals.overwrites_first_argument("add")
 
 
-def test_operations_in_place_have_a_functional_variant():
+def test_functional_variant_exists_for_operations_in_place():
     assert internals.functional_variant(aten.add_.Tensor) is aten.add.Tensor
     assert internals.functional_variant(aten.relu_.default) is aten.relu.default
     assert internals.functional_variant(aten.add.Tensor) is None
     assert internals.functional_variant(aten.add.out) is None
 
 
-def test_composite_operations_are_those_without_a_kernel_of_a_device():
+def test_is_composite_holds_for_operations_without_a_kernel_of_a_device():
     composite = [
         internals.is_composite(operation) for operation in (aten.linear.default, aten.mm.default)
     ]
@@ -375,7 +375,7 @@ def test_composite_operations_are_those_without_a_kernel_of_a_device():
     assert not internals.is_composite(aten.silu_backward.default)
 
 
-def test_composite_kernels_call_other_operations():
+def test_call_composite_kernel_calls_other_operations():
     x = torch.eye(3)
     with Recording() as mode:
         product = internals.call_composite_kernel(aten.matmul.default, (x, x), {})
@@ -385,13 +385,13 @@ def test_composite_kernels_call_other_operations():
     assert names.count("mm") == 2
 
 
-def test_a_decomposition_computes_the_same():
+def test_decomposition_of_an_operation_computes_the_same():
     x, y = torch.eye(3), torch.ones(2, 3)
     operation = aten._euclidean_dist.default
     assert torch.allclose(internals.decomposition_of(operation)(x, y), operation(x, y), atol=1e-6)
 
 
-def test_formulas_count_floating_point_operations():
+def test_flop_formulas_count_floating_point_operations():
     product = torch.ones(2, 3) @ torch.ones(3, 4)
     formula = internals.flop_formulas()[aten.mm]
     assert formula(torch.ones(2, 3), torch.ones(3, 4), out_val=product) == 2 * 2 * 3 * 4
@@ -400,7 +400,7 @@ def test_formulas_count_floating_point_operations():
 # --- dispatch modes -------------------------------------------------------------------------------
 
 
-def test_modes_see_operations_and_are_left_out_by_the_compiler():
+def test_uncompiled_dispatch_mode_sees_operations_and_is_not_compiled():
     class Doubling(internals.UncompiledDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             return 2 * operation(*args, **(kwargs or {}))
@@ -413,7 +413,7 @@ def test_modes_see_operations_and_are_left_out_by_the_compiler():
     assert Doubling.__torch_dispatch__._torchdynamo_disable
 
 
-def test_modes_import_no_compiler():
+def test_uncompiled_dispatch_mode_imports_no_compiler():
     code = """
         import sys, torch
         from gpulab._torch_internals import UncompiledDispatchMode, uncompiled
@@ -430,7 +430,7 @@ def test_modes_import_no_compiler():
     subprocess.run([sys.executable, "-c", inspect.cleandoc(code)], check=True)
 
 
-def test_dispatch_can_be_disabled_inside_a_mode():
+def test_dispatch_disabled_hides_operations_from_a_mode():
     def compute():
         with internals.dispatch_disabled():
             torch.ones(2).exp()
@@ -438,13 +438,13 @@ def test_dispatch_can_be_disabled_inside_a_mode():
     assert recorded(compute) == []
 
 
-def test_active_modes_are_listed_in_order():
+def test_active_dispatch_modes_are_listed_in_order():
     with Recording() as outer, Recording() as inner:
         assert internals.active_dispatch_modes() == [outer, inner]
     assert internals.active_dispatch_modes() == []
 
 
-def test_wrapper_subclasses_are_known_by_their_type():
+def test_has_wrapper_subclass_knows_subclasses_by_their_type():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert internals.has_wrapper_subclass([torch.Tensor, type(nested)])
     assert not internals.has_wrapper_subclass([torch.Tensor, nn.Parameter])
@@ -456,14 +456,14 @@ CAN_TELL_OBSERVERS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hoo
 @pytest.mark.parametrize(
     "observer", [Recording(), TorchFunctionMode(), saved_tensors_hooks(lambda x: x, lambda x: x)]
 )
-def test_observers_of_computations_are_noticed(observer):
+def test_has_computation_observers_notices_each_observer(observer):
     assert internals.has_computation_observers() is not CAN_TELL_OBSERVERS
     with observer:
         assert internals.has_computation_observers()
     assert internals.has_computation_observers() is not CAN_TELL_OBSERVERS
 
 
-def test_recurrent_layers_are_taken_apart_without_the_fused_kernels():
+def test_without_fused_rnn_splits_recurrent_layers_into_operations():
     layer, x = nn.LSTM(2, 3), torch.ones(4, 1, 2)
     before = torch.backends.mkldnn.is_available(), torch.backends.cudnn.enabled
 
@@ -516,7 +516,7 @@ def test_uncompiled_functions_are_not_compiled():
 
 
 @pytest.mark.usefixtures("compiler")
-def test_compiled_graphs_are_counted():
+def test_compiled_graph_count_counts_graphs_until_they_are_forgotten():
     internals.forget_compiled_graphs()
     torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(2))
     assert internals.compiled_graph_count() == 1
@@ -524,7 +524,7 @@ def test_compiled_graphs_are_counted():
     assert internals.compiled_graph_count() == 0
 
 
-def test_a_loaded_compiler_is_noticed():
+def test_is_compiler_loaded_notices_a_loaded_compiler():
     code = """
         import torch
         from gpulab._torch_internals import is_compiler_loaded
@@ -537,7 +537,7 @@ def test_a_loaded_compiler_is_noticed():
 
 
 @pytest.mark.usefixtures("compiler")
-def test_more_recompilations_than_allowed_are_an_error():
+def test_recompilations_allowed_raises_beyond_the_number():
     doubled = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
     with internals.recompilations_allowed(2):
         doubled(torch.ones(2))
@@ -546,7 +546,7 @@ def test_more_recompilations_than_allowed_are_an_error():
             doubled(torch.ones(4))
 
 
-def test_compiler_can_draw_the_numbers_of_uncompiled_code():
+def test_uncompiled_random_numbers_can_be_asked_of_the_compiler():
     from torch._inductor import config
 
     for wanted in (True, False):
@@ -556,7 +556,7 @@ def test_compiler_can_draw_the_numbers_of_uncompiled_code():
 
 
 @pytest.mark.usefixtures("compiler")
-def test_errors_of_the_compiler_have_a_class():
+def test_compiler_error_is_the_class_of_errors_of_the_compiler():
     def failing(*_):
         raise RuntimeError("not this one")
 
@@ -565,7 +565,7 @@ def test_errors_of_the_compiler_have_a_class():
 
 
 @pytest.mark.usefixtures("compiler")
-def test_compiled_modules_are_seen_through():
+def test_original_module_is_found_behind_a_compiled_one():
     plain = nn.Sequential(nn.Linear(2, 2))
     wrapped, in_place = torch.compile(plain, backend="eager"), nn.Sequential(nn.Linear(2, 2))
     assert not internals.is_compiled(in_place)
@@ -581,7 +581,7 @@ def test_compiled_modules_are_seen_through():
     assert names == ["", *(name for name, _ in plain.named_modules())]
 
 
-def test_the_call_of_a_module_can_be_replaced():
+def test_replace_call_replaces_the_call_of_a_module():
     module, hooked = nn.Linear(2, 3), []
     module.register_forward_hook(lambda *_: hooked.append(True))
 
@@ -598,7 +598,7 @@ def test_the_call_of_a_module_can_be_replaced():
 # --- autograd -------------------------------------------------------------------------------------
 
 
-def test_graph_of_a_result_has_its_nodes_once():
+def test_graph_nodes_of_a_result_are_listed_once():
     weight = torch.ones(2, requires_grad=True)
     shared = weight.exp()
     names = [node.name() for node in internals.graph_nodes((shared * shared).sum())]
@@ -607,7 +607,7 @@ def test_graph_of_a_result_has_its_nodes_once():
     )
 
 
-def test_nodes_are_numbered_and_known_while_they_compute():
+def test_current_node_is_known_and_numbered_while_it_computes():
     seen = {}
 
     class Exponential(torch.autograd.Function):
@@ -637,7 +637,7 @@ def test_nodes_are_numbered_and_known_while_they_compute():
     assert internals.current_backward_pass() == -1
 
 
-def test_saved_tensors_pass_the_hooks_that_were_pushed():
+def test_saved_tensor_hooks_see_tensors_while_they_are_pushed():
     packed, unpacked = [], []
     internals.push_saved_tensor_hooks(
         lambda x: packed.append(x) or x, lambda x: unpacked.append(x) or x
@@ -663,7 +663,7 @@ def test_saved_values_have_names():
     assert "self" not in dict(internals.saved_values(product.grad_fn))  # it was released
 
 
-def test_batch_norm_and_randomised_relu_save_what_the_guard_looks_for():
+def test_saved_values_of_batch_norm_and_rrelu_are_those_the_guard_looks_for():
     normed = nn.BatchNorm1d(3)(torch.rand(4, 3, requires_grad=True))
     saved = dict(
         internals.saved_values(normed.grad_fn, ["training", "running_mean", "running_var"])
@@ -676,7 +676,7 @@ def test_batch_norm_and_randomised_relu_save_what_the_guard_looks_for():
     assert isinstance(saved["noise"], torch.Tensor)
 
 
-def test_frames_of_a_checkpoint_are_known():
+def test_is_checkpoint_frame_recognizes_frames_of_a_checkpoint():
     frames = []
 
     def unpack(x):
@@ -695,7 +695,7 @@ def test_frames_of_a_checkpoint_are_known():
     assert "saved_tensors_hooks" in source  # there it computes forward again
 
 
-def test_functions_that_can_be_differentiated_once_are_known():
+def test_once_differentiable_functions_are_recognized():
     def function(decorate):
         class Doubled(torch.autograd.Function):
             @staticmethod
@@ -715,7 +715,7 @@ def test_functions_that_can_be_differentiated_once_are_known():
     assert not internals.is_once_differentiable(torch.ones(2, requires_grad=True).exp().grad_fn)
 
 
-def test_leaves_are_found_from_their_nodes():
+def test_leaf_of_a_node_is_found():
     weight = torch.ones(2, requires_grad=True)
     node = weight.exp().grad_fn
     assert internals.leaf_of(node) is None
@@ -723,7 +723,7 @@ def test_leaves_are_found_from_their_nodes():
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_a_leaf_are_noticed(kind):
+def test_has_tensor_hooks_notices_hooks_of_a_leaf(kind):
     weight = torch.ones(2, requires_grad=True)
     assert not internals.has_tensor_hooks(weight)
     handle = getattr(weight, kind)(lambda *_: None)
@@ -736,7 +736,7 @@ MODULE_HOOKS = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_
 
 
 @pytest.mark.parametrize("kind", MODULE_HOOKS)
-def test_hooks_of_modules_are_noticed(kind):
+def test_has_module_hooks_notices_hooks_of_modules(kind):
     module = nn.Linear(2, 2)
     assert not internals.has_module_hooks(module)
     assert not internals.has_global_module_hooks()
@@ -750,7 +750,7 @@ def test_hooks_of_modules_are_noticed(kind):
     assert not internals.has_global_module_hooks()
 
 
-def test_steps_of_every_optimizer_are_reported():
+def test_optimizer_step_hooks_report_steps_of_every_optimizer():
     weight, seen = torch.ones(2, requires_grad=True), []
     handles = [
         internals.register_optimizer_step_pre_hook(
@@ -771,7 +771,7 @@ def test_steps_of_every_optimizer_are_reported():
 # --- tensors, storages and memory -----------------------------------------------------------------
 
 
-def test_weak_references_tell_whether_a_storage_lives():
+def test_storage_weak_ref_tells_whether_a_storage_lives():
     tensor = torch.ones(2)
     reference = internals.StorageWeakRef(tensor.untyped_storage())
     assert reference.cdata == internals.storage_identity(tensor[1:].untyped_storage())
@@ -781,7 +781,7 @@ def test_weak_references_tell_whether_a_storage_lives():
     assert reference.expired()
 
 
-def test_a_storage_is_found_by_its_weak_reference_as_long_as_it_lives():
+def test_storage_alive_finds_a_storage_as_long_as_it_lives():
     tensor = torch.ones(3)
     reference = internals.StorageWeakRef(tensor.untyped_storage())
     storage = internals.storage_alive(reference)
@@ -791,7 +791,7 @@ def test_a_storage_is_found_by_its_weak_reference_as_long_as_it_lives():
     assert internals.storage_alive(reference) is None
 
 
-def test_frames_that_the_compiler_leaves_alone_because_of_a_mode_are_told():
+def test_report_skipped_frames_reports_frames_that_a_mode_keeps_uncompiled():
     told = []
     undo = internals.report_skipped_frames(lambda: told.append(True))
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
@@ -809,7 +809,7 @@ def test_frames_that_the_compiler_leaves_alone_because_of_a_mode_are_told():
     assert len(told) == count
 
 
-def test_tensors_are_weak_keys():
+def test_weak_tensor_key_dictionary_forgets_tensors_that_are_gone():
     tensor = torch.ones(2)
     table = internals.WeakTensorKeyDictionary({tensor: 1})
     assert table.get(tensor) == 1
@@ -825,7 +825,7 @@ def wrapped_by_a_transform():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_plain_tensors_and_their_memory():
+def test_is_plain_holds_for_ordinary_tensors_and_their_memory():
     x = torch.arange(6.0).reshape(2, 3)
     others = [
         x.to_sparse(),
@@ -859,7 +859,7 @@ def test_plain_tensors_and_their_memory():
         (lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged), 2),
     ],
 )
-def test_tensors_consist_of_ordinary_ones(make, parts):
+def test_component_tensors_are_ordinary_tensors(make, parts):
     found = internals.component_tensors(make(torch.eye(2)))
     plain = [
         part
@@ -871,7 +871,7 @@ def test_tensors_consist_of_ordinary_ones(make, parts):
     assert bool(found) == bool(parts)
 
 
-def test_fake_tensors_have_no_components():
+def test_component_tensors_of_fake_tensors_are_none():
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():
@@ -879,7 +879,7 @@ def test_fake_tensors_have_no_components():
     assert internals.component_tensors(fake) == []
 
 
-def test_versions_and_bases_of_tensors():
+def test_version_of_and_base_of_follow_writes_and_views():
     x = torch.ones(2, requires_grad=True)
     copied = x.clone()
     part, version = copied[1:], internals.version_of(copied)
@@ -890,7 +890,7 @@ def test_versions_and_bases_of_tensors():
     assert [internals.is_view(tensor) for tensor in (part, copied)] == [True, False]
 
 
-def test_zeros_of_forward_mode_are_known():
+def test_is_zero_tensor_recognizes_zeros_of_forward_mode():
     assert internals.is_zero_tensor(torch._efficientzerotensor(2))
     assert not internals.is_zero_tensor(torch.zeros(2))
 
@@ -898,7 +898,7 @@ def test_zeros_of_forward_mode_are_known():
 # --- nested values --------------------------------------------------------------------------------
 
 
-def test_nested_values_are_taken_apart_and_put_together():
+def test_tree_flatten_and_tree_unflatten_are_inverse():
     nested = {"a": [torch.ones(2), 1], "b": (2, None)}
     leaves, specification = internals.tree_flatten(nested)
     assert internals.tree_unflatten(leaves, specification) == nested
@@ -908,7 +908,7 @@ def test_nested_values_are_taken_apart_and_put_together():
     assert internals.named_leaves({"a": [1], "b": 2}) == [("['a'][0]", 1), ("['b']", 2)]
 
 
-def test_arguments_of_operations_are_mapped():
+def test_map_nested_and_find_tensors_reach_nested_arguments():
     x, y = torch.ones(1), torch.ones(1)
     nested = [x, (1, "text", None), {"y": y}]
     assert internals.find_tensors(nested) == [x, y]
@@ -922,7 +922,7 @@ def test_arguments_of_operations_are_mapped():
 # --- modules and optimizers -----------------------------------------------------------------------
 
 
-def test_layers_derive_from_the_classes_in_use():
+def test_dropout_and_norm_modules_are_bases_of_the_layers_in_use():
     dropouts = (
         nn.Dropout,
         nn.Dropout1d,
@@ -951,7 +951,7 @@ def test_weight_norm_is_a_function_that_modes_see():
     assert internals.weight_norm in seen
 
 
-def test_a_module_can_hold_other_tensors_for_a_while():
+def test_reparametrized_module_holds_other_tensors_for_a_while():
     layer = nn.Linear(2, 1, bias=False)
     before = layer.weight
     with internals.reparametrized(layer, {"weight": torch.full((1, 2), 3.0)}, tie_weights=True):
@@ -959,12 +959,12 @@ def test_a_module_can_hold_other_tensors_for_a_while():
     assert layer.weight is before
 
 
-def test_lazy_parameters_are_known():
+def test_is_lazy_recognizes_lazy_parameters():
     assert internals.is_lazy(nn.LazyLinear(2).weight)
     assert not internals.is_lazy(nn.Linear(2, 2).weight)
 
 
-def test_adam_is_torchs():
+def test_adam_is_that_of_torch():
     weight = torch.tensor([1.0, -2.0])
     parameter = nn.Parameter(weight.clone())
     parameter.grad = torch.tensor([0.5, 0.1])
@@ -984,7 +984,7 @@ def test_adam_is_torchs():
     assert torch.equal(weight, parameter.detach())
 
 
-def test_tensors_of_a_module_can_be_converted():
+def test_convert_tensors_converts_parameters_and_buffers():
     module = nn.BatchNorm1d(2)
     internals.convert_tensors(module, lambda x: x.double() if x.is_floating_point() else x)
     assert {module.weight.dtype, module.running_mean.dtype} == {torch.float64}
@@ -995,7 +995,7 @@ def test_tensors_of_a_module_can_be_converted():
 
 
 @needs_cuda_build
-def test_functions_for_cuda_exist():
+def test_cuda_functions_in_use_exist():
     from torch.cuda import _gpu_trace
 
     names = ("_activate_gpu_trace", "_cuda_clearCublasWorkspaces")
@@ -1010,7 +1010,7 @@ def test_functions_for_cuda_exist():
 
 
 @needs_cuda
-def test_waits_for_a_gpu_are_reported():
+def test_gpu_wait_callback_reports_waits():
     code = """
         import torch
         from gpulab._torch_internals import is_event_finished, register_gpu_wait_callback
@@ -1030,7 +1030,7 @@ def test_waits_for_a_gpu_are_reported():
 
 
 @needs_cuda
-def test_kernels_are_compiled_from_their_source():
+def test_compile_elementwise_kernel_compiles_from_source():
     kernel = internals.compile_elementwise_kernel(
         "template <typename T> T twice(T x) { return 2 * x; }"
     )
@@ -1038,7 +1038,7 @@ def test_kernels_are_compiled_from_their_source():
 
 
 @needs_cuda
-def test_cublas_workspaces_can_be_released():
+def test_clear_cublas_workspaces_releases_memory():
     x = torch.ones(64, 64, device="cuda")
     torch.mm(x, x)
     before = torch.cuda.memory_allocated()
@@ -1046,7 +1046,7 @@ def test_cublas_workspaces_can_be_released():
     assert torch.cuda.memory_allocated() < before
 
 
-def test_tensors_that_an_operation_writes_to_are_found():
+def test_written_tensors_are_those_that_an_operation_writes_to():
     x, y = torch.ones(2), torch.ones(2)
     assert internals.written_tensors(aten.add_.Tensor, (x, y), {})[0] is x
     assert internals.written_tensors(aten.add.Tensor, (x, y), {}) == []
@@ -1060,14 +1060,14 @@ def test_tensors_that_an_operation_writes_to_are_found():
     )
 
 
-def test_negative_views_share_their_memory():
+def test_negative_view_shares_its_memory():
     x = torch.tensor([1.0, 2.0])
     view = internals.negative_view(x)
     x[0] = 5.0
     assert view.tolist() == [-5.0, -2.0]
 
 
-def test_lengths_of_ctc_are_lists_where_they_are_on_another_device():
+def test_ctc_loss_takes_lengths_as_lists_where_they_are_on_another_device():
     original = torch.ctc_loss
     scores = torch.randn(6, 2, 5).log_softmax(-1)
     targets, lengths = (

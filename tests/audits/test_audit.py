@@ -69,7 +69,7 @@ def in_short(h):
     )
 
 
-def test_bfloat16_in_one_layer_is_reduced_precision_there():
+def test_audit_calls_bfloat16_in_one_layer_reduced_precision_of_that_layer():
     report = audited(with_a_function(in_short))
     assert report.kind == "reduced precision"
     there = [f for f in faults(report) if f.module == "1"]
@@ -185,7 +185,7 @@ def test_audit_explains_right_steps_by_formats_and_rounding_alone(name):
     assert b == TF32 or not report.table.ratio_b.max() > 1
 
 
-def test_html_shows_picture_and_findings_and_escapes_names(tmp_path):
+def test_audit_html_shows_picture_and_findings_and_escapes_names(tmp_path):
     net = nn.Sequential()
     net.add_module("<script>alert(1)</script>", nn.Linear(4, 4))
     with Kernels("addmm", WRONG["a thousandth"], always=False):
@@ -229,7 +229,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_traces_with_other_data_or_weights_say_so(what):
+def test_audit_of_traces_with_other_data_or_weights_says_so(what):
     report = gl.audit(recorded(network_step()), recorded(OTHERS[what]))
     assert (report.kind, report.faulty) == ("other data", True), report
     first = report.findings[0]

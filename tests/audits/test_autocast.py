@@ -91,7 +91,7 @@ class ForgetsFactor(nn.Module):
 @pytest.mark.parametrize("place", range(1, 5))
 # far beyond their rounding
 @pytest.mark.parametrize(("autocast", "factor"), [("float16", 1.02), ("bfloat16", 1.5)])
-def test_fault_under_autocast_is_found(autocast, factor, place):
+def test_autocast_does_not_hide_a_fault(autocast, factor, place):
     torch.manual_seed(place)
     model = perceptron()
     model.insert(place, ForgetsFactor(factor))

@@ -31,12 +31,12 @@ SLOW = pytest.mark.slow("Inductor compiles for half a minute")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[SLOW] * (name in INDUCTOR)) for name in CASES]
 )
-def test_first_line_of_a_compiled_case(name):
+def test_compiled_audit_first_line_is_right_for_each_case(name):
     row = public_cases.examined(CASES[name], CASES[name].pairs[1])
     assert row["right"], row["text"]
 
 
-def test_finding_names_module_line_result_and_part_of_the_compiler():
+def test_compiled_audit_names_module_line_result_and_part_of_the_compiler():
     answer = audited(CASES["minuend_and_subtrahend"].step(), b="cpu:compile=swaps")
     (finding,) = answer.findings
     assert (finding.kind, finding.operation, finding.module) == ("mismatch", "Difference", "2")
@@ -47,13 +47,13 @@ def test_finding_names_module_line_result_and_part_of_the_compiler():
     assert "1 × mismatch" in str(answer).splitlines()[0]
 
 
-def test_two_modules_that_are_wrong_only_together_are_named():
+def test_compiled_audit_names_two_modules_that_are_wrong_only_together():
     answer = audited(CASES["two_that_are_wrong_together"].step(), b="cpu:compile=fuses_wrongly")
     assert "no module inside is wrong alone, only with" in answer.findings[0].detail
     assert "2.act" in answer.findings[0].detail
 
 
-def test_view_that_a_backend_loses_is_not_lost_by_functionalisation():
+def test_compiled_audit_of_aot_eager_keeps_a_view_that_another_backend_loses():
     answer = audited(CASES["a_view_that_is_lost"].step(), b="cpu:compile=aot_eager")
     assert answer.table.difference.max() == 0
     assert "identical to the last bit" in answer.headline
@@ -72,7 +72,7 @@ def test_compiled_audit_leaves_the_model_as_it_was():
     assert all(parameter.grad is None for parameter in step.model.parameters())
 
 
-def test_model_that_is_compiled_already_and_shared_modules():
+def test_compiled_audit_takes_a_compiled_model_and_shared_modules():
     layer = nn.Linear(8, 8)
     step = step_of(layer, nn.Tanh(), layer)
     assert audited(step, b="cpu:compile=aot_eager").kind == "rounding"
@@ -80,7 +80,7 @@ def test_model_that_is_compiled_already_and_shared_modules():
     assert audited(compiled, b="cpu:compile=aot_eager").kind == "rounding"
 
 
-def test_loss_that_is_not_finite_is_told_first():
+def test_compiled_audit_reports_a_nonfinite_loss_first():
     step = step_of(nn.Linear(8, 8), nn.Softmax(-1))
     step = gl.Step(step.model, step.batch, lambda output, _: (output - output).log().mean())
     answer = audited(step, b="cpu:compile=aot_eager")
@@ -97,17 +97,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_compiled_audits_that_cannot_be_are_refused(words):
+def test_compiled_audit_refuses_unsupported_steps(words):
     with pytest.raises(gl.GpulabError, match=words):
         audited(*REFUSED[words], "cpu:compile=aot_eager")
 
 
-def test_recording_of_compiled_code_is_refused():
+def test_record_refuses_compiled_code():
     with pytest.raises(gl.UsageError, match="no operations to record"):
         gl.record(step_of(nn.Linear(8, 8)), "cpu:compile=aot_eager")
 
 
-def test_compiler_that_fails_is_one_line():
+def test_compiled_audit_reports_a_failing_compiler_in_one_line():
     def backend(graph, inputs):
         raise NotImplementedError("no such kernel")
 
@@ -118,7 +118,7 @@ def test_compiler_that_fails_is_one_line():
         audited(step_of(nn.Linear(8, 8)), b="cpu:compile=fails")
 
 
-def test_networks_of_gpulab_are_compiled_and_give_the_same():
+def test_train_compiled_gives_the_loss_of_train_uncompiled():
     plain, compiled = (
         gl.train("prednet", setting=setting, profile="smoke", frames=40, progress=False)
         for setting in ("cpu", "cpu:compile=aot_eager")
@@ -129,7 +129,7 @@ def test_networks_of_gpulab_are_compiled_and_give_the_same():
 
 
 @pytest.mark.parametrize("b", ["cpu:threads=1", "cpu:compile=aot_eager"])
-def test_batch_that_the_model_changes_in_place_stays_as_it_was(b):
+def test_audit_leaves_a_batch_that_the_model_changes_in_place(b):
     step = step_of(nn.ReLU(inplace=True), nn.Linear(8, 8))
     before = step.batch[0].clone()
     assert audited(step, b=b).kind == "rounding"
@@ -210,7 +210,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("make", ASKS)
-def test_step_that_asks_for_float32_is_compared_without_a_float64_reference(make):
+def test_compiled_audit_compares_a_float32_step_without_a_float64_reference(make):
     answer = audited(one_module(make), b="cpu:compile=aot_eager")
     assert (answer.kind, answer.faulty) == ("rounding", False)
     assert answer.table[["error", "plain_error"]].isna().all(axis=None)
@@ -225,21 +225,21 @@ def test_step_that_asks_for_float32_is_compared_without_a_float64_reference(make
     assert "nan" not in str(answer)
 
 
-def test_tensor_that_module_to_does_not_reach_is_named():
+def test_compiled_audit_names_a_tensor_that_module_to_does_not_reach():
     answer = audited(one_module(OutsideOfState), b="cpu:compile=aot_eager")
     assert answer.kind == "rounding"
     assert "OutsideOfState.matrix (torch.float32 on cpu): keep it as a buffer" in answer.headline
     assert "x.dtype" not in answer.headline, "the step asks for nothing"
 
 
-def test_fault_is_found_without_a_float64_reference():
+def test_compiled_audit_finds_a_fault_without_a_float64_reference():
     answer = audited(one_module(HeadInFloat32), b="cpu:compile=forgets_the_rest")
     (finding,) = answer.findings
     assert (finding.kind, finding.operation, finding.module) == ("mismatch", "LayerNorm", "norm")
     assert "from float64" in finding.detail, "the module alone has a reference"
 
 
-def test_wrong_module_that_has_no_float64_reference_says_so():
+def test_compiled_audit_says_when_a_wrong_module_has_no_float64_reference():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), HeadInFloat32(), nn.Linear(5, 16))
     step = gl.Step(
@@ -255,7 +255,7 @@ def test_wrong_module_that_has_no_float64_reference_says_so():
     assert "from float64" not in answer.findings[0].detail
 
 
-def test_raft_of_torchvision_is_audited():
+def test_compiled_audit_of_torchvision_raft_is_not_faulty():
     flows = pytest.importorskip("torchvision.models.optical_flow")
 
     class Flow(nn.Module):
@@ -272,7 +272,7 @@ def test_raft_of_torchvision_is_audited():
     assert ".float() (in raft) asks for float32" in answer.headline
 
 
-def test_step_that_fails_uncompiled_is_one_sentence_with_its_line():
+def test_compiled_audit_of_a_step_that_fails_uncompiled_names_its_line():
     with pytest.raises(
         gl.UsageError,
         match=r"the step fails under cpu: RuntimeError: .*\(at test_compiled\.py:\d+: ",
@@ -280,7 +280,7 @@ def test_step_that_fails_uncompiled_is_one_sentence_with_its_line():
         audited(one_module(Fails), b="cpu:compile=aot_eager")
 
 
-def test_compiled_code_that_fails_when_it_runs_is_one_sentence():
+def test_compiled_audit_of_code_that_fails_when_it_runs_is_one_sentence():
     def run(*_):
         raise ValueError("no such buffer")
 
@@ -369,7 +369,7 @@ for name, (line, target, change, *_) in PLANTED.items():
 
 @pytest.mark.parametrize("setting", SHORT)
 @pytest.mark.parametrize("name", PLANTED)
-def test_fault_in_a_short_format_is_found(name, setting):
+def test_compiled_audit_finds_a_fault_in_a_short_format(name, setting):
     *_, make, operation = PLANTED[name]
     answer = audited(make(), f"cpu:{setting}", f"cpu:{setting},compile={name}")
     assert answer.kind == "mismatch", answer
@@ -402,7 +402,7 @@ torch._dynamo.register_backend(fewer_roundings, "fewer_roundings")
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("make", [transformer, autoencoder])
-def test_right_network_that_rounds_elsewhere_is_not_called_wrong(make, seed):
+def test_compiled_audit_accepts_a_right_network_that_rounds_elsewhere(make, seed):
     answer = audited(
         make(seed), "cpu:precision=bfloat16", "cpu:precision=bfloat16,compile=fewer_roundings"
     )
@@ -414,7 +414,7 @@ def test_right_network_that_rounds_elsewhere_is_not_called_wrong(make, seed):
 @pytest.mark.slow("Inductor compiles for half a minute")
 @pytest.mark.parametrize("setting", SHORT)
 @pytest.mark.parametrize("make", [transformer, convolutional, recurrent])
-def test_inductor_in_a_short_format_is_not_called_wrong(make, setting):
+def test_compiled_audit_accepts_inductor_in_a_short_format(make, setting):
     for seed in range(2):
         answer = audited(make(seed), f"cpu:{setting}", f"cpu:{setting},compile=inductor")
         assert answer.kind == "rounding", answer
@@ -424,14 +424,14 @@ def test_inductor_in_a_short_format_is_not_called_wrong(make, setting):
 @pytest.mark.parametrize(
     "setting", ["precision=bfloat16", "autocast=bfloat16", "autocast=float16", "threads=1"]
 )
-def test_other_random_numbers_are_seen_however_small_their_effect(setting):
+def test_compiled_audit_notices_other_random_numbers_however_small_their_effect(setting):
     for rate in (0.3, 1e-3):
         step = step_of(nn.Linear(8, 8), nn.Dropout(rate), nn.Linear(8, 8))
         answer = audited(step, f"cpu:{setting}", f"cpu:{setting},compile=inductor")
         assert answer.kind == "different random numbers", answer
 
 
-def test_float64_reference_begins_with_the_rounded_numbers():
+def test_compiled_audit_float64_reference_begins_with_the_rounded_numbers():
     class Doubled(nn.Module):
         def __init__(self):
             super().__init__()

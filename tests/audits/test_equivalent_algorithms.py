@@ -65,7 +65,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_sums_and_means_in_any_order_are_right(numbers, order):
+def test_forward_error_accepts_sums_and_means_in_any_order(numbers, order):
     """But for 50,000 numbers that are next to equal and that no library adds up in turn: they
     would round alike.
     """
@@ -76,12 +76,12 @@ def test_sums_and_means_in_any_order_are_right(numbers, order):
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_running_sums_in_blocks_are_right(numbers):
+def test_forward_error_accepts_cumsum_in_blocks(numbers):
     x = NUMBERS[numbers](50_000)
     assert measured(aten.cumsum.default, (x, 0), in_blocks(x)) < 1
 
 
-def test_running_sums_in_turn_are_right_and_wrong_ones_are_not():
+def test_forward_error_accepts_sequential_cumsum_and_no_wrong_one():
     x = NUMBERS["of one sign"](50_000)
     right = in_turn(x)
     wrong = torch.where(
@@ -94,7 +94,7 @@ def test_running_sums_in_turn_are_right_and_wrong_ones_are_not():
 @pytest.mark.parametrize(
     "places", [torch.arange(20_000) % 50, (torch.arange(20_000) % 500 - 450).clamp_min(0)]
 )
-def test_sums_by_index_in_any_order_are_right(numbers, places):
+def test_forward_error_accepts_sums_by_index_in_any_order(numbers, places):
     x, nothing, sums = NUMBERS[numbers](len(places)), torch.zeros(50), torch.zeros(50)
     np.add.at(sums.numpy(), places.numpy(), x.numpy())
     for operation, args in [
@@ -119,7 +119,7 @@ def normalised_in_one_pass(x, dims, eps=1e-5):
 
 @pytest.mark.parametrize("offset", [0.0, 5.0, 100.0])
 @pytest.mark.parametrize("count", [2, 64])
-def test_normalisations_in_one_pass_are_right(offset, count):
+def test_forward_error_accepts_normalizations_in_one_pass(offset, count):
     x = offset + drawn(count, 6, 8)
     batch, mean, reciprocal = normalised_in_one_pass(x[:, :, 0], (0,))
     none = (None, None)
@@ -164,5 +164,5 @@ def algorithms():
 
 
 @pytest.mark.parametrize("call", list(algorithms()), ids=lambda call: str(call[0]))
-def test_other_algorithms_are_right_and_what_is_a_little_off_is_not(call):
+def test_forward_error_accepts_other_algorithms_and_no_slightly_wrong_result(call):
     tells(*call)

@@ -149,7 +149,7 @@ def test_formulas_of_attention_are_right_forwards_and_backwards(kernel, call):
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 3, 4), (1, 1, 3, 4), (3, 4), (2, 1, 1, 4)])
-def test_formula_of_attention_gives_the_gradient_of_an_additive_mask_of_any_shape(shape):
+def test_attention_formula_gives_the_gradient_of_an_additive_mask_of_any_shape(shape):
     q, k, v = (
         drawn(2, 2, n, 5, seed=seed).double().requires_grad_() for seed, n in enumerate((3, 4, 4))
     )
@@ -168,7 +168,7 @@ def test_formula_of_attention_gives_the_gradient_of_an_additive_mask_of_any_shap
 
 @pytest.mark.parametrize("lengths", [(2, 5), (5, 2), (1, 4), (4, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_causal_formula_lets_the_first_query_see_the_first_key_as_the_cpu_kernel_does(
+def test_attention_formula_with_causal_mask_aligns_first_query_and_key_like_the_cpu_kernel(
     lengths, dtype
 ):
     queries, keys = lengths
@@ -183,7 +183,7 @@ def test_causal_formula_lets_the_first_query_see_the_first_key_as_the_cpu_kernel
     assert_close(found[:, :, 0], v[:, :, 0].double())
 
 
-def test_formula_of_attention_leaves_rows_zero_that_see_nothing_as_the_cpu_kernel_does():
+def test_attention_formula_leaves_fully_masked_rows_zero_like_the_cpu_kernel():
     q, k, v = (drawn(1, 1, 3, 4, seed=seed) for seed in range(3))
     mask = torch.zeros(3, 3).masked_fill(torch.tensor([[False], [True], [False]]), -math.inf)
     kernel = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask)[
@@ -196,7 +196,7 @@ def test_formula_of_attention_leaves_rows_zero_that_see_nothing_as_the_cpu_kerne
     torch.testing.assert_close(found.float(), kernel)
 
 
-def test_formula_of_attention_refuses_dropout():
+def test_attention_formula_refuses_dropout():
     x = torch.ones(1, 1, 2, 2).double()
     with pytest.raises(NotImplementedError):
         attend({"query": x, "key": x, "value": x, "dropout_p": 0.1})
@@ -246,7 +246,7 @@ def options(has_biases):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("has_biases", [False, True])
-def test_formula_of_an_lstm_is_right_forwards(reverse, has_biases):
+def test_lstm_formula_is_right_forwards(reverse, has_biases):
     for seed in range(3):
         tensors = lstm_call(seed, has_biases)
         expected = by_cells(*tensors, reverse=reverse)
@@ -262,7 +262,7 @@ GIVEN = [given for given in itertools.product([True, False], repeat=3) if any(gi
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("given", GIVEN, ids=str)
-def test_formula_of_an_lstm_is_right_backwards_whichever_gradients_there_are(reverse, given):
+def test_lstm_formula_is_right_backwards_whichever_gradients_there_are(reverse, given):
     tensors = lstm_call(1, True)
     x, *weights, hidden, cell = tensors
     results = by_cells(*tensors, reverse=reverse)
@@ -299,7 +299,7 @@ def test_formula_of_an_lstm_is_right_backwards_whichever_gradients_there_are(rev
         assert_close(one, right)
 
 
-def test_formula_of_an_lstm_is_right_backwards_without_biases():
+def test_lstm_formula_is_right_backwards_without_biases():
     """Torch then passes the weights a second time in the place of biases."""
     tensors = lstm_call(1, False)
     x, first, second, *_, hidden, cell = tensors
@@ -316,7 +316,7 @@ def test_formula_of_an_lstm_is_right_backwards_without_biases():
 @pytest.mark.parametrize(
     ("mode", "lengths"), [(3, []), (LSTM, [2, 1])], ids=["a GRU", "packed sequences"]
 )
-def test_formula_of_an_lstm_refuses_what_it_does_not_know(mode, lengths):
+def test_lstm_formula_refuses_lengths_and_modes_that_it_does_not_know(mode, lengths):
     tensors = without_graph(*lstm_call(0, True))
     with pytest.raises(NotImplementedError):
         called("mkldnn_rnn_layer", *tensors, False, lengths, mode, *options(True)[1:], False, True)

@@ -57,7 +57,7 @@ def of_lost_updates(report):
     return finding
 
 
-def test_a_small_rate_on_bfloat16_weights_is_told_with_the_numbers_that_stay():
+def test_lost_updates_of_bfloat16_weights_at_a_small_rate_are_reported_with_their_number():
     report = audited(near_one(1e-4), b=BFLOAT16)
     assert (report.kind, report.faulty) == ("reduced precision", False)
     assert all(result.agrees for result in report.comparison.results)
@@ -75,7 +75,7 @@ def test_a_small_rate_on_bfloat16_weights_is_told_with_the_numbers_that_stay():
     )
 
 
-def test_a_lost_update_is_told_first_where_little_else_is_rounded():
+def test_lost_updates_are_reported_first_where_little_else_is_rounded():
     def step(setting):
         layer = nn.Linear(4, 1, bias=False, device=setting.device, dtype=setting.dtype)
         with torch.no_grad():
@@ -90,12 +90,12 @@ def test_a_lost_update_is_told_first_where_little_else_is_rounded():
     assert report.findings[0] == of_lost_updates(report), str(report)
 
 
-def test_a_lost_update_is_told_first_beside_roundings_of_the_forward_pass():
+def test_lost_updates_are_reported_before_roundings_of_the_forward_pass():
     report = audited(near_one(1e-4), b=BFLOAT16)
     assert report.findings[0] == of_lost_updates(report)
 
 
-def test_updates_of_a_model_that_is_converted_outside_of_the_step_are_lost_too():
+def test_lost_updates_are_found_in_a_model_that_was_converted_outside_the_step():
     layers = {dtype: nn.Linear(4, 1, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
     for layer in layers.values():
         nn.init.constant_(layer.weight, 1.0)
@@ -109,7 +109,7 @@ def test_updates_of_a_model_that_is_converted_outside_of_the_step_are_lost_too()
     assert losses(audited(step, b=BFLOAT16)) == [(4, 4, "weight")]
 
 
-def test_the_numbers_of_lost_updates_are_counted():
+def test_lost_updates_are_counted_as_by_hand():
     """By hand: two updates, one of which is lost."""
     start, gradient = (
         torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]),
@@ -131,16 +131,16 @@ def test_the_numbers_of_lost_updates_are_counted():
 
 
 @pytest.mark.parametrize("rate", [1e-4, 1e-2, 1.0])
-def test_no_update_is_lost_in_float32(rate):
+def test_lost_updates_are_absent_in_float32(rate):
     report = audited(near_one(rate))
     assert (report.kind, losses(report)) == ("rounding", [])
 
 
-def test_no_update_is_lost_in_bfloat16_at_a_large_rate():
+def test_lost_updates_are_absent_in_bfloat16_at_a_large_rate():
     assert not losses(audited(near_one(100.0), b=BFLOAT16))
 
 
-def test_updates_in_float32_that_are_too_small_are_lost_as_well():
+def test_lost_updates_are_found_in_float32_at_a_tiny_rate():
     report = audited(near_one(1e-9))
     ((lost, moved, _),) = losses(report)
     assert lost == moved == 75
@@ -148,7 +148,7 @@ def test_updates_in_float32_that_are_too_small_are_lost_as_well():
     assert not report.faulty
 
 
-def test_updates_of_frozen_weights_are_none():
+def test_lost_updates_do_not_include_frozen_weights():
     def step(setting):
         net = seeded(lambda: nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))).to(setting.dtype)
         net[0].requires_grad_(False)
@@ -159,12 +159,12 @@ def test_updates_of_frozen_weights_are_none():
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
-def test_updates_of_other_optimizers_are_lost_too(optimizer):
+def test_lost_updates_are_found_with_other_optimizers(optimizer):
     ((lost, moved, _),) = losses(audited(near_one(1e-4, optimizer), b=BFLOAT16))
     assert lost >= 0.9 * moved > 60
 
 
-def test_updates_under_autocast_are_not_lost():
+def test_lost_updates_are_absent_under_autocast():
     """Weights stay in float32."""
     assert not losses(audited(near_one(1e-4), b="cpu:autocast=bfloat16"))
 
@@ -192,7 +192,7 @@ def scaled(scale, short=torch.float16):
     return step
 
 
-def test_a_step_that_a_scaler_skips_is_no_fault():
+def test_grad_scaler_that_skips_a_step_is_no_fault():
     report = audited(scaled(2.0**26), a="cpu:threads=1", b="cpu")
     assert not report.faulty, str(report)
     first = report.findings[0]
@@ -211,19 +211,19 @@ def test_a_step_that_a_scaler_skips_is_no_fault():
     assert "mismatch" not in {finding.kind for finding in report.findings}
 
 
-def test_a_step_that_a_scaler_skips_on_both_sides_is_no_difference():
+def test_grad_scaler_that_skips_a_step_on_both_sides_is_no_difference():
     report = audited(scaled(2.0**26), a="cpu", b="cpu")
     assert "mismatch" not in {finding.kind for finding in report.findings}
     assert all(result.agrees for result in report.comparison.results)
 
 
 @pytest.mark.xfail(strict=True, reason="nothing is said of the scaler where both sides overflow")
-def test_a_step_that_a_scaler_skips_on_both_sides_is_no_fault():
+def test_grad_scaler_that_skips_a_step_on_both_sides_is_no_fault():
     assert not audited(scaled(2.0**26), a="cpu", b="cpu").faulty
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**8])
-def test_a_scaler_that_does_not_overflow_is_plain_reduced_precision(scale):
+def test_grad_scaler_that_does_not_overflow_is_plain_reduced_precision(scale):
     report = audited(scaled(scale), a="cpu:threads=1", b="cpu")
     assert (report.kind, report.faulty) == ("reduced precision", False), str(report)
     assert all(result.agrees for result in report.comparison.results)

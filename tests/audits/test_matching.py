@@ -38,7 +38,7 @@ def numbers(*shape, seed=0):
 
 
 @pytest.mark.parametrize("shape", [(3,), (7, 9), (200, 300)])
-def test_a_value_is_the_same_as_itself_to_ten_digits(shape):
+def test_is_same_value_compares_to_ten_digits(shape):
     x = numbers(*shape)
     value = value_of(x)
     assert is_same_value(value, value_of(x * (1 + 1e-12)), exactly)
@@ -50,7 +50,7 @@ def test_a_value_is_the_same_as_itself_to_ten_digits(shape):
     assert not is_same_value(value, value_of(one_apart), exactly)
 
 
-def test_values_of_other_sizes_are_not_the_same():
+def test_is_same_value_refuses_other_sizes():
     """Their sketches have one size."""
     assert not is_same_value(
         value_of(torch.zeros(100).double()), value_of(torch.zeros(101).double()), exactly
@@ -60,14 +60,14 @@ def test_values_of_other_sizes_are_not_the_same():
     )
 
 
-def test_a_value_without_reference_is_the_same_as_none():
+def test_is_same_value_is_false_without_a_reference():
     value = Value.as_recorded(torch.ones(3), stands_in=False, slabs=Slabs())
     assert not is_same_value(value, value, exactly)
 
 
 @pytest.mark.parametrize("count", [10, 5000])
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
-def test_values_with_nan_or_infinity_in_the_same_places_are_the_same(count, special):
+def test_is_same_value_accepts_nan_and_infinity_in_the_same_places(count, special):
     x = numbers(count)
     x[3] = special
     assert is_same_value(value_of(x), value_of(x.clone()), exactly)
@@ -80,14 +80,14 @@ def test_values_with_nan_or_infinity_in_the_same_places_are_the_same(count, spec
     ("here", "there"),
     [(math.inf, -math.inf), (math.nan, math.inf), (math.inf, 1.0), (math.nan, 1.0)],
 )
-def test_values_with_other_infinities_are_not_the_same(here, there):
+def test_is_same_value_refuses_other_nonfinite_numbers(here, there):
     x, y = numbers(10), numbers(10)
     x[3], y[3] = here, there
     assert not is_same_value(value_of(x), value_of(y), exactly)
 
 
 @pytest.mark.parametrize("size", [1e-40, 1e-150, 1e150])
-def test_very_small_and_very_large_values_are_compared_by_their_size(size):
+def test_is_same_value_compares_very_small_and_very_large_values_by_their_size(size):
     x = numbers(7)
     assert is_same_value(value_of(x * size), value_of(x * size), exactly)
     assert not is_same_value(value_of(x * size), value_of(1.001 * x * size), exactly)
@@ -97,18 +97,18 @@ def test_very_small_and_very_large_values_are_compared_by_their_size(size):
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (1, 2, 0)])
-def test_a_value_with_its_dimensions_in_another_order_is_transposed(order):
+def test_is_transposed_recognizes_dimensions_in_another_order(order):
     x = numbers(5, 6, 7)
     assert is_transposed(value_of(x), value_of(x.permute(order).contiguous()), exactly) is True
     assert is_transposed(value_of(x), value_of(x.flip(1).permute(order)), exactly) is False
 
 
-def test_a_value_whose_rows_are_in_another_order_is_not_transposed():
+def test_is_transposed_refuses_rows_in_another_order():
     x = numbers(5, 6)
     assert is_transposed(value_of(x), value_of(x[[1, 0, 2, 3, 4]]), exactly) is False
 
 
-def test_of_values_without_a_common_dimension_it_cannot_be_told():
+def test_is_transposed_is_unknown_without_a_common_dimension():
     x = numbers(6)
     assert is_transposed(value_of(x), value_of(x.view(2, 3)), exactly) is None
 
@@ -117,7 +117,7 @@ def test_of_values_without_a_common_dimension_it_cannot_be_told():
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_a_slice_is_part_of_the_whole_and_other_numbers_are_not(dim):
+def test_part_search_contains_slices_and_no_other_numbers(dim):
     x = numbers(5, 6, 7)
     part = x.narrow(dim, 1, 3)
     assert PartSearch([value_of(x)], exactly).contains(value_of(part))
@@ -127,7 +127,7 @@ def test_a_slice_is_part_of_the_whole_and_other_numbers_are_not(dim):
     assert not PartSearch([value_of(x)], exactly).contains(value_of(numbers(*part.shape, seed=1)))
 
 
-def test_a_value_is_covered_by_its_slices_if_none_is_missing():
+def test_part_search_covers_a_value_if_no_slice_is_missing():
     x = numbers(6, 8)
     parts = [value_of(part) for part in (x[:2], x[2:3], x[3:])]
     assert PartSearch(parts, exactly).covers(value_of(x))
@@ -136,13 +136,13 @@ def test_a_value_is_covered_by_its_slices_if_none_is_missing():
     assert not PartSearch([*parts[1:], value_of(1.001 * x[:2])], exactly).covers(value_of(x))
 
 
-def test_zeros_of_a_value_need_no_cover():
+def test_part_search_needs_no_cover_for_zeros():
     x = numbers(6, 8)
     x[4:] = 0
     assert PartSearch([value_of(x[:4])], exactly).covers(value_of(x))
 
 
-def test_constants_cover_nothing():
+def test_part_search_covers_nothing_by_constants():
     """Many slices have the sum of a few equal numbers."""
     x = torch.ones(6, 8).double()
     assert not PartSearch([value_of(x[:3])], exactly).covers(value_of(x))
@@ -165,12 +165,12 @@ def test_constants_cover_nothing():
         (torch.tensor([True, False, True]), True),
     ],
 )
-def test_constants_and_whole_numbers_say_little(tensor, says_little):
+def test_value_is_uninformative_if_constant(tensor, says_little):
     value = Value.of(tensor, tensor.double() if tensor.is_floating_point() else tensor, exact=True)
     assert value.is_uninformative == says_little
 
 
-def test_roundings_alone_say_little():
+def test_value_is_uninformative_if_it_consists_of_roundings():
     value = Value.of(drawn(5).mul(1e-8), drawn(5, seed=1).double().mul(1e-17), exact=True)
     assert value.is_pure_rounding
     assert value.is_uninformative
@@ -223,7 +223,7 @@ def test_matches_find_several_values_that_are_one():
     assert matches.equal[x_b] == [x_a, again]
 
 
-def test_values_that_subtraction_made_are_matched_as_sharply_as_their_digits_allow():
+def test_tolerance_of_a_difference_follows_the_digits_that_subtraction_left():
     """Two ways to one difference are apart in float64, too, by more than ten digits."""
 
     def near(setting):
@@ -270,7 +270,7 @@ def before_normalisation(has_bias, wrong=0.0):
 
 
 @pytest.mark.parametrize("setting", ["cpu", "cpu:emulate=tf32", "cpu:precision=bfloat16"])
-def test_a_bias_before_a_normalisation_may_be_left_out(setting):
+def test_audit_accepts_a_missing_bias_before_a_normalization(setting):
     report = gl.audit(
         before_normalisation(True), before_normalisation(False), setting=setting, progress=False
     )
@@ -278,7 +278,7 @@ def test_a_bias_before_a_normalisation_may_be_left_out(setting):
     assert not report.faulty
 
 
-def test_gradients_that_consist_of_roundings_agree_with_each_other():
+def test_audit_accepts_other_roundings_in_a_gradient_that_is_zero():
     """The normalisation by a kernel and by its formula; the gradient of the bias before it is
     zero.
     """
@@ -301,7 +301,7 @@ def test_gradients_that_consist_of_roundings_agree_with_each_other():
     assert report.kind == "rounding", str(report)
 
 
-def test_a_wrong_layer_before_a_normalisation_is_told():
+def test_audit_finds_a_wrong_layer_before_a_normalization():
     report = gl.audit(
         before_normalisation(True), before_normalisation(False, 0.1), setting="cpu", progress=False
     )
@@ -322,14 +322,14 @@ def zeros_or_roundings(zeros):
 
 
 @pytest.mark.parametrize("setting", ["cpu", "cpu:precision=bfloat16"])
-def test_zero_gradients_agree_with_those_of_roundings_alone(setting):
+def test_comparison_accepts_zero_gradients_beside_gradients_of_roundings(setting):
     traces = [recorded(zeros_or_roundings(zeros), setting) for zeros in (True, False)]
     (gradient,) = (result for result in Comparison(*traces).results if result.group == "gradient")
     assert gradient.agrees
     assert not gl.audit(*traces).faulty
 
 
-def test_zero_gradients_do_not_agree_with_small_ones():
+def test_comparison_refuses_zero_gradients_beside_small_ones():
     def small(setting):
         x, w = drawn(5, 7).to(setting.dtype), drawn(7, seed=1).to(setting.dtype).requires_grad_()
         loss = 1e-6 * (x * w).square().sum() + (x @ w.detach()).sum()
@@ -341,7 +341,7 @@ def test_zero_gradients_do_not_agree_with_small_ones():
     assert report.faulty
 
 
-def test_references_of_two_orders_of_one_program_are_the_same_to_ten_digits():
+def test_comparison_of_two_orders_of_one_program_agrees_to_ten_digits():
     """Under float32 the recorded numbers are a million times as far apart."""
 
     def step(setting):

@@ -170,7 +170,7 @@ def test_audit_names_the_underflow_before_a_division_by_zero_and_no_overflow():
     assert "beyond the range" not in first.detail + first.advice
 
 
-def test_nan_of_one_setting_alone_in_float32_is_a_fault_and_the_lost_digits_are_named():
+def test_audit_calls_nan_of_one_setting_in_float32_a_fault_and_names_the_lost_digits():
     """The order of summation alone decides whether a variance is negative: 0.037 in float64, 1
     and -1 in float32.
     """

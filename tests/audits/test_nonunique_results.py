@@ -65,7 +65,7 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_any_of_equal_numbers_may_be_selected_and_no_other(name):
+def test_forward_error_accepts_any_of_equal_numbers_that_is_selected(name):
     operation, more, right, wrong = SELECTIONS[name]
 
     def answer(index):
@@ -83,7 +83,7 @@ def test_any_of_equal_numbers_may_be_selected_and_no_other(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
-def test_places_of_the_largest_number_of_all_or_along_a_dimension(dtype):
+def test_forward_error_of_argmax_and_argmin_accepts_any_place_of_the_extreme(dtype):
     x = TIES.to(dtype)
     for right in (9, 10, 12):
         assert is_right(aten.argmax.default, (x,), torch.tensor(right))
@@ -94,7 +94,7 @@ def test_places_of_the_largest_number_of_all_or_along_a_dimension(dtype):
     assert is_right(aten.argmax.default, (x[0, 0],), torch.tensor(0)), "a number alone"
 
 
-def test_pooling_may_pass_on_any_of_its_largest_numbers():
+def test_forward_error_of_max_pool_accepts_any_of_the_largest_numbers():
     x = torch.tensor([[[[1.0, 5, 0, 2], [5, 3, 2, 1]]]])
     args = (x, [2, 2], [2, 2])
     pool = aten.max_pool2d_with_indices.default
@@ -112,7 +112,7 @@ def test_pooling_may_pass_on_any_of_its_largest_numbers():
 # --- several numbers in one place -----------------------------------------------------------------
 
 
-def test_any_of_several_numbers_written_to_one_place_may_stay():
+def test_forward_error_of_scatter_accepts_any_of_several_numbers_written_to_one_place():
     before, once, twice, source = (
         drawn(6),
         torch.tensor([0, 1, 2]),
@@ -136,7 +136,7 @@ def test_any_of_several_numbers_written_to_one_place_may_stay():
 # --- matrices -------------------------------------------------------------------------------------
 
 
-def test_bases_of_either_sign_are_right_and_of_other_matrices_not():
+def test_forward_error_of_qr_svd_and_eigh_accepts_either_sign_of_basis_vectors():
     x = drawn(5, 3)
     q, r = aten.linalg_qr.default(x)
     signs = torch.tensor([1.0, -1, -1])

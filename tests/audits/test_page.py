@@ -119,7 +119,7 @@ def of_two_layers():
 # --- what stands where ----------------------------------------------------------------------------
 
 
-def test_page_has_title_step_settings_date_versions_and_machine(of_two_layers, tmp_path):
+def test_audit_page_has_title_step_settings_date_versions_and_machine(of_two_layers, tmp_path):
     of_two_layers.step_name = "train.py:step"
     shown = saved(of_two_layers, tmp_path)
     titles = [element["text"] for element in (*shown.all("title"), *shown.all("h1"))]
@@ -138,7 +138,7 @@ def test_page_has_title_step_settings_date_versions_and_machine(of_two_layers, t
     assert [element["text"] for element in (*mine.all("title"), *mine.all("h1"))] == ["My own"] * 2
 
 
-def test_machines_are_told_apart_where_they_differ(tmp_path):
+def test_audit_page_names_machines_separately_where_they_differ(tmp_path):
     def about(*passports, titles=("cpu", "cuda")):
         (line,) = saved(Made(finding(), titles=titles, passports=passports), tmp_path).all(
             "p", "faint"
@@ -169,7 +169,7 @@ def test_machines_are_told_apart_where_they_differ(tmp_path):
         (["rounding"], "No fault"),
     ],
 )
-def test_answer_is_a_badge_and_one_sentence(kinds, badge):
+def test_audit_page_answer_is_a_badge_and_one_sentence(kinds, badge):
     shown = Page(Made(*map(finding, kinds)).words())
     (answer,) = shown.all("p", "ga-answer")
     assert answer["text"] == f"{badge} {len(kinds)} × {kinds[0]}."
@@ -177,7 +177,7 @@ def test_answer_is_a_badge_and_one_sentence(kinds, badge):
     assert ("First finding" in shown.text) == (badge != "No fault")
 
 
-def test_findings_are_cards_in_their_order_with_the_first_open():
+def test_audit_page_findings_are_cards_in_their_order_with_the_first_open():
     shown = Page(
         Made(
             finding(share=0.53, setting="cuda", module="encoder.1"),
@@ -216,7 +216,7 @@ def test_findings_are_cards_in_their_order_with_the_first_open():
     ]
 
 
-def test_findings_of_one_kind_and_line_are_one_card():
+def test_audit_page_findings_of_one_kind_and_line_are_one_card():
     same = [finding(operation=name, module="0") for name in ("mul", "add", "add")]
     other = finding(operation="sub", detail="something else")
     shown = Page(
@@ -230,13 +230,13 @@ def test_findings_of_one_kind_and_line_are_one_card():
     assert "3 more operations in this line" in shown.text
 
 
-def test_many_findings_are_folded():
+def test_audit_page_folds_many_findings():
     shown = Page(Made(*(finding(line=f"net.py:{n}: y") for n in range(40))).words())
     assert len(heads(shown)) == 40
     assert "28 more findings" in shown.text
 
 
-def test_code_in_an_advice_is_named_by_its_place_and_settings_are_code():
+def test_audit_page_advice_names_code_by_its_place_and_marks_settings_as_code():
     text = "see why net.py:12: y = 2 * x is another under cuda: it is"
     shown = Page(Made(finding(advice=text)).words())
     assert "What to do: See why net.py:12 is another under cuda: it is." in shown.text
@@ -247,7 +247,7 @@ def names_of_rows(shown):
     return [cell["text"] for cell in shown.all("td") if cell["text"].startswith("op")]
 
 
-def test_table_has_findings_first_and_then_what_comes_nearest_to_rounding():
+def test_audit_page_table_has_findings_first_and_then_the_largest_ratios():
     kinds = ["rounding", "reduced precision", "rounding", "mismatch", "rounding"]
     ratios = [0.1, 900.0, math.nan, math.nan, 0.7]
     table = operations(5, kind=kinds, ratio_b=ratios, ratio_a=0.01)
@@ -260,7 +260,7 @@ def test_table_has_findings_first_and_then_what_comes_nearest_to_rounding():
     assert names_of_rows(shown) == [f"op{n} (forward)" for n in (3, 1, 4, 0, 2)]
 
 
-def test_table_says_how_far_in_sensible_digits():
+def test_audit_page_table_rounds_numbers_to_sensible_digits():
     table = operations(
         1, error_a=1.26e-7, ratio_a=0.0512, error_b=2e-3, ratio_b=12345.6, difference=math.nan
     )
@@ -289,14 +289,14 @@ def test_table_says_how_far_in_sensible_digits():
     assert [cell["text"] for cell in equal.all("td")][-3:] == ["same bits", "encoder", "net.py:12"]
 
 
-def test_rows_after_the_twentieth_are_folded():
+def test_audit_page_table_folds_rows_after_the_twentieth():
     shown = Page(Made(finding("rounding"), table=operations(25)).words())
     assert len(names_of_rows(shown)) == 25
     (fold,) = [entry for entry in shown.all("details") if entry["text"].startswith("5 more rows")]
     assert fold["text"].count("(forward)") == 5
 
 
-def test_table_of_a_compiled_audit_has_wrong_results_first():
+def test_audit_page_table_of_a_compiled_audit_has_wrong_results_first():
     numbers = {
         "difference": [0.1, 0.5, 0.2, 0.0],
         "tolerance": [1.0, 1.0, 0.1, 1.0],
@@ -314,7 +314,7 @@ def test_table_of_a_compiled_audit_has_wrong_results_first():
     ]
 
 
-def test_compiled_audit_is_the_same_page(tmp_path):
+def test_audit_page_of_a_compiled_audit_has_the_same_form(tmp_path):
     step = gl.Step(
         nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.linspace(-1, 1, 12).reshape(4, 3)
     )
@@ -334,7 +334,7 @@ def test_compiled_audit_is_the_same_page(tmp_path):
     "name", [name for name in FIELDS if name not in ("size", "share", "ratio")]
 )
 @pytest.mark.parametrize("is_first", [True, False])
-def test_every_field_of_a_finding_is_escaped(name, is_first):
+def test_audit_page_escapes_every_field_of_a_finding(name, is_first):
     hostile = dataclasses.replace(finding(), **{name: HOSTILE})
     kind = {"kind": hostile.kind} if name != "detail" else {}
     shown = Page(Made(hostile if is_first else finding(**kind), hostile).words())
@@ -342,13 +342,13 @@ def test_every_field_of_a_finding_is_escaped(name, is_first):
 
 
 @pytest.mark.parametrize("name", ["operation", "phase", "module", "line", "kind"])
-def test_every_text_of_the_table_is_escaped(name):
+def test_audit_page_escapes_every_text_of_the_table(name):
     assert_harmless(
         Page(Made(finding(), table=operations(2).assign(**{name: HOSTILE})).words()), styles=1
     )
 
 
-def test_titles_machines_step_and_title_are_escaped(tmp_path):
+def test_audit_page_escapes_titles_machines_and_step(tmp_path):
     hostile = {
         "cpu": {"model": HOSTILE},
         "gpus": [],
@@ -366,7 +366,7 @@ def test_titles_machines_step_and_title_are_escaped(tmp_path):
     assert HOSTILE in Page(page.result_rows(results).rows[0][0].text).text
 
 
-def test_characters_that_turn_the_direction_of_a_line_are_written_out(tmp_path):
+def test_audit_page_writes_out_characters_that_turn_the_direction_of_a_line(tmp_path):
     answer = Made(finding(line="net.py:1: a = '\u202e' \x1b \ud800"))
     assert "a = '\\u202e' \\x1b \\ud800" in saved(answer, tmp_path).text
 
@@ -383,7 +383,9 @@ def assert_harmless(shown, styles):
 # --- notebooks ------------------------------------------------------------------------------------
 
 
-def test_notebook_shows_answer_figure_and_findings_in_this_order(of_two_layers, outputs_of):
+def test_audit_in_a_notebook_shows_answer_figure_and_findings_in_this_order(
+    of_two_layers, outputs_of
+):
     answer, figure, words, findings = outputs_of(of_two_layers)
     assert answer.data["text/plain"] == str(of_two_layers)
     assert "ga-answer" in answer.data["text/html"]
@@ -395,13 +397,13 @@ def test_notebook_shows_answer_figure_and_findings_in_this_order(of_two_layers, 
     assert not Page(answer.data["text/html"] + findings.data["text/html"]).all("h1")
 
 
-def test_notebook_shows_a_compiled_audit_in_one_piece(outputs_of):
+def test_audit_in_a_notebook_shows_a_compiled_audit_in_one_piece(outputs_of):
     (output,) = outputs_of(Made(finding()))
     assert output.data["text/html"].count("<style>") == 1
     assert "What to do" in output.data["text/html"]
 
 
-def test_html_is_a_piece_that_needs_no_other_file(of_two_layers):
+def test_audit_html_needs_no_other_file(of_two_layers):
     piece = str(of_two_layers.html())
     assert (
         piece.index("ga-answer")

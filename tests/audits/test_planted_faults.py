@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 FAULTS = faults()
 
 
-def test_fault_whose_cause_is_not_found_is_a_fault():
+def test_audit_calls_a_fault_whose_cause_is_not_found_a_fault():
     """Two results change places: no value is computed that the other side has not."""
 
     def step(setting):
@@ -132,7 +132,7 @@ def audit_of_changed_program(program, changed):
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(NAMES, min_size=3, max_size=9), st.integers(0, 8), NAMES)
-def test_program_that_computes_something_else_is_never_called_right(program, place, other):
+def test_audit_never_calls_a_program_right_that_computes_something_else(program, place, other):
     changed = [*program]
     changed[place % len(program)] = other
     exact = gl.Setting.parse("cpu:precision=float64")
@@ -141,13 +141,13 @@ def test_program_that_computes_something_else_is_never_called_right(program, pla
     assert audit_of_changed_program(program, changed).faulty
 
 
-def test_program_that_normalizes_twice_is_never_called_right():
+def test_audit_never_calls_a_program_right_that_normalizes_twice():
     assert audit_of_changed_program(
         ["t", "layer_norm", "tanh"], ["t", "layer_norm", "layer_norm"]
     ).faulty
 
 
-def test_value_that_is_made_again_later_explains_nothing():
+def test_audit_is_not_misled_by_a_value_that_is_computed_again_later():
     """Transposed twice, a weight is made anew by an operation after the one that was given it."""
     (case,) = (one for one in compiled_cases.CASES if one.name == "weights_read_as_if_contiguous")
     assert gl.audit(case.step(), *case.pairs[1], progress=False).faulty

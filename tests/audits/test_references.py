@@ -201,7 +201,7 @@ def test_references_follow_averaged_weights(in_lists):
 @pytest.mark.parametrize(
     "setting", ["cpu:precision=bfloat16", "cpu:autocast=bfloat16", "cpu:emulate=tf32"]
 )
-def test_references_know_nothing_of_what_a_setting_rounds(setting):
+def test_references_do_not_depend_on_what_a_setting_rounds(setting):
     """They are those of float32 weights in float64."""
 
     def program(dtype):
@@ -467,14 +467,14 @@ MEMORY = (
 
 
 @pytest.mark.parametrize("function", MEMORY, ids=lambda function: function.__name__)
-def test_references_follow_writing(function):
+def test_references_follow_in_place_writes(function):
     check(lambda dtype: {"y": function(drawn(4, 6).to(dtype))})
 
 
 @pytest.mark.parametrize(
     "function", [into_a_slice, by_scattering, by_indices, expanded, of_complex_numbers]
 )
-def test_references_follow_the_backward_pass_of_writing(function):
+def test_references_follow_the_backward_pass_of_in_place_writes(function):
     def program(dtype):
         x = drawn(4, 6).to(dtype).requires_grad_()
         function(x).square().sum().backward()

@@ -63,7 +63,7 @@ def watched(function, *tensors, fault=lambda tensor: tensor):
 # --- closed forms ---------------------------------------------------------------------------------
 
 
-def test_error_and_bound_of_a_product_are_those_computed_by_hand():
+def test_forward_error_and_bound_of_a_product_are_those_computed_by_hand():
     a, b = drawn(5, 30), drawn(30, 7, seed=1)
     made = a @ b
     seen = compared(aten.mm.default, (a, b), made)
@@ -112,7 +112,7 @@ def in_double(operation, args, change):
 @pytest.mark.parametrize(
     ("operation", "args", "inner"), list(inner_products()), ids=lambda value: str(value)[:24]
 )
-def test_products_are_bounded_by_the_number_of_their_terms(operation, args, inner):
+def test_forward_error_of_products_is_bounded_by_the_number_of_their_terms(operation, args, inner):
     made = operation(*args)
     seen = compared(operation, args, made)
     assert 0 <= ratio(seen) < 1
@@ -164,7 +164,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30], ids=str)
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_results_stay_within_what_rounding_explains(name, scale, as_recorded):
+def test_forward_error_of_right_results_stays_below_the_bound(name, scale, as_recorded):
     if scale != 1 and name in ("norm", "complex numbers", "layer norm"):
         pytest.skip("its squares are too small for float32: the error is one of range")
     torch.manual_seed(0)
@@ -208,7 +208,7 @@ COARSER = [
     ("size", "others"), [(1e-5, [*COARSER, "upsample_bilinear2d_backward"]), (1e-3, [])]
 )
 @pytest.mark.parametrize("name", [name for name in RIGHT if name not in HIDING])
-def test_small_relative_errors_are_noticed(name, size, others):
+def test_forward_error_notices_small_relative_errors(name, size, others):
     def fault(tensor):
         return tensor * (1 + size * drawn(*tensor.shape, seed=5).to(tensor.dtype))
 
@@ -220,7 +220,7 @@ def test_small_relative_errors_are_noticed(name, size, others):
 
 
 @pytest.mark.parametrize("wrong", [1.0, math.nan, math.inf])
-def test_one_wrong_number_among_many_is_noticed(wrong):
+def test_forward_error_notices_one_wrong_number_among_many(wrong):
     x = drawn(100, 100)
     for operation in (aten.relu.default, aten.exp.default):
         made = operation(x)
@@ -231,7 +231,7 @@ def test_one_wrong_number_among_many_is_noticed(wrong):
 # --- special numbers ------------------------------------------------------------------------------
 
 
-def test_results_out_of_range_are_explained_by_the_range():
+def test_forward_error_explains_results_out_of_range_by_the_range():
     for x in (drawn(50) * 1e30, drawn(50) * 1e-30):
         assert ratio(compared(aten.mul.Tensor, (x, x), x * x)) <= 1
     small = torch.linspace(-104, -80, 50)
@@ -244,7 +244,7 @@ def flushed(x):
     return torch.where(x.abs() < torch.finfo(torch.float32).tiny, 0.0, x)
 
 
-def test_kernels_that_take_subnormal_numbers_for_zero_are_named():
+def test_forward_error_names_kernels_that_flush_subnormal_numbers_to_zero():
     x, small = drawn(64), drawn(64) * 1e-39
     a, b = 1e-20 * drawn(8, 30), 1e-20 * drawn(30, 8, seed=1)
     powers = torch.linspace(-104, -80, 50)
@@ -267,14 +267,14 @@ def test_kernels_that_take_subnormal_numbers_for_zero_are_named():
         assert ratio(wrong) > 1
 
 
-def test_nan_and_infinity_in_the_inputs_are_no_errors():
+def test_forward_error_ignores_nan_and_infinity_of_the_inputs():
     x = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
     for operation in (aten.exp.default, aten.tanh.default, aten.relu.default):
         seen = compared(operation, (x,), operation(x))
         assert seen.error is None or ratio(seen) <= 1
 
 
-def test_operations_without_a_twin_have_no_error_and_no_bound():
+def test_forward_error_is_unknown_for_operations_without_a_float64_reference():
     whole = torch.arange(4)
     for operation, args in [
         (aten.add.Tensor, (whole, whole)),
@@ -300,7 +300,7 @@ SHORT = [
 
 @pytest.mark.parametrize(("format_", "mode"), SHORT, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2000, 1), (3, 2, 4), (64, 512, 64)], ids=str)
-def test_products_of_rounded_factors_are_told_by_the_format(format_, mode, shape):
+def test_forward_error_recognizes_the_format_of_rounded_factors_in_products(format_, mode, shape):
     rows, inner, columns = shape
     a, b = drawn(rows, inner), drawn(inner, columns, seed=1)
     made = round_to(a, format_, mode) @ round_to(b, format_, mode)
@@ -313,7 +313,9 @@ def test_products_of_rounded_factors_are_told_by_the_format(format_, mode, shape
 @pytest.mark.parametrize(
     "wanted", [[True, True, False], [False, True, False], [True, False, False]], ids=str
 )
-def test_convolutions_of_rounded_factors_are_told_by_the_format(wanted, format_, mode):
+def test_forward_error_recognizes_the_format_of_rounded_factors_in_convolutions(
+    wanted, format_, mode
+):
     tensors = drawn(2, 8, 9, 9, seed=2), drawn(2, 6, 9, 9), drawn(8, 6, 3, 3, seed=1)
     more = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     rounded = [round_to(tensor, format_, mode) for tensor in tensors]
@@ -324,7 +326,7 @@ def test_convolutions_of_rounded_factors_are_told_by_the_format(wanted, format_,
     assert not seen.has_rounded_factors
 
 
-def test_right_products_of_few_numbers_are_not_taken_for_short_formats():
+def test_forward_error_takes_no_right_product_of_few_numbers_for_a_short_format():
     """One number in three lies nearer to one of four formats' results than to the exact one."""
     alarms = 0
     for seed in range(300):
@@ -333,7 +335,7 @@ def test_right_products_of_few_numbers_are_not_taken_for_short_formats():
     assert alarms <= 3
 
 
-def test_factorisation_that_failed_is_no_error_whatever_it_left():
+def test_forward_error_ignores_what_a_failed_factorization_leaves():
     not_positive = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
     cholesky = aten.linalg_cholesky_ex.default
     left, info = cholesky(not_positive)

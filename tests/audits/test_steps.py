@@ -149,7 +149,7 @@ def test_step_gives_the_bits_of_a_moved_copy_and_leaves_the_model(name, setting)
 @pytest.mark.parametrize(
     ("precision", "rel"), [("float32", 1e-6), ("float64", 1e-13), ("bfloat16", 1e-2)]
 )
-def test_complex_parameters_stay_complex(precision, rel):
+def test_step_keeps_complex_parameters_complex(precision, rel):
     model = Own(lambda x: (x[:, :2] * model.turn).abs())
     model.turn = nn.Parameter(torch.tensor([0.5 + 2j, 1 - 1j]))
     loss, _ = performed(gl.Step(model, X), f"cpu:precision={precision}")
@@ -182,7 +182,7 @@ def test_step_leaves_the_model_as_it_was_after_an_error(where):
 
 
 @pytest.mark.parametrize("setting", [*SETTINGS, "cpu:precision=bfloat16"])
-def test_hooks_on_parameters_act(setting):
+def test_step_keeps_hooks_on_parameters_active(setting):
     def clear(parameter):
         seen.append(parameter)
         parameter.grad.zero_()
@@ -245,7 +245,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_batches_and_losses_of_every_form_give_the_same_bits(name):
+def test_step_takes_batches_and_losses_of_every_form(name):
     model, batch, loss = RIGHT[name]
     wanted = by_hand(model, lambda there: F.cross_entropy(there.net(X), Y))
     same_bits(performed(gl.Step(model, batch, loss)), wanted)
@@ -288,7 +288,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_batches_and_losses_that_do_not_fit_are_refused(name):
+def test_step_refuses_batches_and_losses_that_do_not_fit(name):
     model, batch, loss, words = WRONG[name]
     before = everything(model)
     with pytest.raises(gl.UsageError, match=words):
@@ -313,7 +313,7 @@ def test_step_moves_the_model_to_the_gpu_and_back():
 
 
 @pytest.mark.parametrize("setting", ["cpu:precision=float64", "cpu:precision=bfloat16"])
-def test_a_function_that_takes_the_setting_draws_its_weights_as_it_does_without_an_audit(setting):
+def test_step_function_draws_the_same_weights_with_and_without_an_audit(setting):
     drawn_types = set()
 
     def step(setting):
@@ -327,7 +327,7 @@ def test_a_function_that_takes_the_setting_draws_its_weights_as_it_does_without_
     assert not report.faulty
 
 
-def test_a_function_without_the_setting_gets_its_precision_as_torchs_default():
+def test_step_function_without_setting_gets_its_precision_as_default_dtype():
     types = set()
 
     def step():
@@ -341,7 +341,7 @@ def test_a_function_without_the_setting_gets_its_precision_as_torchs_default():
 
 
 @pytest.mark.parametrize("setting", ["cpu:precision=float64", "cpu:precision=bfloat16"])
-def test_a_step_that_a_setting_does_not_fit_is_refused_with_the_line(setting):
+def test_step_function_that_a_setting_does_not_fit_is_refused_with_the_line(setting):
     def step(setting):
         weight = torch.ones(4, 2, requires_grad=True)
         (X.to(setting.dtype) @ weight).sum().backward()

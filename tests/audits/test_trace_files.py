@@ -82,12 +82,12 @@ def test_trace_that_was_cut_short_or_changed_anywhere_is_refused(file, tmp_path)
 
 
 @pytest.mark.parametrize("content", [b'{"format": 1}', b"Call me Ishmael.", pickle.dumps({"a": 1})])
-def test_what_is_no_trace_is_refused(content, tmp_path):
+def test_trace_load_refuses_other_files(content, tmp_path):
     (tmp_path / "a.trace").write_bytes(content)
     refused(tmp_path / "a.trace", "not a trace", "gpulab record")
 
 
-def test_table_that_is_no_trace_is_refused(tmp_path):
+def test_trace_load_refuses_other_tables(tmp_path):
     pq.write_table(pa.table({"name": ["addmm"]}), tmp_path / "a.parquet")
     refused(tmp_path / "a.parquet", "not a trace", "gpulab record")
 

@@ -44,7 +44,7 @@ def values(trace, name):
 # --- what is noted --------------------------------------------------------------------------------
 
 
-def test_tiny_step_is_recorded_as_computed_by_hand():
+def test_record_of_a_tiny_step_is_as_computed_by_hand():
     step = tiny_step()
     trace = recorded(step)
     (inputs, targets), weight, bias = (
@@ -110,7 +110,7 @@ def with_checkpoint(setting):
 
 
 @pytest.mark.parametrize("step", [two_backwards, no_backward, with_checkpoint])
-def test_any_function_of_one_step_can_be_recorded(step):
+def test_record_takes_any_function_of_one_step(step):
     trace = recorded(step)
     assert all(op.repeats is not False for op in trace.operations)
     assert [op.name for op in trace.operations if op.ratio is not None and not op.ratio <= 1] == []
@@ -120,7 +120,7 @@ def test_any_function_of_one_step_can_be_recorded(step):
     assert step is not two_backwards or len(operation_phrase(trace, "mm", "backward")) == 2
 
 
-def test_what_is_no_step_is_refused():
+def test_record_refuses_what_is_no_step():
     for wrong in (None, 3, "step", nn.Linear(2, 2).weight):
         with pytest.raises(gl.UsageError, match="a function that does one step"):
             recorded(wrong)
@@ -142,7 +142,7 @@ def state():
     )
 
 
-def test_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
+def test_record_passes_on_an_error_of_the_step_and_leaves_nothing_behind():
     def break_off(x):
         raise ValueError(f"in the middle of {x.sum()}")
 
@@ -166,7 +166,7 @@ def results(trace):
     }
 
 
-def test_results_are_loss_gradients_and_what_was_updated():
+def test_record_results_are_loss_gradients_and_what_was_updated():
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.BatchNorm1d(3)))
     x = drawn(8, 4)
 
@@ -203,7 +203,7 @@ def test_results_are_loss_gradients_and_what_was_updated():
     }
 
 
-def test_generators_of_numpy_and_python_are_seeded_and_put_back():
+def test_record_seeds_and_restores_the_generators_of_numpy_and_python():
     before = np.random.get_state()[1].tolist(), random.getstate()
 
     def step(setting):
@@ -215,7 +215,7 @@ def test_generators_of_numpy_and_python_are_seeded_and_put_back():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_lstm_and_attention_of_cudnn_draw_with_dropout_alone(dropout):
+def test_is_random_holds_for_cudnn_lstm_and_attention_with_dropout_alone(dropout):
     aten = torch.ops.aten
     assert _is_random(aten._cudnn_rnn.default, {"dropout": dropout}) == (dropout > 0)
     assert _is_random(
@@ -233,7 +233,7 @@ def test_sketch_of_a_small_tensor_is_the_tensor():
     assert np.isfinite(sketch(drawn(500).index_fill(0, torch.tensor(3), math.nan))).all()
 
 
-def test_distances_between_sketches_are_those_between_tensors():
+def test_sketch_distances_are_those_between_tensors():
     ratios = []
     for seed in range(200):
         x, error = drawn(2000, seed=seed), 1e-3 * drawn(2000, seed=seed + 1000)
@@ -245,7 +245,7 @@ def test_distances_between_sketches_are_those_between_tensors():
 
 
 @pytest.mark.parametrize("count", [100_000, BLOCK_SIZE + 9])
-def test_sketches_show_one_wrong_number_among_many_in_full(count):
+def test_sketch_shows_one_wrong_number_among_many_in_full(count):
     x = drawn(count)
     wrong = x.clone()
     wrong[-3] += 5
@@ -261,7 +261,7 @@ def operations(*names):
     return [Operation(name, "forward", "", "", [], [], [], "float32") for name in names]
 
 
-def test_operations_are_aligned_in_order_and_gaps_are_shown():
+def test_align_operations_keeps_the_order_and_shows_gaps():
     first, second = operations("a", "b", "c", "d"), operations("a", "x", "c", "d", "e")
     pairs = [
         (one and one.name, other and other.name) for one, other in align_operations(first, second)
@@ -307,13 +307,13 @@ def texts(a, b):
     ],
     ids=str,
 )
-def test_arguments_that_differ_are_named_and_shown_with_defaults(a, b, expected):
+def test_differing_arguments_are_named_and_shown_with_defaults(a, b, expected):
     assert texts(called("gelu", *a), called("gelu", *b)) == expected
     back = {name: both[::-1] for name, both in expected.items()}
     assert texts(called("gelu", *b), called("gelu", *a)) == back
 
 
-def test_kernels_of_two_devices_are_compared_in_what_they_share():
+def test_differing_arguments_of_kernels_of_two_devices_are_those_they_share():
     defaults = {"is_causal": False, "scale": None}
     plain = called(ON_CPU, {"query": T}, defaults)
     assert texts(plain, called(FUSED, {"query": T, "compute_log_sumexp": True}, defaults)) == {}

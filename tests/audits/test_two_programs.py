@@ -49,7 +49,7 @@ def assert_one_function(report):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_rewritten_program_agrees_and_a_faulty_one_does_not(program):
+def test_two_programs_audit_accepts_a_rewritten_program_and_no_faulty_one(program):
     plain, rewritten, faulty = (
         recorded(program.step(variant)) for variant in ("plain", "rewritten", "faulty")
     )
@@ -61,7 +61,7 @@ def test_a_rewritten_program_agrees_and_a_faulty_one_does_not(program):
     assert wrong.comparison.differing_results or wrong.kind == "reduced precision"
 
 
-def test_the_audit_of_two_steps_is_that_of_their_traces():
+def test_two_programs_audit_is_that_of_their_traces():
     program = next(p for p in whole_programs.PROGRAMS if p.name == "tensor_parallel_network")
     steps = [program.step(variant) for variant in ("plain", "faulty")]
     here, there = of_two(*steps), gl.audit(*map(recorded, steps))
@@ -76,7 +76,7 @@ def test_the_audit_of_two_steps_is_that_of_their_traces():
 @pytest.mark.parametrize(
     "setting", ["cpu:emulate=tf32", "cpu:precision=bfloat16", "cpu:autocast=bfloat16"]
 )
-def test_a_rewritten_program_agrees_where_the_setting_rounds(setting):
+def test_two_programs_audit_accepts_a_rewritten_program_where_the_setting_rounds(setting):
     program = next(p for p in whole_programs.PROGRAMS if p.name == "decoupled_decay")
     right, wrong = (
         of_two(program.step("plain"), program.step(variant), setting)
@@ -111,7 +111,7 @@ def again(setting: Setting):
 
 
 @pytest.mark.parametrize("other", [whole, again])
-def test_one_program_twice_is_identical(other):
+def test_two_programs_audit_of_one_program_twice_is_identical(other):
     report = of_two(whole, other)
     assert_one_function(report)
     assert ": identical to the last bit." in report.headline
@@ -119,7 +119,7 @@ def test_one_program_twice_is_identical(other):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_changes_nothing(use_reentrant):
+def test_two_programs_audit_accepts_checkpointing(use_reentrant):
     def checkpointed(setting):
         model, x = moved(setting)
         first = checkpoint(model[:2], x.requires_grad_(), use_reentrant=use_reentrant)
@@ -164,12 +164,12 @@ def in_halves(wrong=1.0):
 HALVES = slice(4), slice(4, 8)
 
 
-def test_a_layer_in_halves_is_the_layer():
+def test_two_programs_audit_accepts_a_layer_computed_in_halves():
     assert_one_function(of_two(whole, in_halves()))
 
 
 @pytest.mark.parametrize("wrong", [0.5, 1.001])
-def test_a_layer_in_halves_of_which_one_counts_otherwise_is_not(wrong):
+def test_two_programs_audit_finds_a_half_of_a_layer_that_counts_otherwise(wrong):
     report = of_two(whole, in_halves(wrong))
     assert report.faulty
     assert "loss" in {result.group for result in report.comparison.differing_results}
@@ -190,15 +190,15 @@ def prediction(rows, after, normalised=False):
     return step
 
 
-def test_a_sample_alone_is_as_in_a_batch():
+def test_two_programs_audit_accepts_a_sample_alone_beside_a_batch():
     assert_one_function(of_two(prediction(slice(5), 2), prediction(slice(2, 3), 0)))
 
 
-def test_another_sample_of_the_batch_is_told():
+def test_two_programs_audit_finds_another_sample_of_the_batch():
     assert of_two(prediction(slice(5), 2), prediction(slice(3, 4), 0)).kind != "rounding"
 
 
-def test_a_sample_that_is_normalised_with_fewer_others_is_told():
+def test_two_programs_audit_finds_a_sample_that_is_normalized_with_fewer_others():
     pair = prediction(slice(5), 2, normalised=True), prediction(slice(2, 4), 0, normalised=True)
     assert of_two(*pair).faulty
 
@@ -214,13 +214,13 @@ def mean_of(weights):
     return step
 
 
-def test_a_gradient_summed_over_parts_of_a_batch_is_that_of_the_batch():
+def test_two_programs_audit_accepts_a_gradient_summed_over_parts_of_a_batch():
     whole_batch = mean_of([(slice(5), 1.0)])
     assert_one_function(of_two(whole_batch, mean_of([(slice(2), 0.4), (slice(2, 5), 0.6)])))
     assert of_two(whole_batch, mean_of([(slice(2), 0.5), (slice(2, 5), 0.5)])).faulty
 
 
-def test_parameters_of_other_names_are_paired():
+def test_two_programs_audit_pairs_parameters_of_other_names():
     """One program has a network, and the other one plain tensors, in another order."""
 
     def by_hand(setting):
@@ -237,7 +237,7 @@ def test_parameters_of_other_names_are_paired():
     assert_one_function(of_two(whole, by_hand))
 
 
-def test_a_result_that_one_program_alone_returns_is_named():
+def test_two_programs_audit_names_a_result_that_one_program_alone_returns():
     def with_more(setting, more):
         loss = whole(setting)
         return {"loss": loss, "double": 2 * loss} | (
@@ -263,7 +263,7 @@ def scaled_by(number):
     return step
 
 
-def test_a_constant_that_is_rounded_to_float32_is_no_difference():
+def test_two_programs_audit_accepts_a_constant_that_is_rounded_to_float32():
     rounded = torch.tensor(0.1, dtype=torch.float32)
     assert_one_function(of_two(scaled_by(0.1), scaled_by(rounded)))
     assert of_two(scaled_by(0.1), scaled_by(1.0001 * rounded)).faulty

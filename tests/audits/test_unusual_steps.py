@@ -130,7 +130,7 @@ def test_audit_of_a_compiled_model_compiles_nothing_of_ours(python):
     )
 
 
-def test_traces_of_one_name_are_told_apart_by_file(tmp_path):
+def test_audit_of_two_traces_of_one_name_tells_them_apart_by_file(tmp_path):
     step = gl.Step(nn.Linear(6, 2), X)
     files = [tmp_path / f"{name}.trace" for name in ("here", "there")]
     for file in files:
@@ -165,7 +165,7 @@ HIDDEN_PRODUCTS = {  # in operations whose kernels call others
 
 
 @pytest.mark.parametrize("name", HIDDEN_PRODUCTS)
-def test_emulated_products_inside_other_operations_are_reduced_precision(name):
+def test_audit_calls_emulated_products_inside_other_operations_reduced_precision(name):
     function, size = HIDDEN_PRODUCTS[name]
     drawn = torch.randn(size, generator=torch.Generator().manual_seed(0))
 

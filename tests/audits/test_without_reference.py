@@ -60,7 +60,7 @@ def two_updates(setting):
     [two_updates, gl.Step(seeded(lambda: nn.Linear(20, 5)), (X, labels(8)), F.cross_entropy)],
 )
 @pytest.mark.parametrize("copies", [0, 1, 5])
-def test_an_audit_without_memory_for_references_goes_on_without_them(step, b, copies, monkeypatch):
+def test_audit_without_memory_for_references_goes_on_without_them(step, b, copies, monkeypatch):
     """As with seven billion weights on one card. Memory that is short is imitated."""
     keep, kept = References.keep, []
 
@@ -82,7 +82,7 @@ def test_an_audit_without_memory_for_references_goes_on_without_them(step, b, co
 
 
 @pytest.mark.parametrize("b", [B, TF32, BFLOAT16, AUTOCAST, "cpu:precision=float64"])
-def test_a_step_that_asks_for_float32_has_exact_references(b):
+def test_references_are_exact_for_a_step_that_asks_for_float32(b):
     mask = torch.ones(30)
     report = audited(with_a_function(lambda h: (h.float() * mask).softmax(-1).to(h.dtype)), b=b)
     assert_no_fault(report)
@@ -120,14 +120,14 @@ class Waves(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("b", [B, TF32, BFLOAT16, AUTOCAST])
-def test_an_operation_without_float64_is_compared_as_recorded_and_named(b):
+def test_references_missing_for_an_operation_are_named_and_replaced_by_recorded_values(b):
     report = audited(with_a_function(lambda h: Waves.apply(h, 2.0)), b=b)
     assert_no_fault(report)
     assert UNFOLLOWED + "waves." in first_line(report)
     assert report.a.without_reference == {"waves": "waves is not implemented for 'Double'"}
 
 
-def test_what_follows_from_an_operation_without_float64_is_not_exact_and_what_comes_before_is():
+def test_references_are_exact_before_and_not_after_an_operation_without_float64():
     trace = recorded(with_a_function(lambda h: Waves.apply(h, 2.0)))
     exact = {
         (op.name, op.phase, op.module): trace.values[op.outputs[0]].exact for op in trace.operations
@@ -148,14 +148,14 @@ def with_waves_that_differ(what):
 
 
 @pytest.mark.parametrize("what", ["argument", "result"])
-def test_a_fault_at_or_behind_an_operation_without_float64_is_told(what):
+def test_audit_reports_a_fault_at_or_behind_an_operation_without_float64(what):
     report = audited(with_waves_that_differ(what))
     assert report.faulty
     assert report.comparison.differing_results
 
 
 @pytest.mark.parametrize(("what", "operation"), [("argument", "waves"), ("result", "mul")])
-def test_a_fault_at_or_behind_an_operation_without_float64_is_told_where_it_is(what, operation):
+def test_audit_places_a_fault_at_or_behind_an_operation_without_float64(what, operation):
     first = audited(with_waves_that_differ(what)).findings[0]
     assert (first.operation, first.phase, first.module) == (operation, "forward", "1")
 
@@ -176,12 +176,12 @@ def quantised_by_channel(h):
 
 @pytest.mark.parametrize("function", [quantised, quantised_by_channel])
 @pytest.mark.parametrize("b", [B, TF32])
-def test_fake_quantisation_is_no_fault(function, b):
+def test_audit_accepts_fake_quantization(function, b):
     """Roundings before it may move a number to the next step of its grid."""
     assert_no_fault(audited(with_a_function(function), b=b))
 
 
-def test_another_grid_of_fake_quantisation_is_told():
+def test_audit_finds_another_grid_of_fake_quantization():
     def other_grid(h):
         return torch.fake_quantize_per_tensor_affine(h, 0.2 if under_b() else 0.1, 0, -128, 127)
 
@@ -216,19 +216,19 @@ MODEL = seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 3)))
 
 
 @pytest.mark.parametrize("b", [B, "cpu:order=pairwise", TF32, AUTOCAST])
-def test_values_that_pass_through_numpy_are_no_fault(b):
+def test_audit_accepts_values_that_pass_through_numpy(b):
     assert_no_fault(audited(through_numpy(), b=b))
 
 
 @pytest.mark.parametrize("b", [TF32, AUTOCAST])
-def test_the_first_line_says_that_values_enter_from_outside(b):
+def test_audit_first_line_says_that_values_enter_from_outside(b):
     assert OUTSIDE in first_line(audited(through_numpy(), b=b))
 
 
 @pytest.mark.parametrize(
     "ends", [(B, "cpu"), ("cpu:threads=1,autocast=bfloat16", AUTOCAST), ("cpu", B)]
 )
-def test_values_of_numpy_that_are_five_percent_off_are_a_fault(ends):
+def test_audit_finds_values_of_numpy_that_are_five_percent_off(ends):
     report = audited(through_numpy(1.05), *ends)
     assert report.faulty, str(report)
 
@@ -254,7 +254,7 @@ def by_second_derivatives(setting):
 
 @pytest.mark.parametrize("step", [by_samples, by_second_derivatives])
 @pytest.mark.parametrize("b", [B, TF32, BFLOAT16, "cpu:precision=float64"])
-def test_transforms_of_functions_are_no_fault(step, b):
+def test_audit_accepts_transforms_of_functions(step, b):
     assert_no_fault(audited(step, b=b))
 
 
@@ -270,17 +270,17 @@ SPARSE = {
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_sparse_tensors_are_no_fault(name):
+def test_audit_accepts_sparse_tensors(name):
     assert_no_fault(audited(with_a_function(SPARSE[name])))
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_sparse_tensors_of_rounded_numbers_are_no_fault(name):
+def test_audit_accepts_sparse_tensors_of_rounded_numbers(name):
     assert_no_fault(audited(with_a_function(SPARSE[name]), b=TF32))
 
 
 @pytest.mark.parametrize("b", [B, TF32, BFLOAT16])
-def test_sparse_gradients_of_an_embedding_are_no_fault(b):
+def test_audit_accepts_sparse_gradients_of_an_embedding(b):
     def step(setting):
         words = nn.Embedding.from_pretrained(
             X.view(40, 4).to(setting.dtype), freeze=False, sparse=True
@@ -295,13 +295,13 @@ def test_sparse_gradients_of_an_embedding_are_no_fault(b):
 @pytest.mark.xfail(
     strict=True, reason="what is done to the numbers of a sparse tensor has no float64 reference"
 )
-def test_a_wrong_sparse_product_is_told():
+def test_audit_finds_a_wrong_sparse_product():
     wrong = Own(lambda y: torch.sparse.mm(ADJACENCY.to(y.dtype) * (1.5 if under_b() else 1.0), y))
     report = audited(gl.Step(seeded(lambda: nn.Sequential(nn.Linear(20, 30), wrong)), drawn(8, 20)))
     assert report.faulty
 
 
-def test_a_step_in_float32_on_a_cpu_does_not_count_as_computed_in_a_shorter_format():
+def test_comparison_does_not_take_a_float32_step_on_a_cpu_for_a_short_format():
     """Or values without reference are compared as if they had been rounded to bfloat16."""
     report = audited(with_a_function(torch.tanh), b="cpu:order=pairwise")
     assert not report.comparison.uses_short_format(0)

@@ -153,14 +153,14 @@ def deck(slides):
 
 @pytest.mark.parametrize("width", [DESKTOP, PHONE])
 @pytest.mark.parametrize("name", PAGES)
-def test_page_is_whole(browser, request, name, width):
+def test_page_in_a_browser_is_whole(browser, request, name, width):
     with OpenedPage(browser, request.getfixturevalue(name), width) as page:
         assert page.tab.locator("h1, h2").first.is_visible()
         assert page.tab.evaluate("document.images.length") > 0
         assert page.faults() == []
 
 
-def test_every_slide_fits_into_its_window(browser, slides):
+def test_slides_fit_into_their_window(browser, slides):
     decks = sorted(slides.glob("*.slides.html"))
     assert len(decks) > 10
     overfull = {}
@@ -172,7 +172,7 @@ def test_every_slide_fits_into_its_window(browser, slides):
     assert {name: found for name, found in overfull.items() if found} == {}
 
 
-def test_a_slide_that_is_too_full_is_found(browser, deck):
+def test_slides_that_are_too_full_are_found(browser, deck):
     with OpenedPage(browser, deck, DESKTOP) as page:
         page.tab.evaluate(FILL_A_SLIDE)
         overfull = page.tab.evaluate(OVERFULL_SLIDES)
@@ -180,7 +180,7 @@ def test_a_slide_that_is_too_full_is_found(browser, deck):
 
 
 @pytest.mark.parametrize("width", [DESKTOP, PHONE])
-def test_explorer_is_whole_and_a_slider_moves_what_it_shows(browser, explorer_server, width):
+def test_explorer_page_is_whole_and_a_slider_changes_its_picture(browser, explorer_server, width):
     with OpenedPage(browser, explorer_server.address("saddle"), width) as page:
         slider = page.tab.locator(".widget-slider", has_text="turn").get_by_role("slider")
         slider.wait_for(state="visible")
@@ -234,7 +234,9 @@ def folder_server(tmp_path):
 
 @pytest.mark.parametrize("is_served", [False, True], ids=["file", "server"])
 @pytest.mark.parametrize("planted", PLANTED)
-def test_every_planted_fault_is_found(browser, folder_server, tmp_path, planted, is_served):
+def test_opened_page_finds_every_planted_fault(
+    browser, folder_server, tmp_path, planted, is_served
+):
     text, expected = PLANTED[planted]
     (tmp_path / "index.html").write_text(f"{HEAD}{WHOLE}{text}")
     (tmp_path / "other.html").write_text("<!doctype html><h1 id='there'>Another page</h1>")

@@ -8,7 +8,9 @@ from companion import learning
 
 
 @pytest.mark.parametrize(("net", "losses"), [("prednet", 19), ("autoencoder", 20)])
-def test_overwritten_frames_change_no_loss_and_prednet_s_gradient_alone(net, losses):
+def test_first_window_overwritten_frames_change_no_loss_and_only_the_gradient_of_prednet(
+    net, losses
+):
     copied, overwritten = (
         companion.FirstWindow(net, loader, profile="smoke") for loader in ("copied", "reused")
     )
@@ -39,7 +41,7 @@ COPIED = [0.010, 0.012, 0.011, 0.013, 0.009, 0.014, 0.0105, 0.15]
 WORSE = [2 * loss for loss in COPIED[:-1]] + [0.15]
 
 
-def test_four_questions_are_asked():
+def test_learning_verdicts_answer_four_questions():
     both = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
     verdicts = learning.learning_verdicts(both, "loader", "copied", plateau=0.05, repeat=0.0125)
     assert list(verdicts) == list(learning.METRICS)
@@ -52,7 +54,7 @@ def test_four_questions_are_asked():
     assert verdicts[learning.LEARNED].table.seeds[0] == 7, "the seed on the plateau did not learn"
 
 
-def test_the_table_has_every_decision_with_and_without_correction_and_by_the_registered_margin():
+def test_learning_table_has_every_decision_corrected_uncorrected_and_by_registered_margin():
     frame = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
     slow, fast = frame, frame.assign(speed=2.0)
     table = companion.learning_table(pd.concat([slow, fast]), "loader", "copied")

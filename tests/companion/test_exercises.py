@@ -36,7 +36,7 @@ def cells(file, kind):
 
 
 @pytest.mark.parametrize("number", NOTEBOOKS)
-def test_a_notebook_has_three_exercises_and_their_checks(number):
+def test_exercises_are_three_in_each_notebook_with_their_checks(number):
     (text,) = [
         text.partition("## Exercises\n")[2]
         for text in cells(NOTEBOOKS[number], "markdown")
@@ -74,7 +74,7 @@ def solved(request, tmp_path_factory):
 
 
 @pytest.mark.slow("executes a notebook of solutions")
-def test_each_solution_passes_and_a_wrong_answer_is_told_why(solved):
+def test_check_accepts_each_solution_and_says_why_an_answer_is_wrong(solved):
     number, answers, said = solved
     assert list(answers) == [f"{number}-{n}" for n in LEVELS]
     for name, checked in said.items():
@@ -183,7 +183,7 @@ STRANGE += [
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_strange_answers_are_told_what_was_expected(name):
+def test_check_says_what_was_expected_of_a_strange_answer(name):
     for answer in STRANGE:
         checked = companion.check(name, answer)
         assert not checked.passed
@@ -192,7 +192,7 @@ def test_strange_answers_are_told_what_was_expected(name):
         assert "\x1b" not in checked.said
 
 
-def test_an_unknown_exercise_names_those_there_are():
+def test_check_of_an_unknown_exercise_names_the_known_ones():
     for name in ("01-4", "1-1", 12, None):
         with pytest.raises(gl.UsageError, match=r"expected one of 0\d-1, .+"):
             companion.check(name, 1)

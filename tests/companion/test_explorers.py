@@ -29,7 +29,7 @@ def pattern(explorer):
 
 
 @pytest.mark.parametrize("bit", [0, 8, 31])
-def test_a_clicked_bit_changes_the_number_and_nothing_else(bit):
+def test_bit_explorer_changes_the_number_and_nothing_else_when_a_bit_is_clicked(bit):
     explorer = companion.bit_explorer(0.75)
     before = pattern(explorer)
     explorer.bits[bit].click()
@@ -42,7 +42,7 @@ def test_a_clicked_bit_changes_the_number_and_nothing_else(bit):
     assert explorer.number.value == 0.75
 
 
-def test_what_is_no_number_is_not_sent_to_the_page():
+def test_bit_explorer_does_not_send_nan_to_the_page():
     explorer = companion.bit_explorer(1.5)
     for bit in explorer.bits[1:9]:
         if bit.description == "0":
@@ -57,7 +57,7 @@ FORMATS |= {"float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_bits_are_those_that_torch_stores_and_tf32_lacks_the_last(name):
+def test_format_bits_gives_the_bits_that_torch_stores_and_tf32_lacks_the_last(name):
     dtype = getattr(torch, name)
     for x in (-0.1, 1e-7):
         stored = torch.tensor([x]).to(dtype)
@@ -84,7 +84,7 @@ MOVES = {
 }
 
 
-def test_every_control_of_the_saddle_and_of_a_slice_changes_the_picture():
+def test_saddle_and_slice_explorers_redraw_for_every_control():
     saddle, step = companion.saddle_explorer(), (torch.eye(2), torch.ones(2, 1))
     for name, value in MOVES.items():
         assert changes(saddle, getattr(saddle, name), value), name
@@ -94,7 +94,7 @@ def test_every_control_of_the_saddle_and_of_a_slice_changes_the_picture():
     assert changes(cut, cut.reach, 0.1)
 
 
-def test_a_trajectory_is_that_of_the_escape_and_ends_where_it_leaves_the_finite_numbers():
+def test_trajectory_is_that_of_the_escape_and_ends_where_numbers_become_infinite():
     saddle = explorers.small_saddle()
     options = {"optimizers": {"momentum": [0.05]}, "perturbations": [1e-3], "progress": False}
     path = explorers.trajectory(
@@ -118,7 +118,7 @@ def seeds():
 
 
 @pytest.mark.parametrize("name", explorers.COMPARISONS)
-def test_every_comparison_has_the_verdict_of_all_its_runs(seeds, name):
+def test_seed_explorer_has_the_verdict_of_all_runs_for_every_comparison(seeds, name):
     query, factor, levels = explorers.COMPARISONS[name]
     runs = gl.recorded_runs().query(query)
     runs = runs[runs[factor].isin(levels) & (runs.rerun == 0)]

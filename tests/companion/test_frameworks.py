@@ -29,7 +29,7 @@ def training(library, net):
 
 
 @pytest.mark.parametrize("net", ["autoencoder", "prednet"])
-def test_a_step_is_torchs_to_rounding(library, net):
+def test_frameworks_one_step_agrees_with_torch_to_rounding(library, net):
     (row,) = frameworks.one_step(net, libraries=[name_of(library)], **SIZE).itertuples()
     assert row.loss_difference < 1e-6
     assert 0 < row.gradient_difference < 3e-6
@@ -41,7 +41,7 @@ def test_a_step_is_torchs_to_rounding(library, net):
 
 
 @pytest.mark.parametrize("what", ["autoencoder", "prednet", "prednet truncation=state"])
-def test_a_training_follows_torchs(library, what):
+def test_frameworks_training_follows_that_of_torch(library, what):
     """In float64, where what is left of a difference is the protocol's, and what Keras keeps in
     float32 of Adam.
 
@@ -70,14 +70,14 @@ def test_a_training_follows_torchs(library, what):
         "cudnn=off",
     ],
 )
-def test_a_setting_of_torchs_alone_is_refused_by_name(option):
+def test_frameworks_refuse_a_setting_that_only_torch_has(option):
     device = "cuda" if "cudnn" in option else "cpu"
     named = option if "precision" in option else option.partition("=")[0]
     with pytest.raises(gl.UsageError, match=f"{named} is torch's alone"):
         same_start.begun("prednet", 0, gl.Setting.parse(f"{device}:{option}"), "smoke")
 
 
-def test_threads_are_as_many_as_asked_or_refused(library, python):
+def test_frameworks_use_as_many_threads_as_asked_or_refuse(library, python):
     """Counted are the threads that compute, which both libraries name `tf_...`; threads that
     compile are left out.
     """
@@ -113,7 +113,7 @@ def test_threads_are_as_many_as_asked_or_refused(library, python):
     assert "chooses its threads once in a process" in refusal
 
 
-def test_trainings_in_two_libraries_give_a_verdict(library, tmp_path):
+def test_frameworks_trainings_in_two_libraries_give_a_verdict(library, tmp_path):
     common = {"settings": ["cpu"], "seeds": 2, "store": tmp_path}
     gl.Experiment("autoencoder", profile="smoke", **common).run(progress=False)
     gl.Experiment(training(library, "autoencoder"), options=SIZE, **common).run(progress=False)

@@ -4,7 +4,7 @@ import companion
 import gpulab as gl
 
 
-def test_a_pole_stays_up_longer_where_observations_are_copied():
+def test_learn_cartpole_balances_longer_with_copied_observations():
     copied, overwritten = (
         companion.learn_cartpole(seed=7, keep=keep)["steps_up"] for keep in ("tensor", "as_tensor")
     )

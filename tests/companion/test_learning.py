@@ -21,7 +21,7 @@ def frame(tmp_path_factory):
     return gl.runs(store)
 
 
-def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
+def test_repeat_losses_are_those_of_the_film_that_the_final_loss_is_of(frame):
     losses = learning.repeat_losses(frame)
     assert losses.isna().tolist() == (frame.experiment == "autoencoder").tolist()
     for row, loss in zip(frame.itertuples(), losses, strict=True):
@@ -36,7 +36,7 @@ def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
 
 
 @pytest.mark.slow("renders films")
-def test_what_was_recorded_of_a_film_is_what_it_gives_when_it_is_rendered():
+def test_recorded_losses_of_films_are_those_of_rendered_films():
     losses = films.recorded_losses()
     small = [film for film in losses if film.frames == 1000 or film.frame_size == "56x80"]
     assert len(small) >= 8
@@ -47,7 +47,7 @@ def test_what_was_recorded_of_a_film_is_what_it_gives_when_it_is_rendered():
         )
 
 
-def test_film_of_runs_is_shared_and_has_recorded_losses():
+def test_films_of_runs_are_shared_and_have_recorded_losses():
     runs = gl.recorded_runs()
     of_runs = films.films_of_runs(runs)
     assert [film is not None for film in of_runs] == (runs.data == "walk").tolist()
@@ -87,7 +87,7 @@ def test_finding_says_each_decision_with_its_settings_in_words(shift, spread, de
     assert "under CPU" in said.partition("(one thread)")[2]
 
 
-def test_the_page_on_reading_a_verdict_shows_what_its_example_prints(capsys):
+def test_verdict_page_shows_what_its_example_prints(capsys):
     page = (Path(__file__).parents[2] / "docs" / "verdict.md").read_text(encoding="utf-8")
     example, printed = re.search(r"```python\n(.+?)```\n```\n(.+?)```", page, re.DOTALL).groups()
     exec(compile(example, "docs/verdict.md", "exec"), {})

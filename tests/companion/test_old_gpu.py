@@ -8,7 +8,7 @@ import gpulab as gl
 from gpulab.store.recorded import recorded_folder
 
 
-def test_audits_of_an_h200_and_of_the_emulation_blame_one_line():
+def test_audit_of_an_h200_and_of_its_emulation_blame_the_same_line():
     traces = recorded_folder("traces")
     report = gl.audit(
         traces / "whitener-cuda-tf32-off.trace", traces / "whitener-cuda-tf32-on.trace"

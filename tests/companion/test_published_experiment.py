@@ -56,7 +56,7 @@ def runs(
     )
 
 
-def test_the_table_counts_seeds_by_hand(recorded, table):
+def test_published_table_counts_seeds_as_by_hand(recorded, table):
     walk = recorded[(recorded.film == "walk") & recorded.full & recorded.round_trip]
     losses = walk.pivot_table(index="seed", columns="loader", values="final_loss").dropna()
     share, loss = table[
@@ -75,7 +75,7 @@ def test_the_table_counts_seeds_by_hand(recorded, table):
     assert share.p == pytest.approx(2.0 ** (1 - (one_way + other_way)))  # the exact sign test
 
 
-def test_the_correction_is_over_the_films_of_an_endpoint():
+def test_published_table_corrects_over_the_films_of_an_endpoint():
     rng = np.random.default_rng(1)
     parts = []
     for film in ("walk", "films/a.mp4", "films/b.mp4"):
@@ -94,7 +94,7 @@ def test_the_correction_is_over_the_films_of_an_endpoint():
 # --- dose and response ----------------------------------------------------------------------------
 
 
-def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_window():
+def test_dose_cell_is_trained_like_gpulab_and_its_bias_is_that_of_the_first_window():
     found = gl.train(
         TRAINING, setting=CPU, seed=3, model_options={"size": "smoke"}, progress=False
     ).metrics
@@ -113,7 +113,7 @@ def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_wi
     assert found["bias"] > 0
 
 
-def test_the_interval_of_a_rank_correlation_keeps_its_level_at_twelve_pairs():
+def test_rank_correlation_interval_keeps_its_level_at_twelve_pairs():
     generator = np.random.default_rng(0)
     for correlation in (0.0, 0.6, 0.9):
         rho = 6 / math.pi * math.asin(correlation / 2)  # Spearman's of normal pairs
@@ -123,7 +123,7 @@ def test_the_interval_of_a_rank_correlation_keeps_its_level_at_twelve_pairs():
         assert 0.92 < np.mean(covered) < 0.99
 
 
-def test_ranks_that_all_agree_are_not_taken_for_certainty_and_too_few_are_refused():
+def test_rank_correlation_of_equal_ranks_is_not_certain_and_too_few_pairs_are_refused():
     rho, low, high = rank_correlation(CELLS, CELLS)
     assert rho == pytest.approx(1)
     assert 0.9 < low < high < 1
@@ -132,7 +132,7 @@ def test_ranks_that_all_agree_are_not_taken_for_certainty_and_too_few_are_refuse
         rank_correlation([1, 2, 3, 4], range(4))
 
 
-def test_cells_are_counted_whole_and_by_the_geometric_mean_of_their_seeds():
+def test_dose_cells_are_complete_and_geometric_means_over_seeds():
     runs = gl.recorded_runs("dose")
     assert (runs.status == "finished").all()
     cells = dose_cells(runs)

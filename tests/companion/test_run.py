@@ -51,7 +51,7 @@ def test_report_holds_findings_figures_and_the_error_of_executed_notebooks(noteb
     assert (row["name"], row["notebook"]) == ("01_one", "01_one.ipynb")
 
 
-def test_copies_without_outputs_are_made_once(notebooks, tmp_path):
+def test_copy_without_outputs_is_made_once(notebooks, tmp_path):
     outputs = [nbformat.v4.new_output("stream", text="seen")]
     (notebooks / "solutions").mkdir()
     for name in ("03_three", "solutions/03_solutions"):
@@ -75,7 +75,7 @@ def test_copies_without_outputs_are_made_once(notebooks, tmp_path):
     assert (tmp_path / "lab" / "03_three.ipynb").read_text() == "my work"
 
 
-def test_a_kernel_that_dies_fails_its_notebook_alone(notebooks, tmp_path):
+def test_execute_fails_only_the_notebook_whose_kernel_dies(notebooks, tmp_path):
     cells = [new_code_cell("import os; os._exit(3)")]
     nbformat.write(new_notebook(cells=cells), notebooks / "03_three.ipynb")
     (result,) = execute(notebooks, tmp_path / "build", "smoke", "cpu", only="03")
@@ -87,7 +87,7 @@ def test_a_kernel_that_dies_fails_its_notebook_alone(notebooks, tmp_path):
     assert (cell.source, cell.execution_count) == (PARAMETERS, 1)
 
 
-def test_what_cannot_be_executed_is_named(notebooks, tmp_path):
+def test_execute_names_notebooks_that_cannot_be_executed(notebooks, tmp_path):
     assert [file.stem for file in find_notebooks(notebooks, None)] == ["01_one", "02_two"]
     torn = tmp_path / "torn" / "03_three.ipynb"
     torn.parent.mkdir()

@@ -70,14 +70,14 @@ def test_saddle_finding_answers_by_optimiser(adam, answer, sooner):
     assert f"sooner than float64 in {sooner} (" in paper
 
 
-def test_saddle_finding_counts_trainings_that_end_with_fewer_ways_down():
+def test_saddle_finding_counts_trainings_that_end_with_fewer_descent_directions():
     for share, fewer in ((0.02, 0), (0.01, 1)):
         assert said(NO, share)["Does rounding help"][2].endswith(
             f". {fewer} of 1 comparisons of trainings ended with fewer ways down."
         )
 
 
-def test_correlation_at_one_step_in_notebook_06_is_that_of_scipy():
+def test_correlation_cell_of_notebook_06_agrees_with_scipy():
     cells = json.loads((ROOT / "notebooks" / "06_saddle_points.ipynb").read_text(encoding="utf-8"))[
         "cells"
     ]

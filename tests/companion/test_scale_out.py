@@ -36,7 +36,7 @@ class Mean(Trainable):
         return loss, loss.detach().expand(len(batch)), None
 
 
-def test_noise_scale_in_closed_form(noise_scale):
+def test_noise_scale_agrees_with_its_closed_form(noise_scale):
     """Normal examples of deviation 0.3 in 50 dimensions: |G|² = 50 × 0.25, tr Σ = 50 × 0.09."""
     examples = 0.3 * torch.randn(20_000, 50, generator=torch.Generator().manual_seed(0))
     assert noise_scale(Mean(50), examples, 10) == pytest.approx(0.36, rel=0.03)

@@ -49,7 +49,7 @@ def test_measure_speed_gives_numbers_or_says_why_not(part):
     assert not frame.note.str.contains("failed").any()
 
 
-def test_texts_held_out_are_not_trained_on_and_words_are_numbered_alike_whatever_their_case():
+def test_texts_split_holds_texts_out_and_numbers_words_whatever_their_case():
     whole, packages = texts.docstrings()
     assert set(packages) == set(texts.PACKAGES)
     words, labels, held_words, held_labels = texts.split(400)
@@ -65,7 +65,7 @@ def test_texts_held_out_are_not_trained_on_and_words_are_numbered_alike_whatever
 # --- what is made of it ---------------------------------------------------------------------------
 
 
-def test_claims_are_ratios_of_medians_here_before_recorded():
+def test_speed_claims_are_ratios_of_medians_here_before_recorded():
     frame = pd.concat(
         [
             rows("text", {"float32": [10.0, 30.0, 20.0, 20.0, 20.0, 20.0]}, **HERE),

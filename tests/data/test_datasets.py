@@ -82,7 +82,7 @@ REFUSED += [
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=str)
-def test_what_makes_no_sense_is_refused_by_name(name, options):
+def test_load_refuses_invalid_arguments_by_name(name, options):
     with pytest.raises(gl.UsageError) as error:
         gl.load(name, **options)
     named = [f"{option}={value!r}" for option, value in options.items()] or NAMES
@@ -93,7 +93,7 @@ def test_what_makes_no_sense_is_refused_by_name(name, options):
 @settings(max_examples=40, deadline=None)
 @given(frames=st.integers(1, 40), length=st.integers(1, 40), start=st.integers(0, 50))
 @example(frames=5000, length=20, start=0)  # the published protocol: 250 windows
-def test_windows_follow_each_other_and_no_frame_is_read_before_its_time(frames, length, start):
+def test_windows_follow_each_other_and_read_no_frame_early(frames, length, start):
     """A short sequence is passed over again, and to start at a window is to skip those before."""
     data, in_a_pass = Counter(frames), frames // length
     if in_a_pass == 0:
@@ -113,7 +113,7 @@ def test_windows_follow_each_other_and_no_frame_is_read_before_its_time(frames, 
 
 @settings(max_examples=30, deadline=None)
 @given(heldout_count=st.integers(2, 50), length=st.integers(1, 60))
-def test_held_out_frames_are_those_after_the_training_part(heldout_count, length):
+def test_heldout_frames_follow_the_training_part(heldout_count, length):
     windows = list(Counter(frames=40, heldout_count=heldout_count).heldout(length))
     seen = [number for window in windows for number in numbers(window)[not window.restart :]]
     length = min(length, heldout_count)
@@ -123,7 +123,7 @@ def test_held_out_frames_are_those_after_the_training_part(heldout_count, length
         next(Counter(frames=40, heldout_count=1).heldout(length))
 
 
-def test_the_loss_of_repeating_the_last_frame_is_that_of_the_held_out_part():
+def test_repeat_loss_is_that_of_the_held_out_part():
     data = gl.load("walk", frames=40, size=SMALL)
     frames = np.stack(list(data.stream(40, 60))) / 255
     assert data.repeat_loss() == pytest.approx(
@@ -131,7 +131,7 @@ def test_the_loss_of_repeating_the_last_frame_is_that_of_the_held_out_part():
     )
 
 
-def test_a_scene_has_the_frames_asked_for_of_its_seed_and_speed():
+def test_load_walk_gives_the_frames_asked_for_by_seed_and_speed():
     data = gl.load("walk", frames=300, size=SMALL, seed=3, speed=2.0)
     assert data.options() == {
         "size": [24, 32],
@@ -156,7 +156,7 @@ def numbered_images(count):
 
 @settings(max_examples=30, deadline=None)
 @given(length=st.integers(1, 45), start=st.integers(0, 12), seed=st.integers(0, 2**31))
-def test_every_pass_shows_each_image_once_in_an_order_of_its_own(length, start, seed):
+def test_windows_of_images_show_each_image_once_per_pass_in_a_new_order(length, start, seed):
     state, orders = torch.get_rng_state(), set()
     for each in range(seed, seed + 3):
         windows = taken(numbered_images(20).windows(length, each), start + 120 // length)
@@ -173,7 +173,7 @@ def test_every_pass_shows_each_image_once_in_an_order_of_its_own(length, start, 
     assert (torch.get_rng_state() == state).all(), "the random numbers of torch are left alone"
 
 
-def test_digits_are_the_real_ones_enlarged_each_in_one_part_only():
+def test_load_digits_gives_the_real_digits_enlarged_and_each_in_one_part_only():
     from sklearn.datasets import load_digits
 
     data, spoiled = gl.load("digits"), gl.load("digits")
@@ -190,7 +190,7 @@ def test_digits_are_the_real_ones_enlarged_each_in_one_part_only():
 @pytest.mark.parametrize(
     "place", ["{}-images-idx3-ubyte", "{}-images.idx3-ubyte.gz", "MNIST/raw/{}-images-idx3-ubyte"]
 )
-def test_mnist_is_found_under_its_usual_names(tmp_path, place):
+def test_load_mnist_finds_files_under_their_usual_names(tmp_path, place):
     for split, count in (("train", 30), ("t10k", 20)):
         write_idx(tmp_path / place.format(split), noise(count, 28, 28))
     data = gl.load(f"mnist:{tmp_path}")
@@ -227,7 +227,7 @@ def mirror(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", images.SHA256)
 @pytest.mark.parametrize("how", ["missing", "of another content"])
-def test_mnist_is_downloaded_once_both_files_or_none(mirror, tmp_path, name, how):
+def test_load_mnist_downloads_both_files_once_or_none(mirror, tmp_path, name, how):
     good = (mirror / name).read_bytes()
     if how == "missing":
         (mirror / name).unlink()
@@ -247,21 +247,21 @@ def test_mnist_is_downloaded_once_both_files_or_none(mirror, tmp_path, name, how
     assert (gl.load("mnist").train == data.train).all(), "a damaged one is fetched again"
 
 
-def test_mnist_comes_from_https_alone_and_is_what_it_was(real_data):
+def test_mnist_mirrors_use_https_and_sha256_is_that_of_the_original_file(real_data):
     assert all(mirror.startswith("https://") for mirror in images.MIRRORS)
     file = real_data("mnist/t10k-images-idx3-ubyte.gz")
     assert sha256(file) == images.SHA256[file.name]
 
 
 @pytest.mark.parametrize(("kind", "count"), [("mkv", 44), ("mp4", 44), ("images", 22)])
-def test_frames_of_a_lossless_film_or_folder_of_odd_size_come_back_exactly(files, kind, count):
+def test_load_gives_exact_frames_of_a_lossless_film_or_folder_of_odd_size(files, kind, count):
     data = gl.load(f"{'frames' if kind == 'images' else 'video'}:{getattr(files, kind)}", size=ODD)
     assert (len(data), data.options()["heldout"]) == (count - count // 11, count // 11)
     assert (every_frame(data) == files.frames[:count]).all()
     assert (np.stack(list(data.stream(5, 9))) == files.frames[5:9]).all()
 
 
-def test_a_video_is_cut_in_the_middle_and_scaled(tmp_path):
+def test_load_video_crops_the_middle_and_scales(tmp_path):
     frames = np.zeros((5, 40, 120, 3), dtype=np.uint8)
     frames[:, :, 40:80] = (200, 100, 50)  # the middle third, a square, is all that a square shows
     write_video(tmp_path / "a.mkv", frames)
@@ -273,13 +273,13 @@ def test_a_video_is_cut_in_the_middle_and_scaled(tmp_path):
 @pytest.mark.parametrize(
     ("shape", "size"), [((124, 214), (118, 26)), ((201, 386), (49, 184)), ((206, 174), (45, 42))]
 )
-def test_image_is_cut_to_a_shape_that_no_number_of_pixels_has(tmp_path, shape, size):
+def test_load_frames_crops_to_a_shape_that_no_number_of_pixels_has(tmp_path, shape, size):
     """The edges of such a cut lie between pixels, and may not lie outside by a rounding."""
     write_images(tmp_path, noise(4, *shape, 3))
     assert every_frame(gl.load(f"frames:{tmp_path}", size=size)).shape == (4, 3, *size)
 
 
-def test_frames_of_a_folder_come_in_natural_order(tmp_path):
+def test_load_frames_reads_a_folder_in_natural_order(tmp_path):
     frames = noise(12, 24, 32, 3)
     for number, frame in enumerate(frames):
         (tmp_path / f"shot_{number}.png").write_bytes(encoded(frame))
@@ -300,7 +300,7 @@ SHOWN += [
 
 @pytest.mark.parametrize("suffix", ["png", "tiff"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_image_is_read_as_its_orientation_says(tmp_path, orientation, suffix):
+def test_load_frames_reads_an_image_as_its_orientation_says(tmp_path, orientation, suffix):
     pixels = noise(24, 32, 3)
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -313,7 +313,7 @@ def test_image_is_read_as_its_orientation_says(tmp_path, orientation, suffix):
     assert (upright == first).all()
 
 
-def test_any_video_may_be_asked_for_in_grey(tmp_path):
+def test_load_video_reads_any_video_in_grey(tmp_path):
     frames = noise(20, 45, 61)
     write_video(tmp_path / "grey.mkv", frames, pixels="gray")
     data = gl.load(f"video:{tmp_path / 'grey.mkv'}", size=(45, 61), grey=True)
@@ -324,7 +324,7 @@ def test_any_video_may_be_asked_for_in_grey(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "trained", "heldout_count"), [(None, 40, 4), (20, 20, 2), (1000, 40, 4), (41, 40, 4)]
 )
-def test_a_video_gives_the_frames_asked_for_and_holds_the_next_ones_out(
+def test_load_video_gives_the_frames_asked_for_and_holds_the_next_ones_out(
     files, asked, trained, heldout_count
 ):
     data = gl.load(f"video:{files.mkv}", frames=asked, size=ODD)
@@ -345,7 +345,7 @@ STORED = [
 
 
 @pytest.mark.parametrize(("suffix", "kind"), STORED)
-def test_grey_images_must_be_asked_for_in_grey_and_keep_their_shades(tmp_path, suffix, kind):
+def test_load_frames_requires_grey_for_grey_images_and_keeps_their_shades(tmp_path, suffix, kind):
     ramp = np.linspace(0, 255, 24 * 32).astype(np.uint8).reshape(24, 32)
     # Of 16 bits the shades are 257 apart, and a number belongs to the nearest.
     shades = (
@@ -369,7 +369,7 @@ def load(where, **options):
     return gl.load(f"{'frames' if where.is_dir() else 'video'}:{where}", size=SMALL, **options)
 
 
-def test_a_film_is_its_bytes_and_another_clip_of_its_name_is_another(tmp_path):
+def test_content_of_a_film_is_the_digest_of_its_bytes(tmp_path):
     film = write_video(tmp_path / "a.mkv", CLIP)
     first = load(film).content
     assert first == sha256(film)
@@ -378,7 +378,7 @@ def test_a_film_is_its_bytes_and_another_clip_of_its_name_is_another(tmp_path):
     assert load(write_video(film, OTHER)).content not in (first, "", None)
 
 
-def test_a_folder_is_the_names_and_bytes_of_its_images_in_order(tmp_path):
+def test_content_of_a_folder_depends_on_names_bytes_and_order_of_its_images(tmp_path):
     def of(frames, folder="images"):
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
         return load(write_images(tmp_path / folder, frames)).content
@@ -390,7 +390,7 @@ def test_a_folder_is_the_names_and_bytes_of_its_images_in_order(tmp_path):
     assert len({first, renamed, of(OTHER), of(CLIP[::-1]), of(CLIP[:-1])}) == 5
 
 
-def test_images_are_known_by_their_arrays_and_scenes_come_from_no_file(tmp_path):
+def test_content_of_images_is_that_of_their_arrays_and_scenes_have_none(tmp_path):
     write_idx(tmp_path / "one" / "train-images-idx3-ubyte.gz", noise(30, 28, 28))
     write_idx(tmp_path / "two" / "train-images-idx3-ubyte", noise(30, 28, 28))
     one, two = (gl.load(f"mnist:{tmp_path / name}").content for name in ("one", "two"))
@@ -407,7 +407,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("words", CHANGES)
 @pytest.mark.parametrize("kind", ["video", "frames"])
-def test_a_file_that_was_changed_since_it_was_loaded_is_named(tmp_path, kind, words):
+def test_check_unchanged_names_a_file_that_was_changed_since_it_was_loaded(tmp_path, kind, words):
     file = (
         write_video(tmp_path / "a.mkv", CLIP)
         if kind == "video"

@@ -26,7 +26,7 @@ def small_net():
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
-def test_every_loader_gives_the_same_numbers_in_the_precision_of_the_setting(precision):
+def test_loader_gives_the_same_numbers_in_the_precision_of_the_setting(precision):
     """In float32 the nearest to k / 255, of every byte."""
     setting = gl.Setting.parse(f"cpu:precision={precision}")
     given = (
@@ -47,7 +47,7 @@ def test_every_loader_gives_the_same_numbers_in_the_precision_of_the_setting(pre
 
 
 @pytest.mark.parametrize("setting", ["cuda", "cuda:precision=float64", "cpu"])
-def test_a_gpu_gets_the_same_numbers_from_bytes(setting):
+def test_loader_on_a_gpu_gives_the_same_numbers_from_bytes(setting):
     """What a GPU looks up there, is looked up here where there is none."""
     setting = Setting.parse(setting)
     here = (
@@ -62,7 +62,7 @@ def test_a_gpu_gets_the_same_numbers_from_bytes(setting):
 
 
 @pytest.mark.parametrize(("net", "options"), [("whitener", {}), ("autoencoder", {"batch_size": 2})])
-def test_frames_one_by_one_are_refused_where_an_update_sees_several_at_a_time(net, options):
+def test_loader_copied_is_refused_where_an_update_sees_several_frames(net, options):
     with pytest.raises(
         gl.UsageError, match=r"loader 'copied' hands over one frame after another, and .* sees"
     ):
@@ -79,7 +79,7 @@ SAME = [
 
 
 @pytest.mark.parametrize(("kind", "precision", "same"), SAME)
-def test_which_loaders_train_to_the_same_bits(kind, precision, same):
+def test_loader_kinds_that_train_to_the_same_bits_are_those_listed(kind, precision, same):
     net, loaders = small_net() if kind == "prednet" else gl.models.Autoencoder(hidden=(8,)), {}
     setting = f"{SETTING},precision={precision}"
     for loader in LOADERS:
@@ -89,7 +89,7 @@ def test_which_loaders_train_to_the_same_bits(kind, precision, same):
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_the_guard_sees_the_reused_buffer_and_nothing_in_the_copied(loader):
+def test_loader_reused_is_found_by_the_guard_and_copied_is_not(loader):
     overwrites = loader in ("reused", "imitated")
     with pytest.raises(gl.OverwrittenError) if overwrites else contextlib.nullcontext(), gl.guard():
         gl.train(small_net(), setting=SETTING, loader=loader, **SMALL)
@@ -103,7 +103,7 @@ def chainer(real_data):
 
 
 @pytest.mark.parametrize("name", BUFFERED)
-def test_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
+def test_loader_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
     """The truth test: Chainer itself, its frames copied, and its frames in one buffer."""
     net, expected = chainer
     loader = Loader(name, CPU)
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
     assert {key: value for key, value in apart.items() if not value < 1e-6} == {}
 
 
-def test_next_window_and_no_more_is_made_meanwhile_and_its_error_raised():
+def test_prefetch_in_thread_makes_one_window_ahead_and_raises_its_error():
     made = []
 
     def windows():

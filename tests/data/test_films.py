@@ -60,7 +60,7 @@ def load(file):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_whole_film_is_read_from_any_frame_on(made, kind):
+def test_film_is_read_whole_from_any_frame_on(made, kind):
     data = load(made[kind])
     frames = every_frame(data)
     assert len(frames) == FRAMES
@@ -81,13 +81,13 @@ def count(file):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_film_that_was_cut_is_read_as_far_as_it_goes_or_named_in_one_line(made, tmp_path, kind):
+def test_film_that_was_cut_is_read_as_far_as_it_goes_or_named_in_one_line(made, tmp_path, kind):
     content, file = made[kind].read_bytes(), tmp_path / made[kind].name
     file.write_bytes(content[: int(len(content) * 0.6)])
     assert 0 <= count(file) < FRAMES
 
 
-def test_avi_with_empty_chunks_for_dropped_frames_is_read(tmp_path):
+def test_film_avi_with_empty_chunks_for_dropped_frames_is_read(tmp_path):
     times = [time for time in range(40) if time % 8 not in (5, 6)]
     assert count(write_film(tmp_path / "dropped.avi", "mpeg4", times=times)) == len(times)
 
@@ -115,13 +115,13 @@ def write_turned(file, matrix):
 
 
 @pytest.mark.parametrize("matrix", SHOWN)
-def test_rotated_or_mirrored_film_is_read_as_it_is_shown(tmp_path, matrix):
+def test_film_rotated_or_mirrored_is_read_as_it_is_shown(tmp_path, matrix):
     picture = SHOWN[matrix](write_turned(tmp_path / "a.mp4", matrix))
     (frame,) = gl.load(f"video:{tmp_path / 'a.mp4'}", size=picture.shape[:2]).stream(0, 1)
     assert (frame == picture.transpose(2, 0, 1)).all()
 
 
-def test_film_to_be_turned_by_an_eighth_is_refused(tmp_path):
+def test_film_rotated_by_45_degrees_is_refused(tmp_path):
     write_turned(tmp_path / "b.mp4", (1, 1, -1, 1))
     with pytest.raises(gl.DataError, match=r"b\.mp4: is to be shown turned by -45°"):
         every_frame(load(tmp_path / "b.mp4"))

@@ -124,7 +124,7 @@ def load(file):
 @pytest.mark.parametrize(
     ("name", "content", "why"), MALFORMED, ids=lambda value: value if type(value) is str else ""
 )
-def test_a_malformed_file_is_named_with_what_is_wrong(tmp_path, monkeypatch, name, content, why):
+def test_malformed_file_is_named_with_what_is_wrong(tmp_path, monkeypatch, name, content, why):
     monkeypatch.setattr(
         "PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("Ghostscript was started")
     )
@@ -166,7 +166,7 @@ def valid(tmp_path_factory):
     | st.tuples(st.sampled_from(ENDING)),
     st.floats(0, 1, exclude_max=True),
 )
-def test_a_file_that_is_damaged_or_cut_anywhere_never_loads_as_another(valid, damage, share):
+def test_malformed_file_damaged_or_cut_anywhere_never_loads_as_another(valid, damage, share):
     name, *by = damage
     file, content, expected = valid[name]
     place = int(share * len(content))
@@ -194,14 +194,16 @@ FOLDERS = [  # what lies in one
 
 
 @pytest.mark.parametrize(("name", "files", "why"), FOLDERS)
-def test_a_folder_without_images_or_with_images_of_two_sizes_is_named(tmp_path, name, files, why):
+def test_malformed_folder_without_images_or_with_images_of_two_sizes_is_named(
+    tmp_path, name, files, why
+):
     for file, content in files.items():
         (tmp_path / file).write_bytes(content)
     with pytest.raises(gl.DataError, match=rf"(?s){tmp_path}.*{why}"):
         gl.load(name.format(tmp_path))
 
 
-def test_a_real_video_with_a_hole_is_named(real_data, tmp_path):
+def test_malformed_video_with_a_hole_is_named(real_data, tmp_path):
     content = real_data("video/road_camera.mp4").read_bytes()
     (tmp_path / "hole.mp4").write_bytes(damaged(content, len(content) // 2, bytes(20_000)))
     with pytest.raises(
@@ -210,7 +212,7 @@ def test_a_real_video_with_a_hole_is_named(real_data, tmp_path):
         gl.load(f"video:{tmp_path / 'hole.mp4'}", size=SMALL)
 
 
-def test_a_small_archive_cannot_ask_for_much_memory(tmp_path):
+def test_malformed_archive_of_small_size_does_not_use_much_memory(tmp_path):
     """100 kB that unpack to 100 MB are read as far as the header says."""
     (tmp_path / f"{TEST}.gz").write_bytes(gzip.compress(WHOLE[:16] + bytes(100 << 20)))
     tracemalloc.start()

@@ -33,7 +33,7 @@ def frames(scene, start, stop):
 
 
 @pytest.mark.parametrize(("scene", "seed", "size", "speed", "digest"), BYTES)
-def test_a_scene_has_the_same_bytes_everywhere(scene, seed, size, speed, digest):
+def test_scene_has_the_same_bytes_everywhere(scene, seed, size, speed, digest):
     made = [
         next(scene(seed, size, speed).stream(number, number + 1)).tobytes()
         for number in (0, 137, 5000)
@@ -42,14 +42,14 @@ def test_a_scene_has_the_same_bytes_everywhere(scene, seed, size, speed, digest)
 
 
 @SCENES
-def test_a_frame_does_not_depend_on_where_the_stream_began(scene):
+def test_scene_frame_does_not_depend_on_where_the_stream_began(scene):
     size = 240, 320  # a chunk holds 13 of these frames
     whole = frames(scene(1, size), 0, 40)
     for start, stop in [(0, 1), (1, 40), (12, 14), (13, 39), (39, 40)]:
         assert (frames(scene(1, size), start, stop) == whole[start:stop]).all()
 
 
-def test_threads_render_the_same_frames():
+def test_walk_threads_render_the_same_frames():
     plain = frames(Walk(21, (48, 64)), 0, 400)
     for streams in (1, 3):
         drawn = [Walk(21, (48, 64)).stream(0, 400, threads=3) for _ in range(streams)]

@@ -68,7 +68,7 @@ def test_roofline_on_cuda_has_tf32(monkeypatch):
     assert set(frame[frame.kind == "matrix"].precision) == {"float32"}
 
 
-def test_bounds_of_layers_left_and_right_of_the_ridge():
+def test_roofline_bounds_of_layers_left_and_right_of_the_ridge():
     columns = ["setting", "operation", "kind", "gigabytes_per_second", "gflops", "intensity"]
     rows = [("cpu", "copy", "memory", 10, 0.0, 0.0), ("cpu", "product", "matrix", 1.0, 100, 99.0)]
     rows += [

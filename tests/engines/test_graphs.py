@@ -31,7 +31,7 @@ WAYS += [("prednet", {"loader": loader}, 1e-4) for loader in ("copied", "imitate
 
 @needs_cuda
 @pytest.mark.parametrize(("model", "options", "rounding"), WAYS)
-def test_a_captured_training_is_that_of_kernel_by_kernel(model, options, rounding):
+def test_cuda_graph_training_is_that_of_kernel_by_kernel(model, options, rounding):
     """To the bit where the kernels are the same; PredNet's gradients are written out."""
     fast, plain = (trained(model, fast=fast, **options) for fast in (True, False))
     assert (fast.record["captured"], plain.record["captured"]) == (True, False)
@@ -42,7 +42,7 @@ def test_a_captured_training_is_that_of_kernel_by_kernel(model, options, roundin
 
 
 @needs_cuda
-def test_what_has_to_be_seen_is_not_captured():
+def test_cuda_graph_is_not_captured_under_a_guard_or_with_shared_buffers():
     with gl.guard():
         assert not trained("prednet", frames=60).record["captured"]
     assert not trained("prednet", frames=60, loader="reused").record["captured"]
@@ -57,7 +57,7 @@ ON_GPU = [
 
 @pytest.mark.parametrize("setting", ["cpu", *ON_GPU])
 @pytest.mark.parametrize("model", ["autoencoder", "whitener", "prednet"])
-def test_heldout_windows_by_the_fastest_engine_have_the_same_bits(model, setting):
+def test_evaluation_engine_gives_heldout_loss_to_the_same_bits(model, setting):
     options = {"frames": 700} if model == "prednet" else {}  # of which a tenth is held out
     spec = NetworkRun.plan(model, setting=setting, profile="smoke", **options)
     with spec.activate():

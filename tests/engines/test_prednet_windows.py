@@ -72,7 +72,7 @@ def check(net, film):
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("truncation", SUPPORTED_TRUNCATIONS)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_losses_gradients_and_state_are_autograds_window_after_window(
+def test_prednet_windows_losses_gradients_and_state_are_those_of_autograd(
     batch, truncation, dtype, setting
 ):
     film = torch.rand(19, batch, 3, 16, 24, dtype=dtype).to(setting.partition(":")[0])
@@ -80,7 +80,7 @@ def test_losses_gradients_and_state_are_autograds_window_after_window(
         check(unlike_fresh(dtype, film.device, truncation=truncation), film)
 
 
-def test_memory_that_all_frames_share_spoils_the_gradient_as_autograds():
+def test_prednet_windows_overwritten_frames_spoil_the_gradient_as_under_autograd():
     film, states = (
         np.random.default_rng(0).integers(0, 256, (19, 3, 16, 24), np.uint8),
         [None, None],
@@ -109,7 +109,9 @@ def test_memory_that_all_frames_share_spoils_the_gradient_as_autograds():
 
 @pytest.mark.parametrize("truncation", SUPPORTED_TRUNCATIONS)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_channels_side_by_side_with_room_for_more_of_them(monkeypatch, batch, truncation):
+def test_prednet_windows_with_channels_last_and_padded_channels_are_those_of_autograd(
+    monkeypatch, batch, truncation
+):
     monkeypatch.setattr(prednet_windows, "uses_tf32", lambda like: like.is_floating_point())
     net = unlike_fresh(truncation=truncation)  # of 3 channels, for which there is room for 4
     check(net, torch.rand(19, batch, 3, 16, 24, dtype=torch.float64))
@@ -120,7 +122,7 @@ def test_channels_side_by_side_with_room_for_more_of_them(monkeypatch, batch, tr
     assert lowest.inputs.shape[2] % 16 == 0
 
 
-def test_pixel_by_pixel_only_where_tf32_is_allowed():
+def test_uses_tf32_only_on_a_gpu_in_float32_where_tf32_is_allowed():
     on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
     for allowed in (False, True):
         with restore_tf32_on_exit():
@@ -130,7 +132,7 @@ def test_pixel_by_pixel_only_where_tf32_is_allowed():
             assert not uses_tf32(types.SimpleNamespace(is_cuda=True, dtype=torch.float64))
 
 
-def test_written_out_gradient_of_one_layer_is_autograds():
+def test_prednet_windows_gradient_of_one_layer_is_that_of_autograd():
     net = PredNet((3,), (4, 6)).double()
     for (_, gradient, _), (_, same, _) in both_ways(
         net, torch.rand(13, 1, 3, 4, 6, dtype=torch.float64)
@@ -160,7 +162,7 @@ needs_newer_torch = pytest.mark.skipif(
 
 @needs_newer_torch
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_network_of_other_formulas_is_left_to_autograd(change):
+def test_prednet_windows_leave_a_network_of_other_formulas_to_autograd(change):
     net = PredNet((3, 4), (8, 8))
     assert Windows.supports(net)
     change(net)
@@ -170,7 +172,7 @@ def test_a_network_of_other_formulas_is_left_to_autograd(change):
 
 
 @needs_newer_torch
-def test_a_run_says_which_way_its_gradients_were_computed():
+def test_train_records_how_its_gradients_were_computed():
     usual = {"profile": "smoke", "frames": 60, "progress": False}
     others = [{"fast": False}, {"loader": "reused"}, {"setting": "cpu:emulate=tf32"}]
     assert gl.train("prednet", **usual).record["gradients"] == "written out"

@@ -19,7 +19,7 @@ TESTS = [
 
 
 @pytest.mark.slow("runs the tests of the core once more")
-def test_tests_of_the_core_pass_without_the_engines():
+def test_without_engines_the_tests_of_the_core_pass():
     hidden = "import sys, pytest; sys.modules['gpulab.engines'] = None"
     code = (
         f"{hidden}; sys.exit(pytest.main(['-q', '-m', 'not slow', '-p', 'no:cacheprovider',"
@@ -29,7 +29,7 @@ def test_tests_of_the_core_pass_without_the_engines():
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_losses_are_the_same_without_the_engines():
+def test_without_engines_losses_are_the_same():
     code = "import sys; sys.modules['gpulab.engines'] = None; import gpulab as gl\n"
     code += (
         "run = gl.train('prednet', profile='smoke', setting='cpu:precision=float64', frames=60,"

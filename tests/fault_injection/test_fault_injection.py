@@ -107,7 +107,7 @@ def begun(tmp_path_factory):
 
 @pytest.mark.parametrize("act", ["kill", "interrupt", "full"])
 @pytest.mark.parametrize("line", [NETWORK, FUNCTION])
-def test_command_disturbed_at_any_write_loses_nothing_and_can_be_run_again(
+def test_train_command_killed_interrupted_or_out_of_space_at_any_write_loses_nothing(
     act, line, begun, tmp_path
 ):
     usual = shutil.copytree(begun, tmp_path / "usual")
@@ -161,7 +161,7 @@ def writer(folder, number):
         gl.train("own.py:train", seed=seed, store="store", progress=False)
 
 
-def test_many_writers_and_readers_of_one_store_see_whole_runs_only(tmp_path):
+def test_store_with_many_writers_shows_readers_whole_runs_only(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     children = [FORKS.Process(target=writer, args=(tmp_path, number)) for number in range(6)]
     for child in children:

@@ -37,7 +37,7 @@ def refilled(host):
 
 
 @CUDA
-def test_error_names_the_copy_to_the_gpu_and_the_remedy():
+def test_guard_error_names_the_copy_to_the_gpu_and_the_remedy():
     with pytest.raises(gl.OverwrittenError, match="overwritten before its copy to the GPU") as told:
         guarded(refilled, torch.zeros(1 << 20, pin_memory=True))
     for words in (

@@ -112,14 +112,14 @@ def test_guard_says_nothing_of_what_it_watches(step):
 
 
 @pytest.mark.parametrize("step", [compiled_inside, compiled_before])
-def test_compiled_code_is_guarded_compiled_under_reads_backward(step):
+def test_guard_of_compiled_code_leaves_it_compiled_under_reads_backward(step):
     torch.compiler.reset()
     with gl.guard(reads="backward") as report:
         step()
     assert report.unwatched == []
 
 
-def test_thread_that_enters_the_guard_is_watched():
+def test_guard_watches_a_thread_that_enters_it():
     report = gl.guard(reads="any")
 
     def work():
@@ -133,7 +133,7 @@ def test_thread_that_enters_the_guard_is_watched():
     assert report.unwatched == []
 
 
-def test_functions_are_restored_when_the_guard_ends():
+def test_guard_restores_functions_when_it_ends():
     def functions():
         owners = (
             (torch, "compile"),

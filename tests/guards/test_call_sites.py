@@ -14,7 +14,7 @@ from gpulab.guards._scripts import remove_guard_frames
 aten = torch.ops.aten
 
 
-def test_line_is_not_one_of_the_module_that_calls_torchs_private_api():
+def test_user_line_is_not_in_the_module_that_calls_torchs_private_api():
     class Module:
         _call_impl = staticmethod(user_line)
 
@@ -22,7 +22,7 @@ def test_line_is_not_one_of_the_module_that_calls_torchs_private_api():
     assert (line.file, line.text) == (__file__, "line = internals.call_as_written(Module())")
 
 
-def test_finding_blames_the_line_that_calls_through_that_module():
+def test_guard_finding_blames_the_line_that_calls_through_that_module():
     buffer = np.ones((2, 2), np.float32)
     weight = torch.ones(2, 2, requires_grad=True)
     with gl.guard():
@@ -36,7 +36,7 @@ def test_finding_blames_the_line_that_calls_through_that_module():
     assert (line.file, line.text.partition(" = ")[0]) == (__file__, "loss")
 
 
-def test_traceback_of_a_script_has_no_frame_of_that_module():
+def test_remove_guard_frames_leaves_no_frame_of_that_module():
     with pytest.raises(RuntimeError) as caught:
         internals.call_composite_kernel(
             aten.matmul.default, (torch.ones(2, 3), torch.ones(2, 3)), {}
@@ -49,7 +49,7 @@ def test_traceback_of_a_script_has_no_frame_of_that_module():
     assert files == [__file__]
 
 
-def test_traceback_of_a_script_keeps_frames_of_a_module_whose_name_begins_like_runpy():
+def test_remove_guard_frames_keeps_a_module_whose_name_begins_like_runpy():
     namespace = {"__name__": "runpy_tools"}
     exec(compile("def fail():\n    raise ValueError('x')", "runpy_tools.py", "exec"), namespace)
     with pytest.raises(ValueError, match="x") as caught:

@@ -68,7 +68,7 @@ class Weight(nn.Module):
 # --- what it catches ------------------------------------------------------------------------------
 
 
-def test_finding_of_a_numpy_buffer_that_is_used_again():
+def test_guard_finds_a_numpy_buffer_that_is_used_again():
     net, buffer = nn.Conv2d(3, 3, 3, padding=1), np.zeros((1, 3, 6, 8), np.float32)
 
     def train():
@@ -104,7 +104,7 @@ def test_finding_of_a_numpy_buffer_that_is_used_again():
         assert words in str(caught.value)
 
 
-def test_backward_goes_on_under_warn_and_its_caller_is_warned():
+def test_guard_on_warn_warns_the_caller_and_backward_goes_on():
     net, buffer = Weight(3), np.ones(3, np.float32)
 
     def guarded():
@@ -122,7 +122,7 @@ def test_backward_goes_on_under_warn_and_its_caller_is_warned():
 
 
 @DEVICES
-def test_finding_of_a_write_through_data(device):
+def test_guard_finds_a_write_through_data(device):
     net, x = Weight(3).to(device), torch.ones(3, device=device)
     (finding,) = spoiled(lambda: net(x), lambda: x.data.mul_(2))
     assert finding.cause == "data"
@@ -131,7 +131,7 @@ def test_finding_of_a_write_through_data(device):
     assert "through .data" in finding.explanation
 
 
-def test_finding_of_data_that_is_assigned():
+def test_guard_finds_data_that_is_assigned():
     """Without the guard autograd sees the new values of a leaf, and with it the old ones: so it
     must say so.
     """
@@ -141,7 +141,7 @@ def test_finding_of_data_that_is_assigned():
     assert not spoiled(lambda: net(x), lambda: setattr(net.w, "data", net.w.data.clone()))
 
 
-def test_finding_of_an_in_place_operation_that_torch_would_refuse():
+def test_guard_finds_an_in_place_operation_that_torch_would_refuse():
     """With hooks in force torch no longer compares versions."""
     net, x = Weight(3), torch.ones(3)
     (finding,) = spoiled(lambda: net(x), lambda: x.add_(1))
@@ -158,7 +158,7 @@ def numpy_loader():
         yield torch.from_numpy(hidden)
 
 
-def test_loader_that_fills_one_numpy_buffer_again_and_again():
+def test_guard_finds_a_loader_that_fills_one_numpy_buffer_repeatedly():
     reader = numpy_loader()  # not the generator's array, which has no name here
     (finding,) = findings(lambda: sum(Weight(3)(batch).sum() for batch in reader).backward())
     assert (finding.cause, finding.count) == ("numpy", 2)  # the last batch is still what it was
@@ -169,7 +169,7 @@ def test_loader_that_fills_one_numpy_buffer_again_and_again():
 
 
 @pytest.mark.parametrize("on", ["raise", "warn"])
-def test_backward_after_the_block_of_the_guard(on):
+def test_guard_checks_a_backward_pass_after_its_block(on):
     net, buffer = Weight(3), np.ones(3, np.float32)
     with gl.guard(on=on) as report:
         loss = net(torch.from_numpy(buffer)).sum()
@@ -253,7 +253,7 @@ def test_guard_is_refused_inside_torch_func():
         torch.func.grad(guarded)(torch.ones(2))
 
 
-def test_finding_is_printed_with_its_line_of_source_the_holder_and_a_cure():
+def test_guard_finding_is_printed_with_its_line_of_source_the_holder_and_a_cure():
     weight = torch.ones(3, requires_grad=True)
     with warnings.catch_warnings(action="ignore"), gl.guard(on="warn") as report:
         scale = torch.ones(3)
@@ -271,7 +271,7 @@ def test_finding_is_printed_with_its_line_of_source_the_holder_and_a_cure():
     assert cure == "  do: copy it before it is overwritten: .clone()"
 
 
-def test_error_of_the_program_itself_passes_as_it_is():
+def test_guard_passes_on_an_error_of_the_program_itself():
     with pytest.raises(RuntimeError, match="my own") as caught, gl.guard():
         raise RuntimeError("my own")
     assert type(caught.value) is RuntimeError
@@ -323,7 +323,7 @@ def test_guard_leaves_layers_and_tensors_of_every_kind_alone(name):
 @pytest.mark.parametrize(
     "end", [torch.Tensor.backward, torch.Tensor.detach], ids=["backward", "dropped"]
 )
-def test_memory_is_freed_without_the_garbage_collector(end):
+def test_guard_frees_memory_without_the_garbage_collector(end):
     def step():
         with gl.guard():
             y = Weight(1000)(torch.zeros(1000)).exp()
@@ -407,7 +407,7 @@ def test_fingerprint_of_a_tensor_of_several_chunks(monkeypatch):
     )
 
 
-def test_comparison_at_the_end_of_backward_as_on_a_gpu(monkeypatch):
+def test_guard_compares_at_the_end_of_backward_as_on_a_gpu(monkeypatch):
     """The comparison is put off to the end of backward; here with a CPU's tensors."""
     monkeypatch.setattr(guards, "fingerprint", lambda tensor: fingerprints._digest(tensor))
     net, x = Weight(3), torch.rand(3)
@@ -446,7 +446,7 @@ def test_fingerprint_of_sparse_complex_and_parameter_tensors():
 # --- where it is used -----------------------------------------------------------------------------
 
 
-def test_training_under_guard():
+def test_guard_leaves_a_training_the_same_bits():
     options = {
         "model_options": {"hidden": [16]},
         "frames": 40,
@@ -464,7 +464,7 @@ def test_training_under_guard():
 
 
 @pytest.mark.slow("starts a process")
-def test_process_ends_as_usual_after_a_backward_that_failed(python):
+def test_guard_lets_a_process_end_as_usual_after_a_backward_that_failed(python):
     """What a failed backward leaves in autograd's queue is not destroyed after Python has ended."""
     python(
         """
@@ -527,7 +527,7 @@ def test_guard_leaves_real_models_alone_and_their_gradients_the_same_bits(name, 
     assert device == "cuda" or all(map(torch.equal, plain, guarded))
 
 
-def test_report_says_how_many_uses_were_not_compared():
+def test_guard_report_says_how_many_uses_were_not_compared():
     seen, unseen = (
         torch.rand(3, requires_grad=True),
         torch.rand(3, device="meta", requires_grad=True),
@@ -550,7 +550,7 @@ def step(x):
 """
 
 
-def test_line_in_a_notebook_is_called_a_cell():
+def test_guard_finding_calls_a_line_in_a_notebook_a_cell():
     exec(compile(CELL, "/tmp/ipykernel_171/1402239833.py", "exec"), names := {})
     with (
         pytest.warns(gl.OverwrittenWarning, match="saved by step, a notebook cell:3"),

@@ -31,7 +31,7 @@ FILES = {
     "command",
     ["-m shop.train 3", "-m shop.train 2", "chained.py", "mistyped.py", "message.py", "hook.py"],
 )
-def test_guard_runs_a_script_with_the_output_and_status_of_python(command, tmp_path):
+def test_guard_command_runs_a_script_with_the_output_and_status_of_python(command, tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -70,6 +70,6 @@ def ended(*arguments):
         ("nowhere.py", 2, "nowhere.py: no such script"),
     ],
 )
-def test_guard_refuses_a_script_or_module_that_is_not_there(command, status, words, capsys):
+def test_guard_command_refuses_a_script_or_module_that_is_not_there(command, status, words, capsys):
     assert ended(*command.split()) == status
     assert words in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_guard_of_public_programs_that_share_memory(case):
     assert (seen["as expected"], seen["placed"]) == (True, True if case.cause else None), seen
 
 
-def test_finding_of_a_stale_read_names_maker_reader_and_remedy():
+def test_guard_finding_of_a_stale_read_names_maker_reader_and_remedy():
     environment = Environment()
     with warnings.catch_warnings(action="ignore"), gl.guard(on="warn", reads="any") as report:
         first = torch.from_numpy(environment.step())
@@ -78,7 +78,7 @@ def test_finding_of_a_stale_read_names_maker_reader_and_remedy():
     assert "do: copy it where it is made: torch.tensor(environment.seen)" in str(finding)
 
 
-def test_fault_that_a_backward_pass_meets_is_told_once():
+def test_guard_reports_a_fault_that_a_backward_pass_meets_once():
     frame = np.zeros((3, 4), np.float32)
 
     def window():
@@ -124,7 +124,7 @@ def test_guard_refuses_other_reads():
         gl.guard(reads="all")
 
 
-def test_guards_of_two_threads_end_in_another_order_than_they_began():
+def test_guard_of_one_thread_can_outlive_that_of_another():
     maker, first = torch.frombuffer, gl.guard(reads="any")
     with ThreadPoolExecutor(1) as thread:
         thread.submit(first.__enter__).result()
@@ -246,7 +246,7 @@ def test_guard_command_runs_a_script(
     assert words in done.stderr
 
 
-def test_report_counts_reads_that_were_compared_and_those_that_could_not_be():
+def test_guard_report_counts_compared_and_uncompared_reads():
     array = np.ones(4, np.float32)
     with gl.guard(reads="any") as report:
         torch.from_numpy(array) + 1

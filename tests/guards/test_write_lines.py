@@ -111,7 +111,7 @@ def finding_of(write, reads="any", own=False):
 @not_followed
 @pytest.mark.parametrize("own", [False, True], ids=["NumPy's", "torch's"])
 @pytest.mark.parametrize("write", WRITERS)
-def test_finding_names_the_line_that_wrote(write, own):
+def test_guard_finding_names_the_line_that_wrote(write, own):
     finding = finding_of(write, own=own)
     (writer,) = finding.writers
     assert writer.text.endswith("# collates" if write is collate else "# writes")
@@ -120,7 +120,7 @@ def test_finding_names_the_line_that_wrote(write, own):
 
 
 @not_followed
-def test_of_several_threads_at_work_one_is_named_as_a_possible_writer():
+def test_guard_finding_names_one_of_several_threads_as_a_possible_writer():
     def thread(buffer, _):
         requests = queue.Queue()
 
@@ -139,7 +139,7 @@ def test_of_several_threads_at_work_one_is_named_as_a_possible_writer():
 
 
 @not_followed
-def test_stale_read_names_the_line_that_filled_the_array_again():
+def test_guard_finding_of_a_stale_read_names_the_line_that_filled_the_array_again():
     buffer, kept = np.zeros(4, np.float32), []
     with warnings.catch_warnings(action="ignore"), gl.guard(on="warn", reads="any") as report:
         for value in range(3):
@@ -151,7 +151,7 @@ def test_stale_read_names_the_line_that_filled_the_array_again():
     ]
 
 
-def test_a_writer_that_is_not_looked_for_is_said_to_be_unknown():
+def test_guard_finding_says_that_the_writer_is_unknown_under_reads_backward():
     finding = finding_of(slice_assignment, reads="backward")
     assert finding.writers == ()
     assert (
@@ -160,7 +160,7 @@ def test_a_writer_that_is_not_looked_for_is_said_to_be_unknown():
     )
 
 
-def test_lines_are_not_followed_where_somebody_else_follows_them():
+def test_guard_does_not_trace_lines_where_another_tracer_is_active():
     def trace(*_):
         return None
 
@@ -177,14 +177,14 @@ def test_lines_are_not_followed_where_somebody_else_follows_them():
     )
 
 
-def test_lines_are_followed_no_longer_than_the_guard():
+def test_guard_traces_lines_no_longer_than_its_block():
     before = sys.gettrace(), threading.gettrace()
     finding_of(slice_assignment)
     assert (sys.gettrace(), threading.gettrace()) == before
     assert sys._getframe().f_trace is None or before[0] is not None
 
 
-def test_nothing_is_followed_before_memory_is_shared():
+def test_guard_traces_no_line_before_memory_is_shared():
     before = sys.gettrace()
     with gl.guard(reads="any"):
         torch.ones(3, requires_grad=True).exp().sum().backward()

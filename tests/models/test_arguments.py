@@ -58,7 +58,7 @@ COUNTED = {
 @pytest.mark.parametrize(
     ("make", "name"), [(gl.models.PredNet, "channels"), (gl.models.Autoencoder, "hidden")]
 )
-def test_widths_that_are_no_whole_numbers_are_refused(make, name, given):
+def test_widths_of_networks_refuse_what_is_no_whole_number(make, name, given):
     with pytest.raises(
         gl.UsageError, match=rf"^{name}=.*: expected one or more whole numbers from 1$"
     ):
@@ -67,7 +67,7 @@ def test_widths_that_are_no_whole_numbers_are_refused(make, name, given):
 
 @pytest.mark.parametrize("given", NO_SIZES, ids=repr)
 @pytest.mark.parametrize("kind", SIZED)
-def test_sizes_that_are_no_height_and_width_are_refused(kind, given):
+def test_size_refuses_what_is_no_height_and_width(kind, given):
     with pytest.raises(
         gl.UsageError,
         match=(
@@ -79,24 +79,24 @@ def test_sizes_that_are_no_height_and_width_are_refused(kind, given):
 
 @pytest.mark.parametrize("given", [[12, 16], torch.Size([12, 16]), np.array([12, 16])], ids=repr)
 @pytest.mark.parametrize("kind", SIZED)
-def test_sizes_come_in_any_sequence_of_whole_numbers(kind, given):
+def test_size_takes_any_sequence_of_whole_numbers(kind, given):
     assert SIZED[kind](size=given).size == ((28, 28) if kind == "images" else (12, 16))
 
 
 @pytest.mark.parametrize("given", NO_COUNTS, ids=repr)
 @pytest.mark.parametrize("kind", COUNTED)
-def test_counts_that_are_no_whole_numbers_are_refused(kind, given):
+def test_counts_of_networks_and_data_refuse_what_is_no_whole_number(kind, given):
     with pytest.raises(gl.UsageError, match=r"expected a whole number from 1$"):
         COUNTED[kind](given)
 
 
 @pytest.mark.parametrize("speed", ["fast", True, 0, -1, float("nan"), float("inf"), None, [1]])
-def test_speeds_that_are_no_numbers_above_zero_are_refused(speed):
+def test_speed_refuses_what_is_no_number_above_zero(speed):
     with pytest.raises(gl.UsageError, match=r"speed=.*: expected a number above 0$"):
         gl.load("walk", speed=speed)
 
 
 @pytest.mark.parametrize("grey", ["no", 1, None])
-def test_grey_is_true_or_false(grey, tmp_path):
+def test_grey_refuses_what_is_not_true_or_false(grey, tmp_path):
     with pytest.raises(gl.UsageError, match=r"grey=.*: expected True or False$"):
         gl.load(f"frames:{tmp_path}", grey=grey)

@@ -19,7 +19,7 @@ def net(saved):
     return gl.models.PredNet.from_chainer(saved)
 
 
-def test_every_parameter_is_one_of_the_file_and_back(net, saved):
+def test_from_chainer_reads_every_parameter_and_chainer_views_give_it_back(net, saved):
     assert (net.channels, net.size) == ((3, 8, 16), (24, 32))
     views = chainer_views(
         gl.models.PredNet.from_chainer(str(saved)), lambda parameter: parameter.data
@@ -34,7 +34,7 @@ def test_every_parameter_is_one_of_the_file_and_back(net, saved):
 
 
 @torch.no_grad()
-def test_predictions_and_losses_are_those_of_chainer(net, real_data):
+def test_from_chainer_predictions_and_losses_are_those_of_chainer(net, real_data):
     expected = np.load(real_data("chainer/prednet_small_expected.npz"))
     frames = torch.from_numpy(expected["frames"])[:, None]
     assert np.abs(net(frames[:-1])[0][:, 0].numpy() - expected["predictions"]).max() < 1e-5
@@ -56,7 +56,7 @@ def refused(file, *words):
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(share=st.floats(0, 1, exclude_max=True), by=st.none() | st.binary(min_size=1, max_size=2000))
-def test_a_model_that_is_damaged_or_cut_anywhere_never_loads_as_another(
+def test_from_chainer_never_loads_a_damaged_or_cut_model_as_another(
     net, saved, tmp_path, share, by
 ):
     content, file = saved.read_bytes(), tmp_path / "a.model"
@@ -105,11 +105,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("changes", "words"), CHANGES.values(), ids=CHANGES)
-def test_an_array_that_is_missing_unknown_or_of_another_kind_is_refused(rewritten, changes, words):
+def test_from_chainer_refuses_an_array_that_is_missing_unknown_or_of_another_kind(
+    rewritten, changes, words
+):
     refused(rewritten(changes), *words)
 
 
-def test_what_is_not_a_model_is_named(tmp_path):
+def test_from_chainer_names_a_file_that_is_no_model(tmp_path):
     np.save(tmp_path / "array.npy", np.zeros(3))
     np.savez(tmp_path / "other.npz", weights=np.zeros((3, 3)))
     for name in ("array.npy", "other.npz", "."):

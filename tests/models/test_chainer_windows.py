@@ -92,7 +92,7 @@ def distances(chainer, number, gradient):
 
 
 @pytest.mark.parametrize("loader", ["window", "copied"])
-def test_every_window_has_the_losses_and_the_gradient_of_chainer(chainer, loader):
+def test_prednet_windows_have_the_losses_and_the_gradient_of_chainer(chainer, loader):
     for number, (losses, gradient) in enumerate(trained(chainer, loader=loader)):
         np.testing.assert_allclose(losses, chainer[f"losses{number}"], rtol=1e-5, atol=0)
         assert {
@@ -100,7 +100,7 @@ def test_every_window_has_the_losses_and_the_gradient_of_chainer(chainer, loader
         } == {}
 
 
-def test_with_the_whole_state_cut_off_later_windows_lack_a_term(chainer):
+def test_truncation_state_lacks_a_term_in_later_windows(chainer):
     (_, first), *later = trained(chainer, "state")
     assert max(distances(chainer, 0, first).values()) < 1e-4
     for number, (_, gradient) in enumerate(later, start=1):
@@ -124,7 +124,7 @@ def gradient_of(net, batch, state):
     return torch.cat([parameter.grad.flatten().clone() for parameter in net.parameters()])
 
 
-def test_the_term_is_what_autograd_gives_for_a_graph_that_was_kept(chainer):
+def test_truncation_loss_adds_the_term_that_autograd_gives_for_a_kept_graph(chainer):
     net, batch, state = after_a_window(chainer, "state", torch.float64)
     # the last P are made again from the last R, which is where Chainer's graph ends
     kept = [state[0]]
@@ -137,7 +137,7 @@ def test_the_term_is_what_autograd_gives_for_a_graph_that_was_kept(chainer):
     assert (expected - gradient_of(net, batch, state)).norm() > 3e-3 * expected.norm()
 
 
-def test_the_hessian_is_that_of_double_backward(chainer):
+def test_hessian_of_a_chainer_window_is_that_of_double_backward(chainer):
     net, batch, state = after_a_window(chainer, "loss", torch.float64)
     parameters = list(net.parameters())
     v = torch.randn(15468, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

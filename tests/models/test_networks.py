@@ -36,13 +36,13 @@ REFUSED = {
         for value in of[option]
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused_with_its_value(network, option, value):
+def test_network_refuses_an_invalid_option_with_its_value(network, option, value):
     with pytest.raises(gl.UsageError) as error:
         network(**{option: value})
     assert f"{option}={value!r}" in str(error.value)
 
 
-def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do():
+def test_prednet_refuses_a_size_that_does_not_halve_and_names_sizes_that_do():
     with pytest.raises(gl.UsageError, match=r"size=\(30, 41\).*\(28, 40\).*\(32, 44\)"):
         gl.models.PredNet(3 * (3,), (30, 41))
     for size in ((0, 48), (48, 48, 48)):
@@ -57,7 +57,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("expected", SHAPES)
-def test_frames_of_another_shape_are_refused_with_the_shape_expected(expected):
+def test_network_refuses_frames_of_another_shape_with_the_shape_expected(expected):
     net, shapes = SHAPES[expected]
     for shape in shapes:
         with pytest.raises(
@@ -66,7 +66,7 @@ def test_frames_of_another_shape_are_refused_with_the_shape_expected(expected):
             net(torch.zeros(shape))
 
 
-def test_networks_that_differ_in_one_option_are_other_runs():
+def test_run_identity_differs_between_networks_that_differ_in_one_option():
     nets = [gl.models.PredNet((3, 4), (12, 16), truncation=how) for how in TRUNCATIONS]
     nets += [gl.models.Autoencoder((8,), batch_size=size) for size in (1, 4)]
     assert len({plan_run(net, profile="smoke").identity(gl.passport()).id for net in nets}) == len(
@@ -78,7 +78,7 @@ def test_networks_that_differ_in_one_option_are_other_runs():
     ("hidden", "size"), [((128, 32), (28, 28)), ((5,), (4, 5)), ([64, 16, 8], (6, 10))]
 )
 @torch.no_grad()
-def test_the_layers_are_those_of_the_docstring_written_out(hidden, size):
+def test_autoencoder_layers_are_those_of_the_docstring_written_out(hidden, size):
     net, pictures = gl.models.Autoencoder(hidden, size), torch.rand(3, 1, *size)
     layers = [layer for layer in net.layers if isinstance(layer, torch.nn.Linear)]
     assert [layer.out_features for layer in layers] == [
@@ -95,7 +95,7 @@ def test_the_layers_are_those_of_the_docstring_written_out(hidden, size):
     torch.testing.assert_close(net(pictures), expected.view_as(pictures), rtol=0, atol=1e-6)
 
 
-def test_batch_size_says_how_many_images_an_update_sees():
+def test_autoencoder_batch_size_says_how_many_images_an_update_sees():
     window = torch.rand(20, 1, 28, 28)
     batches = list(gl.models.Autoencoder(batch_size=8).batches(window))
     assert [len(batch) for batch in batches] == [8, 8, 4]
@@ -118,7 +118,7 @@ def two_layers():
 
 
 @pytest.mark.parametrize("weight", [0, 5, 7, 13])
-def test_the_last_bit_of_any_weight_can_be_changed_alone_and_changed_back(weight):
+def test_flip_bit_changes_the_last_bit_of_one_weight_and_changes_it_back(weight):
     model = two_layers()
     before = weights(model).view(torch.int32)
     gl.models.flip_bit(model, weight)
@@ -127,7 +127,7 @@ def test_the_last_bit_of_any_weight_can_be_changed_alone_and_changed_back(weight
     assert (weights(gl.models.flip_bit(model, weight)).view(torch.int32) == before).all()
 
 
-def test_what_is_not_there_is_refused():
+def test_flip_and_draws_refuse_values_that_do_not_exist():
     for call, words in (
         (lambda: gl.models.flip_bit(two_layers(), 14), "flip 14: .* from 0 to 13"),
         (
@@ -143,7 +143,7 @@ def test_what_is_not_there_is_refused():
             call()
 
 
-def test_the_record_says_what_was_flipped_and_who_drew(tmp_path):
+def test_runs_table_says_what_was_flipped_and_which_device_drew(tmp_path):
     """A CPU draws as a device does."""
     for draws in ("cpu", "device"):
         gl.train("autoencoder", frames=40, flip=2, draws=draws, store=tmp_path, **SMALL)
@@ -156,7 +156,7 @@ def test_the_record_says_what_was_flipped_and_who_drew(tmp_path):
 
 
 @torch.no_grad()
-def test_a_batch_is_its_members_one_by_one():
+def test_prednet_batch_is_its_members_one_by_one():
     net, frames = (
         gl.models.PredNet((3, 4, 5), (8, 12)).double(),
         torch.rand(5, 2, 3, 8, 12).double(),
@@ -168,7 +168,7 @@ def test_a_batch_is_its_members_one_by_one():
 @pytest.mark.parametrize(
     "net", [gl.models.PredNet((3, 48, 96), (64, 96)), gl.models.Autoencoder((500, 200))]
 )
-def test_published_weights_are_lecun_normal_and_biases_zero(net):
+def test_draw_weights_gives_lecun_normal_weights_and_zero_biases(net):
     """Those of each convolution of the authors' code, by how many numbers it reads."""
     of_prednet, scaled = isinstance(net, gl.models.PredNet), []
     named = (
@@ -193,7 +193,7 @@ def test_published_weights_are_lecun_normal_and_biases_zero(net):
 @pytest.mark.parametrize(
     "make", [lambda: gl.models.PredNet((3, 4), (8, 12)), lambda: gl.models.Autoencoder((6, 3))]
 )
-def test_the_drawn_weights_depend_on_the_generator_alone(make):
+def test_draw_weights_depends_on_the_generator_alone(make):
     plain = make()
     reference = drawn(plain)
     torch.manual_seed(123)

@@ -17,13 +17,13 @@ def codes(count=60, width=5, mean=0.5, spread=0.1):
 
 
 @pytest.mark.parametrize("how", COVARIANCES)
-def test_each_covariance_is_that_of_numpy(how):
+def test_covariance_of_each_kind_is_that_of_numpy(how):
     x = codes()
     expected = torch.from_numpy(np.cov(x.double().numpy().T, bias=True)).float()
     torch.testing.assert_close(covariance(x, how), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_whitened_codes_are_uncorrelated_and_of_variance_one_or_nan():
+def test_whiten_gives_uncorrelated_codes_of_variance_one_or_nan():
     x = codes().double()
     white = whiten(x, covariance(x, "centred"))
     assert white.mean(0).abs().max() < 1e-12
@@ -40,7 +40,7 @@ def test_whitened_codes_are_uncorrelated_and_of_variance_one_or_nan():
     )
 
 
-def test_a_window_is_cut_into_batches_of_at_least_the_size_asked_for():
+def test_whitener_batches_have_at_least_the_size_asked_for():
     for count, sizes in ((200, [50] * 4), (120, [60, 60]), (97, [97]), (30, [30])):
         window = torch.arange(count, dtype=torch.float32)
         batches = list(gl.models.Whitener().batches(window))
@@ -54,7 +54,7 @@ def trained(setting, seed, how="one-pass"):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_learns_in_float32_and_turns_nan_in_tf32_unless_cured(seed):
+def test_whitener_learns_in_float32_and_diverges_in_tf32_unless_cured(seed):
     fine, lost = trained(CPU, seed), trained(TF32, seed)
     assert fine.status == "finished"
     images = torch.from_numpy(next(gl.load("digits").windows(500)).frames) / 255
@@ -65,7 +65,7 @@ def test_it_learns_in_float32_and_turns_nan_in_tf32_unless_cured(seed):
 
 
 @torch.no_grad()
-def test_centred_covariance_has_no_negative_eigenvalue_whatever_the_rounding():
+def test_covariance_centred_has_no_negative_eigenvalue_under_rounding():
     x = 100 + codes(width=20)
     with gl.emulate("tf32"):
         lowest = {
@@ -77,7 +77,7 @@ def test_centred_covariance_has_no_negative_eigenvalue_whatever_the_rounding():
 
 
 @torch.no_grad()
-def test_products_kept_in_float32_are_those_without_an_emulation():
+def test_float32_products_are_those_without_an_emulation():
     x = codes()
     plain = x.T @ x
     with gl.setting(TF32):

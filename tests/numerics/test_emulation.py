@@ -172,7 +172,7 @@ def test_emulation_refuses_fused_operations_that_it_cannot_reach():
         torch.linalg.matrix_exp(draw(2, 2, 2))
 
 
-def test_refusal_of_an_order_names_the_line():
+def test_emulation_refuses_an_order_and_names_the_line():
     words = r"dilation=\[2, 2\].* \(at test_emulation\.py:\d+: F\.conv2d\(draw"
     with pytest.raises(gl.GpulabError, match=words), emulate("tf32", order="tensor-core"):
         F.conv2d(draw(1, 1, 9, 9), draw(1, 1, 3, 3), dilation=2)
@@ -242,7 +242,9 @@ SUMS += [(name, "tensor-core") for name in ("hopper", "ampere", "float16", "floa
 @pytest.mark.parametrize("spread", [0, 6, 70])
 @pytest.mark.parametrize("count", [1, 3, 8, 37])
 @pytest.mark.parametrize(("name", "order"), SUMS)
-def test_orders_of_summation_are_their_definition_in_exact_fractions(name, order, count, spread):
+def test_emulated_orders_of_summation_are_their_definition_in_exact_fractions(
+    name, order, count, spread
+):
     how, most = (
         find_arithmetic(name, order),
         12 if name == "float16" else 25 if name == "float32" else 70,

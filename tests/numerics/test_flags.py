@@ -25,7 +25,7 @@ def torch_with(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("torch_with")
-def test_tf32_is_switched_read_and_put_back():
+def test_tf32_is_switched_read_and_restored():
     before = cublas.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
     for allowed in (True, False):
         with restore_tf32_on_exit():

@@ -55,7 +55,7 @@ SLICES = {
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("shape", range(4))
 @pytest.mark.parametrize("name", SLICES)
-def test_matrix_products_of_an_h200_are_reproduced_bit_for_bit(name, shape, inputs):
+def test_emulated_matrix_products_of_an_h200_are_reproduced_bit_for_bit(name, shape, inputs):
     case = Case(MATRIX, shape, inputs, name)
     how = replace(
         find_arithmetic(name, f"tensor-core+split-{SLICES[name][shape]}"), result="float32"
@@ -84,5 +84,5 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
-def test_convolutions_of_an_h200_are_reproduced_bit_for_bit(case):
+def test_emulated_convolutions_of_an_h200_are_reproduced_bit_for_bit(case):
     assert_bit_for_bit(case, CONVOLUTIONS[case])

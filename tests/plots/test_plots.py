@@ -39,12 +39,12 @@ def runs():
     return pd.DataFrame(rows).assign(experiment="prednet", profile="smoke", protocol="p", rerun=0)
 
 
-def test_losses_of_two_experiments_are_refused(runs):
+def test_plots_losses_refuse_two_experiments(runs):
     with pytest.raises(gl.UsageError, match="the frame mixes"):
         gl.plots.losses(pd.concat([runs, runs.assign(experiment="autoencoder")]))
 
 
-def test_differences_of_one_seed_have_no_spread_to_compare_with(runs):
+def test_plots_differences_of_one_seed_have_no_spread(runs):
     one = gl.verdict(
         runs[runs.seed == 0].assign(loader=runs.setting), factor="loader", reference="cpu"
     )
@@ -53,14 +53,14 @@ def test_differences_of_one_seed_have_no_spread_to_compare_with(runs):
     )
 
 
-def test_what_a_network_of_a_function_makes_is_not_known():
+def test_plots_predictions_and_reconstructions_refuse_a_function():
     run = gl.train(lambda seed: 0.1 * seed, progress=False)
     for plot in (gl.plots.predictions, gl.plots.reconstructions):
         with pytest.raises(gl.UsageError, match="gpulab does not know"):
             plot(run)
 
 
-def test_an_error_of_next_to_nothing_is_not_called_zero():
+def test_plots_reconstructions_do_not_call_a_tiny_error_zero():
     run = gl.train("autoencoder", setting="cpu", profile="smoke", frames=20, progress=False)
     for tensor in run.model.state_dict().values():
         tensor.mul_(1e-5)
@@ -70,7 +70,7 @@ def test_an_error_of_next_to_nothing_is_not_called_zero():
     assert not re.search(r" 0\.0*$", gl.plots.reconstructions(run).figure.get_suptitle())
 
 
-def test_a_name_with_dollars_is_no_mathematics(runs):
+def test_plots_do_not_take_names_with_dollars_for_mathematics(runs):
     odd = {SETTINGS[1]: r"$\nothing{$", SETTINGS[2]: "$2^3$"}
     table = runs.assign(loader=runs.setting.replace(odd), machine=r"a $\frac{1}{$").drop(
         columns="setting"
@@ -84,7 +84,7 @@ def test_a_name_with_dollars_is_no_mathematics(runs):
         assert not any(text.get_parse_math() for text in shown)
 
 
-def test_a_picture_is_a_png_with_words_which_a_notebook_folds_below_it(tmp_path, outputs_of):
+def test_picture_is_a_png_with_words_that_a_notebook_folds_below_it(tmp_path, outputs_of):
     picture = gl.plots.roofline(gl.device.recorded_rooflines())
     picture.save(tmp_path / "new" / "roofline.png")
     assert Image.open(tmp_path / "new" / "roofline.png").mode == "P"
@@ -105,7 +105,7 @@ def test_a_picture_is_a_png_with_words_which_a_notebook_folds_below_it(tmp_path,
     assert figure.metadata["image/png"]["alt"] == words
 
 
-def test_rows_put_below_each_other_may_bear_the_same_numbers(runs):
+def test_plots_take_rows_with_the_same_index(runs):
     """As two experiments do that were concatenated."""
     twice = pd.concat([some.reset_index(drop=True) for _, some in runs.groupby("setting")])
     drawn, drawn_again = (
@@ -140,7 +140,7 @@ def test_draw_finds_the_figure_of_a_derived_result_and_refuses_others(python):
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
-def test_curves_draw_a_panel_for_each_of_more_than_two_settings(number):
+def test_plots_curves_have_a_panel_for_each_of_more_than_two_settings(number):
     settings = ["cpu", "cpu:threads=1", "cuda:tf32=off", "cuda:tf32=on", "cuda"][:number]
     rows = [
         {

@@ -93,7 +93,7 @@ def test_serve_two_devices(run):
         ("model_parallel", ["--devices", "cpu"], "expected 2 arguments"),
     ],
 )
-def test_wrong_use_of_a_program_says_what_to_change(name, arguments, words):
+def test_programs_used_wrongly_say_what_to_change(name, arguments, words):
     done = start(name, *arguments)
     assert done.returncode == 2
     assert words in done.stderr

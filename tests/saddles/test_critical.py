@@ -29,7 +29,7 @@ def search(function, *start):
     return find_critical_point(point, lambda x, _: function(x), (DATA, None), progress=False)
 
 
-def test_searches_from_random_starts_find_the_losses_and_indices_of_theory():
+def test_find_critical_point_from_random_starts_finds_losses_and_indices_of_theory():
     held = [
         components for size in range(3) for components in itertools.combinations(range(5), size)
     ]
@@ -49,7 +49,7 @@ def test_searches_from_random_starts_find_the_losses_and_indices_of_theory():
     assert max(indices.values()) > 0
 
 
-def test_search_leaves_the_model_alone_and_says_that_its_steps_were_not_enough(monkeypatch):
+def test_find_critical_point_leaves_the_model_alone_and_says_if_steps_were_not_enough(monkeypatch):
     monkeypatch.setattr(critical, "MAX_STEPS", 2)
     net, same = network(0), network(0)
     point = find_critical_point(net, MSE, (DATA.float(), DATA.float()), progress=False)
@@ -74,14 +74,14 @@ NOWHERE = {
 
 
 @pytest.mark.parametrize("name", NOWHERE)
-def test_search_where_no_critical_point_is_near_says_why(name):
+def test_find_critical_point_says_why_where_none_is_near(name):
     function, start, why = NOWHERE[name]
     point = search(function, *start)
     assert not point.found
     assert why in point.message
 
 
-def test_search_finds_a_minimum_whose_hessian_is_zero():
+def test_find_critical_point_finds_a_minimum_whose_hessian_is_zero():
     assert search(lambda x: (x**4).sum(), 0.5).found
 
 
@@ -94,7 +94,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_theory_agrees_with_the_dense_hessian_for_every_set_of_components(name):
+def test_linear_autoencoder_saddle_agrees_with_the_dense_hessian_for_every_set(name):
     data = PROBLEMS[name]
     features = range(data.shape[1])
     sets = [

@@ -24,7 +24,7 @@ def alone():
 leave = functools.partial(escape, seeds=[1])  # whose weights bfloat16 holds
 
 
-def test_pushed_escapes_leave_when_the_law_says():
+def test_escape_table_pushed_trainings_leave_when_the_law_says():
     pushed = gl.saddles.escape_table(
         SADDLE, [FLOAT64], perturbations=[1e-2, 1e-5, 1e-8, 1e-11], progress=False
     )
@@ -42,7 +42,7 @@ def test_pushed_escapes_leave_when_the_law_says():
     assert slope == pytest.approx((last - first) / (math.log(1e9) / rate), rel=1e-2)
 
 
-def test_coarser_products_leave_sooner_and_float64_by_its_own_rounding_alone(alone):
+def test_escape_table_coarser_products_leave_sooner(alone):
     tf32, bfloat16 = (escape(SADDLE, f"cpu:emulate={name}") for name in ("tf32", "bfloat16"))
     assert 1e-17 < alone.noise < 1e-13
     assert alone.start == alone.noise
@@ -52,7 +52,7 @@ def test_coarser_products_leave_sooner_and_float64_by_its_own_rounding_alone(alo
         assert 0.5 < one.steps / one.expected < 2
 
 
-def test_minibatches_leave_when_their_noise_says(alone):
+def test_escape_table_minibatches_leave_when_their_noise_says(alone):
     first, again, other = (
         escape(SADDLE, batch_size=10, seeds=[seed], rate=0.05) for seed in (0, 0, 1)
     )
@@ -63,7 +63,7 @@ def test_minibatches_leave_when_their_noise_says(alone):
     assert not other.history.unstable.equals(first.history.unstable)
 
 
-def test_history_of_an_escape_ends_where_the_radius_is_passed():
+def test_escape_table_paths_end_where_the_radius_is_passed():
     seen = escape(SADDLE, perturbation=1e-4)
     history = seen.history
     assert history.distance[0] == pytest.approx(1e-4)
@@ -74,7 +74,7 @@ def test_history_of_an_escape_ends_where_the_radius_is_passed():
     assert escape(SADDLE, perturbation=1e-4, steps=20).history.equals(history[:21])
 
 
-def test_a_zero_unit_is_a_way_out_and_zeros_alone_never_leave():
+def test_escape_table_leaves_by_a_zero_unit_and_never_from_zeros_alone():
     spare = gl.saddles.linear_autoencoder_saddle(SIX_SCALES, [0], hidden=2)
     seen = escape(spare, perturbation=1e-6)
     assert abs(seen.steps - seen.expected) < 2
@@ -84,7 +84,7 @@ def test_a_zero_unit_is_a_way_out_and_zeros_alone_never_leave():
     assert never.held
 
 
-def test_escapes_from_a_saddle_that_was_found():
+def test_escape_table_starts_from_a_saddle_that_was_found():
     x = scaled_data(30, 2.0, 1.6, 1.2)
     net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Tanh(), nn.Linear(2, 3, bias=False))
     # near one: that of no weights
@@ -94,7 +94,7 @@ def test_escapes_from_a_saddle_that_was_found():
     assert abs(seen.steps - seen.expected) <= 0.05 * seen.expected
 
 
-def test_escapes_by_every_optimiser_are_as_recorded(as_recorded):
+def test_escape_table_of_every_optimizer_is_as_recorded(as_recorded):
     options = {
         "optimizers": ["sgd", "momentum", "rmsprop", "adam"],
         "perturbations": [1e-3],
@@ -130,7 +130,7 @@ def test_escape_table_has_a_row_for_each_training_and_its_figure_says_who_left()
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("curvature", [1e-6, 0.3, 3.0])
-def test_growth_by_momentum_is_the_eigenvalue_of_its_recursion(momentum, curvature):
+def test_escape_law_growth_by_momentum_is_the_eigenvalue_of_its_recursion(momentum, curvature):
     law, λ = EscapeLaw(0.5, momentum), torch.tensor([curvature], dtype=DOUBLE)
     recursion = torch.tensor(
         [[1 + momentum + 0.5 * curvature, -momentum], [1.0, 0.0]], dtype=DOUBLE
@@ -149,7 +149,7 @@ def test_growth_by_momentum_is_the_eigenvalue_of_its_recursion(momentum, curvatu
 
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
 @pytest.mark.parametrize("perturbation", [1e-2, 1e-9])
-def test_momentum_leaves_when_its_law_says(momentum, perturbation):
+def test_escape_table_momentum_leaves_when_its_law_says(momentum, perturbation):
     made = functools.partial(torch.optim.SGD, momentum=momentum)
     seen = leave(optimizer=made, perturbation=perturbation)
     assert abs(seen.steps - seen.expected) < 2
@@ -157,7 +157,7 @@ def test_momentum_leaves_when_its_law_says(momentum, perturbation):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
-def test_steps_of_one_size_leave_after_the_radius_over_that_size(optimizer):
+def test_escape_table_steps_of_one_size_leave_after_the_radius_over_that_size(optimizer):
     for rate in (1e-4, 1e-5):
         seen = leave(optimizer=optimizer, rate=rate, perturbation=1e-5)
         direction = SADDLE.mixed(1).direction
@@ -166,7 +166,7 @@ def test_steps_of_one_size_leave_after_the_radius_over_that_size(optimizer):
         assert math.isnan(seen.expected_rate)
 
 
-def test_an_optimiser_without_a_law_has_no_expected_steps():
+def test_escape_table_has_no_expected_steps_for_an_optimizer_without_a_law():
     assert math.isnan(leave(optimizer=torch.optim.AdamW, steps=5).expected)
     assert (
         EscapeLaw.of_optimizer(torch.optim.Adam([torch.zeros(1, requires_grad=True)], eps=0.0))
@@ -187,7 +187,7 @@ def test_step_ratio_is_that_of_the_settled_step(optimizer, dtype):
     assert ratio == pytest.approx(STEPS[optimizer] / (places.item() / 2), rel=0.01)
 
 
-def test_master_weights_follow_the_gradients_of_a_coarse_format():
+def test_escape_table_master_weights_follow_the_gradients_of_a_coarse_format():
     """Its gradients lead away in the law's time: what is rounded away is the update."""
     held, free = (leave(setting=BFLOAT16, master_weights=masters) for masters in (False, True))
     assert held.held

@@ -184,7 +184,7 @@ CASES = [(name, "cpu") for name in PROBLEMS] + [
 
 
 @pytest.mark.parametrize(("name", "device"), CASES)
-def test_products_by_both_methods_are_the_same_and_differences_of_gradients(name, device):
+def test_hessian_products_by_both_methods_agree_with_differences_of_gradients(name, device):
     model, inputs = problem(PROBLEMS[name])
     there, inputs_there = copy.deepcopy(model).to(device), inputs.to(device)
     H = gl.hessian(there, lambda: loss_of(there, inputs_there))
@@ -219,7 +219,7 @@ OVERWRITING = {  # of what each does, the last counts
 
 
 @pytest.mark.parametrize("name", OVERWRITING)
-def test_what_is_overwritten_is_followed_or_left_to_autograd(name):
+def test_hessian_follows_in_place_operations_or_leaves_them_to_autograd(name):
     method, function = OVERWRITING[name]
     model, x = problem(of_layer(lambda s, x: function(torch.tanh(s.layer(x)) + 0)[-1]))
     H, reverse = (
@@ -231,7 +231,7 @@ def test_what_is_overwritten_is_followed_or_left_to_autograd(name):
 
 
 @both_ways
-def test_an_embedding_of_padding_is_a_constant_in_a_tied_model_too(method):
+def test_hessian_of_a_tied_embedding_treats_padding_as_a_constant(method):
     model, _ = language_model(padding=1)
     model = model.double()
     H = hessian_by(
@@ -247,7 +247,7 @@ def test_an_embedding_of_padding_is_a_constant_in_a_tied_model_too(method):
 
 
 @both_ways
-def test_a_compiled_model_is_differentiated_as_written(method):
+def test_hessian_of_a_compiled_model_is_that_of_the_model_as_written(method):
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double(), rand(5, 3)
     compiled = torch.compile(model, backend="eager")
     H = hessian_by(method, model, lambda: compiled(x).square().mean())
@@ -255,7 +255,7 @@ def test_a_compiled_model_is_differentiated_as_written(method):
 
 
 @both_ways
-def test_loss_and_gradient_are_the_models_and_some_parameters_make_a_block(method):
+def test_hessian_has_the_loss_and_gradient_of_the_model_and_blocks_of_parameters(method):
     model, inputs = problem(PROBLEMS["autoencoder"])
     loss = functools.partial(loss_of, model, inputs)
     H = hessian_by(method, model, loss)
@@ -273,7 +273,7 @@ def test_loss_and_gradient_are_the_models_and_some_parameters_make_a_block(metho
 
 
 @both_ways
-def test_the_operator_stays_where_it_was_made_and_the_model_as_it_was(method):
+def test_hessian_stays_where_it_was_made_and_leaves_the_model_alone(method):
     model = (
         nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
         .double()
@@ -293,6 +293,6 @@ def test_the_operator_stays_where_it_was_made_and_the_model_as_it_was(method):
 
 
 @both_ways
-def test_a_linear_loss_has_no_curvature(method):
+def test_hessian_of_a_linear_loss_is_zero(method):
     model, x = nn.Linear(3, 2).double(), rand(4, 3)
     assert (hessian_by(method, model, lambda: model(x).sum()) @ rand(8) == 0).all()

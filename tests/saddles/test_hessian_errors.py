@@ -46,7 +46,7 @@ class Once(Cubed):
     backward = staticmethod(once_differentiable(Cubed.backward))
 
 
-def test_a_function_of_ones_own_is_differentiated_by_its_own_rules():
+def test_hessian_differentiates_a_custom_function_by_its_own_rules():
     model, x = nn.Linear(3, 1, bias=False).double(), rand(5, 3)
     H = gl.hessian(model, lambda: Cubed.apply(model(x)).mean())
     torch.testing.assert_close(H.dense(), 6 / 5 * (x * model(x)).T @ x, rtol=0, atol=1e-12)
@@ -95,7 +95,7 @@ NO_GRADIENT = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", [FORWARD, REVERSE])
 @pytest.mark.parametrize("message", REFUSED | NO_GRADIENT)
-def test_what_has_no_hessian_is_refused_by_name(message, method, dtype):
+def test_hessian_names_what_it_cannot_differentiate_twice(message, method, dtype):
     make, error = (REFUSED | NO_GRADIENT)[message], UsageError if message in REFUSED else DataError
     torch.manual_seed(0)
     model, x = make()
@@ -107,7 +107,7 @@ def test_what_has_no_hessian_is_refused_by_name(message, method, dtype):
 
 
 @pytest.mark.parametrize("method", [FORWARD, REVERSE])
-def test_parameters_that_the_loss_holds_itself_are_refused(method):
+def test_hessian_refuses_parameters_that_the_loss_holds_itself(method):
     model, x = nn.Linear(3, 2).double(), rand(5, 3)
     held = list(model.parameters())
     with pytest.raises(
@@ -124,7 +124,7 @@ def test_parameters_that_the_loss_holds_itself_are_refused(method):
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(torch.float32, 1.0), (torch.float32, 1e-30), (torch.float64, 1e-200)]
 )
-def test_asymmetry_is_told_from_rounding(dtype, scale):
+def test_check_symmetric_tells_asymmetry_from_rounding(dtype, scale):
     A, vectors = (scale * symmetric(torch.linspace(-20, 20, 200))).to(dtype), rand(200, 2).to(dtype)
     check_symmetric(A, vectors, A @ vectors)
     A[:, 7] *= 1.2
@@ -184,7 +184,7 @@ DATA = {
 
 
 @pytest.mark.parametrize("words", REQUESTS | DATA)
-def test_what_cannot_be_is_one_clear_line(words):
+def test_saddles_functions_refuse_invalid_requests_in_one_line(words):
     with pytest.raises(gl.UsageError if words in REQUESTS else gl.DataError, match=words) as error:
         (REQUESTS | DATA)[words]()
     assert "\n" not in str(error.value)
@@ -226,7 +226,7 @@ def ctc(x):
 
 
 @pytest.mark.parametrize("function", [once, largest_in_bags, ctc])
-def test_refusal_of_an_operation_inside_a_module_names_the_line(function):
+def test_hessian_refusal_inside_a_module_names_the_line(function):
     with pytest.raises(
         gl.UsageError,
         match=r"no second derivatives.*\(at test_hessian_errors\.py:\d+: return .*  # refused\)$",

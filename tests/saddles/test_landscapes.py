@@ -27,7 +27,7 @@ def test_landscape_at_a_saddle_has_its_curvatures_and_slices_that_follow_them(an
     assert np.sign(line.loss.iloc[0] - SADDLE.loss) == np.sign(around.curvature(angle))
 
 
-def test_a_slice_is_around_the_weights_that_its_landscape_was_made_for():
+def test_landscape_slice_is_around_the_weights_that_the_landscape_was_made_for():
     net = nn.Linear(4, 4, bias=False).double()
     around = gl.saddles.landscape(net, lambda: (net(DATA) - DATA).square().mean())
     first = around.slice(90, extent=1.0)
@@ -38,7 +38,7 @@ def test_a_slice_is_around_the_weights_that_its_landscape_was_made_for():
     assert torch.equal(net.weight, after)
 
 
-def test_a_surface_has_the_loss_at_every_place():
+def test_surface_has_the_loss_at_every_place():
     around = gl.saddles.surface(SADDLE, extent=0.2, places=2)
     weights = parameters_to_vector(SADDLE.model.parameters())
     for row, column in ((0, 0), (1, 3), (4, 2)):

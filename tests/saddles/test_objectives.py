@@ -44,7 +44,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_each_kind_of_batch_gives_the_loss_of_all_its_examples(kind):
+def test_batch_of_each_kind_gives_the_loss_of_all_its_examples(kind):
     net, (batch, loss) = network(), BATCHES[kind]
     x, y = (
         (batch, torch.zeros(len(batch), 1))
@@ -77,7 +77,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_any_other_batch_is_refused_by_name(words):
+def test_batch_of_another_kind_is_refused_by_name(words):
     batch, loss = REFUSED[words]
     for function in FUNCTIONS[: 2 if batch is None else 3]:
         with pytest.raises(gl.UsageError, match=words):

@@ -16,7 +16,7 @@ def density(A, **options):
     return gl.saddles.spectral_density(A, progress=False, **options)
 
 
-def test_spectral_density_of_m_steps_is_exact_for_polynomials_below_degree_2m():
+def test_spectral_density_of_m_lanczos_steps_is_exact_for_polynomials_below_degree_2m():
     H = symmetric(torch.linspace(-1, 3, 60) ** 3)
     spectrum = density(H, probes=3, steps=4, seed=5)
     signs = random_signs(H.shape[0], 3, H, 5)
@@ -33,7 +33,7 @@ def test_spectral_density_of_m_steps_is_exact_for_polynomials_below_degree_2m():
     st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1e-9, 0.5, 1.0, 4.0]), min_size=1, max_size=60),
     st.integers(1, 60),
 )
-def test_extremes_and_shares_of_repeated_and_zero_eigenvalues(values, steps):
+def test_extreme_eigenpairs_and_spectral_density_of_repeated_and_zero_eigenvalues(values, steps):
     A, least, greatest = symmetric(values), min(values), max(values)
     found, vectors = gl.saddles.extreme_eigenpairs(A)
     assert found.tolist() == pytest.approx([least, greatest], abs=1e-8)
@@ -61,7 +61,7 @@ def test_spectral_density_depends_on_its_seed_alone():
     assert math.isnan(density(symmetric([1.0, 2.0]), probes=1, steps=2).mass_below(1.5).error)
 
 
-def test_estimated_index_says_how_many_signs_it_cannot_tell(monkeypatch):
+def test_index_estimate_says_how_many_signs_it_cannot_tell(monkeypatch):
     """Of 68 negative eigenvalues 37 are closer to zero than it can see: not "31 are negative"."""
     monkeypatch.setattr("gpulab.saddles._spectrum.MAX_COUNTED_SIZE", 100)
     values = [*np.linspace(-1, -0.1, 31), *np.linspace(-1e-3, -1e-4, 37), *np.linspace(0.1, 1, 132)]

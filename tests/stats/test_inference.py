@@ -15,7 +15,7 @@ from tests.stats._helpers import BASE, runs_of, shifted
 
 
 @pytest.mark.parametrize("n", [2, 5, 9])
-def test_sign_flips_agree_with_scipy(n):
+def test_sign_flip_p_agrees_with_scipy(n):
     differences = np.random.default_rng(n).standard_t(3, n) + 0.5
     theirs = stats.permutation_test(
         (differences,), np.mean, permutation_type="samples", n_resamples=np.inf, vectorized=True
@@ -26,7 +26,7 @@ def test_sign_flips_agree_with_scipy(n):
 
 
 @pytest.mark.parametrize("margin", [0.1, 0.5, 1.0])
-def test_equivalence_is_two_one_sided_t_tests_where_nothing_is_skewed(margin):
+def test_equivalence_p_is_two_one_sided_t_tests_without_skewness(margin):
     draws = np.random.default_rng(4).standard_normal(6)
     differences = np.concatenate([draws, -draws]) + 0.3
     theirs = DescrStatsW(differences).ttost_mean(-margin, margin)[0]
@@ -36,7 +36,7 @@ def test_equivalence_is_two_one_sided_t_tests_where_nothing_is_skewed(margin):
 
 @pytest.mark.parametrize("n", [6, 16, 20])
 @pytest.mark.parametrize("alpha", [0.05, 0.2, 2 / 2**6])
-def test_the_interval_holds_the_shifts_that_the_test_allows(n, alpha):
+def test_sign_flip_interval_holds_the_shifts_that_the_test_allows(n, alpha):
     differences = np.random.default_rng(n).lognormal(size=n)
     low, high = inference.sign_flip_interval(differences, alpha)
     step = 1e-6
@@ -59,7 +59,7 @@ SKEWED = {
 
 
 @pytest.mark.parametrize("name", SKEWED)
-def test_the_mean_of_skewed_differences_is_rarely_called_other_than_zero(name):
+def test_mean_p_seldom_rejects_a_mean_of_zero_for_skewed_differences(name):
     differences = SKEWED[name](np.random.default_rng(16), (1000, 32))
     differences -= 0.025 if name == "a fifth jumps" else 0
     alarms = {
@@ -72,7 +72,7 @@ def test_the_mean_of_skewed_differences_is_rarely_called_other_than_zero(name):
     assert np.mean([inference.equivalence_p(some, 0.5) <= 0.05 for some in at_the_margin]) < 0.065
 
 
-def test_the_corrected_interval_holds_the_shifts_that_its_t_allows():
+def test_skewed_t_interval_holds_the_shifts_that_its_t_allows():
     values = np.random.default_rng(17).lognormal(size=12)
     _, skewness, n = inference.moments(values)
     assert skewness == pytest.approx(stats.skew(values))
@@ -89,14 +89,14 @@ def test_the_corrected_interval_holds_the_shifts_that_its_t_allows():
     assert mirrored == pytest.approx((-ends[1], -ends[0]))
 
 
-def test_the_limit_of_the_sd_is_rarely_above_it():
+def test_sd_lower_limit_is_seldom_above_the_sd():
     draws = np.random.default_rng(6).standard_normal((300, 10))
     limits = np.array([inference.sd_lower_limit(draw) for draw in draws])
     assert (limits > 1).mean() < 0.04
     assert np.median(limits) > 0.4, "yet it is of use"
 
 
-def test_the_upper_limit_of_a_share_is_clopper_and_pearsons():
+def test_clopper_pearson_upper_agrees_with_scipy():
     assert inference.clopper_pearson_upper(0, 10) == pytest.approx(1 - 0.05 ** (1 / 10))
     theirs = stats.binomtest(3, 12, alternative="less").proportion_ci(0.95, "exact").high
     assert inference.clopper_pearson_upper(3, 12) == pytest.approx(theirs)
@@ -105,7 +105,7 @@ def test_the_upper_limit_of_a_share_is_clopper_and_pearsons():
 @pytest.mark.parametrize(
     "p", [[], [0.03], [0.04, 0.01, 0.01, 0.9, 0.5], [0.02, math.nan, 0.03], [math.nan] * 2]
 )
-def test_holms_correction_is_statsmodels(p):
+def test_holm_agrees_with_statsmodels(p):
     corrected, tests = inference.holm(p), ~np.isnan(p)
     assert np.isnan(corrected[~tests]).all()
     if tests.any():
@@ -113,7 +113,7 @@ def test_holms_correction_is_statsmodels(p):
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0])
-def test_with_the_seeds_needed_a_comparison_succeeds_four_times_in_five(ratio):
+def test_seeds_needed_let_a_comparison_succeed_four_times_in_five(ratio):
     noise = np.random.default_rng(10).standard_normal((400, 10))
     differences = ratio * (noise[0] - noise[0].mean()) / noise[0].std(ddof=1)
     runs = runs_of({"cpu": BASE, "cuda": shifted(list(differences))})

@@ -23,7 +23,7 @@ def normal_runs(n, shift, seed=0, levels=1):
 
 @pytest.mark.parametrize("levels", [1, 3])
 @pytest.mark.parametrize("shift", [0.0, 0.2, 0.5])
-def test_each_of_several_looks_is_a_verdict_at_a_part_of_the_level(levels, shift):
+def test_looks_divide_the_level_among_the_verdicts(levels, shift):
     runs = normal_runs(12, shift, levels=levels)
     once = gl.verdict(runs, margin=0.4, alpha=0.05 / LOOKS).table
     looked_at = gl.verdict(runs, margin=0.4, looks=LOOKS).table
@@ -44,14 +44,14 @@ def test_each_of_several_looks_is_a_verdict_at_a_part_of_the_level(levels, shift
     pd.testing.assert_frame_equal(looked_at[same], once[same])
 
 
-def test_one_look_is_what_it_was():
+def test_looks_of_one_change_nothing():
     usual, one = gl.verdict(RUNS), gl.verdict(RUNS, looks=1)
     pd.testing.assert_frame_equal(usual.table, one.table)
     assert str(usual) == str(one)
     assert "looks" not in str(one)
 
 
-def test_a_margin_in_standard_deviations_holds_at_each_look_and_one_in_units_stays():
+def test_looks_change_a_margin_in_standard_deviations_and_none_in_units():
     margin = gl.verdict(RUNS, looks=LOOKS).table.margin[0]
     confidence = 1 - (1 - inference.SD_CONFIDENCE) / LOOKS
     losses = np.array(BASE)
@@ -62,7 +62,7 @@ def test_a_margin_in_standard_deviations_holds_at_each_look_and_one_in_units_sta
     assert gl.verdict(RUNS, margin=0.3, looks=LOOKS).table.margin[0] == 0.3
 
 
-def test_it_says_for_how_many_looks_it_holds():
+def test_looks_are_named_in_the_verdict():
     verdict = gl.verdict(RUNS, looks=LOOKS)
     expected = (
         "This holds for up to 4 looks as seeds come in: each is at a level of 1.25 %, all together"
@@ -74,7 +74,7 @@ def test_it_says_for_how_many_looks_it_holds():
     assert "98.8 % interval" in str(verdict)
 
 
-def test_too_few_seeds_are_said_for_the_level_of_a_look():
+def test_looks_raise_the_number_of_seeds_that_are_enough():
     runs = normal_runs(7, 5.0)
     assert gl.verdict(runs).decision == "different"
     verdict = gl.verdict(runs, looks=LOOKS)
@@ -83,7 +83,7 @@ def test_too_few_seeds_are_said_for_the_level_of_a_look():
     assert gl.verdict(normal_runs(8, 5.0), looks=LOOKS).decision == "different"
 
 
-def test_it_says_where_looks_and_levels_are_so_many_that_nothing_can_be_shown():
+def test_looks_too_many_to_show_anything_are_named():
     runs = normal_runs(20, 5.0)
     assert gl.verdict(runs, looks=100).decision == "different"
     verdict = gl.verdict(runs, looks=1000)
@@ -91,7 +91,7 @@ def test_it_says_where_looks_and_levels_are_so_many_that_nothing_can_be_shown():
     assert "no difference can be shown with more than 16 seeds: ask for fewer looks" in str(verdict)
 
 
-def test_diverged_runs_and_yes_and_no_are_corrected_too():
+def test_looks_correct_diverged_runs_and_binary_metrics_too():
     diverged = runs_of({"cpu": [0.5] * 9, "cuda": [0.5] * 2 + [np.nan] * 7}).assign(
         status=lambda runs: runs.final_loss.map(
             lambda loss: "diverged" if np.isnan(loss) else "finished"
@@ -108,18 +108,18 @@ def test_diverged_runs_and_yes_and_no_are_corrected_too():
 
 
 @pytest.mark.parametrize("looks", [0, -1, 2.5, 4.0, "4", True, None, float("nan"), [4], 10**400])
-def test_looks_are_a_whole_number(looks):
+def test_looks_refuse_what_is_no_whole_number(looks):
     with pytest.raises(
         gl.UsageError, match=r"looks=.*: expected a whole number from 1 to 1,000,000"
     ):
         gl.verdict(RUNS, looks=looks)
 
 
-def test_a_number_of_numpys_is_a_whole_number():
+def test_looks_accept_integers_of_numpy():
     assert gl.verdict(RUNS, looks=np.int64(LOOKS)).looks == LOOKS
 
 
-def test_the_command_line_asks_for_looks(tmp_path):
+def test_looks_are_an_option_of_the_verdict_command(tmp_path):
     file = tmp_path / "runs.csv"
     RUNS.to_csv(file)
     done = CliRunner().invoke(app, ["verdict", str(file), "--looks", "4"])
@@ -129,7 +129,7 @@ def test_the_command_line_asks_for_looks(tmp_path):
 
 @pytest.mark.slow("makes 1,200 verdicts")
 @pytest.mark.parametrize(("shift", "wrong"), [(0.0, "different"), (0.3, "equivalent")])
-def test_four_looks_together_are_seldom_wrong(shift, wrong):
+def test_looks_at_four_times_together_are_seldom_wrong(shift, wrong):
     """Differences of a margin's size, or none: 150 experiments, of which 5 % are wrong at most."""
     counts = {1: 0, LOOKS: 0}
     for seed in range(150):

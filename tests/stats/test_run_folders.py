@@ -97,7 +97,7 @@ def fill(folder, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_a_folder_of_runs_gets_the_verdict_of_its_table(tmp_path, layout):
+def test_read_table_of_a_folder_of_runs_gives_the_verdict_of_its_table(tmp_path, layout):
     frame = gl.stats.read_table(fill(tmp_path, layout))
     last = "Step" if layout is tensorboard else "epoch"
     verdict = gl.verdict(frame, "val_loss", LAYOUTS[layout], last=last, reference="adam")
@@ -108,7 +108,7 @@ def test_a_folder_of_runs_gets_the_verdict_of_its_table(tmp_path, layout):
         gl.verdict(frame, "val_loss", LAYOUTS[layout])
 
 
-def test_it_says_what_came_from_where(tmp_path):
+def test_read_table_notes_say_what_came_from_where(tmp_path):
     notes = gl.stats.read_table(fill(tmp_path, hydra)).attrs["notes"]
     assert notes == (
         "12 tables were read (metrics.csv).",
@@ -134,7 +134,7 @@ def test_it_says_what_came_from_where(tmp_path):
     )
 
 
-def test_patterns_several_names_and_a_part_of_the_folder(tmp_path):
+def test_read_table_takes_patterns_several_names_and_a_part_of_the_folder(tmp_path):
     fill(tmp_path, hydra)
     pattern = tmp_path / "multirun/*/*/*/csv/*/metrics.csv"
     paths = sorted(tmp_path.glob("multirun/*/*/*/csv/*/metrics.csv"))
@@ -151,12 +151,12 @@ def test_patterns_several_names_and_a_part_of_the_folder(tmp_path):
         gl.stats.read_table(tmp_path / "*.json")
 
 
-def test_runs_come_in_natural_order(tmp_path):
+def test_read_table_sorts_runs_naturally(tmp_path):
     runs = gl.stats.read_table(fill(tmp_path, lightning)).run.drop_duplicates().tolist()
     assert runs == [f"lightning_logs/version_{number}" for number in range(12)]
 
 
-def test_what_cannot_be_read_is_left_out_by_name(tmp_path):
+def test_read_table_leaves_out_by_name_what_cannot_be_read(tmp_path):
     fill(tmp_path, hydra)
     jobs = tmp_path / "multirun/2026-03-01/10-00-00"
     shutil.rmtree(jobs / "11/csv")
@@ -177,7 +177,7 @@ def test_what_cannot_be_read_is_left_out_by_name(tmp_path):
     assert "Missing: seeds 3, 4 and 5 with sgd." in str(verdict)
 
 
-def test_two_versions_of_one_run_are_not_mixed(tmp_path):
+def test_read_table_keeps_two_versions_of_one_run_apart(tmp_path):
     fill(tmp_path, hydra)
     job = tmp_path / "multirun/2026-03-01/10-00-00/2"
     write(job / "csv/version_1/metrics.csv", metrics("adam", 2, epochs=2))
@@ -188,7 +188,7 @@ def test_two_versions_of_one_run_are_not_mixed(tmp_path):
         gl.verdict(gl.stats.read_table(tmp_path), "val_loss", "optimizer", last="epoch")
 
 
-def test_folders_without_tables_or_with_others_are_one_clear_line(tmp_path):
+def test_read_table_refuses_folders_without_common_tables_in_one_line(tmp_path):
     with pytest.raises(
         DataError,
         match=r"neither runs of gpulab nor tables in it; expected files such as metrics\.csv",
@@ -204,7 +204,7 @@ def test_folders_without_tables_or_with_others_are_one_clear_line(tmp_path):
     assert len(gl.stats.read_table(tmp_path / "*" / "a.csv")) == 2
 
 
-def test_a_setting_that_means_something_to_a_verdict_has_another_name(tmp_path):
+def test_read_table_renames_a_setting_that_means_something_to_a_verdict(tmp_path):
     fill(tmp_path, lightning)
     for number in range(12):
         write(
@@ -219,7 +219,7 @@ def test_a_setting_that_means_something_to_a_verdict_has_another_name(tmp_path):
 # --- exports --------------------------------------------------------------------------------------
 
 
-def test_the_table_of_a_chart_of_weights_and_biases(tmp_path):
+def test_read_table_reads_a_chart_of_weights_and_biases(tmp_path):
     columns = {"Step": range(6)}
     for optimizer, seed in RUNS:
         losses = pd.read_csv(io.StringIO(metrics(optimizer, seed))).val_loss.dropna().tolist()
@@ -238,7 +238,7 @@ def test_the_table_of_a_chart_of_weights_and_biases(tmp_path):
     assert verdict.table.difference[0] == pytest.approx(EXPECTED)
 
 
-def test_a_table_of_runs_of_weights_and_biases_says_how_they_ended(tmp_path):
+def test_read_table_of_runs_of_weights_and_biases_says_how_they_ended(tmp_path):
     rows = "\n".join(
         f'"r{n}","{state}",{n % 3},{"ab"[n // 3]},{n}'
         for n, state in enumerate(["finished"] * 5 + ["crashed"])
@@ -254,7 +254,7 @@ def test_a_table_of_runs_of_weights_and_biases_says_how_they_ended(tmp_path):
 # --- configuration files --------------------------------------------------------------------------
 
 
-def test_tags_of_python_call_nothing(tmp_path):
+def test_read_settings_calls_nothing_for_tags_of_python(tmp_path):
     marker = tmp_path / "called"
     text = (
         f"a: !!python/object/apply:os.system ['touch {marker}']\nb: !!python/name:os.system\nc:"
@@ -287,7 +287,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_file_that_stands_for_far_more_than_it_has_is_refused_or_shortened(tmp_path, name):
+def test_read_settings_refuses_or_shortens_a_file_that_expands_enormously(tmp_path, name):
     file = tmp_path / "config.yaml"
     file.write_text(BOMBS[name])
     if name == "aliases in lists":
@@ -298,7 +298,7 @@ def test_a_file_that_stands_for_far_more_than_it_has_is_refused_or_shortened(tmp
     assert len(str(error.value)) < 500
 
 
-def test_plain_values(tmp_path):
+def test_read_settings_reads_plain_values(tmp_path):
     write(
         tmp_path / "config.yaml",
         "a: 1e-3\nb: null\nc: on\nd: 2026-03-01\ne: 'text'\nf: {}\ng: ${a}\nh: ${oc.env:X}\n",

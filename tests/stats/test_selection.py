@@ -14,7 +14,7 @@ from tests.stats._helpers import logged, metrics
 LOGS = {"metric": "val_loss", "factor": "optimizer"}
 
 
-def test_a_row_for_each_epoch_is_refused_with_both_ways_out():
+def test_verdict_refuses_a_row_for_each_epoch_and_names_last_and_best():
     with pytest.raises(gl.UsageError) as error:
         gl.verdict(logged(), **LOGS)
     assert (
@@ -26,7 +26,7 @@ def test_a_row_for_each_epoch_is_refused_with_both_ways_out():
 
 
 @pytest.mark.parametrize("last", ["epoch", "step"])
-def test_the_last_row_of_each_run_with_the_metric_is_taken(last):
+def test_verdict_last_takes_the_last_row_of_each_run_with_the_metric(last):
     table = logged()
     verdict = gl.verdict(table.sample(frac=1, random_state=1), **LOGS, last=last)
     ends = table.dropna(subset="val_loss").groupby(["optimizer", "seed"]).val_loss.last()
@@ -39,14 +39,14 @@ def test_the_last_row_of_each_run_with_the_metric_is_taken(last):
     assert verdict.table[["seeds", "diverged", "left_out"]].values.tolist() == [[6, 0, 0]]
 
 
-def test_among_rows_of_the_last_epoch_the_last_step_is_taken():
+def test_verdict_last_takes_the_last_step_of_the_last_epoch():
     table = logged()
     ends = table.dropna(subset="train_loss").groupby(["optimizer", "seed"]).train_loss.last()
     verdict = gl.verdict(table[::-1], "train_loss", "optimizer", last="epoch", reference="adam")
     assert verdict.table.difference[0] == pytest.approx((ends.sgd - ends.adam).mean())
 
 
-def test_the_best_row_is_that_of_the_column_asked_for():
+def test_verdict_best_takes_the_row_that_is_best_in_the_column():
     table = logged()
     filled = table.dropna(subset="val_loss")
     lowest = filled.loc[filled.groupby(["optimizer", "seed"]).val_loss.idxmin()].set_index(
@@ -83,7 +83,7 @@ def test_the_best_row_is_that_of_the_column_asked_for():
         "time/total_timesteps",
     ],
 )
-def test_whatever_the_counting_column_is_called(name):
+def test_verdict_last_takes_any_counting_column(name):
     table = logged()[["optimizer", "seed", "step", "val_loss"]].rename(columns={"step": name})
     with pytest.raises(gl.UsageError, match=f"which differ in '{name}', and are not averaged"):
         gl.verdict(table, **LOGS)
@@ -93,7 +93,7 @@ def test_whatever_the_counting_column_is_called(name):
 @pytest.mark.parametrize(
     "name", ["episode", "n", "train_loss_epoch", "steps_per_second", "batch_size"]
 )
-def test_other_repetitions_are_averaged_and_it_is_said(name):
+def test_verdict_averages_other_repetitions_and_says_so(name):
     table = (
         logged()
         .dropna(subset="val_loss")
@@ -108,7 +108,7 @@ def test_other_repetitions_are_averaged_and_it_is_said(name):
     assert gl.verdict(table, **LOGS, last=name).table.seeds[0] == 6
 
 
-def test_a_metric_with_one_row_for_each_run_needs_no_choice():
+def test_verdict_of_a_metric_with_one_row_for_each_run_needs_no_choice():
     table = logged()
     is_end = (table.epoch == 5) & table.val_loss.notna()
     table["test_loss"] = table.val_loss.where(is_end)
@@ -116,7 +116,7 @@ def test_a_metric_with_one_row_for_each_run_needs_no_choice():
     assert verdict.table[["seeds", "diverged", "left_out"]].values.tolist() == [[6, 0, 0]]
 
 
-def test_a_run_that_ends_early_is_named():
+def test_verdict_last_names_a_run_that_ends_early():
     table = logged()
     table = table[~((table.optimizer == "sgd") & (table.seed == 4) & (table.epoch > 2))]
     assert "epoch 5, but an earlier one for optimizer sgd seed 4 (2)." in str(
@@ -130,7 +130,7 @@ def is_late(runs):
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf])
-def test_a_run_that_becomes_nan_has_diverged_and_not_ended_early(lost):
+def test_verdict_last_counts_a_run_that_becomes_nan_as_diverged(lost):
     table = logged()
     table.loc[is_late(table) & table.val_loss.notna(), "val_loss"] = lost
     verdict = gl.verdict(table, **LOGS, last="epoch", reference="adam")
@@ -142,7 +142,7 @@ def test_a_run_that_becomes_nan_has_diverged_and_not_ended_early(lost):
     assert "Diverged after their best row: optimizer sgd seed 4." in str(best)
 
 
-def test_a_metric_that_is_logged_every_third_epoch_has_not_diverged():
+def test_verdict_last_takes_a_metric_that_is_logged_every_third_epoch():
     table = logged(epochs=8)
     table.loc[table.epoch % 3 > 0, "val_loss"] = math.nan
     verdict = gl.verdict(table, **LOGS, last="epoch")
@@ -150,7 +150,7 @@ def test_a_metric_that_is_logged_every_third_epoch_has_not_diverged():
     assert "epoch 6" in verdict.notes[0]
 
 
-def test_a_run_without_any_value_is_missing():
+def test_verdict_last_counts_a_run_without_any_value_as_missing():
     table = logged()
     text = "\n".join(
         line for line in metrics("sgd", 9).splitlines() if not line.split(",")[3] or "epoch" in line
@@ -188,13 +188,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_choice_that_cannot_be_made_is_one_clear_line(words):
+def test_verdict_last_and_best_refuse_impossible_choices_in_one_line(words):
     with pytest.raises(gl.UsageError, match=words) as error:
         gl.verdict(logged().assign(name="a"), **LOGS, **REFUSED[words])
     assert "\n" not in str(error.value)
 
 
-def test_a_metric_that_is_not_in_the_best_epoch_is_refused():
+def test_verdict_best_refuses_a_metric_that_is_not_in_the_best_epoch():
     table = logged()
     table["test_loss"] = table.val_loss.where(table.epoch.isin([0, 1]))
     with pytest.raises(
@@ -204,7 +204,7 @@ def test_a_metric_that_is_not_in_the_best_epoch_is_refused():
         gl.verdict(table, "test_loss", "optimizer", best="val_loss")
 
 
-def test_several_runs_of_one_seed_are_refused_by_what_differs():
+def test_verdict_last_refuses_several_runs_of_one_seed_by_what_differs():
     table = pd.concat([logged().assign(run=f"version_{rate}", rate=rate) for rate in (0.1, 0.2)])
     with pytest.raises(
         gl.UsageError,
@@ -213,13 +213,13 @@ def test_several_runs_of_one_seed_are_refused_by_what_differs():
         gl.verdict(table, **LOGS, last="epoch")
 
 
-def test_reruns_have_rows_of_their_own():
+def test_verdict_last_keeps_rows_of_reruns():
     table = pd.concat([logged(), logged().assign(rerun=1)])
     verdict = gl.verdict(table, **LOGS, last="epoch", reference="adam")
     assert (verdict.table.seeds[0], len(verdict.reruns)) == (6, 6)
 
 
-def test_a_history_of_gpulabs_own_runs_is_refused_too():
+def test_verdict_refuses_a_history_of_runs_of_gpulab():
     runs = gl.recorded_runs().query(
         "experiment == 'autoencoder' and profile == 'quick' and loader == 'window'"
     )
@@ -233,7 +233,9 @@ def test_a_history_of_gpulabs_own_runs_is_refused_too():
 
 @pytest.mark.parametrize("options", [{"last": "epoch"}, {"best": "val_loss"}])
 @pytest.mark.parametrize("diverges", [False, True])
-def test_a_file_read_by_pandas_and_by_gpulab_gets_one_verdict(tmp_path, options, diverges):
+def test_verdict_of_a_file_is_the_same_whether_pandas_or_gpulab_reads_it(
+    tmp_path, options, diverges
+):
     table = logged()
     text = table.to_csv(index=False)
     if diverges:
@@ -250,7 +252,7 @@ def test_a_file_read_by_pandas_and_by_gpulab_gets_one_verdict(tmp_path, options,
     )
 
 
-def test_an_empty_cell_of_a_table_with_a_row_for_each_run_is_missing_in_both(tmp_path):
+def test_verdict_counts_an_empty_cell_as_missing_whoever_reads_it(tmp_path):
     losses = {("cpu", seed): seed / 10 for seed in range(8)}
     losses |= {("cuda", seed): seed / 10 + 1 for seed in range(8)} | {("cuda", 3): ""}
     lines = [f"{setting},{seed},{loss}\n" for (setting, seed), loss in losses.items()]
@@ -284,7 +286,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("first", WAYS)
-def test_seeds_that_are_the_same_numbers_are_paired_whatever_their_types(way, first):
+def test_verdict_pairs_seeds_that_are_the_same_numbers_whatever_their_types(way, first):
     other = BASE.assign(
         setting="b", final_loss=BASE.final_loss + 1, seed=WAYS[way](BASE.seed)
     ).iloc[::-1]
@@ -293,7 +295,7 @@ def test_seeds_that_are_the_same_numbers_are_paired_whatever_their_types(way, fi
     assert verdict.pairs.difference.tolist() == [1.0] * 8
 
 
-def test_seeds_of_several_types_that_are_not_the_same_numbers_are_named():
+def test_verdict_names_seeds_of_several_types_that_are_not_the_same_numbers():
     other = BASE.assign(setting="b", seed="run " + BASE.seed.astype(str))
     with pytest.raises(gl.UsageError) as error:
         gl.verdict(pd.concat([BASE, other]))
@@ -304,14 +306,14 @@ def test_seeds_of_several_types_that_are_not_the_same_numbers_are_named():
     assert str(error.value) == words
 
 
-def test_names_that_only_look_like_numbers_stay_apart():
+def test_verdict_keeps_seeds_apart_whose_names_only_look_like_numbers():
     runs = pd.concat(
         [BASE.assign(seed=["01", "1", *"234567"]), BASE.assign(setting="b", seed=[*"01234567"])]
     )
     assert gl.verdict(runs).table.seeds[0] == 7, "01 and 1 are two seeds under a"
 
 
-def test_truth_values_are_written_with_their_factor():
+def test_verdict_writes_truth_values_with_their_factor():
     runs = pd.concat(
         [BASE.assign(amp=False), BASE[:6].assign(amp=True, final_loss=BASE.final_loss + 1)]
     )

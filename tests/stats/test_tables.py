@@ -38,7 +38,7 @@ def table(tmp_path):
     return read
 
 
-def test_an_export_of_weights_and_biases(table):
+def test_read_table_of_an_export_of_weights_and_biases(table):
     verdict = gl.verdict(table(WANDB), "val/loss", "device")
     (row,) = verdict.table.to_dict("records")
     assert (row["seeds"], row["left_out"], row["diverged"]) == (1, 1, 1), (
@@ -49,7 +49,7 @@ def test_an_export_of_weights_and_biases(table):
         gl.verdict(table(WANDB.replace('"0.32"', '""')), "val/loss", "device")
 
 
-def test_an_export_of_mlflow(table):
+def test_read_table_of_an_export_of_mlflow(table):
     verdict = gl.verdict(table(MLFLOW), "metrics.loss", "params.setting", "params.seed")
     assert verdict.table.seeds.tolist() == [1]
     assert "did not finish: 1 (cuda 1 failed)" in str(verdict)
@@ -64,7 +64,7 @@ def test_an_export_of_mlflow(table):
     ],
     ids=["semicolon", "tab", "byte-order mark and blanks"],
 )
-def test_text_of_every_kind(table, text):
+def test_read_table_of_text_of_every_kind(table, text):
     frame = table(text)
     assert list(frame.columns) == ["seed", "setting", "loss"]
     assert frame.setting.tolist() == ["cpu", "cpu", "cuda", "cuda"]
@@ -77,7 +77,7 @@ def test_text_of_every_kind(table, text):
     )
 
 
-def test_parquet_and_truth_values(tmp_path):
+def test_read_table_of_parquet_and_truth_values(tmp_path):
     frame = runs_of({"cpu": [True] * 8, "cuda": [False] * 8}).rename(
         columns={"final_loss": "learned"}
     )
@@ -105,7 +105,7 @@ UNTIDY = {
 
 
 @pytest.mark.parametrize("words", UNTIDY)
-def test_untidy_tables_are_one_clear_line(table, words):
+def test_read_table_of_an_untidy_table_gives_an_error_of_one_line(table, words):
     with pytest.raises((DataError, UsageError), match=words) as raised:
         gl.verdict(table(UNTIDY[words]), "loss")
     assert "\n" not in str(raised.value)

@@ -33,7 +33,7 @@ THREE = levels(
 THREE.loc[[0, 3], "weights"] = "the same"  # of seed 0, under cpu and under one thread
 
 
-def test_settings_are_compared_seed_by_seed():
+def test_verdict_compares_settings_seed_by_seed():
     before = THREE.copy()
     verdict = gl.verdict(THREE)
     assert THREE.equals(before), "the frame is left as it was"
@@ -143,7 +143,7 @@ CASES = [  # losses under cpu and under cuda, margin, decision, words, numbers
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_a_decision_its_numbers_and_what_is_said(number):
+def test_verdict_decision_numbers_and_words_of_each_case(number):
     cpu, cuda, margin, decision, words, numbers = CASES[number]
     verdict = gl.verdict(levels(cpu=cpu, cuda=cuda), margin=margin)
     assert verdict.decision == decision
@@ -152,7 +152,7 @@ def test_a_decision_its_numbers_and_what_is_said(number):
     assert DOUBT not in str(verdict) or set(verdict.pairs.difference.dropna()) == {0}
 
 
-def test_holms_correction_by_hand():
+def test_verdict_holm_correction_is_as_by_hand():
     slight = [0.02, 0.03, -0.01, 0.04, 0.05, 0.01, 0.02, -0.02, 0.03, 0.015]
     runs = levels(cpu=BASE, a=shifted(shifted(0.1, TINY)), b=shifted(slight), c=shifted(TINY))
     verdict = gl.verdict(runs, margin=0.05)
@@ -167,7 +167,7 @@ def test_holms_correction_by_hand():
     )
 
 
-def test_the_order_of_the_runs_does_not_matter_nor_the_precision():
+def test_verdict_does_not_depend_on_the_order_or_precision_of_runs():
     losses, noise = np.random.default_rng(8).standard_normal((2, 40))
     runs = levels(cpu=losses, a=losses + noise / 3)
     shuffled = gl.verdict(runs.sample(frac=1, random_state=1))
@@ -177,7 +177,7 @@ def test_the_order_of_the_runs_does_not_matter_nor_the_precision():
     assert row(single, "a")["difference"] == pytest.approx(exact.mean(), rel=1e-12)
 
 
-def test_any_factor_reference_and_block_can_be_compared():
+def test_verdict_compares_any_factor_reference_and_block():
     assert gl.verdict(levels(cuda=BASE, cpu=BASE)).reference == "cpu"
     assert gl.verdict(levels(cuda=BASE, xpu=BASE), reference="xpu").reference == "xpu"
     runs = levels(a=BASE, b=shifted(0.2)).assign(film=lambda runs: "film " + runs.seed.astype(str))
@@ -189,7 +189,7 @@ def test_any_factor_reference_and_block_can_be_compared():
 
 
 @pytest.mark.parametrize("kind", ["bool", "boolean", "float32"])
-def test_a_metric_of_yes_and_no_is_mcnemars_test(kind):
+def test_verdict_of_a_binary_metric_is_mcnemars_test(kind):
     runs = levels(cpu=BITS * 10, cuda=BITS * 10)
     runs["learned"] = pd.Series([True] * 12 + [False] * 8 + [True] * 4 + [False] * 16).astype(kind)
     verdict = gl.verdict(runs, metric="learned")
@@ -202,7 +202,7 @@ def test_a_metric_of_yes_and_no_is_mcnemars_test(kind):
         gl.verdict(runs, metric="learned", margin="0.25sd")
 
 
-def test_the_same_weights_are_not_tested():
+def test_verdict_does_not_test_runs_with_the_same_weights():
     runs = levels(cpu=BASE, cuda=BASE, tf32=shifted(0.1)).assign(
         learned=lambda runs: runs.final_loss > 0.3
     )
@@ -222,7 +222,7 @@ def test_the_same_weights_are_not_tested():
     )
 
 
-def test_the_effect_is_said_first_and_then_what_it_is_compared_with():
+def test_verdict_sentences_give_the_effect_before_the_comparison():
     words = {"cuda": "the GPU", "final_loss": "loss"}
 
     def said(by, **options):
@@ -251,7 +251,7 @@ def test_the_effect_is_said_first_and_then_what_it_is_compared_with():
     )
 
 
-def test_rows_of_one_seed_such_as_episodes_are_averaged_and_it_is_said():
+def test_verdict_averages_rows_of_one_seed_and_says_so():
     runs = runs_of({"cpu": BASE, "cuda": shifted(0.1)})
     episodes = pd.concat(
         [runs.assign(episode=n, final_loss=runs.final_loss + n) for n in (-1, 0, 1)]
@@ -274,7 +274,7 @@ def test_rows_of_one_seed_such_as_episodes_are_averaged_and_it_is_said():
     assert "Not compared: 20 rows with `rerun` above 0 that are not under cpu." in str(numbered)
 
 
-def test_the_factor_is_not_named_as_what_differs_between_runs_of_a_seed():
+def test_verdict_does_not_name_the_factor_as_what_differs_between_runs_of_a_seed():
     runs = runs_of({"A100": BASE, "H100": BASE}).rename(columns={"setting": "machine"})
     twice = pd.concat([runs.assign(day="Monday"), runs.assign(day="Sunday")])
     with pytest.raises(
@@ -283,7 +283,7 @@ def test_the_factor_is_not_named_as_what_differs_between_runs_of_a_seed():
         gl.verdict(twice, factor="machine")
 
 
-def test_seeds_far_from_the_others_that_make_the_margin_wide_are_said():
+def test_verdict_names_outlying_seeds_that_widen_the_margin():
     """A harm of 20 % to all other seeds passes as negligible within the margin that they make."""
     base = np.append(np.linspace(0.04, 0.06, 18), [0.5, 0.52])
     harmed = np.append(1.2 * base[:18], base[18:])
@@ -304,7 +304,7 @@ def test_seeds_far_from_the_others_that_make_the_margin_wide_are_said():
     )
 
 
-def test_the_reruns_of_the_reference_are_a_control_and_not_compared():
+def test_verdict_uses_reruns_of_the_reference_as_a_control_only():
     first, again = (
         levels(cuda=[0.10, 0.20], cpu=[0.10, 0.25]),
         levels(cuda=[0.10, 0.23], cpu=[0.90]).assign(rerun=1),
@@ -317,7 +317,7 @@ def test_the_reruns_of_the_reference_are_a_control_and_not_compared():
     assert row(verdict, "cpu")["largest_difference"] == pytest.approx(0.05)
 
 
-def test_what_cannot_be_compared_is_said_and_has_a_figure_all_the_same():
+def test_verdict_without_a_comparison_says_so_and_has_a_figure():
     verdict = gl.verdict(
         levels(cpu=BASE[:2], cuda=BASE[:3]).query("(setting == 'cuda') == (seed == 2)")
     )
@@ -334,7 +334,7 @@ def test_what_cannot_be_compared_is_said_and_has_a_figure_all_the_same():
     )
 
 
-def test_the_figure_shows_every_seed_and_every_difference():
+def test_verdict_figure_shows_every_seed_and_every_difference():
     verdict = gl.verdict(levels(cpu=BASE, cuda=[*shifted(TINY)[:9], math.nan]))
     picture = verdict.plot()
     drawn = [
@@ -393,11 +393,11 @@ PRINTED = {  # losses under cpu and under cuda, and what `print` shows of the ve
 
 
 @pytest.mark.parametrize(("cpu", "cuda", "text"), PRINTED.values(), ids=PRINTED)
-def test_print_of_a_verdict_to_the_last_word(cpu, cuda, text):
+def test_verdict_text_of_each_printed_case(cpu, cuda, text):
     assert str(gl.verdict(levels(cpu=cpu, cuda=cuda))) == text
 
 
-def test_the_table_has_a_row_for_each_decision():
+def test_verdict_table_has_a_row_for_each_decision():
     verdict = gl.verdict(levels(cpu=BASE, a=shifted(TINY), b=[*BASE[:9], *LOST], c=BASE[:1]))
     by_name = pd.DataFrame(
         [
@@ -415,13 +415,13 @@ def test_the_table_has_a_row_for_each_decision():
     assert [type(row.difference) for row in verdict.rows] == [float] * 3
 
 
-def test_every_column_of_the_table_is_documented():
+def test_verdict_table_columns_are_documented():
     for name in DECISION_COLUMNS:
         assert f"        {name}: " in LevelDecision.__doc__
         assert name.endswith("_holm") or f"`{name}`" in Verdict.__doc__
 
 
 @pytest.mark.parametrize("alpha", [0, 0.5])
-def test_level_of_significance_lies_between_none_and_one_half(alpha):
+def test_verdict_alpha_lies_between_zero_and_one_half(alpha):
     with pytest.raises(gl.UsageError, match="alpha"):
         gl.verdict(levels(cpu=BASE, cuda=BASE), alpha=alpha)

@@ -59,7 +59,7 @@ def random_runs(generator):
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_no_verdict_contradicts_itself(part):
+def test_verdict_never_contradicts_itself(part):
     generator, decisions = np.random.default_rng(part), set()
     for _ in range(30):
         frame = random_runs(generator)
@@ -97,7 +97,7 @@ def test_no_verdict_contradicts_itself(part):
     assert len(decisions) >= 3, "the tables are of several kinds"
 
 
-def test_a_reference_without_spread_has_no_margin_in_sd():
+def test_verdict_of_a_reference_without_spread_has_no_margin_in_sd():
     runs = runs_of(
         {
             "cpu": [0.1] * 10,
@@ -113,7 +113,7 @@ def test_a_reference_without_spread_has_no_margin_in_sd():
 
 
 @pytest.mark.parametrize("name", ["experiment", "profile", "frames", "protocol"])
-def test_runs_of_several_protocols_are_compared_by_protocol_or_not_at_all(name):
+def test_verdict_compares_several_protocols_by_protocol_or_not_at_all(name):
     frame = runs_of(pair_of())
     other = gl.verdict(frame.rename(columns={"setting": name}), factor=name)
     pd.testing.assert_frame_equal(
@@ -125,7 +125,7 @@ def test_runs_of_several_protocols_are_compared_by_protocol_or_not_at_all(name):
         gl.verdict(frame.assign(**{name: range(20)}))
 
 
-def test_runs_that_did_not_finish_are_left_out_and_said():
+def test_verdict_leaves_out_unfinished_runs_and_says_so():
     frame = runs_of(pair_of(), status=["finished"] * 17 + ["crashed", "FINISHED", "Running"])
     frame.loc[17, "final_loss"] = math.nan
     verdict = gl.verdict(frame)
@@ -147,7 +147,7 @@ TYPES = [("category", "object"), ("object", "Float64"), ("string[pyarrow]", "dou
 
 
 @pytest.mark.parametrize(("names", "numbers"), TYPES)
-def test_the_types_and_names_of_columns_and_the_index_do_not_matter(names, numbers):
+def test_verdict_does_not_depend_on_types_and_names_of_columns_or_the_index(names, numbers):
     frame = runs_of(pair_of(), machine=math.nan)
     frame["seed"] = "s" + frame.seed.astype(str)
     expected = gl.verdict(frame)
@@ -191,7 +191,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("words", NONSENSE)
-def test_nonsense_is_one_clear_line(words):
+def test_verdict_refuses_invalid_input_in_one_line(words):
     spoil, options = NONSENSE[words]
     runs = runs_of(pair_of())
     with pytest.raises(gl.UsageError, match=words) as error:

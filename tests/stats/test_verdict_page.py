@@ -54,7 +54,7 @@ def saved(verdict, folder, **options):
     return Page((folder / "page.html").read_text(encoding="utf-8"))
 
 
-def test_page_says_what_was_compared_decides_and_shows(tmp_path):
+def test_verdict_page_says_what_was_compared_decides_and_shows(tmp_path):
     verdict = gl.verdict(runs_of(LEVELS, torch="2.15.0", gpulab="1.0", machine="Some CPU"))
     page = saved(verdict, tmp_path)
     titles = [element["text"] for element in (*page.all("title"), *page.all("h1"))]
@@ -106,7 +106,7 @@ def cells_of(page, row):
     return [element for element in inside if element["tag"] == "td"]
 
 
-def test_page_of_one_level_has_its_sentence_first_and_where_the_table_is_from(tmp_path):
+def test_verdict_page_of_one_level_begins_with_its_sentence_and_names_the_source(tmp_path):
     logged().to_csv(tmp_path / "logs.csv", index=False)
     frame = gl.stats.read_table(tmp_path / "logs.csv")
     page = saved(gl.verdict(frame, "val_loss", "optimizer", last="epoch"), tmp_path)
@@ -120,7 +120,7 @@ def test_page_of_one_level_has_its_sentence_first_and_where_the_table_is_from(tm
     ]
 
 
-def test_source_of_a_store_and_of_an_experiment_is_its_folder(tmp_path):
+def test_verdict_source_of_a_store_or_an_experiment_is_its_folder(tmp_path):
     frame = gl.Experiment(lambda seed: 0.1 * seed, ["cpu", "cpu:threads=1"], 2, store=tmp_path).run(
         progress=False
     )
@@ -128,7 +128,7 @@ def test_source_of_a_store_and_of_an_experiment_is_its_folder(tmp_path):
     assert gl.verdict(gl.runs(tmp_path)).source == str(tmp_path)
 
 
-def test_page_of_the_reference_alone_and_with_a_title_of_ones_own(tmp_path):
+def test_verdict_page_of_the_reference_alone_has_the_given_title(tmp_path):
     page = saved(gl.verdict(runs_of({"cpu": BASE})), tmp_path, title="Mine")
     assert [element["text"] for element in page.all("h1")] == ["Mine"]
     assert "there is nothing to compare" in page.all("p", "ga-answer")[0]["text"]
@@ -136,7 +136,7 @@ def test_page_of_the_reference_alone_and_with_a_title_of_ones_own(tmp_path):
     assert not page.all("table")
 
 
-def test_truth_values_have_their_factor_on_the_page_and_in_the_figure(tmp_path):
+def test_verdict_page_and_figure_write_truth_values_with_their_factor(tmp_path):
     runs = runs_of(LEVELS).query("setting in ('cpu', 'mps')")
     verdict = gl.verdict(runs.assign(amp=np.array(runs.setting == "mps")), factor="amp")
     page = saved(verdict, tmp_path)
@@ -149,7 +149,7 @@ def test_truth_values_have_their_factor_on_the_page_and_in_the_figure(tmp_path):
     assert ticks == ["amp=False", "amp=True"]
 
 
-def test_notebook_shows_title_decision_table_figure_and_words(monkeypatch):
+def test_verdict_in_a_notebook_shows_title_decision_table_figure_and_words(monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
     verdict = gl.verdict(runs_of(LEVELS))
@@ -164,7 +164,7 @@ def test_notebook_shows_title_decision_table_figure_and_words(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [7.2, 3.9])
-def test_the_narrow_figure_has_one_panel_below_the_other(width):
+def test_verdict_figure_that_is_narrow_has_one_panel_below_the_other(width):
     verdict = gl.verdict(runs_of(LEVELS))
     left, right = verdict._draw(width=width).figure.axes
     boxes = [axes.get_subplotspec() for axes in (left, right)]

@@ -26,7 +26,7 @@ def frames(folder, brightness):
     return folder
 
 
-def test_frames_are_known_by_what_is_in_them_and_not_by_their_name(tmp_path):
+def test_run_identity_depends_on_the_content_of_frames_and_not_on_their_name(tmp_path):
     clip, store = frames(tmp_path / "clip", 40), tmp_path / "runs"
     train = functools.partial(gl.train, "prednet", store=store, frames=40, **SMALL)
     first = train(f"frames:{clip}")
@@ -52,7 +52,7 @@ def test_store_refuses_data_whose_content_cannot_be_known(tmp_path):
     assert gl.train("autoencoder", own, frames=20, **SMALL).status == "finished"
 
 
-def test_what_gpulab_itself_computes_counts(tmp_path, monkeypatch):
+def test_run_identity_depends_on_the_code_version(tmp_path, monkeypatch):
     first = gl.train("autoencoder", store=tmp_path, frames=20, **SMALL).path
     monkeypatch.setattr(networks, "CODE_VERSION", networks.CODE_VERSION + 1)
     assert gl.train("autoencoder", store=tmp_path, frames=20, **SMALL).path != first
@@ -64,7 +64,7 @@ def train(seed, setting, file="table.csv", scale=1.0):
 """
 
 
-def test_the_file_that_an_option_names_counts(tmp_path, monkeypatch):
+def test_run_identity_depends_on_the_content_of_a_file_that_an_option_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("table_training.py").write_text(TRAINING)
     Path("table.csv").write_text("1.5")
@@ -79,6 +79,6 @@ def test_the_file_that_an_option_names_counts(tmp_path, monkeypatch):
     assert gl.runs("runs").protocol.nunique() == 2, "they are not compared"
 
 
-def test_options_are_known_by_what_they_are_and_not_by_their_order():
+def test_as_json_depends_on_values_and_not_on_their_order():
     assert as_json({"b": 1, "a": max}) == as_json({"a": max, "b": 1}) == '{"a": "max", "b": 1}'
     assert as_json([object()]) == '["object"]', "an address is no part of it"

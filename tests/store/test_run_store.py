@@ -57,7 +57,7 @@ def written(record):
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**31), st.text(), LOSSES, st.dictionaries(st.text(), TENSORS, max_size=3))
-def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(
+def test_run_store_reads_back_what_was_written_packed_or_not_and_keeps_it_once(
     written, record, seed, command, losses, weights
 ):
     changes = {
@@ -90,14 +90,14 @@ def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(
         assert (rows.seconds - 0.3).abs().max() <= 1 / 2048, "rounded to 1/1024"
 
 
-def test_weights_that_are_not_those_of_a_run_are_not_added_to_it(written, tmp_path):
+def test_run_store_does_not_add_weights_that_are_not_those_of_the_run(written, tmp_path):
     folder = written(tmp_path, 1)
     with pytest.warns(UserWarning, match="run-1: trained again, it ended with other weights"):
         written(tmp_path, 1, weights={"a": torch.zeros(3)})
     assert stores.read_run(folder).weights is None
 
 
-def test_many_threads_write_at_once_and_readers_see_whole_runs_only(written, tmp_path):
+def test_run_store_with_many_writing_threads_shows_whole_runs_only(written, tmp_path):
     def work(writer):
         for seed in range(6):
             written(
@@ -166,7 +166,7 @@ def two_runs(written, tmp_path_factory):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([stores.RECORD_FILE, stores.RESULTS_FILE]), DAMAGES)
-def test_damage_anywhere_is_named_and_set_aside_and_never_another_result(two_runs, name, damage):
+def test_run_store_names_damage_and_never_returns_another_result(two_runs, name, damage):
     whole, before = two_runs
     with tempfile.TemporaryDirectory() as folder:
         store = Path(shutil.copytree(whole, folder, dirs_exist_ok=True))
@@ -200,7 +200,7 @@ MISSING = [  # the place in a record of what is removed from it
 
 
 @pytest.mark.parametrize("place", MISSING, ids=".".join)
-def test_incomplete_record_is_neither_listed_nor_found(written, tmp_path, place):
+def test_run_store_neither_lists_nor_finds_an_incomplete_record(written, tmp_path, place):
     folder = written(tmp_path, 1)
     document = recorded.read_document(folder / stores.RECORD_FILE)
     *parents, key = place
@@ -213,7 +213,7 @@ def test_incomplete_record_is_neither_listed_nor_found(written, tmp_path, place)
         assert stores.find_run(tmp_path, identities.Identity("run-1", {})) is None
 
 
-def test_tensors_are_read_back_unless_they_have_another_format(tmp_path, monkeypatch):
+def test_read_tensors_gives_back_what_was_written_unless_the_format_differs(tmp_path, monkeypatch):
     file = tmp_path / "some.safetensors"
     for count in (3, 4):
         write_tensors(file, {"a": torch.arange(count)}, {"step": 2})
@@ -226,7 +226,7 @@ def test_tensors_are_read_back_unless_they_have_another_format(tmp_path, monkeyp
         read_tensors(file)
 
 
-def test_nothing_is_ever_unpickled_from_a_file():
+def test_gpulab_unpickles_no_file():
     # What joblib does in memory and through the pipes of its processes reads no file; its `load`
     # does.
     in_memory = (
@@ -247,7 +247,7 @@ def test_nothing_is_ever_unpickled_from_a_file():
 # --- stores as tables -----------------------------------------------------------------------------
 
 
-def test_rows_tell_machines_protocols_and_missing_losses(written, record, tmp_path):
+def test_runs_table_tells_machines_protocols_and_missing_losses(written, record, tmp_path):
     written(
         tmp_path,
         0,
@@ -272,7 +272,7 @@ def test_rows_tell_machines_protocols_and_missing_losses(written, record, tmp_pa
     assert (third.torch, third.gpulab) == (torch.__version__, gl.__version__)
 
 
-def test_a_store_may_be_told_by_the_environment_and_an_absent_one_is_empty(
+def test_runs_reads_the_store_of_the_environment_and_an_absent_one_is_empty(
     written, tmp_path, monkeypatch
 ):
     written(tmp_path / "told", 1)
@@ -295,7 +295,7 @@ def packed(written, record, tmp_path):
     return tmp_path
 
 
-def test_a_store_may_hold_packed_runs_and_lists_each_once(packed, written):
+def test_runs_lists_packed_runs_of_a_store_once(packed, written):
     store, file = packed / "store", packed / "store" / "all.parquet"
     shutil.rmtree(store / "run-2")
     (packed / "shared.parquet").rename(file)
@@ -308,7 +308,7 @@ def test_a_store_may_hold_packed_runs_and_lists_each_once(packed, written):
         assert gl.runs(file).seed.tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_no_file_of_whole_packed_runs_is_reported_and_skipped(packed, tmp_path):
+def test_packed_file_that_is_not_whole_is_reported_and_skipped(packed, tmp_path):
     whole, store = (packed / "shared.parquet").read_bytes(), tmp_path / "files"
     # a recording, and none of runs
     recorded.write_table(store / "other.parquet", HISTORY, {"passport": {}})
@@ -325,7 +325,7 @@ def test_what_is_no_file_of_whole_packed_runs_is_reported_and_skipped(packed, tm
         assert len(gl.runs(store)) == 3
 
 
-def test_a_long_text_as_an_option_of_a_function_is_no_path():
+def test_train_does_not_take_a_long_text_option_for_a_path():
     def train(seed, prompt=""):
         return float(seed + len(prompt))
 

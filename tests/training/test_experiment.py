@@ -37,7 +37,7 @@ def experiment(store, settings=(ONE,), seeds=2, options=None, **more):
     return gl.Experiment("prednet", settings, seeds, "smoke", store, options=options, **more)
 
 
-def test_jobs_are_each_variant_under_each_setting_from_each_seed(tmp_path):
+def test_experiment_jobs_are_each_variant_under_each_setting_from_each_seed(tmp_path):
     exp = experiment(tmp_path, ["cpu:precision=float64,threads=1", "cpu"], seeds=[7, 3], reruns=2)
     assert exp.settings == ["cpu:threads=1,precision=float64", "cpu"]
     assert [(job["setting"], job["rerun"], job["seed"]) for job in exp.jobs()] == [
@@ -60,7 +60,7 @@ def done(tmp_path_factory):
     return store, experiment(store, SETTINGS, reruns=2).run(progress=False)
 
 
-def test_every_setting_is_run_from_every_seed_again_with_the_same_bits(done):
+def test_experiment_runs_every_setting_from_every_seed_again_with_the_same_bits(done):
     store, frame = done
     jobs = [[setting, seed] for setting in SETTINGS for seed in (0, 0, 1, 1)]
     assert frame[["setting", "seed"]].values.tolist() == jobs
@@ -74,7 +74,7 @@ def test_every_setting_is_run_from_every_seed_again_with_the_same_bits(done):
     assert gl.verdict(frame[frame.setting == SETTINGS[0]]).reruns.same_bits.tolist() == [True, True]
 
 
-def test_a_worker_gives_the_bits_that_training_here_gives(done):
+def test_worker_gives_the_same_bits_as_train(done):
     frame = done[1]
     (there,) = frame[(frame.setting == ONE) & (frame.seed == 1) & (frame.rerun == 0)].itertuples()
     run = gl.train(**experiment(None).jobs()[1] | {"store": None}, progress=False)
@@ -112,7 +112,7 @@ def test_experiment_loses_only_the_runs_of_a_worker_that_dies(tmp_path):
     assert gl.runs(tmp_path).seed.tolist() == [0, 3]
 
 
-def test_a_failing_job_does_not_stop_the_good_ones_in_the_order_of_variants(tmp_path, monkeypatch):
+def test_experiment_continues_after_a_failing_job_in_the_order_of_variants(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = {
         "seeds": 1,
@@ -131,7 +131,7 @@ def named(seed, width=3):
     return {"accuracy": 0.5 + 0.1 * seed, "steps": width}
 
 
-def test_no_column_of_nan_where_a_training_names_its_metrics(tmp_path):
+def test_experiment_has_no_column_of_nan_where_a_training_names_its_metrics(tmp_path):
     frame = gl.Experiment(named, [ONE], 2, store=tmp_path).run(progress=False)
     assert frame.accuracy.tolist() == [0.5, 0.6]
     assert not {"final_loss", "heldout_loss"} & set(frame)
@@ -147,7 +147,7 @@ def test_no_column_of_nan_where_a_training_names_its_metrics(tmp_path):
     assert list(diverged) == ["setting", "seed", "status", "final_loss"]
 
 
-def test_the_bar_moves_within_a_run(tmp_path, monkeypatch):
+def test_progress_bar_moves_within_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
     seen = []
     monkeypatch.setattr(training_experiment, "update_bar", lambda *shown: seen.append(shown[3]))
@@ -166,7 +166,7 @@ def test_the_bar_moves_within_a_run(tmp_path, monkeypatch):
     assert any(0 < share <= 1 for share in shares), "of a run under way"
 
 
-def test_the_time_that_is_left_follows_the_speed_of_each_setting():
+def test_run_clock_estimates_the_time_left_from_the_speed_of_each_setting():
     now = [0.0]
     clock = progress.RunClock(["fast", "fast", "slow", "slow"], n_parallel=1, now=lambda: now[0])
     assert clock.seconds_left({}) is None
@@ -266,7 +266,7 @@ def trained_together(monkeypatch):
 
 
 @pytest.mark.parametrize("setting", [ONE, *SHARED])
-def test_networks_in_threads_have_the_bits_that_they_have_alone(
+def test_workers_in_threads_give_networks_the_same_bits_as_alone(
     trained_together, tmp_path, setting
 ):
     threads = torch.get_num_threads()
@@ -278,7 +278,7 @@ def test_networks_in_threads_have_the_bits_that_they_have_alone(
     ] * len(NETS)
 
 
-def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(
+def test_sigint_in_threads_saves_checkpoints_that_resume_to_the_same_bits(
     trained_together, tmp_path
 ):
     waiting = dict(enumerate(jobs(tmp_path)))
@@ -289,7 +289,7 @@ def test_interrupted_threads_save_checkpoints_and_resume_to_the_same_bits(
 
 
 @pytest.mark.slow("waits for the first checkpoint of a training in another process")
-def test_interrupted_process_saves_a_checkpoint_ends_and_goes_on(tmp_path):
+def test_sigint_in_a_process_saves_a_checkpoint_from_which_it_resumes(tmp_path):
     exp = experiment(tmp_path, options={"frames": 40_000})
     with ctrl_c(lambda: [*tmp_path.glob(f"{stores.WORK_FOLDER}/*.safetensors")]):
         exp.run(progress=False)
@@ -302,13 +302,13 @@ def test_interrupted_process_saves_a_checkpoint_ends_and_goes_on(tmp_path):
     ("setting", "shares"),
     [("cuda:tf32=off", True), ("cuda:compile=inductor", False), ("cpu", False)],
 )
-def test_which_settings_share_a_gpu_in_threads(setting, shares):
+def test_shared_setting_says_which_settings_share_a_gpu_in_threads(setting, shares):
     job = {"net": "prednet", "setting": setting}
     assert workers.Workers(2)._shared_setting(job) == (setting if shares else "")
     assert workers.Workers(1)._shared_setting(job) == ""
 
 
-def test_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
+def test_workers_in_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypatch):
     monkeypatch.setattr(workers.Workers, "_shared_setting", lambda _, job: job["setting"])
     seen = []
 
@@ -334,7 +334,7 @@ def goes_on(seed, begun=""):
             time.sleep(600)
 
 
-def test_interruption_waits_for_no_run_that_has_not_begun(monkeypatch, tmp_path):
+def test_sigint_waits_for_no_run_that_has_not_begun(monkeypatch, tmp_path):
     waited_for, usual = [], workers.Workers.stop
     monkeypatch.setattr(
         workers.Workers, "stop", lambda self, tasks: waited_for.extend(tasks) or usual(self, tasks)
@@ -346,7 +346,7 @@ def test_interruption_waits_for_no_run_that_has_not_begun(monkeypatch, tmp_path)
     assert [task.cancelled() for task in waited_for] == [False]
 
 
-def test_process_that_does_not_hear_is_killed(monkeypatch, tmp_path):
+def test_kill_timeout_ends_a_process_that_ignores_the_interruption(monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "KILL_TIMEOUT", 1.0)
     begun = tmp_path / "begun"
     job = {"net": goes_on, "setting": ONE, "seed": 0, "begun": str(begun)}
@@ -355,7 +355,7 @@ def test_process_that_does_not_hear_is_killed(monkeypatch, tmp_path):
     assert not psutil.pid_exists(int(begun.read_text()))
 
 
-def test_processes_of_one_setting_are_used_again_and_have_its_environment(tmp_path):
+def test_workers_use_processes_of_one_setting_again_with_its_environment(tmp_path):
     def looks(seed):
         return {"process": os.getpid(), "threads": int(os.environ["OMP_NUM_THREADS"])}
 
@@ -390,7 +390,7 @@ WAITING = (
 @pytest.mark.slow("kills a process that trains in another, and has two drivers train in theirs")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
 @pytest.mark.parametrize("machine", ["this one", "another"])
-def test_two_drivers_do_no_run_twice_nor_wait_for_long_for_a_killed_one(
+def test_experiment_by_two_drivers_does_no_run_twice_nor_waits_for_a_killed_one(
     machine, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)

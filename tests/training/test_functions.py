@@ -74,7 +74,7 @@ def once(train, **more):
     return gl.train(train, setting=ONE, store="runs", **QUIET, **more)
 
 
-def test_a_usual_training_becomes_runs_that_a_verdict_compares(write):
+def test_training_function_gives_runs_that_a_verdict_compares(write):
     write(usual=USUAL)
     settings = [ONE, "cpu:threads=1,precision=float64"]
     frame = gl.Experiment("usual.py:train", settings, 2, store="runs").run(progress=False)
@@ -93,7 +93,7 @@ def test_a_usual_training_becomes_runs_that_a_verdict_compares(write):
     assert (run.record["id"], run.metrics["accuracy"]) == (frame.id[1], frame.accuracy[1])
 
 
-def test_a_training_without_torch_draws_its_random_numbers_from_the_seed():
+def test_seed_runs_without_torch_draws_random_numbers_from_the_seed():
     def score(seed):
         return random.random() + np.random.rand()
 
@@ -115,13 +115,13 @@ WAYS = [
 
 
 @pytest.mark.parametrize("train", WAYS)
-def test_every_way_of_taking_a_seed_and_giving_a_number(train):
+def test_seed_runs_takes_every_form_of_seed_argument_and_result(train):
     frame = gl.seed_runs(train, ONE, seeds=[2, 0], **QUIET)
     assert frame.final_loss.tolist() == [3.0, 1.0]
 
 
 @pytest.mark.parametrize("value", [math.inf, {"loss": 1.0, "other": math.nan}])
-def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
+def test_train_keeps_a_function_run_that_is_not_finite_as_diverged(value, tmp_path):
     run = gl.train(lambda seed: value, store=tmp_path, **QUIET)
     assert (run.status, run.metrics, math.isnan(run.final_loss)) == ("diverged", {}, True)
     assert gl.runs(tmp_path).status.tolist() == ["diverged"]
@@ -131,7 +131,7 @@ def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
 @pytest.mark.parametrize(
     "value", [None, torch.ones(2, 2), {"loss": "1.0"}, {"width": 1.0}], ids=str
 )
-def test_what_is_no_number_is_refused_and_a_column_of_runs(value):
+def test_train_refuses_a_result_that_is_no_number_or_names_a_column_of_runs(value):
     with pytest.raises(
         gl.GpulabError, match=r"(?s)^it gave .*; expected a number|'width', a column of gpulab.runs"
     ):
@@ -150,7 +150,7 @@ def wrong(seed, setting):
     return seed
 
 
-def test_seeds_that_fail_are_named_with_the_line_and_the_others_are_kept(tmp_path):
+def test_experiment_names_seeds_that_fail_with_the_line_and_keeps_the_others(tmp_path):
     with pytest.raises(gl.GpulabError, match="2 of 4 runs failed") as error:
         gl.Experiment(wrong, [ONE], 4, store=tmp_path).run(progress=False)
     line = wrong.__code__.co_firstlineno
@@ -167,7 +167,7 @@ def test_seeds_that_fail_are_named_with_the_line_and_the_others_are_kept(tmp_pat
     )
 
 
-def test_a_file_that_begins_an_experiment_when_it_is_imported_is_refused(write):
+def test_experiment_refuses_a_file_that_begins_an_experiment_when_imported(write):
     begins = "gl.Experiment(train, ['cpu'], 1, store='runs').run()"
     write(bare=f"import gpulab as gl\n\ndef train(seed):\n    return seed\n\n{begins}\n")
     with pytest.raises(gl.UsageError, match="put it under __name__ == '__main__'"):
@@ -196,19 +196,19 @@ def test_experiment_refuses_what_cannot_be_trained_before_any_worker_starts(
 @pytest.mark.parametrize(
     "given", [{"colour": 1}, {"data_options": {"a": 1}}, {"watch": print}, {"flip": 0}]
 )
-def test_options_that_a_function_has_not_are_refused(given):
+def test_train_refuses_options_that_a_function_does_not_have(given):
     with pytest.raises(gl.UsageError, match=r"colour|watch|flip|data_options"):
         gl.train(lambda seed, width=3: 0.0, **given, **QUIET)
 
 
-def test_option_that_json_cannot_carry_is_refused_with_its_value():
+def test_train_refuses_an_option_that_json_cannot_carry_with_its_value():
     with pytest.raises(
         gl.UsageError, match=r"option width=tensor\(\[1\., 1\.\]\) is nothing that JSON can carry"
     ):
         gl.train(lambda seed, width=3: 0.0, width=torch.ones(2), **QUIET)
 
 
-def test_options_are_columns_and_make_other_runs(tmp_path):
+def test_experiment_options_are_columns_and_make_other_runs(tmp_path):
     def train(seed, width=8, layers=(3, 4), make=torch.nn.Linear, learning_rate=0.1):
         assert make is torch.nn.Linear
         return seed + 1 / width + learning_rate * isinstance(layers, tuple)
@@ -229,7 +229,7 @@ def test_options_are_columns_and_make_other_runs(tmp_path):
     )
 
 
-def test_the_text_counts_that_is_there_when_a_training_begins(write):
+def test_training_function_source_is_the_text_when_a_training_begins(write):
     text = "import parts\n\ndef train(seed):\n    return parts.loss + 0\n"
     write(usual=text, parts="loss = 1.0\n")
     training = TrainingFunction("usual.py:train")
@@ -263,7 +263,7 @@ def test_experiment_names_a_function_that_was_edited_while_it_ran(write):
         gl.Experiment("edits.py:train", [ONE], 2, store="runs").run(progress=False)
 
 
-def test_none_is_the_value_of_an_option_of_ones_own_training():
+def test_train_takes_none_as_the_value_of_an_option_of_a_function():
     def training(seed, rate=1.0, frames=3):
         return float(frames) if rate is None else -1.0
 

@@ -28,7 +28,7 @@ def planned(model, **options):
 
 
 @pytest.mark.parametrize("model", ["autoencoder", "prednet"])
-def test_it_is_the_loop_that_everybody_writes(model):
+def test_loop_gives_the_losses_of_a_loop_written_out(model):
     spec = planned(model)
     net, losses, state = copy.deepcopy(spec.model).double(), [], None
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
@@ -65,7 +65,7 @@ class Telling:
         return torch.tensor(next(self.losses), dtype=torch.float64), len(self.states)
 
 
-def test_an_engine_is_an_object_with_one_method_which_is_given_the_state():
+def test_loop_engine_is_an_object_with_one_method_that_is_given_the_state():
     spec = planned("prednet")
     training, engine, seen = spec.init_training(), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
     loop.train(
@@ -79,7 +79,7 @@ def test_an_engine_is_an_object_with_one_method_which_is_given_the_state():
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_ends_it_also_when_looked_at_seldom(wrong):
+def test_loop_ends_at_a_loss_that_is_not_finite_also_when_seldom_checked(wrong):
     notes, looks = [], []
     for look_every in (0.0, 1000.0):
         spec = planned("autoencoder")
@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_finite_ends_it_also_when_looked_at_seldom(wrong):
     )
 
 
-def test_the_notebook_prints_this_loop():
+def test_loop_is_what_notebook_03_prints():
     printed = "".join(
         inspect.getsource(part) + "\n"
         for part in (loop.train, AutogradEngine.update, AutogradEngine.gradients)

@@ -27,7 +27,7 @@ def planned(net, **options):
     return plan_job({"net": net, **options}).identity(gl.passport())
 
 
-def test_the_paper_profile_is_the_published_protocol():
+def test_protocol_paper_is_the_published_protocol():
     plan = protocol("prednet", "paper")
     assert (plan.frames, plan.window, plan.frames // plan.window) == (5_000, 20, 250)
     assert (plan.size, plan.model) == ((120, 160), {"channels": [3, 48, 96, 192]})
@@ -38,12 +38,12 @@ def test_the_paper_profile_is_the_published_protocol():
     )
 
 
-def test_the_environment_has_the_last_word(monkeypatch):
+def test_profile_of_the_environment_takes_precedence(monkeypatch):
     monkeypatch.setenv("GPULAB_PROFILE", "smoke")
     assert gl.profile("paper") == "smoke"
 
 
-def test_a_profile_may_have_options_of_its_data_that_a_run_can_override():
+def test_profile_options_of_data_can_be_overridden_by_a_run():
     for options, speed in (({}, 4.0), ({"speed": 2.0}, 2.0)):
         assert (
             plan_run("prednet", profile="motion", data_options=options).data.options()["speed"]
@@ -71,7 +71,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_losses_are_those_of_this_code_version(name):
+def test_code_version_is_that_of_the_noted_losses(name):
     options = {"profile": "smoke", "setting": "cpu:threads=1,precision=float64", "progress": False}
     run = gl.train(name.partition(",")[0], seed=3, **options, **REQUESTS[name])
     found, noted = (
@@ -84,7 +84,7 @@ def test_losses_are_those_of_this_code_version(name):
     )
 
 
-def test_whole_number_is_the_same_learning_rate_as_its_float():
+def test_learning_rate_as_a_whole_number_gives_the_same_run_as_its_float():
     one, other = (plan_run("autoencoder", profile="smoke", learning_rate=rate) for rate in (1, 1.0))
     assert one.identity(gl.passport()) == other.identity(gl.passport())
 
@@ -136,7 +136,7 @@ def test_command_gives_the_same_run(request):
     )
 
 
-def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off():
+def test_factors_of_record_without_truncation_have_the_whole_state_cut_off():
     record = copy.deepcopy(planned("prednet", profile="smoke", loader="reused").record)
     assert factors_of_record(record)["truncation"] == "loss"
     assert record["configuration"]["model_options"].pop("truncation") == "loss"
@@ -146,7 +146,7 @@ def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off():
 REGISTERED = Path(__file__).parents[2] / "data" / "registered"
 
 
-def test_every_run_made_under_a_registration_keeps_its_digest(tmp_path):
+def test_registered_runs_keep_the_digest_of_their_registration(tmp_path):
     """It is no part of what is run."""
     plan, store, options = (
         tmp_path / "a-plan.md",
@@ -167,7 +167,7 @@ def test_every_run_made_under_a_registration_keeps_its_digest(tmp_path):
     assert planned("autoencoder", setting="cpu:threads=1", **options).id in set(runs.id)
 
 
-def test_recorded_runs_were_made_under_the_registrations_that_are_here():
+def test_registered_runs_that_are_recorded_have_their_registration_here():
     files = [*REGISTERED.glob("*.md")]
     assert files
     for file in files:

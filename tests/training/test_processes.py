@@ -164,13 +164,13 @@ def train(tmp_path, monkeypatch):
     return run
 
 
-def test_a_loader_with_processes_trains_in_an_experiment(train):
+def test_experiment_trains_with_a_loader_that_has_processes(train):
     assert train([{"processes": 1}]) == [140.0]
 
 
 @pytest.mark.slow("starts processes by each method that the system has")
 @pytest.mark.parametrize("method", ["", *METHODS])
-def test_a_training_starts_processes_by_any_method(train, method):
+def test_experiment_training_starts_processes_by_any_method(train, method):
     hows = [
         "loader",
         "persistent",
@@ -185,11 +185,11 @@ def test_a_training_starts_processes_by_any_method(train, method):
 
 
 @pytest.mark.slow("starts several processes")
-def test_two_workers_have_loaders_with_processes_at_a_time(train):
+def test_workers_have_loaders_with_processes_at_the_same_time(train):
     assert train([{"processes": 2}], seeds=4, count=2) == [140.0] * 4
 
 
-def test_a_training_runs_programs_and_chooses_a_start_method_in_each_run(train):
+def test_experiment_training_runs_programs_and_chooses_a_start_method_in_each_run(train):
     variants = [
         {"how": how, "processes": 2} for how in ("program", "start_method", "nested_joblib")
     ]
@@ -198,7 +198,7 @@ def test_a_training_runs_programs_and_chooses_a_start_method_in_each_run(train):
 
 @pytest.mark.slow("starts processes afresh")
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "fork"])
-def test_what_is_written_in_a_script_goes_to_processes_that_are_started_afresh(tmp_path, method):
+def test_experiment_passes_code_of_a_script_to_processes_that_are_started_afresh(tmp_path, method):
     here = (
         f"frame = gl.Experiment(train, ['{ONE}'], 1, store='runs',"
         " variants=variants).run(progress=False)"
@@ -218,7 +218,7 @@ def test_what_is_written_in_a_script_goes_to_processes_that_are_started_afresh(t
 
 
 @pytest.mark.parametrize("chosen", [None, "spawn"])
-def test_start_method_of_the_program_is_that_of_its_workers(chosen, monkeypatch):
+def test_start_method_of_workers_is_that_of_the_program(chosen, monkeypatch):
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
     multiprocessing.set_start_method(chosen, force=True)
     multiprocessing.get_start_method()  # which takes the default for chosen from now on
@@ -292,7 +292,9 @@ def waiting(tmp_path):
 @ON_POSIX
 @pytest.mark.slow("kills an experiment in another process")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
-def test_a_killed_experiment_leaves_no_process_and_keeps_what_is_done(waiting, tmp_path, name):
+def test_experiment_killed_by_a_signal_leaves_no_process_and_keeps_what_is_done(
+    waiting, tmp_path, name
+):
     driver, ids, reapers = waiting
     number = getattr(signal, name)
     driver.send_signal(number)
@@ -305,7 +307,7 @@ def test_a_killed_experiment_leaves_no_process_and_keeps_what_is_done(waiting, t
 
 @ON_POSIX
 @pytest.mark.slow("kills a worker of an experiment in another process")
-def test_a_killed_worker_takes_along_what_it_has_started(waiting, tmp_path):
+def test_worker_killed_by_sigkill_takes_along_what_it_has_started(waiting, tmp_path):
     driver, ids, reapers = waiting
     (worker,) = [number for number in ids if psutil.Process(number).ppid() == driver.pid]
     os.kill(worker, signal.SIGKILL)
@@ -320,7 +322,7 @@ def test_a_killed_worker_takes_along_what_it_has_started(waiting, tmp_path):
 
 
 @ON_POSIX
-def test_signals_that_a_program_handles_or_ignores_are_left_alone(monkeypatch):
+def test_sigterm_and_sighup_that_a_program_handles_or_ignores_are_left_alone(monkeypatch):
     def own(*_):
         """Handled by the program."""
 

@@ -66,7 +66,7 @@ def test_final_loss_is_the_mean_over_the_last_fifth_of_full_windows(model):
 
 
 @BOTH
-def test_the_held_out_loss_is_that_of_the_trained_model_on_the_held_out_part(model):
+def test_heldout_loss_is_that_of_the_trained_model_on_the_held_out_part(model):
     run = reference(model)
     truth, made = run.predict()
     assert truth.shape == made.shape
@@ -77,7 +77,7 @@ def test_the_held_out_loss_is_that_of_the_trained_model_on_the_held_out_part(mod
 
 
 @BOTH
-def test_same_seed_and_setting_give_the_same_bits_and_leave_the_process_alone(model):
+def test_train_gives_the_same_bits_again_and_leaves_the_process_alone(model):
     options = {"seed": 3, "frames": 60, "setting": "cpu:threads=1,deterministic=on"}
     first = trained(model, **options)
     torch.manual_seed(99)
@@ -91,7 +91,7 @@ def test_same_seed_and_setting_give_the_same_bits_and_leave_the_process_alone(mo
 
 
 @BOTH
-def test_another_setting_starts_from_the_same_weights_and_images(model):
+def test_train_under_another_setting_starts_from_the_same_weights_and_images(model):
     settings = {
         "cpu": 0,
         "cpu:precision=float64": 1e-3,
@@ -109,7 +109,7 @@ def test_another_setting_starts_from_the_same_weights_and_images(model):
     assert [run.record["arithmetic"]["threads"] for run in runs] == [usual, usual, 1, usual]
 
 
-def test_a_network_handed_in_is_left_as_it_was_and_trains_as_by_its_name():
+def test_train_leaves_a_network_handed_in_alone_and_trains_as_by_its_name():
     net = gl.models.PredNet(**SMALL)
     before = copy.deepcopy(net.state_dict())
     run = train(net, seed=5, **{**USUAL, "frames": 40})
@@ -135,7 +135,7 @@ DIVERGING = [
 
 
 @pytest.mark.parametrize(("model", "frames", "step"), DIVERGING)
-def test_too_high_a_learning_rate_diverges(model, frames, step, tmp_path):
+def test_train_diverges_at_too_high_a_learning_rate(model, frames, step, tmp_path):
     options = {"frames": frames, "learning_rate": 1e38, "store": tmp_path}
     run = trained(model, **options)
     assert (run.status, run.record["diverged_at"]) == ("diverged", step)
@@ -147,7 +147,7 @@ def test_too_high_a_learning_rate_diverges(model, frames, step, tmp_path):
     assert str(run).endswith(f": diverged at step {step}"), "a CPU is looked at after every window"
 
 
-def test_a_run_says_how_many_windows_were_computed_after_it_diverged(monkeypatch):
+def test_train_records_how_many_windows_were_computed_after_it_diverged(monkeypatch):
     supervise = networks.supervise
 
     def supervise_with_rare_looks(training, *arguments, **options):  # as on a GPU
@@ -183,7 +183,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("model", "stops"), STOPS)
-def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(model, stops, tmp_path):
+def test_checkpoint_of_an_interrupted_run_resumes_to_the_same_bits(model, stops, tmp_path):
     for after in stops:
         interrupted(lambda watch: trained(model, store=tmp_path, **watch), after)
         assert gl.runs(tmp_path).empty
@@ -196,7 +196,7 @@ def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(mode
     assert len(gl.runs(tmp_path)) == 1
 
 
-def test_killed_run_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
+def test_checkpoint_of_a_killed_run_is_where_it_resumes(tmp_path, monkeypatch):
     """It saves every so many seconds, and not at its end."""
     monkeypatch.setattr("gpulab.training._supervision.CHECKPOINT_SECONDS", 0)
     interrupted(lambda watch: trained(store=tmp_path, **watch), after=120, error=RuntimeError)
@@ -219,7 +219,7 @@ def test_checkpoint_with_state_of_another_shape_is_set_aside(tmp_path):
 
 
 @pytest.mark.parametrize("updates", [0, 47])
-def test_a_run_interrupted_within_a_window_resumes_to_the_same_bits(updates, tmp_path, monkeypatch):
+def test_checkpoint_within_a_window_resumes_to_the_same_bits(updates, tmp_path, monkeypatch):
     usual, count = gl.models.Autoencoder.training_loss, itertools.count()
 
     def pressed(self, batch, state):
@@ -236,7 +236,7 @@ def test_a_run_interrupted_within_a_window_resumes_to_the_same_bits(updates, tmp
     )
 
 
-def test_a_run_that_is_done_is_returned_without_training(tmp_path):
+def test_train_returns_a_finished_run_without_training(tmp_path):
     def never(*_):
         raise AssertionError("it trains again")
 
@@ -249,7 +249,7 @@ def test_a_run_that_is_done_is_returned_without_training(tmp_path):
     assert not second.model.fresh
 
 
-def test_a_network_whose_weights_were_not_kept_predicts_nothing(tmp_path):
+def test_predict_refuses_a_network_whose_weights_were_not_kept(tmp_path):
     options = {"store": tmp_path, "frames": 20, "keep_weights": False}
     trained(**options)
     with pytest.raises(gl.UsageError, match="a store keeps one only with keep_weights=True"):
@@ -259,7 +259,7 @@ def test_a_network_whose_weights_were_not_kept_predicts_nothing(tmp_path):
 
 
 @BOTH
-def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
+def test_run_id_is_known_before_the_training(model, tmp_path):
     options = {**TINY[model], **USUAL, "seed": 1, "frames": 20, "rerun": 1}
     assert planned(**options).id == train(**options, store=tmp_path).record["id"]
     others = [
@@ -290,13 +290,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("named", WRONG)
-def test_a_request_that_makes_no_sense_is_a_usage_error(named):
+def test_train_refuses_an_invalid_request_as_a_usage_error(named):
     with pytest.raises(gl.UsageError, match=named):
         trained(**{"frames": 20, **WRONG[named]})
 
 
 @pytest.mark.parametrize(("there", "said"), [(40, True), (200, False)])
-def test_a_sequence_shorter_than_the_training_is_said_to_be(there, said):
+def test_train_warns_of_a_sequence_shorter_than_the_training(there, said):
     data = gl.load("walk", frames=there, size=(8, 12))
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
