@@ -72,7 +72,7 @@ def check(net, film):
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("truncation", SUPPORTED_TRUNCATIONS)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_prednet_windows_losses_gradients_and_state_are_those_of_autograd(
+def test_prednet_windows_and_peepholes_have_losses_gradients_and_state_of_autograd(
     batch, truncation, dtype, setting
 ):
     film = torch.rand(19, batch, 3, 16, 24, dtype=dtype).to(setting.partition(":")[0])

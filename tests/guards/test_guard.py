@@ -265,7 +265,7 @@ def test_guard_finding_is_printed_with_its_line_of_source_the_holder_and_a_cure(
         "the backward pass of mul (MulBackward0) was given its `other`, float32 of shape (3,)"
         " on cpu"
     )
-    assert saved.startswith("  saved by test_finding_is_printed")
+    assert saved.startswith("  saved by test_guard_finding_is_printed")
     assert source == "      loss = (weight * scale).sum()"
     assert "it shares memory with the tensor `scale` (torch.float32, shape (3,))" in why
     assert cure == "  do: copy it before it is overwritten: .clone()"

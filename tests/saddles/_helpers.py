@@ -86,7 +86,12 @@ def on_rows(function, **parts):
 
 
 def of_layer(function):
-    return lambda: on_rows(function, layer=nn.Linear(3, 4))
+    """A function that makes the model of a function that uses one layer."""
+
+    def make():
+        return on_rows(function, layer=nn.Linear(3, 4))
+
+    return make
 
 
 def language_model(padding=None):

@@ -1,10 +1,11 @@
-"""What has no Hessian and what cannot be is refused by name, in one line; asymmetry is told from
-rounding.
-"""
+"""What has no Hessian is refused by name, in one line; asymmetry is told from rounding."""
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -52,56 +53,141 @@ def test_hessian_differentiates_a_custom_function_by_its_own_rules():
     torch.testing.assert_close(H.dense(), 6 / 5 * (x * model(x)).T @ x, rtol=0, atol=1e-12)
 
 
-def looked_up(**options):
-    return lambda: (nn.Sequential(nn.Embedding(7, 4, **options), nn.Linear(4, 2)), TOKENS)
+class RefusedModel(NamedTuple):
+    """A model whose loss has no Hessian, and what the error says."""
+
+    id: str
+    make: Callable
+    message: str
+    error: type[Exception] = UsageError
 
 
-def in_training(layer):
-    return lambda: (nn.Sequential(nn.Linear(3, 3), copy.deepcopy(layer)).train(), rand(2, 3, 3))
+def embedding_model(**options):
+    """A function that makes a model which looks tokens up."""
+
+    def make():
+        return nn.Sequential(nn.Embedding(7, 4, **options), nn.Linear(4, 2)), TOKENS
+
+    return make
 
 
-OWN = torch.Generator().manual_seed(0)
-REFUSED = {
-    r"the loss is [\d.]+ at first and [\d.]+ then: .* call model.eval\(\), or draw them": of_layer(
-        lambda s, x: s.layer(x) + torch.randn(5, 4, generator=OWN)
+def model_in_training(layer):
+    """A function that makes a model in training mode with a copy of the layer."""
+
+    def make():
+        model = nn.Sequential(nn.Linear(3, 3), copy.deepcopy(layer))
+        return model.train(), rand(2, 3, 3)
+
+    return make
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def add_random_numbers(model, x):
+    return model.layer(x) + torch.randn(5, 4, generator=GENERATOR)
+
+
+def call_once_differentiable(model, x):
+    return Once.apply(model.layer(x))
+
+
+def modify_saved_result(model, x):
+    return model.layer(x).exp().add_(1)
+
+
+def detach_result(model, x):
+    return model.layer(x).detach()
+
+
+def multiply_by_nan(model, x):
+    return model.layer(x * torch.nan)
+
+
+def root_of_squares(model, x):
+    return (x * model.w).square().sum().sqrt()
+
+
+def scale_by_weights(model, x):
+    return x * model.w
+
+
+def model_with_root_at_zero():
+    return on_rows(root_of_squares, w=torch.zeros(3))
+
+
+def model_with_nan_weights():
+    return on_rows(scale_by_weights, w=torch.full((3,), torch.nan))
+
+
+REFUSED_MODELS = [
+    RefusedModel(
+        "random numbers",
+        of_layer(add_random_numbers),
+        r"the loss is [\d.]+ at first and [\d.]+ then: .* call model.eval\(\), or draw them",
     ),
-    "1.running_mean changes each time that the loss is computed: call model.eval": in_training(
-        nn.InstanceNorm1d(3, track_running_stats=True)
+    RefusedModel(
+        "running statistics",
+        model_in_training(nn.InstanceNorm1d(3, track_running_stats=True)),
+        "1.running_mean changes each time that the loss is computed: call model.eval",
     ),
-    r"1 \(Dropout\) is in training mode: call model.eval": in_training(nn.Dropout(0.5)),
-    r"1 \(BatchNorm1d\) is in training mode: call model.eval": in_training(nn.BatchNorm1d(3)),
-    r"0 shortens its own weights .* \(max_norm=0.1\): shorten them once": looked_up(max_norm=0.1),
-    "sparse gradients: .* sparse=False": looked_up(sparse=True),
-    "OnceBackward has no second derivatives: it is marked": of_layer(
-        lambda s, x: Once.apply(s.layer(x))
+    RefusedModel(
+        "dropout",
+        model_in_training(nn.Dropout(0.5)),
+        r"1 \(Dropout\) is in training mode: call model.eval",
     ),
-    "modified by an inplace operation": of_layer(lambda s, x: s.layer(x).exp().add_(1)),
-    "does not depend on the parameters": of_layer(lambda s, x: s.layer(x).detach()),
-}
-NO_GRADIENT = {
-    "what torch computes as the gradient is not that of the loss": looked_up(
-        scale_grad_by_freq=True
+    RefusedModel(
+        "batch norm",
+        model_in_training(nn.BatchNorm1d(3)),
+        r"1 \(BatchNorm1d\) is in training mode: call model.eval",
     ),
-    "values that are not finite: .* or has no derivative here": lambda: on_rows(
-        lambda s, x: (x * s.w).square().sum().sqrt(), w=torch.zeros(3)
+    RefusedModel(
+        "max_norm",
+        embedding_model(max_norm=0.1),
+        r"0 shortens its own weights .* \(max_norm=0.1\): shorten them once",
     ),
-    "the loss is nan": of_layer(lambda s, x: s.layer(x * torch.nan)),
-    "w has 3 values that are not finite": lambda: on_rows(
-        lambda s, x: x * s.w, w=torch.full((3,), torch.nan)
+    RefusedModel(
+        "sparse gradients", embedding_model(sparse=True), "sparse gradients: .* sparse=False"
     ),
-}
+    RefusedModel(
+        "once differentiable",
+        of_layer(call_once_differentiable),
+        "OnceBackward has no second derivatives: it is marked",
+    ),
+    RefusedModel(
+        "in-place operation", of_layer(modify_saved_result), "modified by an inplace operation"
+    ),
+    RefusedModel("detached", of_layer(detach_result), "does not depend on the parameters"),
+    RefusedModel(
+        "scaled gradient",
+        embedding_model(scale_grad_by_freq=True),
+        "what torch computes as the gradient is not that of the loss",
+        DataError,
+    ),
+    RefusedModel(
+        "root at zero",
+        model_with_root_at_zero,
+        "values that are not finite: .* or has no derivative here",
+        DataError,
+    ),
+    RefusedModel("nan loss", of_layer(multiply_by_nan), "the loss is nan", DataError),
+    RefusedModel(
+        "nan weights", model_with_nan_weights, "w has 3 values that are not finite", DataError
+    ),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", [FORWARD, REVERSE])
-@pytest.mark.parametrize("message", REFUSED | NO_GRADIENT)
-def test_hessian_names_what_it_cannot_differentiate_twice(message, method, dtype):
-    make, error = (REFUSED | NO_GRADIENT)[message], UsageError if message in REFUSED else DataError
+@pytest.mark.parametrize("case", REFUSED_MODELS, ids=lambda case: case.id)
+def test_hessian_names_what_it_cannot_differentiate_twice(case, method, dtype):
     torch.manual_seed(0)
-    model, x = make()
-    model, x = model.to(dtype), x.to(dtype) if x.is_floating_point() else x
+    model, x = case.make()
+    model = model.to(dtype)
+    if x.is_floating_point():
+        x = x.to(dtype)
     state = copy.deepcopy(model.state_dict())
-    with pytest.raises(error, match=message):
+    with pytest.raises(case.error, match=case.message):
         hessian_by(method, model, lambda: loss_of(model, x))
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0, equal_nan=True)
 
@@ -132,61 +218,157 @@ def test_check_symmetric_tells_asymmetry_from_rounding(dtype, scale):
         check_symmetric(A, vectors, A @ vectors)
 
 
-search, MSE = gl.saddles.find_critical_point, nn.functional.mse_loss
-saddle_of = gl.saddles.linear_autoencoder_saddle
+class RefusedRequest(NamedTuple):
+    """A call of a function of `gl.saddles` that is refused, and what the error says."""
+
+    id: str
+    request: Callable
+    message: str
+    error: type[Exception] = UsageError
 
 
-REQUESTS = {
-    "batch_size=101: expected a whole number from 1 to 100": lambda: escape(batch_size=101),
-    "perturbation=nan: expected a distance": lambda: escape(perturbation=math.nan),
-    "a learning rate of 0: expected a number above 0": lambda: escape(rate=0),
-    "component=6: expected a whole number from 0 to 5": lambda: saddle_of(SIX_SCALES, [6]),
-    "each can be held once": lambda: saddle_of(SIX_SCALES, [1, 1]),
-    "hidden=1: expected a whole number from 2": lambda: saddle_of(SIX_SCALES, [1, 2], hidden=1),
-    "no direction leads down": lambda: escape(saddle_of(SIX_SCALES, [0, 1])),
-    "the least curvature is .*landscape": lambda: gl.saddles.surface(saddle_of(SIX_SCALES, [0, 1])),
-    "5,100 parameters: .* at most 5,000": lambda: search(
-        nn.Linear(50, 100), MSE, (SIX_SCALES, SIX_SCALES)
-    ),
-    "a copy of the model: give a batch": lambda: search(
-        nn.Linear(2, 1), lambda: torch.ones(()), None
-    ),
-    "this is no critical point: the components held": lambda: escape(replace(SADDLE, found=False)),
-    "no pair of tensors": lambda: escape(
-        replace(SADDLE, objective=replace(SADDLE.objective, batches=[SIX_SCALES]))
-    ),
-    "'lion': expected sgd, momentum, rmsprop, adam, or a function": lambda: escape(
-        optimizer="lion"
-    ),
-    "expected a torch.optim.Optimizer that uses": lambda: escape(
-        optimizer=lambda weights, **_: weights
-    ),
-    "the learning rate it is given": lambda: escape(
-        optimizer=lambda w, lr: torch.optim.SGD(
-            [{"params": w[:1], "lr": 1e-9}, {"params": w[1:]}], lr
-        )
-    ),
-}
-DATA = {
-    "H @ v has values that are not finite": lambda: gl.saddles.spectral_density(
-        torch.eye(4) * math.nan, probes=1
-    ),
-    "not symmetric": lambda: gl.saddles.extreme_eigenpairs(torch.ones(90, 90).triu()),
-    "the operator is not symmetric": lambda: gl.saddles.index(torch.ones(9, 9).triu()),
-    "2 of 4 values are not finite": lambda: saddle_of(
-        torch.tensor([[1.0, math.nan], [math.inf, 0.0]]), [0]
-    ),
-    "weights are not finite; learning_rate=1e": lambda: escape(rate=1e200, perturbation=1e-2),
-    "a slope needs 3": lambda: gl.saddles.escape_table(
-        SADDLE, ["cpu"], steps=3, progress=False
-    ).slope(),
-}
+saddle_of = partial(gl.saddles.linear_autoencoder_saddle, SIX_SCALES)
 
 
-@pytest.mark.parametrize("words", REQUESTS | DATA)
-def test_saddles_functions_refuse_invalid_requests_in_one_line(words):
-    with pytest.raises(gl.UsageError if words in REQUESTS else gl.DataError, match=words) as error:
-        (REQUESTS | DATA)[words]()
+def escape_from_a_minimum():
+    escape(saddle_of([0, 1]))
+
+
+def surface_around_a_minimum():
+    gl.saddles.surface(saddle_of([0, 1]))
+
+
+def search_with_many_parameters():
+    data = (SIX_SCALES, SIX_SCALES)
+    gl.saddles.find_critical_point(nn.Linear(50, 100), nn.functional.mse_loss, data)
+
+
+def constant_loss():
+    return torch.ones(())
+
+
+def escape_from_no_critical_point():
+    escape(replace(SADDLE, found=False))
+
+
+def escape_with_a_batch_that_is_no_pair():
+    objective = replace(SADDLE.objective, batches=[SIX_SCALES])
+    escape(replace(SADDLE, objective=objective))
+
+
+def make_no_optimizer(weights, **_):
+    return weights
+
+
+def make_optimizer_of_two_rates(weights, lr):
+    groups = [{"params": weights[:1], "lr": 1e-9}, {"params": weights[1:]}]
+    return torch.optim.SGD(groups, lr)
+
+
+def saddle_of_nonfinite_data():
+    data = torch.tensor([[1.0, math.nan], [math.inf, 0.0]])
+    gl.saddles.linear_autoencoder_saddle(data, [0])
+
+
+def slope_of_one_perturbation():
+    gl.saddles.escape_table(SADDLE, ["cpu"], steps=3, progress=False).slope()
+
+
+REFUSED_REQUESTS = [
+    RefusedRequest(
+        "batch size",
+        partial(escape, batch_size=101),
+        "batch_size=101: expected a whole number from 1 to 100",
+    ),
+    RefusedRequest(
+        "perturbation",
+        partial(escape, perturbation=math.nan),
+        "perturbation=nan: expected a distance",
+    ),
+    RefusedRequest(
+        "learning rate",
+        partial(escape, rate=0),
+        "a learning rate of 0: expected a number above 0",
+    ),
+    RefusedRequest(
+        "component", partial(saddle_of, [6]), "component=6: expected a whole number from 0 to 5"
+    ),
+    RefusedRequest("component twice", partial(saddle_of, [1, 1]), "each can be held once"),
+    RefusedRequest(
+        "hidden units",
+        partial(saddle_of, [1, 2], hidden=1),
+        "hidden=1: expected a whole number from 2",
+    ),
+    RefusedRequest("escape from a minimum", escape_from_a_minimum, "no direction leads down"),
+    RefusedRequest(
+        "surface around a minimum",
+        surface_around_a_minimum,
+        "the least curvature is .*landscape",
+    ),
+    RefusedRequest(
+        "many parameters", search_with_many_parameters, "5,100 parameters: .* at most 5,000"
+    ),
+    RefusedRequest(
+        "no batch",
+        partial(gl.saddles.find_critical_point, nn.Linear(2, 1), constant_loss, None),
+        "a copy of the model: give a batch",
+    ),
+    RefusedRequest(
+        "no critical point",
+        escape_from_no_critical_point,
+        "this is no critical point: the components held",
+    ),
+    RefusedRequest("no pair", escape_with_a_batch_that_is_no_pair, "no pair of tensors"),
+    RefusedRequest(
+        "unknown optimizer",
+        partial(escape, optimizer="lion"),
+        "'lion': expected sgd, momentum, rmsprop, adam, or a function",
+    ),
+    RefusedRequest(
+        "no optimizer",
+        partial(escape, optimizer=make_no_optimizer),
+        "expected a torch.optim.Optimizer that uses",
+    ),
+    RefusedRequest(
+        "two learning rates",
+        partial(escape, optimizer=make_optimizer_of_two_rates),
+        "the learning rate it is given",
+    ),
+    RefusedRequest(
+        "nan operator",
+        partial(gl.saddles.spectral_density, torch.eye(4) * math.nan, probes=1),
+        "H @ v has values that are not finite",
+        DataError,
+    ),
+    RefusedRequest(
+        "asymmetric matrix",
+        partial(gl.saddles.extreme_eigenpairs, torch.ones(90, 90).triu()),
+        "not symmetric",
+        DataError,
+    ),
+    RefusedRequest(
+        "asymmetric small matrix",
+        partial(gl.saddles.index, torch.ones(9, 9).triu()),
+        "the operator is not symmetric",
+        DataError,
+    ),
+    RefusedRequest(
+        "nonfinite data", saddle_of_nonfinite_data, "2 of 4 values are not finite", DataError
+    ),
+    RefusedRequest(
+        "divergence",
+        partial(escape, rate=1e200, perturbation=1e-2),
+        "weights are not finite; learning_rate=1e",
+        DataError,
+    ),
+    RefusedRequest("slope", slope_of_one_perturbation, "a slope needs 3", DataError),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED_REQUESTS, ids=lambda case: case.id)
+def test_saddles_functions_refuse_invalid_requests_in_one_line(case):
+    with pytest.raises(case.error, match=case.message) as error:
+        case.request()
     assert "\n" not in str(error.value)
 
 
