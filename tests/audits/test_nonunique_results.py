@@ -1,5 +1,7 @@
 """Any right answer of an operation that has several is right, and a wrong one is wrong."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -25,61 +27,84 @@ def places(*rows):
 # --- places of numbers ----------------------------------------------------------------------------
 
 
-def answers(*texts):
-    """The places in each row: a word for a row, a digit for a place."""
-    return [torch.tensor([[int(digit) for digit in row] for row in text.split()]) for text in texts]
+class Selection(NamedTuple):
+    """An operation that selects numbers of each row of `TIES` and gives their places."""
+
+    id: str
+    operation: torch._ops.OpOverload
+    options: tuple  # the arguments after the tensor
+    right: list[list]  # places that are right
+    wrong: list[list]  # places that are wrong
 
 
-# The operation, its arguments after the tensor, the places of two right answers, and wrong ones.
-SELECTIONS = {
-    "topk": (
+SELECTIONS = [
+    Selection(
+        "topk",
         aten.topk.default,
         (2, 1),
-        answers("02 12", "76 41"),
-        answers("00 12", "01 12", "08 12"),
+        right=[[[0, 2], [1, 2]], [[7, 6], [4, 1]]],
+        wrong=[[[0, 0], [1, 2]], [[0, 1], [1, 2]], [[0, 8], [1, 2]]],
     ),
-    "topk without order": (
+    Selection(
+        "topk without order",
         aten.topk.default,
         (3, 1, False, False),
-        answers("451 305", "354 703"),
-        answers("450 305"),
+        right=[[[4, 5, 1], [3, 0, 5]], [[3, 5, 4], [7, 0, 3]]],
+        wrong=[[[4, 5, 0], [3, 0, 5]]],
     ),
-    "max": (aten.max.dim, (1, False), [places(0, 1), places(7, 4)], [places(1, 1)]),
-    "min": (aten.min.dim, (1, True), answers("4 3", "5 3"), answers("4 0")),
-    "median": (aten.median.dim, (1,), [places(1, 5), places(3, 7)], [places(4, 5)]),
-    "nanmedian": (aten.nanmedian.dim, (1,), [places(1, 5), places(3, 6)], [places(1, 1)]),
-    "kthvalue": (aten.kthvalue.default, (2, 1), [places(4, 0), places(5, 0)], [places(4, 3)]),
-    "sort": (
+    Selection("max", aten.max.dim, (1, False), right=[[0, 1], [7, 4]], wrong=[[1, 1]]),
+    Selection(
+        "min",
+        aten.min.dim,
+        (1, True),
+        right=[[[4], [3]], [[5], [3]]],
+        wrong=[[[4], [0]]],
+    ),
+    Selection("median", aten.median.dim, (1,), right=[[1, 5], [3, 7]], wrong=[[4, 5]]),
+    Selection("nanmedian", aten.nanmedian.dim, (1,), right=[[1, 5], [3, 6]], wrong=[[1, 1]]),
+    Selection("kthvalue", aten.kthvalue.default, (2, 1), right=[[4, 0], [5, 0]], wrong=[[4, 3]]),
+    Selection(
+        "sort",
         aten.sort.default,
         (1,),
-        answers("45130267 30567124", "54317620 30765421"),
-        answers("44130267 30567124", "41530267 30567124"),
+        right=[
+            [[4, 5, 1, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]],
+            [[5, 4, 3, 1, 7, 6, 2, 0], [3, 0, 7, 6, 5, 4, 2, 1]],
+        ],
+        wrong=[
+            [[4, 4, 1, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]],
+            [[4, 1, 5, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]],
+        ],
     ),
-    "cummax": (
+    Selection(
+        "cummax",
         aten.cummax.default,
         (1,),
-        answers("00222267 01224444", "00000000 01111111"),
-        answers("01222267 01111111"),
+        right=[
+            [[0, 0, 2, 2, 2, 2, 6, 7], [0, 1, 2, 2, 4, 4, 4, 4]],
+            [[0, 0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1]],
+        ],
+        wrong=[[[0, 1, 2, 2, 2, 2, 6, 7], [0, 1, 1, 1, 1, 1, 1, 1]]],
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
-def test_forward_error_accepts_any_of_equal_numbers_that_is_selected(name):
-    operation, more, right, wrong = SELECTIONS[name]
+def selected_numbers(index):
+    """The numbers of `TIES` at the places of each row."""
+    rows = index if index.dim() == 2 else index[:, None]
+    return TIES.gather(1, rows.clamp(max=7)).view(index.shape)
 
-    def answer(index):
-        taken = TIES.gather(1, (index if index.dim() == 2 else index[:, None]).clamp(max=7))
-        return taken.view(index.shape), index
 
-    for index in right:
-        assert is_right(operation, (TIES, *more), answer(index))
-    for index in wrong:
-        assert not is_right(operation, (TIES, *more), answer(index))
-    values, index = answer(right[0])
-    assert not is_right(operation, (TIES, *more), (values + 1e-3, index)), (
-        "a value that is none of them"
-    )
+@pytest.mark.parametrize("case", SELECTIONS, ids=lambda case: case.id)
+def test_forward_error_accepts_any_of_equal_numbers_that_is_selected(case):
+    args = (TIES, *case.options)
+    for right in map(torch.tensor, case.right):
+        assert is_right(case.operation, args, (selected_numbers(right), right))
+    for wrong in map(torch.tensor, case.wrong):
+        assert not is_right(case.operation, args, (selected_numbers(wrong), wrong))
+    right = torch.tensor(case.right[0])
+    other_values = selected_numbers(right) + 1e-3
+    assert not is_right(case.operation, args, (other_values, right))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
