@@ -448,6 +448,25 @@ def test_cli_interrupted_command_ends_with_status_130_and_says_how_to_go_on(answ
     assert (got.status, "interrupted; run the same command again" in got.errors) == (130, True)
 
 
+INTERRUPTION_SWALLOWED = """\
+import signal
+
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    pass
+
+def train(seed):
+    return 1.0
+"""
+INTERRUPTION_TURNED_INTO_ANOTHER_ERROR = """\
+import signal
+
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    raise ImportError('cannot load module more than once per process') from None
+"""
 INTERRUPTED_IMPORTS = {
     "a library of the command line": (
         "typer.py",
@@ -456,19 +475,12 @@ INTERRUPTED_IMPORTS = {
     ),
     "an extension that swallows it": (
         "own.py",
-        (
-            "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept"
-            " KeyboardInterrupt:\n    pass\ndef train(seed):\n    return 1.0\n"
-        ),
+        INTERRUPTION_SWALLOWED,
         "train own:train",
     ),
     "an extension that makes another error of it": (
         "own.py",
-        (
-            "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept"
-            " KeyboardInterrupt:\n    raise ImportError('cannot load module more than once per"
-            " process') from None\n"
-        ),
+        INTERRUPTION_TURNED_INTO_ANOTHER_ERROR,
         "train own:train",
     ),
     "a text that is executed as code": ("typer.py", "exec('raise KeyboardInterrupt')\n", "--help"),

@@ -204,10 +204,10 @@ def test_entry_has_a_test(name):
 
 
 def test_torch_internals_import_no_compiler():
-    code = (
-        "import sys, gpulab._torch_internals; assert not {'torch._dynamo', 'torch._inductor'} &"
-        " set(sys.modules)"
-    )
+    code = """
+import sys, gpulab._torch_internals
+assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

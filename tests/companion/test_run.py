@@ -12,8 +12,9 @@ from companion.run import execute, execute_in_place
 KERNEL = {"kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}}
 PARAMETERS = 'profile = "quick"  # a size\nstore = "runs"'
 FINDING = (
-    "import os, sys\nprint(profile, os.environ['GPULAB_PROFILE'], store != 'runs')\nprint('<bar>',"
-    " file=sys.stderr)"
+    "import os, sys\n"
+    "print(profile, os.environ['GPULAB_PROFILE'], store != 'runs')\n"
+    "print('<bar>', file=sys.stderr)"
 )
 
 

@@ -20,26 +20,26 @@ TESTS = [
 
 @pytest.mark.slow("runs the tests of the core once more")
 def test_without_engines_the_tests_of_the_core_pass():
-    hidden = "import sys, pytest; sys.modules['gpulab.engines'] = None"
-    code = (
-        f"{hidden}; sys.exit(pytest.main(['-q', '-m', 'not slow', '-p', 'no:cacheprovider',"
-        f" *{TESTS}]))"
-    )
+    code = f"""
+import sys, pytest
+sys.modules['gpulab.engines'] = None
+sys.exit(pytest.main(['-q', '-m', 'not slow', '-p', 'no:cacheprovider', *{TESTS}]))
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_without_engines_losses_are_the_same():
-    code = "import sys; sys.modules['gpulab.engines'] = None; import gpulab as gl\n"
-    code += (
-        "run = gl.train('prednet', profile='smoke', setting='cpu:precision=float64', frames=60,"
-        " progress=False)\n"
-    )
-    code += "print(run.record['gradients'], run.final_loss)"
-    said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    usual = gl.train(
-        "prednet", profile="smoke", setting="cpu:precision=float64", frames=60, progress=False
-    )
-    assert (said[0], float(said[1])) == ("autograd", pytest.approx(usual.final_loss, rel=1e-9))
+    options = {"profile": "smoke", "setting": "cpu:precision=float64", "frames": 60}
+    code = f"""
+import sys
+sys.modules['gpulab.engines'] = None
+import gpulab as gl
+run = gl.train('prednet', progress=False, **{options})
+print(run.record['gradients'], run.final_loss)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    gradients, final_loss = done.stdout.split()
+    with_engines = gl.train("prednet", progress=False, **options)
+    assert gradients == "autograd"
+    assert float(final_loss) == pytest.approx(with_engines.final_loss, rel=1e-9)

@@ -11,9 +11,12 @@ FILES = {
     "shop/__init__.py": "",
     "shop/sums.py": "import torch\n\ndef add(x):\n    return x + torch.ones(3)\n",
     "shop/train.py": (
-        "import sys, warnings\nimport torch\nfrom .sums import add\n"
+        "import sys, warnings\n"
+        "import torch\n"
+        "from .sums import add\n"
         "print(__name__, __package__, sys.argv[1:], sys.argv[0] == __file__)\n"
-        "warnings.warn('of the script')\nadd(torch.ones(int(sys.argv[1])))\n"
+        "warnings.warn('of the script')\n"
+        "add(torch.ones(int(sys.argv[1])))\n"
     ),
     "chained.py": (
         "try:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('b') from error\n"
@@ -21,8 +24,9 @@ FILES = {
     "mistyped.py": "x = (\n",
     "message.py": "import sys\nsys.exit('not today')\n",
     "hook.py": (
-        "import sys\nsys.excepthook = lambda *error: print('caught', error[1])\nraise"
-        " ValueError('c')\n"
+        "import sys\n"
+        "sys.excepthook = lambda *error: print('caught', error[1])\n"
+        "raise ValueError('c')\n"
     ),
 }
 

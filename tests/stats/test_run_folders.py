@@ -257,8 +257,9 @@ def test_read_table_of_runs_of_weights_and_biases_says_how_they_ended(tmp_path):
 def test_read_settings_calls_nothing_for_tags_of_python(tmp_path):
     marker = tmp_path / "called"
     text = (
-        f"a: !!python/object/apply:os.system ['touch {marker}']\nb: !!python/name:os.system\nc:"
-        " !other {d: 1}\n"
+        f"a: !!python/object/apply:os.system ['touch {marker}']\n"
+        "b: !!python/name:os.system\n"
+        "c: !other {d: 1}\n"
     )
     write(tmp_path / "config.yaml", text)
     assert read_settings(tmp_path / "config.yaml") == {

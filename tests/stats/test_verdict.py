@@ -362,8 +362,8 @@ PRINTED = {  # losses under cpu and under cuda, and what `print` shows of the ve
             " cautiously) count as none here; 2 seeds are too few to show a difference, 6 are"
             " enough; about 54 seeds would settle it (a rough guess, power 0.8, if others are like"
             " these). Difference 0.05; p = 1; equivalence within ±4.4e-06; 90 % interval -0.27 to"
-            " 0.37; p = 0.75; largest difference 0.1.\nThe standard deviation between seeds under"
-            " cpu is 0.14."
+            " 0.37; p = 0.75; largest difference 0.1.\n"
+            "The standard deviation between seeds under cpu is 0.14."
         ),
     ),
     "one seed": (
@@ -371,9 +371,10 @@ PRINTED = {  # losses under cpu and under cuda, and what `print` shows of the ve
         [0.2],
         (
             "cuda against cpu, 1 seed: inconclusive. Between cuda and cpu nothing can be compared:"
-            " only one seed finished under both; run the same seeds under both, 6 or more.\nThe"
-            " standard deviation between seeds under cpu is unknown.\nEquivalence was not asked:"
-            " seeds under cpu have no spread; give a margin in the metric's units."
+            " only one seed finished under both; run the same seeds under both, 6 or more.\n"
+            "The standard deviation between seeds under cpu is unknown.\n"
+            "Equivalence was not asked: seeds under cpu have no spread; give a margin in the"
+            " metric's units."
         ),
     ),
     "a loss of zero": (
@@ -385,8 +386,8 @@ PRINTED = {  # losses under cpu and under cuda, and what `print` shows of the ve
             " differences below 0.032 (a quarter of the spread between seeds, estimated cautiously)"
             " count as none here; about 254 seeds would settle it (power 0.8, if others are like"
             " these). Difference -0.02; 95 % interval -0.22 to 0.17; p = 0.91; equivalence within"
-            " ±0.032; 90 % interval -0.18 to 0.13; p = 0.45; largest difference 0.5.\nThe standard"
-            " deviation between seeds under cpu is 0.21."
+            " ±0.032; 90 % interval -0.18 to 0.13; p = 0.45; largest difference 0.5.\n"
+            "The standard deviation between seeds under cpu is 0.21."
         ),
     ),
 }

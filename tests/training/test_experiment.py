@@ -381,10 +381,11 @@ def train(seed, setting):
         time.sleep(0.05)
     return seed / 2
 """
-WAITING = (
-    "import gpulab as gl; gl.Experiment('slow.py:train', ['cpu'], 1,"
-    " store='runs').run(progress=False)"
-)
+WAITING = """
+import gpulab as gl
+
+gl.Experiment('slow.py:train', ['cpu'], 1, store='runs').run(progress=False)
+"""
 
 
 @pytest.mark.slow("kills a process that trains in another, and has two drivers train in theirs")

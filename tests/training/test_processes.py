@@ -199,18 +199,18 @@ def test_experiment_training_runs_programs_and_chooses_a_start_method_in_each_ru
 @pytest.mark.slow("starts processes afresh")
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "fork"])
 def test_experiment_passes_code_of_a_script_to_processes_that_are_started_afresh(tmp_path, method):
-    here = (
-        f"frame = gl.Experiment(train, ['{ONE}'], 1, store='runs',"
-        " variants=variants).run(progress=False)"
-    )
-    hows = [
+    variants = [
         {"how": how, "method": method, "processes": 2} for how in ("loader", "pool", "executor")
     ]
-    main = (
-        f"    import gpulab as gl\n    variants = {hows}\n    {here}\n   "
-        " print(frame.final_loss.tolist())"
-    )
-    (tmp_path / "script.py").write_text(f"{TRAINING}\nif __name__ == '__main__':\n{main}\n")
+    main = f"""
+if __name__ == '__main__':
+    import gpulab as gl
+
+    experiment = gl.Experiment(train, ['{ONE}'], 1, store='runs', variants={variants})
+    frame = experiment.run(progress=False)
+    print(frame.final_loss.tolist())
+"""
+    (tmp_path / "script.py").write_text(TRAINING + main)
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True
     )
