@@ -40,7 +40,7 @@ def test_each_of_several_looks_is_a_verdict_at_a_part_of_the_level(levels, shift
         "equivalent_high",
         "equivalent_confidence",
     ]
-    same += ["difference", "p_different", "p_equivalent", "seeds_needed", "moved"]
+    same += ["difference", "p_different", "p_equivalent", "seeds_needed", "beyond_margin"]
     pd.testing.assert_frame_equal(looked_at[same], once[same])
 
 
