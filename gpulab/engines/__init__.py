@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpulab._torch_internals import Nested, has_computation_observers
 from gpulab.engines._graphs import CudaGraphEngine, WindowEngine
-from gpulab.engines._prednet_windows import Windows, is_unmodified
+from gpulab.engines._prednet_windows import WindowGradients, is_unmodified
 from gpulab.engines.hessian_forward import linearize_gradient as hessian_product
 from gpulab.models import MODELS, PredNet
 
@@ -79,19 +79,21 @@ class FastestEngine:
 
     def choose_uncaptured_engine(self) -> WindowEngine:
         """The engine for the next window where each operation is launched by itself."""
-        has_analytic_gradient = self.may_be_fast() and Windows.supports(self.autograd_engine.model)
+        has_analytic_gradient = self.may_be_fast() and WindowGradients.supports(
+            self.autograd_engine.model
+        )
         return self.analytic_engine if has_analytic_gradient else self.autograd_engine
 
     def may_be_fast(self) -> bool:
         """Whether nobody has to see every operation, and no frames have to go through a buffer."""
         is_unobserved = self.supports_loader and not has_computation_observers()
         return is_unobserved and (
-            self.loader.name == "window" or Windows.supports(self.autograd_engine.model)
+            self.loader.name == "window" or WindowGradients.supports(self.autograd_engine.model)
         )
 
 
 class AnalyticEngine:
-    """Computes windows of a PredNet that `Windows.supports`.
+    """Computes windows of a PredNet that `WindowGradients.supports`.
 
     Args:
         autograd_engine: The engine whose updates are made, with analytic gradients. The loader is
@@ -110,7 +112,9 @@ class AnalyticEngine:
         updating_engine.gradients = self.gradients  # type: ignore[attr-defined]  # an evaluation does not call it
         self.update = updating_engine.update
         self.changed_tensors = updating_engine.changed_tensors
-        self.windows: tuple[torch.Size, Windows] | None = None  # for batches of the last shape
+        self.windows: tuple[torch.Size, WindowGradients] | None = (
+            None  # for batches of the last shape
+        )
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
         """As of `gpulab.training.loop.Engine`. The frames of every loader come in one tensor."""
@@ -121,10 +125,10 @@ class AnalyticEngine:
         state after it.
         """
         if self.windows is None or self.windows[0] != batch.shape:
-            assert isinstance(self.model, PredNet), "`Windows` follows no other network"
+            assert isinstance(self.model, PredNet), "`WindowGradients` follows no other network"
             self.windows = (
                 batch.shape,
-                Windows(self.model, batch, self.loader.name == "imitated", self.streams),
+                WindowGradients(self.model, batch, self.loader.name == "imitated", self.streams),
             )
         return self.windows[1](batch, state)
 

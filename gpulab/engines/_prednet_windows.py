@@ -30,7 +30,7 @@ from gpulab.engines._prednet_kernels import (
     split_gates,
     uses_tf32,
 )
-from gpulab.models.prednet import ConvLSTM, LayerState, PredNet, State, frame_errors
+from gpulab.models.prednet import ConvLSTM, LayerState, PredNet, PredNetState, frame_errors
 
 SUPPORTED_TRUNCATIONS = ("loss", "state")
 
@@ -50,7 +50,7 @@ def is_unmodified(model: nn.Module) -> bool:
     return not (is_changed or is_watched or has_global_module_hooks())
 
 
-class Windows:
+class WindowGradients:
     """Losses and gradients of windows of one shape. Every call overwrites the gradients of the
     network's parameters.
 
@@ -67,7 +67,7 @@ class Windows:
     Examples:
         >>> from gpulab.models import PredNet
         >>> net, frames = PredNet((3, 4), (8, 8)), torch.rand(5, 1, 3, 8, 8)
-        >>> losses, state = Windows(net, frames)(frames, None)
+        >>> losses, state = WindowGradients(net, frames)(frames, None)
         >>> losses.shape, net.conv_p[0].weight.grad.shape
         (torch.Size([4]), torch.Size([3, 3, 3, 3]))
     """
@@ -113,8 +113,8 @@ class Windows:
 
     @torch.no_grad()
     def __call__(
-        self, frames: Float[Tensor, "t b c h w"], state: State | None
-    ) -> tuple[Float[Tensor, " t-1"], State]:
+        self, frames: Float[Tensor, "t b c h w"], state: PredNetState | None
+    ) -> tuple[Float[Tensor, " t-1"], PredNetState]:
         """The mean squared error of each prediction, and the state after the last."""
         previous_state = self.net.initial_state(frames[0]) if state is None else state
         for layer, (r, c, p) in zip(self.layers, previous_state, strict=True):

@@ -35,7 +35,7 @@ class LayerState(NamedTuple):
     p: Tensor
 
 
-State = list[LayerState]
+PredNetState = list[LayerState]
 TRUNCATIONS = ("loss", "state")
 KERNEL_WIDTH = 3  # the width of every convolution
 
@@ -156,8 +156,8 @@ class PredNet(Trainable):
             cell.draw_weights(generator)
 
     def forward(
-        self, frames: Float[Tensor, "t b c h w"], state: State | None = None
-    ) -> tuple[Float[Tensor, "t b c h w"], State]:
+        self, frames: Float[Tensor, "t b c h w"], state: PredNetState | None = None
+    ) -> tuple[Float[Tensor, "t b c h w"], PredNetState]:
         """Predict a frame after each frame of a film.
 
         Args:
@@ -197,7 +197,7 @@ class PredNet(Trainable):
             predictions.append(state[0].p)
         return torch.stack(predictions), state
 
-    def initial_state(self, frame: Frame) -> State:
+    def initial_state(self, frame: Frame) -> PredNetState:
         """Make a state in which everything is zero.
 
         Args:
@@ -213,7 +213,7 @@ class PredNet(Trainable):
         ]
         return [LayerState(zeros, zeros, zeros) for zeros in map(frame.new_zeros, shapes)]
 
-    def check_state(self, state: State | None) -> None:
+    def check_state(self, state: PredNetState | None) -> None:
         """Check that a state has the shapes of this network's, for one film.
 
         Args:
@@ -232,7 +232,7 @@ class PredNet(Trainable):
         if shapes != expected:
             raise UsageError(f"a state of the shapes {shapes}: expected {expected}")
 
-    def step(self, frame: Frame, state: State) -> State:
+    def step(self, frame: Frame, state: PredNetState) -> PredNetState:
         """Take in one frame: up, where each layer compares its last prediction, and down, where it
         makes the next.
 
@@ -245,7 +245,7 @@ class PredNet(Trainable):
         """
         return self.top_down(self.bottom_up(frame, state), state)
 
-    def bottom_up(self, frame: Frame, state: State) -> list[Tensor]:
+    def bottom_up(self, frame: Frame, state: PredNetState) -> list[Tensor]:
         """Compute how far each layer's last prediction is from what it sees now.
 
         Args:
@@ -265,7 +265,7 @@ class PredNet(Trainable):
             errors.append(F.relu(torch.cat([difference, -difference], 1)))
         return errors
 
-    def top_down(self, errors: list[Tensor], state: State) -> State:
+    def top_down(self, errors: list[Tensor], state: PredNetState) -> PredNetState:
         """Compute the next state, from the top layer down: in each its representation, and from
         that its prediction.
 
@@ -276,7 +276,7 @@ class PredNet(Trainable):
         Returns:
             A `LayerState` for each layer, from the bottom up. The lowest prediction is at most 1.
         """
-        next_state: State = []
+        next_state: PredNetState = []
         for layer in reversed(range(len(state))):
             inputs = [errors[layer]]
             if next_state:
@@ -298,8 +298,8 @@ class PredNet(Trainable):
         yield window[:, None]
 
     def training_loss(
-        self, batch: Float[Tensor, "t b c h w"] | Feed, state: State | None
-    ) -> tuple[Tensor, Tensor, State | None]:
+        self, batch: Float[Tensor, "t b c h w"] | Feed, state: PredNetState | None
+    ) -> tuple[Tensor, Tensor, PredNetState | None]:
         """Predict every frame of the batch but the first, each from the frames before it, and
         compare.
 
@@ -319,7 +319,7 @@ class PredNet(Trainable):
         errors = frame_errors(predictions, batch[1:])
         return errors.sum(), errors.detach(), detach_state(next_state)
 
-    def _chain_to_predictions(self, state: State) -> State:
+    def _chain_to_predictions(self, state: PredNetState) -> PredNetState:
         """The same numbers, each P but the lowest depending once more on the convolution that
         made it, not on R.
         """
@@ -335,8 +335,8 @@ class PredNet(Trainable):
         return chained_layers
 
     def _published_loop(
-        self, frames: Feed, state: State | None
-    ) -> tuple[Tensor, Tensor, State | None]:
+        self, frames: Feed, state: PredNetState | None
+    ) -> tuple[Tensor, Tensor, PredNetState | None]:
         """Frame by frame: a prediction is compared with the next frame as soon as that arrives."""
         losses: list[Tensor] = []
         for number, frame in enumerate(frames):
@@ -416,7 +416,7 @@ class ConvLSTM(nn.Module):
         return (o + self.peep_o * cell).sigmoid() * new_cell.tanh(), new_cell
 
 
-def detach_state(state: State) -> State:
+def detach_state(state: PredNetState) -> PredNetState:
     """The same state, cut off from the graph that made it."""
     return [LayerState(*(tensor.detach() for tensor in layer)) for layer in state]
 

@@ -155,8 +155,9 @@ def escape_law(table: pd.DataFrame) -> Picture:
 
     Args:
         table: From `gpulab.saddles.escape_table` (its `table`) or
-            `gpulab.saddles.recorded_escapes`, with the columns `setting`, `steps`, `left`, `start`,
-            `radius`, `expected`, `expected_rate`, `batch_size`, `perturbation` and `recorded`.
+            `gpulab.saddles.recorded_escapes`, with the columns `setting`, `steps`, `escaped`,
+            `start`, `radius`, `expected_steps`, `expected_rate`, `batch_size`, `perturbation` and
+            `recorded`.
 
     Returns:
         A `gpulab.plots.Picture`.
@@ -179,7 +180,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     shown = table.assign(
         device=np.where(table.setting.str.startswith("cpu"), *DEVICES),
         x=(table.start / table.radius).clip(lower=1e-17),
-        time=table.steps.where(table.left, table.expected) * table.expected_rate,
+        time=table.steps.where(table.escaped, table.expected_steps) * table.expected_rate,
         kind=np.select(
             [table.batch_size > 0, table.perturbation > 0],
             ["minibatches", "pushed off"],
@@ -191,7 +192,9 @@ def escape_law(table: pd.DataFrame) -> Picture:
     axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, label="theory: ln(r/δ)")
     # a colour, a shape and a ring mean one thing each, so that each has one key
     keys: dict[str, Look] = {}
-    for (kind, device, recorded), rows in shown[shown.left].groupby(["kind", "device", "recorded"]):
+    for (kind, device, recorded), rows in shown[shown.escaped].groupby(
+        ["kind", "device", "recorded"]
+    ):
         colour = DEVICES[device]
         face_colour = "none" if recorded else None
         axes.plot(
@@ -208,7 +211,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
         }
         if recorded:
             keys["recorded"] = {"marker": "o", "color": INK, "mfc": "none", "ms": 8}
-    never_left = shown[~shown.left]
+    never_left = shown[~shown.escaped]
     axes.scatter(
         never_left.x,
         never_left.time,
@@ -227,15 +230,15 @@ def escape_law(table: pd.DataFrame) -> Picture:
     # The label says whose rounding moved the network off the saddle, or held it there.
     for name, group in by_rounding.groupby(by_rounding.setting.map(_arithmetic_label)):
         label_position: Look = (
-            {"xytext": (6, 10)} if group.left.any() else {"xytext": (-6, -14), "ha": "right"}
+            {"xytext": (6, 10)} if group.escaped.any() else {"xytext": (-6, -14), "ha": "right"}
         )
         axes.annotate(
             name, (group.x.median(), group.time.max()), textcoords="offset points", **label_position
         )
-    predictable = table[table.left & (table.expected > 1)]
+    predictable = table[table.escaped & (table.expected_steps > 1)]
     headline = f"{len(never_left)} never left"
     if len(predictable):
-        ratio = (predictable.steps / predictable.expected).median()
+        ratio = (predictable.steps / predictable.expected_steps).median()
         headline = (
             f"{len(predictable)} escapes took {ratio:.2f} times what theory expects (median);"
             f" {headline}"

@@ -64,6 +64,13 @@ DEFAULT_ADAPTIVE_RATE = (
 )
 MIN_BATCH_WEIGHT = 1e-4  # batches with a smaller weight, relative to the first one's, are left out
 # What tells the escapes of a table apart.
+# Recorded tables were written with these names.
+FORMER_COLUMNS = {
+    "expected": "expected_steps",
+    "held": "stalled",
+    "left": "escaped",
+    "moved": "changed_share",
+}
 KEY_COLUMNS = (
     "setting",
     "optimizer",
@@ -321,12 +328,12 @@ def escape(
         "curvature": -float(curvatures[0]),
         "noise": float(noise.norm()),
         "start": float(start.norm()),
-        "expected": expected_steps,
+        "expected_steps": expected_steps,
         "expected_rate": expected_rate,
         "steps": len(rows) - 1 if has_left else math.nan,
-        "left": has_left,
-        "held": not has_left and (is_still or len(rows) > 2 * expected_steps + tolerated_steps),
-        "moved": descent.changed_shares[0] if descent.changed_shares else math.nan,
+        "escaped": has_left,
+        "stalled": not has_left and (is_still or len(rows) > 2 * expected_steps + tolerated_steps),
+        "changed_share": descent.changed_shares[0] if descent.changed_shares else math.nan,
         "step_ratio": ratio,
     }, history
 
@@ -356,21 +363,21 @@ class EscapeTable(Report):
               descent, with or without momentum.
             - `start`, the displacement along the unstable directions at the start: the noise and
                 the perturbation.
-            - `expected`, the step at which theory expects the network to leave from there. Infinite
-              where nothing displaces it; NaN where `start` is, and where there is no theory: for
-              other optimisers than SGD, momentum, RMSprop and Adam, and for options of these such
-              as weight decay.
+            - `expected_steps`, the step at which theory expects the network to leave from there.
+              Infinite where nothing displaces it; NaN where `start` is, and where there is no
+              theory: for other optimisers than SGD, momentum, RMSprop and Adam, and for options of
+              these such as weight decay.
             - `expected_rate`, how much the logarithm of the distance grows per step along the
               steepest direction: ln(1 + ηλ), or ln ρ with momentum, where ρ is the larger root of
               ρ² − (1 + μ + ηλ) ρ + μ = 0. NaN for an optimiser whose steps have nearly the same
               size, whatever the gradient is.
-            - `left`, whether the network left, and `steps`, the first step whose unstable part is
-              longer than the radius; NaN where there is none. Other directions do not count:
+            - `escaped`, whether the network left, and `steps`, the first step whose unstable part
+              is longer than the radius; NaN where there is none. Other directions do not count:
               minibatches may carry the weights as far there, but from there they come back.
-            - `held`, whether rounding held the network at the saddle. It did not leave, and either
-              the weights stood still in the last steps (10 of `sgd`, 500 of others), or more than
-              twice the expected steps were made (and 500 more, unless by `sgd`).
-            - `moved`, the share of the weights that the first step changed.
+            - `stalled`, whether rounding held the network at the saddle. It did not leave, and
+              either the weights stood still in the last steps (10 of `sgd`, 500 of others), or more
+              than twice the expected steps were made (and 500 more, unless by `sgd`).
+            - `changed_share`, the share of the weights that the first step changed.
             - `step_ratio`, the length of the step that the optimiser settles to at the saddle, over
               that of half of what separates the weights from the next numbers of their format.
               Below 1, rounding holds most weights.
@@ -410,7 +417,7 @@ class EscapeTable(Report):
         from scipy import stats
 
         escaped = self.table[
-            self.table.left
+            self.table.escaped
             & (self.table.optimizer == "sgd")
             & (self.table.start < self.table.radius)
         ]
@@ -422,7 +429,7 @@ class EscapeTable(Report):
         return float(fit.slope), float(fit.slope - half_width), float(fit.slope + half_width)
 
     def __str__(self) -> str:
-        left_count, held_count = int(self.table.left.sum()), int(self.table.held.sum())
+        left_count, held_count = int(self.table.escaped.sum()), int(self.table.stalled.sum())
         return (
             f"{len(self.table)} trainings from a saddle: {left_count} left, {held_count} were held"
             " there"
@@ -604,7 +611,7 @@ def recorded_escapes() -> pd.DataFrame:
     import pandas as pd
 
     tables = [
-        table.assign(recorded=True)
+        table.rename(columns=FORMER_COLUMNS).assign(recorded=True)
         for table, _ in read_tables(recorded_folder("saddles") / "escapes")
     ]
     return pd.concat(tables, ignore_index=True)

@@ -77,15 +77,15 @@ class LevelDecision:
         margin_relative: The margin over the absolute mean of the pairs under the reference.
         largest_difference: The largest absolute difference.
         same_bits: The number of pairs whose trained weights are identical.
-        moved: The number of pairs whose absolute difference exceeds the margin; NaN without a
-            margin.
+        beyond_margin: The number of pairs whose absolute difference exceeds the margin; NaN without
+            a margin.
         diverged: The number of pairs that diverged under this level.
         reference_diverged: The number of pairs that diverged under the reference.
-        one_diverged: The number of pairs that diverged under one of the two only.
-        diverged_apart_at_most: The upper 95 % limit of the share of such pairs.
+        discordant_diverged: The number of pairs that diverged under one of the two only.
+        discordant_diverged_upper: The upper 95 % limit of the share of such pairs.
         p_diverged: The p value of both diverging equally often.
         p_diverged_holm: The same after Holm's correction.
-        left_out: The number of runs without a partner of the same seed.
+        unpaired: The number of runs without a partner of the same seed.
         seeds_needed: The number of seeds with which such a comparison would be conclusive.
     """
 
@@ -107,14 +107,14 @@ class LevelDecision:
     margin_relative: float = math.nan
     largest_difference: float = math.nan
     same_bits: int = 0
-    moved: float = math.nan
+    beyond_margin: float = math.nan
     diverged: int = 0
     reference_diverged: int = 0
-    one_diverged: int = 0
-    diverged_apart_at_most: float = 1.0
+    discordant_diverged: int = 0
+    discordant_diverged_upper: float = 1.0
     p_diverged: float = 1.0
     p_diverged_holm: float = 1.0
-    left_out: int = 0
+    unpaired: int = 0
     seeds_needed: float = math.nan
 
 
@@ -185,8 +185,8 @@ def compare_levels(
         n_seeds_needed = _seeds_needed(sd, margins_by_count, alpha / len(levels) / looks, is_binary)
         if decision == "inconclusive":  # the pairs that there are were not enough
             n_seeds_needed = float(max(n_seeds_needed, len(pairs) + 1))
-        left_out = int(run_counts[level] + run_counts[paired.reference] - 2 * len(pairs))
-        rows.append(replace(row, decision=decision, left_out=left_out, seeds_needed=n_seeds_needed))
+        unpaired = int(run_counts[level] + run_counts[paired.reference] - 2 * len(pairs))
+        rows.append(replace(row, decision=decision, unpaired=unpaired, seeds_needed=n_seeds_needed))
     return tuple(rows)
 
 
@@ -233,7 +233,7 @@ def is_identical(row: LevelDecision) -> bool:
     """
     return (
         row.seeds > 1
-        and row.one_diverged == 0
+        and row.discordant_diverged == 0
         and math.isnan(row.p_different)
         and row.same_bits >= row.seeds
     )
@@ -243,11 +243,11 @@ def may_diverge_discordantly(row: LevelDecision) -> bool:
     """Whether the share of seeds that diverge under only one of the two may exceed
     `MAX_DISCORDANT_SHARE`.
 
-    >>> row = LevelDecision(level="cuda", one_diverged=0, diverged_apart_at_most=0.9)
-    >>> may_diverge_discordantly(row), may_diverge_discordantly(replace(row, one_diverged=1))
+    >>> row = LevelDecision(level="cuda", discordant_diverged=0, discordant_diverged_upper=0.9)
+    >>> may_diverge_discordantly(row), may_diverge_discordantly(replace(row, discordant_diverged=1))
     (False, True)
     """
-    return row.one_diverged > 0 and row.diverged_apart_at_most > MAX_DISCORDANT_SHARE
+    return row.discordant_diverged > 0 and row.discordant_diverged_upper > MAX_DISCORDANT_SHARE
 
 
 def min_significant_pairs(alpha: float) -> int:
@@ -277,7 +277,7 @@ class _LevelTests:
     p_different: float
     p_equivalent: float
     p_diverged: float
-    one_diverged: int
+    discordant_diverged: int
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def _test_level(pairs: pd.DataFrame, margin: float, is_binary: bool) -> _LevelTe
         p_different=p_different,
         p_equivalent=p_equivalent,
         p_diverged=p_diverged,
-        one_diverged=n_discordant,
+        discordant_diverged=n_discordant,
     )
 
 
@@ -325,8 +325,12 @@ def _correct_tests(
     """Correct the p values of all levels for looks and by Holm's method, and find the levels of
     their intervals.
 
-    >>> five = _LevelTests(p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, one_diverged=5)
-    >>> four = _LevelTests(p_different=0.4, p_equivalent=0.2, p_diverged=0.125, one_diverged=4)
+    >>> five = _LevelTests(
+    ...     p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, discordant_diverged=5
+    ... )
+    >>> four = _LevelTests(
+    ...     p_different=0.4, p_equivalent=0.2, p_diverged=0.125, discordant_diverged=4
+    ... )
     >>> corrected = _correct_tests([five, four], alpha=0.0625)
     >>> # Of four runs that diverged nothing could be shown: not corrected
     >>> [test.p_diverged_holm for test in corrected]
@@ -343,7 +347,7 @@ def _correct_tests(
     p_different = looks * np.array([test.p_different for test in tests])
     p_equivalent = looks * np.array([test.p_equivalent for test in tests])
     p_diverged = looks * np.array([test.p_diverged for test in tests])
-    n_discordant = np.array([test.one_diverged for test in tests], float)
+    n_discordant = np.array([test.discordant_diverged for test in tests], float)
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a
     # false alarm, and the others need no correction for it (Tarone 1990).
     testable = looks * 2.0 ** (1 - n_discordant) <= alpha
@@ -403,11 +407,13 @@ def _compare_level(
         margin_relative=margin / abs(reference_mean) if has_relative_margin else math.nan,
         largest_difference=float(np.abs(differences).max()) if n else math.nan,
         same_bits=int(pairs.same_bits.sum()),
-        moved=int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan,
+        beyond_margin=int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan,
         diverged=int(pairs.other_diverged.sum()),
         reference_diverged=int(pairs.reference_diverged.sum()),
-        one_diverged=test.one_diverged,
-        diverged_apart_at_most=inference.clopper_pearson_upper(test.one_diverged, len(pairs)),
+        discordant_diverged=test.discordant_diverged,
+        discordant_diverged_upper=inference.clopper_pearson_upper(
+            test.discordant_diverged, len(pairs)
+        ),
         p_diverged=test.p_diverged,
         p_diverged_holm=corrected.p_diverged_holm,
     )

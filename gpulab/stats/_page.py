@@ -202,7 +202,7 @@ def _header_rows(verdict: Decisions) -> list[list[Head]]:
 def _level_cells(verdict: Decisions, row: LevelDecision) -> list[Cell]:
     """The row of a level."""
     level = level_text(row.level, verdict.factor)
-    total = row.seeds + row.left_out
+    total = row.seeds + row.unpaired
     diverged = (
         f"{row.diverged} ({row.reference_diverged})"
         if row.diverged or row.reference_diverged
@@ -211,7 +211,7 @@ def _level_cells(verdict: Decisions, row: LevelDecision) -> list[Cell]:
     return [
         Cell(breakable(level), "ga-name"),
         Cell(badge(DECISION_STYLES[row.decision], row.decision)),
-        number_cell(f"{row.seeds} of {total}" if row.left_out > 0 else str(row.seeds)),
+        number_cell(f"{row.seeds} of {total}" if row.unpaired > 0 else str(row.seeds)),
         number_cell(_format_difference(row.difference), is_large="different" in row.decision),
         number_cell(_format_interval(row.low, row.high)),
         number_cell(_dash_if_unknown(p_text(row.p_different_holm))),

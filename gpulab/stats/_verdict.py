@@ -81,13 +81,13 @@ class Verdict(VerdictPage):
     - `margin_relative`: The margin as a multiple of the pairs' mean under the reference.
     - `largest_difference`: The largest absolute difference.
     - `same_bits`: How many pairs ended with identical weights.
-    - `moved`: How many seeds moved by more than the margin.
-    - `diverged`, `reference_diverged`, `one_diverged`: How many of the shared seeds diverged under
-      the level, under the reference, and under one of the two only.
-    - `diverged_apart_at_most`: The share of all seeds that could diverge under one only, likewise
-      at 95 %.
+    - `beyond_margin`: How many seeds moved by more than the margin.
+    - `diverged`, `reference_diverged`, `discordant_diverged`: How many of the shared seeds diverged
+      under the level, under the reference, and under one of the two only.
+    - `discordant_diverged_upper`: The share of all seeds that could diverge under one only,
+      likewise at 95 %.
     - `p_diverged`: The p value of the test that both diverge equally often.
-    - `left_out`: How many runs have no partner of the same seed.
+    - `unpaired`: How many runs have no partner of the same seed.
     - `seeds_needed`: About how many seeds such a comparison needs: with so many, four times in
       five, no difference is shown to be none, and about as often one as large as the margin is
       shown. It is for normal differences, and alpha / the number of levels. Where the decision is

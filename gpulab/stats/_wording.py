@@ -169,7 +169,7 @@ def _sentence_key(verdict: Decisions, row: LevelDecision) -> str:
         return "too few pairs"
     if is_identical(row):
         return "same bits"
-    if not (row.largest_difference or row.p_equivalent > 0 or row.one_diverged):
+    if not (row.largest_difference or row.p_equivalent > 0 or row.discordant_diverged):
         return "not one digit"
     return row.decision
 
@@ -226,9 +226,9 @@ def _effect_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
         "change": _change_text(verdict, row),
         "agreement": agreement,
         "negligible": negligible,
-        "n_beyond_margin": row.moved,
+        "n_beyond_margin": row.beyond_margin,
         "seeds": row.seeds,
-        "unseen_percent": 100 * inference.clopper_pearson_upper(row.moved, row.seeds),
+        "unseen_percent": 100 * inference.clopper_pearson_upper(row.beyond_margin, row.seeds),
         "conditions": "".join(f"; {condition}" for condition in conditions),
     }
 
@@ -275,7 +275,7 @@ def _open_conditions(verdict: Decisions, row: LevelDecision) -> Iterator[str]:
     min_pairs = min_significant_pairs(1 - row.confidence)
     if may_diverge_discordantly(row):
         yield (
-            f"on up to {100 * row.diverged_apart_at_most:.0f} % of {block}s one of the two could"
+            f"on up to {100 * row.discordant_diverged_upper:.0f} % of {block}s one of the two could"
             " diverge alone"
         )
     if row.seeds < min_pairs:
@@ -345,9 +345,9 @@ def _level_paragraph(verdict: Decisions, row: LevelDecision) -> str:
 def _seed_count_text(verdict: Decisions, row: LevelDecision) -> str:
     """How many seeds were compared, of how many that were run."""
     block = verdict.block
-    n = row.seeds + row.left_out
+    n = row.seeds + row.unpaired
     text = f"{n} {block}" if n == 1 else f"{n} {block}s"
-    if row.left_out > 0:
+    if row.unpaired > 0:
         text = f"{row.seeds} of {text}"
     if "seed" in verdict.runs and block != "seed":
         distinct = verdict.runs.seed[verdict.runs[block].isin(verdict.pairs[block])].nunique()

@@ -15,7 +15,7 @@ from gpulab import files
 from gpulab.errors import DataError, GpulabError
 from gpulab.store._run_store import quarantine
 from gpulab.store._tensors import Tensors, read_tensors, write_tensors
-from gpulab.training.loop import State, Training, WindowRecord
+from gpulab.training.loop import ModelState, Training, WindowRecord
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Checkpoint:
     """
 
     tensors: Tensors
-    state: State
+    state: ModelState
     history: list[WindowRecord]
     gradient_methods: set[str]
 

@@ -13,7 +13,7 @@ from gpulab.data._feed import Feed, Loader, prefetch
 from gpulab.models._base import Trainable
 from gpulab.settings import Setting
 from gpulab.training._engine_selection import select_engine
-from gpulab.training.loop import BatchEngine, State
+from gpulab.training.loop import BatchEngine, ModelState
 
 
 class EvaluationEngine(BatchEngine):
@@ -29,7 +29,9 @@ class EvaluationEngine(BatchEngine):
         self.used_methods = set()
 
     @torch.no_grad()
-    def update(self, batches: Iterable[Tensor | Feed], state: State) -> tuple[Tensor, State]:
+    def update(
+        self, batches: Iterable[Tensor | Feed], state: ModelState
+    ) -> tuple[Tensor, ModelState]:
         """Return the loss of each frame of all batches, and the state after the last batch."""
         losses = []
         for batch in batches:
@@ -48,7 +50,7 @@ def heldout_loss(
     """
     model.eval()
     engine = select_engine(EvaluationEngine(model, Loader("window", setting)), setting, fast)
-    state: State = None
+    state: ModelState = None
     losses = []
     for frames, restart in prefetch(data.heldout(window), setting, data):
         per_frame, state = engine.train_window(frames, None if restart else state)

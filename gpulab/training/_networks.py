@@ -264,7 +264,7 @@ class NetworkRun(PlannedRun):
         training = self.init_training()
         resumed = resume_checkpoint(training, checkpoint)
         resumed_at = len(training.history)
-        training.look_every = (
+        training.loss_sync_interval = (
             LOSS_SYNC_SECONDS if watch is None and self.setting.kind != "cpu" else 0.0
         )
         supervise(

@@ -1,5 +1,4 @@
-"""The training loop: window after window of frames, the loss, its gradient, Adam's step, and the
-loss noted.
+"""The training loop: for each window of frames the loss, its gradient and Adam's step.
 
 How a window is computed is an *engine*: an object with a method `train_window`. `AutogradEngine`
 computes it as it was published, and is the reference for all others, which give the same up to
@@ -27,7 +26,7 @@ from gpulab.models._base import Trainable
 from gpulab.steps import trainable_parameters
 from gpulab.training._adam import Adam
 
-State = list[list[Tensor]] | None  # of each layer some tensors; None where a sequence begins
+ModelState = list[list[Tensor]] | None  # of each layer some tensors; None where a sequence begins
 
 
 class WindowRecord(NamedTuple):
@@ -49,35 +48,36 @@ class Training:
         optimizer: Adam, which has seen nothing yet.
         state: What the network carries to the next window; None where a sequence begins.
         step: Updates so far.
-        history: A note for each window.
+        history: A record of each window.
         diverged_at: The update whose loss was not finite, if there was one.
         windows_after_divergence: How many windows were computed after the one with that update,
-            before a look at the losses noticed it. They are not noted, and the weights are those
-            after them.
+            before the losses were copied to the host. They are not in the history, and the weights
+            are those after them.
         gradient_methods: How gradients were computed so far, such as `autograd`.
-        inside_window: Whether a window has begun that is not noted yet.
-        look_every: Seconds between two looks at the losses. A look waits for the device, and then
-            that for a window, so a GPU is not looked at after every window; a CPU is, and computes
-            none after a divergence.
+        inside_window: Whether a window has begun that is not in the history yet.
+        loss_sync_interval: Seconds between two copies of the losses to the host. Copying waits for
+            the device, which then waits for the next window. So it is done after every window on a
+            CPU, which computes no window after a divergence, and less often on a GPU.
     """
 
     model: Trainable
     learning_rate: float
-    state: State = None
+    state: ModelState = None
     step: int = 0
     history: list[WindowRecord] = field(default_factory=list)
     diverged_at: int | None = None
     windows_after_divergence: int = 0
     gradient_methods: set[str] = field(default_factory=set)
     inside_window: bool = False
-    look_every: float = 0.0
+    loss_sync_interval: float = 0.0
 
     def __post_init__(self) -> None:
         self.optimizer = Adam(trainable_parameters(self.model), self.learning_rate)
 
-    def note(self, losses: list[float], seconds: float) -> None:
-        """Note the losses of a window's updates, their mean or the first that is not finite; and
-        the window's time.
+    def record_window(self, losses: list[float], seconds: float) -> None:
+        """Add a window to the history.
+
+        Its loss is the mean over its updates, or the first loss that is not finite.
         """
         diverged_updates = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         if diverged_updates:
@@ -91,7 +91,7 @@ class Training:
 class Engine(Protocol):
     """A way to compute a window."""
 
-    def train_window(self, frames: np.ndarray, state: State) -> tuple[Tensor, State]:
+    def train_window(self, frames: np.ndarray, state: ModelState) -> tuple[Tensor, ModelState]:
         """Update the weights by the frames of a window, bytes (t, C, H, W).
 
         Returns:
@@ -113,25 +113,28 @@ def train(
             called.
         windows: What is left to train on.
         engine: Computes the updates of a window.
-        after_window: Called after a window, when its losses and those of all windows before it are
-            noted.
+        after_window: Called after a window, when it and all windows before it are in the history.
     """
     training.model.train()
-    unseen, looked = list[Tensor](), time.perf_counter()
+    pending_losses: list[Tensor] = []  # of windows that are not in the history yet
+    last_sync = time.perf_counter()
     for window in itertools.chain(windows, [None]):
         if window is not None:
             training.inside_window = True
             state = None if window.restart else training.state
             losses, training.state = engine.train_window(window.frames, state)
-            unseen.append(losses.clone())  # the next window may write there
-        if unseen and (window is None or time.perf_counter() - looked >= training.look_every):
-            # a copy that waits for it would keep other threads from launching meanwhile
+            pending_losses.append(losses.clone())  # the next window may write there
+        is_due = time.perf_counter() - last_sync >= training.loss_sync_interval
+        if pending_losses and (window is None or is_due):
             if losses.is_cuda:
+                # A copy that waits for the device would keep other threads from launching kernels.
                 torch.cuda.current_stream(losses.device).synchronize()
-            before, looked, count = looked, time.perf_counter(), len(unseen)
-            while unseen and training.diverged_at is None:
-                training.note(unseen.pop(0).tolist(), (looked - before) / count)
-            training.windows_after_divergence = len(unseen)
+            now = time.perf_counter()
+            seconds_per_window = (now - last_sync) / len(pending_losses)
+            last_sync = now
+            while pending_losses and training.diverged_at is None:
+                training.record_window(pending_losses.pop(0).tolist(), seconds_per_window)
+            training.windows_after_divergence = len(pending_losses)
             training.inside_window = False
             after_window()
         if training.diverged_at is not None:
@@ -139,8 +142,7 @@ def train(
 
 
 class BatchEngine(ABC):
-    """An engine that hands the batches of a window to `update`, and notes how it computes
-    gradients.
+    """An engine that hands the batches of a window to `update`.
 
     Attributes:
         model: What is trained.
@@ -153,13 +155,15 @@ class BatchEngine(ABC):
     loader: Loader
     used_methods: set[str]
 
-    def train_window(self, frames: np.ndarray, state: State) -> tuple[Tensor, State]:
+    def train_window(self, frames: np.ndarray, state: ModelState) -> tuple[Tensor, ModelState]:
         """As of `Engine`. An update sees one image of many, or all frames of a film at once."""
         self.used_methods |= self.gradient_methods
         return self.update(self.loader.batches(self.model, frames), state)
 
     @abstractmethod
-    def update(self, batches: Iterable[Tensor | Feed], state: State) -> tuple[Tensor, State]:
+    def update(
+        self, batches: Iterable[Tensor | Feed], state: ModelState
+    ) -> tuple[Tensor, ModelState]:
         """Return the losses of the batches, and the state after the last."""
 
     def changed_tensors(self) -> list[Tensor]:
@@ -178,27 +182,29 @@ class AutogradEngine(BatchEngine):
         self.optimizer = training.optimizer
         self.used_methods = training.gradient_methods
 
-    def update(self, batches: Iterable[Tensor | Feed], state: State) -> tuple[Tensor, State]:
-        """An update for each batch: their losses, and the state after the last."""
+    def update(
+        self, batches: Iterable[Tensor | Feed], state: ModelState
+    ) -> tuple[Tensor, ModelState]:
+        """Update the weights once for each batch."""
         losses = []
         for batch in batches:
             per_frame, state = self.gradients(batch, state)
             self.optimizer.step()
-            losses.append(
-                per_frame.double().mean() if per_frame.device.type != "mps" else per_frame.mean()
-            )
+            if per_frame.device.type != "mps":  # which has no float64
+                per_frame = per_frame.double()
+            losses.append(per_frame.mean())
         return torch.stack(losses), state
 
-    def gradients(self, batch: Tensor | Feed, state: State) -> tuple[Tensor, State]:
-        """Put the gradients of a batch's loss into `.grad`: the loss of each frame, and the state
-        after it.
+    def gradients(self, batch: Tensor | Feed, state: ModelState) -> tuple[Tensor, ModelState]:
+        """Put the gradients of a batch's loss into `.grad`.
 
-        The state comes back cut off from the graph: backpropagation through time goes no further
-        back than a window.
+        Returns:
+            The loss of each frame; and the state after it, detached from the graph, because
+            backpropagation through time goes no further back than a window.
         """
         self.model.zero_grad()
         loss, per_frame, state = self.model.training_loss(batch, state)
-        # as torch advises: what was cast is followed back
+        # torch advises to leave autocast for the backward pass, which follows the casts back.
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
         return per_frame, state

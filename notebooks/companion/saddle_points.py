@@ -50,7 +50,7 @@ def saddle_finding(
         "Along trainings": _along_trainings(related, decisions),
     }
     pushed = escapes[full_batch & ~unpushed]
-    numbers = [f"Pushed off the saddle: {pushed.left.sum()} of {len(pushed)} left."]
+    numbers = [f"Pushed off the saddle: {pushed.escaped.sum()} of {len(pushed)} left."]
     others = pairs[~pairs.optimizer.isin([PUBLISHED, "sgd", "momentum"])]
     numbers += [_whether(rows) for _, rows in others.groupby("optimizer", sort=False)]
     numbers += [
@@ -72,7 +72,7 @@ def against_float64(escapes: pd.DataFrame) -> pd.DataFrame:
     escapes = escapes.drop_duplicates([*keys, "setting"])  # some were recorded twice
     exact = escapes.setting.str.contains("precision=float64")
     pairs = escapes[~exact].merge(
-        escapes.loc[exact, [*keys, "steps", "left"]], on=keys, suffixes=("", "_float64")
+        escapes.loc[exact, [*keys, "steps", "escaped"]], on=keys, suffixes=("", "_float64")
     )
     return pairs.assign(times=pairs.steps / pairs.steps_float64)
 
@@ -83,7 +83,7 @@ def _whether(pairs: pd.DataFrame, also: str = "") -> str:
     """
     name = optimizer_words(pairs.optimizer.iloc[0])
     who = f"{name}, the optimiser of the paper" if pairs.optimizer.iloc[0] == PUBLISHED else name
-    times, held = pairs.times.dropna(), (~pairs.left).sum()
+    times, held = pairs.times.dropna(), (~pairs.escaped).sum()
     sooner = (times < 1).sum()
     answer = "not shown"
     if sooner >= CLEAR * len(times):
@@ -102,7 +102,7 @@ def _formats_held(escapes: pd.DataFrame) -> str:
         sorted(
             {
                 Setting.parse(setting).precision or "float32"
-                for setting in escapes[~escapes.left].setting
+                for setting in escapes[~escapes.escaped].setting
             }
         )
     )
@@ -115,9 +115,9 @@ def _with_minibatches(escapes: pd.DataFrame) -> str:
     arithmetic, by_optimizer = steps.max(axis=1) / steps.min(axis=1) - 1, steps.groupby("optimizer")
     seeds = (by_optimizer.max() / by_optimizer.min() - 1).stack()
     held = ""
-    if not escapes.left.all():
+    if not escapes.escaped.all():
         held = (
-            f"; {(~escapes.left).sum()} of {len(escapes)} never left, with weights in"
+            f"; {(~escapes.escaped).sum()} of {len(escapes)} never left, with weights in"
             f" {_formats_held(escapes)}"
         )
     return (
@@ -133,19 +133,19 @@ def _held(plain: pd.DataFrame, masters: pd.DataFrame) -> list[str]:
     longer, shorter = (measured[measured.step_ratio > 1], measured[measured.step_ratio <= 1])
     sentences = [
         "Where a step is longer than half the distance from a weight to the next number of its"
-        f" format, {longer.left.sum()} of {len(longer)} trainings left the saddle; where it is"
-        f" shorter, {shorter.left.sum()} of {len(shorter)}."
+        f" format, {longer.escaped.sum()} of {len(longer)} trainings left the saddle; where it is"
+        f" shorter, {shorter.escaped.sum()} of {len(shorter)}."
     ]
     freed = masters.merge(
-        plain.loc[~plain.left, ["setting", "optimizer", "learning_rate"]].drop_duplicates()
+        plain.loc[~plain.escaped, ["setting", "optimizer", "learning_rate"]].drop_duplicates()
     )
     if len(freed):
         conclusion = (
-            ": what is rounded away is the update, not the gradient" if freed.left.all() else ""
+            ": what is rounded away is the update, not the gradient" if freed.escaped.all() else ""
         )
         sentences.append(
-            f"With the same gradients, but weights in float64, {freed.left.sum()} of {len(freed)}"
-            f" of those that were held left after all{conclusion}."
+            f"With the same gradients, but weights in float64, {freed.escaped.sum()} of"
+            f" {len(freed)} of those that were held left after all{conclusion}."
         )
     return sentences
 

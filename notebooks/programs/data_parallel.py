@@ -40,7 +40,7 @@ from torch.nn.utils import parameters_to_vector
 
 import gpulab as gl
 from gpulab.engines._graphs import Graph
-from gpulab.engines._prednet_windows import Windows
+from gpulab.engines._prednet_windows import WindowGradients
 from gpulab.store import recorded
 from gpulab.training._adam import Adam
 
@@ -91,7 +91,7 @@ class InGraphs:
     def __init__(self, net, films, size, written_out=False):
         self.weights, self.size, self.loss = [*net.parameters()], size, Loss(net)
         self.optimizer = Adam(self.weights, LEARNING_RATE)
-        self.windows = Windows(net, films) if written_out else None
+        self.windows = WindowGradients(net, films) if written_out else None
         self.gradients = torch.zeros_like(parameters_to_vector(self.weights))
         self.before = Graph(self.find_gradients, [films], [self.gradients])
         self.after = Graph(

@@ -30,9 +30,9 @@ def escapes(optimizer, batch_size=0, **steps):
         optimizer=optimizer, batch_size=batch_size
     )
     frame = frame.assign(
-        learning_rate=0.1, perturbation=0.0, master_weights=False, left=frame.steps.notna()
+        learning_rate=0.1, perturbation=0.0, master_weights=False, escaped=frame.steps.notna()
     )
-    return frame.assign(step_ratio=frame.left.map({True: 3.0, False: 0.3}))
+    return frame.assign(step_ratio=frame.escaped.map({True: 3.0, False: 0.3}))
 
 
 def said(adam, share=0.02):

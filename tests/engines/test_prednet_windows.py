@@ -10,7 +10,7 @@ import gpulab as gl
 from gpulab.data._feed import Loader
 from gpulab.engines import _prednet_windows as prednet_windows
 from gpulab.engines._prednet_kernels import uses_tf32
-from gpulab.engines._prednet_windows import SUPPORTED_TRUNCATIONS, Windows
+from gpulab.engines._prednet_windows import SUPPORTED_TRUNCATIONS, WindowGradients
 from gpulab.models import PredNet
 from gpulab.numerics._flags import restore_tf32_on_exit, switch_tf32
 from gpulab.settings import Setting
@@ -43,7 +43,7 @@ def both_ways(net, film, length=6):
                 objective, losses, states[0] = net.training_loss(frames, states[0])
                 objective.backward()
             else:
-                windows = windows or Windows(net, frames)
+                windows = windows or WindowGradients(net, frames)
                 losses, states[1] = windows(frames, states[1])
             found.append(
                 (losses, {name: p.grad.clone() for name, p in net.named_parameters()}, states[way])
@@ -97,7 +97,7 @@ def test_prednet_windows_overwritten_frames_spoil_the_gradient_as_under_autograd
         objective.backward()
         spoilt = {name: p.grad.clone() for name, p in net.named_parameters()}
         frames = loader.window(part)[:, None]
-        windows = windows or Windows(net, frames, frames_share_memory=True)
+        windows = windows or WindowGradients(net, frames, frames_share_memory=True)
         same_losses, states[1] = windows(frames, states[1])
         # a feed divides in float32
         torch.testing.assert_close(same_losses, losses, rtol=1e-7, atol=0)
@@ -115,7 +115,7 @@ def test_prednet_windows_with_channels_last_and_padded_channels_are_those_of_aut
     monkeypatch.setattr(prednet_windows, "uses_tf32", lambda like: like.is_floating_point())
     net = unlike_fresh(truncation=truncation)  # of 3 channels, for which there is room for 4
     check(net, torch.rand(19, batch, 3, 16, 24, dtype=torch.float64))
-    lowest = prednet_windows.Windows(
+    lowest = prednet_windows.WindowGradients(
         net, torch.rand(7, batch, 3, 16, 24, dtype=torch.float64)
     ).layers[0]
     assert lowest.padded_channels == 4
@@ -164,11 +164,11 @@ needs_newer_torch = pytest.mark.skipif(
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_prednet_windows_leave_a_network_of_other_formulas_to_autograd(change):
     net = PredNet((3, 4), (8, 8))
-    assert Windows.supports(net)
+    assert WindowGradients.supports(net)
     change(net)
-    assert not Windows.supports(net)
+    assert not WindowGradients.supports(net)
     for other in (type("Other", (PredNet,), {})((3, 4), (8, 8)), gl.models.Autoencoder()):
-        assert not Windows.supports(other), "its formulas may be others"
+        assert not WindowGradients.supports(other), "its formulas may be others"
 
 
 @needs_newer_torch

@@ -29,9 +29,9 @@ def test_escape_table_pushed_trainings_leave_when_the_law_says():
         SADDLE, [FLOAT64], perturbations=[1e-2, 1e-5, 1e-8, 1e-11], progress=False
     )
     for row in pushed.table.itertuples():
-        assert row.left
+        assert row.escaped
         assert row.start == pytest.approx(row.perturbation, rel=1e-3)
-        assert abs(row.steps - row.expected) < 2
+        assert abs(row.steps - row.expected_steps) < 2
     # Four points on a line: the steps between two pushes, over those that the law has between them.
     (first, last), rate = (
         pushed.table.steps.iloc[[0, -1]],
@@ -49,7 +49,7 @@ def test_escape_table_coarser_products_leave_sooner(alone):
     assert 1e6 * alone.noise < tf32.noise < bfloat16.noise
     assert bfloat16.steps < tf32.steps
     for one in (tf32, bfloat16):
-        assert 0.5 < one.steps / one.expected < 2
+        assert 0.5 < one.steps / one.expected_steps < 2
 
 
 def test_escape_table_minibatches_leave_when_their_noise_says(alone):
@@ -58,7 +58,7 @@ def test_escape_table_minibatches_leave_when_their_noise_says(alone):
     )
     for one in (first, other):
         assert one.noise > 1e6 * alone.noise
-        assert 0.5 < one.steps / one.expected < 2
+        assert 0.5 < one.steps / one.expected_steps < 2
     assert again.history.equals(first.history)
     assert not other.history.unstable.equals(first.history.unstable)
 
@@ -77,11 +77,11 @@ def test_escape_table_paths_end_where_the_radius_is_passed():
 def test_escape_table_leaves_by_a_zero_unit_and_never_from_zeros_alone():
     spare = gl.saddles.linear_autoencoder_saddle(SIX_SCALES, [0], hidden=2)
     seen = escape(spare, perturbation=1e-6)
-    assert abs(seen.steps - seen.expected) < 2
+    assert abs(seen.steps - seen.expected_steps) < 2
     zeros = gl.saddles.linear_autoencoder_saddle(SIX_SCALES, [])
     never = escape(zeros, steps=20)  # zeros stay zeros: nothing is rounded
-    assert never.expected == math.inf
-    assert never.held
+    assert never.expected_steps == math.inf
+    assert never.stalled
 
 
 def test_escape_table_starts_from_a_saddle_that_was_found():
@@ -91,7 +91,7 @@ def test_escape_table_starts_from_a_saddle_that_was_found():
     torch.nn.utils.vector_to_parameters(0.01 * torch.ones(12), net.parameters())
     point = gl.saddles.find_critical_point(net, nn.functional.mse_loss, (x, x), progress=False)
     seen = escape(point, perturbation=1e-4)
-    assert abs(seen.steps - seen.expected) <= 0.05 * seen.expected
+    assert abs(seen.steps - seen.expected_steps) <= 0.05 * seen.expected_steps
 
 
 def test_escape_table_of_every_optimizer_is_as_recorded(as_recorded):
@@ -125,7 +125,7 @@ def test_escape_table_has_a_row_for_each_training_and_its_figure_says_who_left()
         == 2
     )
     assert "theory expects" in escapes.plot().alt
-    assert "8 never left" in plots.escape_law(escapes.table.assign(left=False, steps=np.nan)).alt
+    assert "8 never left" in plots.escape_law(escapes.table.assign(escaped=False, steps=np.nan)).alt
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.99])
@@ -152,8 +152,8 @@ def test_escape_law_growth_by_momentum_is_the_eigenvalue_of_its_recursion(moment
 def test_escape_table_momentum_leaves_when_its_law_says(momentum, perturbation):
     made = functools.partial(torch.optim.SGD, momentum=momentum)
     seen = leave(optimizer=made, perturbation=perturbation)
-    assert abs(seen.steps - seen.expected) < 2
-    assert seen.expected < 0.8 * leave(perturbation=perturbation).expected
+    assert abs(seen.steps - seen.expected_steps) < 2
+    assert seen.expected_steps < 0.8 * leave(perturbation=perturbation).expected_steps
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
@@ -161,18 +161,20 @@ def test_escape_table_steps_of_one_size_leave_after_the_radius_over_that_size(op
     for rate in (1e-4, 1e-5):
         seen = leave(optimizer=optimizer, rate=rate, perturbation=1e-5)
         direction = SADDLE.mixed(1).direction
-        assert seen.expected == pytest.approx(0.1 / (rate * float(direction.abs().sum())), rel=0.1)
-        assert 0.4 < seen.steps / seen.expected < 1.6
+        assert seen.expected_steps == pytest.approx(
+            0.1 / (rate * float(direction.abs().sum())), rel=0.1
+        )
+        assert 0.4 < seen.steps / seen.expected_steps < 1.6
         assert math.isnan(seen.expected_rate)
 
 
 def test_escape_table_has_no_expected_steps_for_an_optimizer_without_a_law():
-    assert math.isnan(leave(optimizer=torch.optim.AdamW, steps=5).expected)
+    assert math.isnan(leave(optimizer=torch.optim.AdamW, steps=5).expected_steps)
     assert (
         EscapeLaw.of_optimizer(torch.optim.Adam([torch.zeros(1, requires_grad=True)], eps=0.0))
         is None
     )
-    assert math.isnan(leave(optimizer="adam", batch_size=10, steps=5).expected)
+    assert math.isnan(leave(optimizer="adam", batch_size=10, steps=5).expected_steps)
 
 
 STEPS = {"sgd": 2e-4, "momentum": 2e-3, "adam": 1e-3, "rmsprop": 1e-3, LARGE_EPSILON: 1e-3 / 6}
@@ -190,6 +192,6 @@ def test_step_ratio_is_that_of_the_settled_step(optimizer, dtype):
 def test_escape_table_master_weights_follow_the_gradients_of_a_coarse_format():
     """Its gradients lead away in the law's time: what is rounded away is the update."""
     held, free = (leave(setting=BFLOAT16, master_weights=masters) for masters in (False, True))
-    assert held.held
-    assert 0.5 < free.steps / free.expected < 2
+    assert held.stalled
+    assert 0.5 < free.steps / free.expected_steps < 2
     assert free.step_ratio > 1e6 * held.step_ratio

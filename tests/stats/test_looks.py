@@ -40,7 +40,7 @@ def test_looks_divide_the_level_among_the_verdicts(levels, shift):
         "equivalent_high",
         "equivalent_confidence",
     ]
-    same += ["difference", "p_different", "p_equivalent", "seeds_needed", "moved"]
+    same += ["difference", "p_different", "p_equivalent", "seeds_needed", "beyond_margin"]
     pd.testing.assert_frame_equal(looked_at[same], once[same])
 
 

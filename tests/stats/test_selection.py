@@ -36,7 +36,7 @@ def test_verdict_last_takes_the_last_row_of_each_run_with_the_metric(last):
     assert verdict.notes[0].startswith(
         f"Of 216 rows the last {last} that has val_loss was taken for each optimizer and"
     )
-    assert verdict.table[["seeds", "diverged", "left_out"]].values.tolist() == [[6, 0, 0]]
+    assert verdict.table[["seeds", "diverged", "unpaired"]].values.tolist() == [[6, 0, 0]]
 
 
 def test_verdict_last_takes_the_last_step_of_the_last_epoch():
@@ -113,7 +113,7 @@ def test_verdict_of_a_metric_with_one_row_for_each_run_needs_no_choice():
     is_end = (table.epoch == 5) & table.val_loss.notna()
     table["test_loss"] = table.val_loss.where(is_end)
     verdict = gl.verdict(table, "test_loss", "optimizer")
-    assert verdict.table[["seeds", "diverged", "left_out"]].values.tolist() == [[6, 0, 0]]
+    assert verdict.table[["seeds", "diverged", "unpaired"]].values.tolist() == [[6, 0, 0]]
 
 
 def test_verdict_last_names_a_run_that_ends_early():
@@ -134,7 +134,7 @@ def test_verdict_last_counts_a_run_that_becomes_nan_as_diverged(lost):
     table = logged()
     table.loc[is_late(table) & table.val_loss.notna(), "val_loss"] = lost
     verdict = gl.verdict(table, **LOGS, last="epoch", reference="adam")
-    assert verdict.table[["seeds", "diverged", "left_out"]].values.tolist() == [[5, 1, 0]]
+    assert verdict.table[["seeds", "diverged", "unpaired"]].values.tolist() == [[5, 1, 0]]
     # Its best row was before; where NaN may be an empty cell, it is known by the epochs of the
     # other runs.
     best = gl.verdict(table, **LOGS, best="val_loss", reference="adam")
@@ -146,7 +146,7 @@ def test_verdict_last_takes_a_metric_that_is_logged_every_third_epoch():
     table = logged(epochs=8)
     table.loc[table.epoch % 3 > 0, "val_loss"] = math.nan
     verdict = gl.verdict(table, **LOGS, last="epoch")
-    assert verdict.table[["seeds", "diverged", "left_out"]].values.tolist() == [[6, 0, 0]]
+    assert verdict.table[["seeds", "diverged", "unpaired"]].values.tolist() == [[6, 0, 0]]
     assert "epoch 6" in verdict.notes[0]
 
 
@@ -291,7 +291,7 @@ def test_verdict_pairs_seeds_that_are_the_same_numbers_whatever_their_types(way,
         setting="b", final_loss=BASE.final_loss + 1, seed=WAYS[way](BASE.seed)
     ).iloc[::-1]
     verdict = gl.verdict(pd.concat([BASE.assign(seed=WAYS[first](BASE.seed)), other]))
-    assert (verdict.table.seeds[0], verdict.table.left_out[0]) == (8, 0)
+    assert (verdict.table.seeds[0], verdict.table.unpaired[0]) == (8, 0)
     assert verdict.pairs.difference.tolist() == [1.0] * 8
 
 

@@ -41,7 +41,7 @@ def table(tmp_path):
 def test_read_table_of_an_export_of_weights_and_biases(table):
     verdict = gl.verdict(table(WANDB), "val/loss", "device")
     (row,) = verdict.table.to_dict("records")
-    assert (row["seeds"], row["left_out"], row["diverged"]) == (1, 1, 1), (
+    assert (row["seeds"], row["unpaired"], row["diverged"]) == (1, 1, 1), (
         "a crashed run's last loss is not its result"
     )
     assert row["difference"] == pytest.approx(0.02)

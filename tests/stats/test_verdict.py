@@ -38,10 +38,10 @@ def test_verdict_compares_settings_seed_by_seed():
     verdict = gl.verdict(THREE)
     assert THREE.equals(before), "the frame is left as it was"
     one, two = row(verdict, "cpu:threads=1"), row(verdict)
-    assert (one["seeds"], one["same_bits"], one["diverged"], one["left_out"]) == (3, 1, 0, 0)
+    assert (one["seeds"], one["same_bits"], one["diverged"], one["unpaired"]) == (3, 1, 0, 0)
     assert one["difference"] == pytest.approx((0 + 0.01 - 0.03) / 3)
     # cuda has no run from seed 2: that seed is left out, not made up, and said
-    assert (two["seeds"], two["left_out"]) == (2, 1)
+    assert (two["seeds"], two["unpaired"]) == (2, 1)
     assert two["difference"] == pytest.approx((0.2 - 0.02) / 2)
     assert "cuda against cpu, 2 of 3 seeds: " in str(verdict), "in the first words"
     assert "Missing: seed 2 under cuda." in str(verdict)
@@ -321,7 +321,7 @@ def test_verdict_without_a_comparison_says_so_and_has_a_figure():
     verdict = gl.verdict(
         levels(cpu=BASE[:2], cuda=BASE[:3]).query("(setting == 'cuda') == (seed == 2)")
     )
-    assert (row(verdict)["seeds"], row(verdict)["left_out"]) == (0, 3)
+    assert (row(verdict)["seeds"], row(verdict)["unpaired"]) == (0, 3)
     assert "no seed finished under both" in str(verdict)
     alone = gl.verdict(THREE[THREE.setting == "cpu"])
     assert (len(alone.table), alone.decision) == (0, "inconclusive")

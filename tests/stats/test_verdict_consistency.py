@@ -89,7 +89,7 @@ def test_verdict_never_contradicts_itself(part):
             if row.decision in ("equivalent", "different but negligible"):
                 assert within or unmoved
             elif within and not lost_apart:
-                assert row.diverged_apart_at_most > 0.1
+                assert row.discordant_diverged_upper > 0.1
                 assert "could diverge alone" in text or row.decision == "different"
             assert math.isnan(row.seeds_needed) == (row.seeds < 2)
             assert row.decision != "inconclusive" or not row.seeds_needed <= row.seeds
@@ -129,7 +129,7 @@ def test_verdict_leaves_out_unfinished_runs_and_says_so():
     frame = runs_of(pair_of(), status=["finished"] * 17 + ["crashed", "FINISHED", "Running"])
     frame.loc[17, "final_loss"] = math.nan
     verdict = gl.verdict(frame)
-    assert (verdict.table.seeds[0], verdict.table.left_out[0]) == (8, 2)
+    assert (verdict.table.seeds[0], verdict.table.unpaired[0]) == (8, 2)
     assert "Left out, because they did not finish: 2 (cuda 1 crashed, cuda 1 running)" in str(
         verdict
     )

@@ -81,19 +81,22 @@ def test_loop_engine_is_an_object_with_one_method_that_is_given_the_state():
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_loop_ends_at_a_loss_that_is_not_finite_also_when_seldom_checked(wrong):
     notes, looks = [], []
-    for look_every in (0.0, 1000.0):
+    for loss_sync_interval in (0.0, 1000.0):
         spec = planned("autoencoder")
         training = spec.init_training()
-        training.look_every = look_every
+        training.loss_sync_interval = loss_sync_interval
         engine = Telling([1.0, 3.0], [2.0, 2.0], [4.0, wrong], [1.0, 1.0], [1.0, 1.0])
         loop.train(
-            training, spec.remaining_windows(training), engine, partial(looks.append, look_every)
+            training,
+            spec.remaining_windows(training),
+            engine,
+            partial(looks.append, loss_sync_interval),
         )
         notes.append([(note.window, note.step, note.loss) for note in training.history])
         seconds = [note.seconds for note in training.history]
         assert seconds == sorted(seconds)
         assert (training.diverged_at, training.inside_window) == (6, False)
-        assert training.windows_after_divergence == (2 if look_every else 0)
+        assert training.windows_after_divergence == (2 if loss_sync_interval else 0)
         assert (
             spec.summarize(training, math.nan)["windows_after_divergence"]
             == training.windows_after_divergence

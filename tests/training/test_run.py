@@ -151,7 +151,7 @@ def test_train_records_how_many_windows_were_computed_after_it_diverged(monkeypa
     supervise = networks.supervise
 
     def supervise_with_rare_looks(training, *arguments, **options):  # as on a GPU
-        training.look_every = 1000.0
+        training.loss_sync_interval = 1000.0
         supervise(training, *arguments, **options)
 
     monkeypatch.setattr(networks, "supervise", supervise_with_rare_looks)

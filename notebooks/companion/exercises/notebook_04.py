@@ -67,7 +67,7 @@ def _leaving(answer: Answer) -> str:
         f"{metric} says how well, and when a seed leaves is asked for",
     )
     plateau_verdict = judged(answer, "setting", metric=metric)
-    not_counted = int(plateau_verdict.table.diverged.sum() + plateau_verdict.table.left_out.sum())
+    not_counted = int(plateau_verdict.table.diverged.sum() + plateau_verdict.table.unpaired.sum())
     return (
         f"{decisions(plateau_verdict)}. Not counted: {not_counted} seeds. What another threshold"
         " would say is open."

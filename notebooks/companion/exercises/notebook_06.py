@@ -14,8 +14,8 @@ def _escapes(value: Answer, optimizer: str) -> pd.DataFrame:
         "perturbation",
         "learning_rate",
         "master_weights",
-        "left",
-        "moved",
+        "escaped",
+        "changed_share",
         "step_ratio",
     )
     frame = table(getattr(value, "table", value), *columns)
@@ -46,8 +46,10 @@ def _pushed(answer: Answer) -> str:
         (False, True): "float32",
         (False, False): "neither",
     }
-    left = names[bool(frame.left[exact].all()), bool(frame.left[plain].all())]
-    moved = f"in float32 the first step moved {frame.moved[plain].mean():.0%} of the weights"
+    left = names[bool(frame.escaped[exact].all()), bool(frame.escaped[plain].all())]
+    moved = (
+        f"in float32 the first step moved {frame.changed_share[plain].mean():.0%} of the weights"
+    )
     need(choice(who, *names.values()) == left, f"in this table {left} left, and {moved}")
     return f"{left} left, and {moved}; for the others it is rounded away."
 
@@ -60,7 +62,7 @@ def _pushed(answer: Answer) -> str:
 def _adam_in_bfloat16(answer: Answer) -> str:
     frame = _escapes(answer, "adam")
     frame = frame[frame.setting.str.contains("precision=bfloat16")]
-    left = frame.groupby(["master_weights", "learning_rate"]).left.all()
+    left = frame.groupby(["master_weights", "learning_rate"]).escaped.all()
     plain = left.get(False, left[:0])
     need(
         plain.any() and not plain.all(),
@@ -91,7 +93,7 @@ def _small_weights(answer: Answer) -> str:
         "in float32 alone, steps are still rounded away: step_ratio should be above 1",
     )
     frame = frame[frame.step_ratio > 1]
-    times_expected = float((frame.steps / frame.expected).median())
+    times_expected = float((frame.steps / frame.expected_steps).median())
     need(
         0.5 < times_expected < 2,
         "it did not leave when the law says: push it, by perturbations=[…], or wait longer",
