@@ -46,8 +46,8 @@ from gpulab.training.loop import AutogradEngine, Engine, Training
 
 # The version of all code that decides what a training gives: loop, optimiser, engines, models,
 # data, arithmetic. Raise it whenever the same request gives other losses: then no run of before
-# stands for one of now. The test `test_code_version_is_that_of_the_noted_losses` fails until that is
-# done.
+# stands for one of now. Until that is done, the test
+# `test_code_version_is_that_of_the_noted_losses` fails.
 CODE_VERSION = 1
 
 

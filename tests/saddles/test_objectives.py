@@ -3,6 +3,8 @@ is refused by name.
 """
 
 from collections import UserDict
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -61,24 +63,51 @@ def test_batch_of_each_kind_gives_the_loss_of_all_its_examples(kind):
     torch.testing.assert_close(point.hessian().dense(), expected.dense(), rtol=0, atol=1e-12)
 
 
-REFUSED = {
-    "loss=mse_loss needs targets, and the batch is a tensor": (INPUTS, MSE),
-    "loss=mse_loss takes arguments, and there is no batch": (None, MSE),
-    "loss=<lambda> does not take outputs and targets": ((INPUTS, TARGETS), lambda: 0),
-    "batch is a tuple of 3": ((INPUTS, TARGETS, TARGETS), MSE),
-    "batch is a list of 1": (loader(INPUTS), MSE),
-    "batch is a generator without tensors": ((pair for pair in [(INPUTS, TARGETS)]), MSE),
-    r"tensors of \[2, 8\] rows": (
-        DataLoader([(torch.ones(8, 2), torch.ones(2, 1))] * 2, batch_size=None),
-        MSE,
+def no_loss():
+    return 0
+
+
+class RefusedBatch(NamedTuple):
+    """A batch with a loss that does not fit, and what the error says."""
+
+    id: str
+    batch: object
+    message: str
+    loss: Callable = MSE
+
+
+REFUSED_BATCHES = [
+    RefusedBatch("tensor", INPUTS, "loss=mse_loss needs targets, and the batch is a tensor"),
+    RefusedBatch("none", None, "loss=mse_loss takes arguments, and there is no batch"),
+    RefusedBatch(
+        "loss without arguments",
+        (INPUTS, TARGETS),
+        "loss=no_loss does not take outputs and targets",
+        no_loss,
     ),
-    "Linear got a pair as its one input": (((INPUTS, INPUTS), TARGETS), MSE),
-}
+    RefusedBatch("tuple of 3", (INPUTS, TARGETS, TARGETS), "batch is a tuple of 3"),
+    RefusedBatch("list of 1", loader(INPUTS), "batch is a list of 1"),
+    RefusedBatch(
+        "generator",
+        (pair for pair in [(INPUTS, TARGETS)]),
+        "batch is a generator without tensors",
+    ),
+    RefusedBatch(
+        "rows that differ",
+        DataLoader([(torch.ones(8, 2), torch.ones(2, 1))] * 2, batch_size=None),
+        r"tensors of \[2, 8\] rows",
+    ),
+    RefusedBatch(
+        "pair as input", ((INPUTS, INPUTS), TARGETS), "Linear got a pair as its one input"
+    ),
+]
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_batch_of_another_kind_is_refused_by_name(words):
-    batch, loss = REFUSED[words]
-    for function in FUNCTIONS[: 2 if batch is None else 3]:
-        with pytest.raises(gl.UsageError, match=words):
-            function(network(), loss, batch)
+@pytest.mark.parametrize("case", REFUSED_BATCHES, ids=lambda case: case.id)
+def test_batch_of_another_kind_is_refused_by_name(case):
+    functions = FUNCTIONS
+    if case.batch is None:
+        functions = FUNCTIONS[:2]
+    for function in functions:
+        with pytest.raises(gl.UsageError, match=case.message):
+            function(network(), case.loss, case.batch)

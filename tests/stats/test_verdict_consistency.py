@@ -5,6 +5,8 @@ or one clear line.
 import math
 import re
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -159,42 +161,100 @@ def test_verdict_does_not_depend_on_types_and_names_of_columns_or_the_index(name
     )
 
 
-NONSENSE = {
-    r"have no final_loss that is finite and below 1e\+75": (
-        lambda f: f.assign(final_loss=f.final_loss * 1e306),
-        {},
+def unchanged(runs):
+    return runs
+
+
+def with_huge_losses(runs):
+    return runs.assign(final_loss=runs.final_loss * 1e306)
+
+
+def with_an_infinite_loss_of_a_finished_run(runs):
+    return runs.assign(status="finished").replace(runs.final_loss[12], math.inf)
+
+
+def with_weights(runs):
+    return runs.assign(weights="a")
+
+
+def with_a_margin(runs):
+    return runs.assign(margin=1)
+
+
+def with_seeds_twice(runs):
+    return runs.set_index("seed", drop=False)
+
+
+def with_empty_settings(runs):
+    return runs.assign(setting=runs.setting.where(runs.seed > 0))
+
+
+def from_two_machines(runs):
+    return pd.concat([runs.assign(machine=machine) for machine in "ab"])
+
+
+class InvalidInput(NamedTuple):
+    """What is wrong with a table or with options of a verdict, and what the error says."""
+
+    id: str
+    message: str
+    change: Callable = unchanged
+    options: dict = {}
+
+
+INVALID_INPUTS = [
+    InvalidInput(
+        "huge losses", r"have no final_loss that is finite and below 1e\+75", with_huge_losses
     ),
-    r"1 finished .*: index \[12\]": (
-        lambda f: f.assign(status="finished").replace(f.final_loss[12], math.inf),
-        {},
+    InvalidInput(
+        "infinite loss",
+        r"1 finished .*: index \[12\]",
+        with_an_infinite_loss_of_a_finished_run,
     ),
-    "no column 'finalloss'; there are setting, seed, final_loss; .* pandas.melt": (
-        None,
-        {"metric": "finalloss"},
+    InvalidInput(
+        "unknown metric",
+        "no column 'finalloss'; there are setting, seed, final_loss; .* pandas.melt",
+        options={"metric": "finalloss"},
     ),
-    "expected three columns, and none of status, rerun, weights": (None, {"block": "setting"}),
-    "none of status, rerun": (lambda f: f.assign(weights="a"), {"metric": "weights"}),
-    "'margin' is also a column of the verdict's own table": (
-        lambda f: f.assign(margin=1),
+    InvalidInput(
+        "one column twice",
+        "expected three columns, and none of status, rerun, weights",
+        options={"block": "setting"},
+    ),
+    InvalidInput("weights as metric", "none of status, rerun", with_weights, {"metric": "weights"}),
+    InvalidInput(
+        "margin as factor",
+        "'margin' is also a column of the verdict's own table",
+        with_a_margin,
         {"factor": "margin"},
     ),
-    "more than one column is called seed": (lambda f: f.set_index("seed", drop=False), {}),
-    "no runs under 'mps'; there are .*cpu.*cuda": (None, {"reference": "mps"}),
-    "'setting' is empty in 2 rows": (lambda f: f.assign(setting=f.setting.where(f.seed > 0)), {}),
-    "with another mach": (lambda f: pd.concat([f.assign(machine=m) for m in "ab"]), {}),
-    **{
-        f"margin {margin!r}: expected a number above 0": (None, {"margin": margin})
-        for margin in [0, True, "-1sd", "1"]
-    },
-    **{f"alpha {alpha!r}": (None, {"alpha": alpha}) for alpha in [0, 0.5, "5%"]},
-}
+    InvalidInput("seeds twice", "more than one column is called seed", with_seeds_twice),
+    InvalidInput(
+        "unknown reference",
+        "no runs under 'mps'; there are .*cpu.*cuda",
+        options={"reference": "mps"},
+    ),
+    InvalidInput("empty settings", "'setting' is empty in 2 rows", with_empty_settings),
+    InvalidInput("two machines", "with another mach", from_two_machines),
+    *(
+        InvalidInput(
+            f"margin {margin!r}",
+            f"margin {margin!r}: expected a number above 0",
+            options={"margin": margin},
+        )
+        for margin in (0, True, "-1sd", "1")
+    ),
+    *(
+        InvalidInput(f"alpha {alpha!r}", f"alpha {alpha!r}", options={"alpha": alpha})
+        for alpha in (0, 0.5, "5%")
+    ),
+]
 
 
-@pytest.mark.parametrize("words", NONSENSE)
-def test_verdict_refuses_invalid_input_in_one_line(words):
-    spoil, options = NONSENSE[words]
-    runs = runs_of(pair_of())
-    with pytest.raises(gl.UsageError, match=words) as error:
-        gl.verdict(spoil(runs) if spoil else runs, **options)
+@pytest.mark.parametrize("case", INVALID_INPUTS, ids=lambda case: case.id)
+def test_verdict_refuses_invalid_input_in_one_line(case):
+    runs = case.change(runs_of(pair_of()))
+    with pytest.raises(gl.UsageError, match=case.message) as error:
+        gl.verdict(runs, **case.options)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 250
