@@ -3,6 +3,7 @@ smallest module.
 """
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -89,17 +90,40 @@ def test_compiled_audit_reports_a_nonfinite_loss_first():
     )
 
 
-REFUSED = {
-    "a function hides its network": (lambda: torch.ones(2), "cpu"),
-    "one setting without compile": (step_of(nn.Linear(8, 8)), "cpu:threads=1"),
-    "nothing of Sequential was compiled": (step_of(torch.compiler.disable(nn.Linear(8, 8))), "cpu"),
-}
+def step_that_hides_its_network():
+    return torch.ones(2)
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_compiled_audit_refuses_unsupported_steps(words):
-    with pytest.raises(gl.GpulabError, match=words):
-        audited(*REFUSED[words], "cpu:compile=aot_eager")
+class RefusedAudit(NamedTuple):
+    """A step and a first setting that cannot be compared, and what the error says."""
+
+    id: str
+    step: object
+    setting: str
+    message: str
+
+
+REFUSED_AUDITS = [
+    RefusedAudit("function", step_that_hides_its_network, "cpu", "a function hides its network"),
+    RefusedAudit(
+        "settings that differ",
+        step_of(nn.Linear(8, 8)),
+        "cpu:threads=1",
+        "one setting without compile",
+    ),
+    RefusedAudit(
+        "nothing compiled",
+        step_of(torch.compiler.disable(nn.Linear(8, 8))),
+        "cpu",
+        "nothing of Sequential was compiled",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED_AUDITS, ids=lambda case: case.id)
+def test_compiled_audit_refuses_unsupported_steps(case):
+    with pytest.raises(gl.GpulabError, match=case.message):
+        audited(case.step, case.setting, "cpu:compile=aot_eager")
 
 
 def test_record_refuses_compiled_code():

@@ -1,3 +1,5 @@
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -220,26 +222,38 @@ def test_place_measures_the_roofline_of_a_setting(monkeypatch):
     assert place(product(), "cpu:threads=1", repeats=2).setting == "cpu:threads=1"
 
 
-REFUSED = {
-    "ceilings of NVIDIA H200": (product(), ceilings().assign(machine="NVIDIA H200"), 2),
-    "ceilings of cpu, cuda: expected": (
-        product(),
-        pd.concat([ceilings(), ceilings(setting="cuda")]),
-        2,
-    ),
-    "float64: there are ceilings of bfloat16, float32 alone": (
-        product(torch.float64),
-        ceilings(),
-        2,
-    ),
-    "repeats": (product(), ceilings(), 1),
-}
+class RefusedCeilings(NamedTuple):
+    """Arguments of `place` that do not fit, and what the error says."""
+
+    id: str
+    arguments: tuple
+    message: str
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_place_refuses_ceilings_that_do_not_fit(words):
-    with pytest.raises(gl.UsageError, match=words):
-        place(*REFUSED[words])
+REFUSED_CEILINGS = [
+    RefusedCeilings(
+        "another machine",
+        (product(), ceilings().assign(machine="NVIDIA H200"), 2),
+        "ceilings of NVIDIA H200",
+    ),
+    RefusedCeilings(
+        "two settings",
+        (product(), pd.concat([ceilings(), ceilings(setting="cuda")]), 2),
+        "ceilings of cpu, cuda: expected",
+    ),
+    RefusedCeilings(
+        "another precision",
+        (product(torch.float64), ceilings(), 2),
+        "float64: there are ceilings of bfloat16, float32 alone",
+    ),
+    RefusedCeilings("one repeat", (product(), ceilings(), 1), "repeats"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED_CEILINGS, ids=lambda case: case.id)
+def test_place_refuses_ceilings_that_do_not_fit(case):
+    with pytest.raises(gl.UsageError, match=case.message):
+        place(*case.arguments)
 
 
 def test_place_of_a_step_without_products_or_without_a_formula():
