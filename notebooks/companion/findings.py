@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,6 +23,7 @@ SIZES = {
     "motion": "profile motion",
 }
 SAME = "the same bits"
+SUMMARY = "In short"  # the heading of what a notebook shows in place of all other sentences
 METRIC_WORDS = {
     "final_loss": "loss",
     "heldout_loss": "held-out loss",
@@ -46,14 +47,14 @@ NUMBERS = [
 class CheckedSentences(Report):
     """What was found, by heading.
 
-    `print` says it in sentences. A notebook shows the headings that are sentences already, and a
-    table with a row for each verdict: what was asked, on how many seeds, and the answer. The
-    sentences of the verdicts and the statistics are behind folds.
+    `print` says it in sentences. A notebook shows what stands under the heading "In short", and
+    a table with a row for each verdict: what was asked, on how many seeds, and the answer. All
+    other sentences and the statistics are behind folds. Without that heading, a notebook shows
+    every heading that is a sentence already.
     """
 
     parts: Sequence[tuple[str, Part]]
     numbers: Sequence[str] = ()  # lines of statistics, beside those of verdicts and tables
-    folded: Container[str] = ()  # headings that a page shows behind a fold of their own
 
     def sentences(self) -> list[tuple[str, list[str]]]:
         """Each heading, and the sentences below it."""
@@ -73,14 +74,16 @@ class CheckedSentences(Report):
     def words(self) -> Markup:
         """The answers, and the sentences and statistics in elements that unfold."""
         visible, hidden = Markup(), Markup()
+        has_summary = any(heading == SUMMARY for heading, _ in self.parts)
         for (heading, result), (_, sentences) in zip(self.parts, self.sentences(), strict=True):
             paragraph = Markup("<p><b>{}.</b> {}</p>").format(
                 heading, Markup("<br>").join(sentences)
             )
-            if heading in self.folded or not isinstance(result, (str, list)):
-                hidden += paragraph
-            else:
+            is_text = isinstance(result, (str, list))
+            if heading == SUMMARY or (is_text and not has_summary):
                 visible += paragraph
+            else:
+                hidden += paragraph
         rows = [
             Markup("<tr><th>{}</th><td>{}</td><td>{}</td></tr>").format(*answer)
             for answer in self.answers()
@@ -121,12 +124,9 @@ class CheckedSentences(Report):
 def finding(
     parts: Mapping[str, Part] | Iterable[tuple[str, Part]],
     numbers: Sequence[str] = (),
-    folded: Container[str] = (),
 ) -> CheckedSentences:
     """A sentence for each of several results, under a heading of its own; `numbers` are lines
     behind the fold.
-
-    What stands under the headings `folded` is behind another one.
 
     A part is a verdict, a table of `learning_table`, or a sentence or several, said as they are; an
     empty list of them is left out.
@@ -143,7 +143,7 @@ def finding(
     not_empty = [
         (heading, result) for heading, result in pairs if not isinstance(result, list) or result
     ]
-    return CheckedSentences(not_empty, numbers, folded)
+    return CheckedSentences(not_empty, numbers)
 
 
 def in_words(result: Part) -> list[str]:
