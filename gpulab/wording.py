@@ -55,6 +55,8 @@ def setting_words(setting: str | Setting) -> str:
     ('CPU, 3 threads, tiniest numbers as zero', 'CPU, AVX-512, float64')
     >>> setting_words("cuda:1:tf32=off,cudnn=off,deterministic=on"), setting_words("mine")
     ('GPU 1, no TF32, no cuDNN, deterministic', 'mine')
+    >>> setting_words("cuda:deterministic=on")
+    'GPU, TF32 in convolutions, deterministic'
     >>> setting_words("cpu:emulate=tf32,order=pairwise")
     'CPU, emulating TF32, sums pairwise'
     """
@@ -71,6 +73,9 @@ def setting_words(setting: str | Setting) -> str:
         words.append("one thread" if parsed.threads == 1 else f"{parsed.threads} threads")
     if parsed.isa:
         words.append(ISA.get(parsed.isa, parsed.isa))
+    if parsed.kind == "cuda" and parsed.deterministic and parsed.tf32 is None:
+        # Torch's default. Without a word on it, the label would name one change where two are made.
+        words.append("TF32 in convolutions")
     for name, value_words in SWITCHES.items():
         value = getattr(parsed, name)
         if value is not None:

@@ -3,11 +3,16 @@ from .anomaly import published_runs as published_runs
 from .anomaly import published_table as published_table
 from .anomaly import round_trips as round_trips
 from .cuda_random import cuda_uniform as cuda_uniform
+from .drawings import draw_autoencoder as draw_autoencoder
+from .drawings import draw_prednet as draw_prednet
+from .drawings import draw_published_loop as draw_published_loop
+from .drawings import draw_saddle as draw_saddle
 from .exercises import check as check
 from .explorers import buffer_explorer as buffer_explorer
 from .explorers import saddle_explorer as saddle_explorer
 from .explorers import seeds_explorer as seeds_explorer
 from .findings import finding as finding
+from .findings import in_short as in_short
 from .first_windows import FirstWindow as FirstWindow
 from .first_windows import recorded_windows as recorded_windows
 from .image_bytes import encode_jpeg as encode_jpeg

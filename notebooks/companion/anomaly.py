@@ -22,7 +22,7 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 import gpulab as gl
-from companion.findings import SIZES, CheckedSentences, Part, finding, listed, span
+from companion.findings import SIZES, SUMMARY, CheckedSentences, Part, finding, listed, span
 from companion.first_windows import recorded_windows
 from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected
 from gpulab.store.recorded import recorded_table
@@ -279,7 +279,8 @@ def published_page(
     from that of the runs that are ten times as long.
     """
     sections: dict[str, Part] = {
-        "In short": [*main_finding(published, table), *_port_sentences(port, longer)]
+        SUMMARY: main_finding(published, table),
+        "In our own port": _port_sentences(port, longer),
     }
     windows = recorded_windows().query("window == 0 and not of.str.endswith('trip')")
     unlike = windows.gradient.str.contains(OVERWRITTEN) != windows.compared_with.str.contains(
@@ -334,7 +335,7 @@ def published_page(
         ),
         *table[shown].to_string(index=False, float_format="{:.3g}".format).splitlines(),
     ]
-    return finding(sections, numbers, folded=set(sections) - {"In short"})
+    return finding(sections, numbers)
 
 
 def main_finding(published: pd.DataFrame, table: pd.DataFrame) -> list[str]:

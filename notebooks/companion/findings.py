@@ -1,8 +1,8 @@
-"""Findings: a sentence each that a person would say, with the statistics folded away below it."""
+"""Findings: an answer to each question, with the sentences and the statistics folded away."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,6 +23,7 @@ SIZES = {
     "motion": "profile motion",
 }
 SAME = "the same bits"
+SUMMARY = "In short"  # the heading of what a notebook shows in place of all other sentences
 METRIC_WORDS = {
     "final_loss": "loss",
     "heldout_loss": "held-out loss",
@@ -44,13 +45,16 @@ NUMBERS = [
 
 @dataclass(frozen=True, eq=False)
 class CheckedSentences(Report):
-    """What was found, by heading: a sentence each. `print` says them; a notebook has the
-    statistics behind a fold.
+    """What was found, by heading.
+
+    `print` says it in sentences. A notebook shows what stands under the heading "In short", and
+    a table with a row for each verdict: what was asked, on how many seeds, and the answer. All
+    other sentences and the statistics are behind folds. Without that heading, a notebook shows
+    every heading that is a sentence already.
     """
 
     parts: Sequence[tuple[str, Part]]
     numbers: Sequence[str] = ()  # lines of statistics, beside those of verdicts and tables
-    folded: Container[str] = ()  # headings that a page shows behind a fold of their own
 
     def sentences(self) -> list[tuple[str, list[str]]]:
         """Each heading, and the sentences below it."""
@@ -68,22 +72,41 @@ class CheckedSentences(Report):
         return "\n".join(lines)
 
     def words(self) -> Markup:
-        """The sentences, and the statistics in an element that unfolds."""
+        """The answers, and the sentences and statistics in elements that unfold."""
         visible, hidden = Markup(), Markup()
-        for heading, sentences in self.sentences():
+        has_summary = any(heading == SUMMARY for heading, _ in self.parts)
+        for (heading, result), (_, sentences) in zip(self.parts, self.sentences(), strict=True):
             paragraph = Markup("<p><b>{}.</b> {}</p>").format(
                 heading, Markup("<br>").join(sentences)
             )
-            if heading in self.folded:
-                hidden += paragraph
-            else:
+            is_text = isinstance(result, (str, list))
+            if heading == SUMMARY or (is_text and not has_summary):
                 visible += paragraph
+            else:
+                hidden += paragraph
+        rows = [
+            Markup("<tr><th>{}</th><td>{}</td><td>{}</td></tr>").format(*answer)
+            for answer in self.answers()
+        ]
+        if rows:
+            head = Markup("<tr><th>question</th><th>seeds</th><th>answer</th></tr>")
+            visible += Markup('<table class="ga-answers">{}{}</table>').format(
+                head, Markup("").join(rows)
+            )
         fold = Markup("<details><summary>{}</summary>{}</details>")
-        visible += fold.format("How one knows", hidden) if hidden else hidden
+        visible += fold.format("In sentences", hidden) if hidden else hidden
         numbers = Markup('<pre style="white-space: pre-wrap">{}</pre>').format(
             "\n".join(self.statistics())
         )
         return visible + fold.format("The statistics", numbers) if self.statistics() else visible
+
+    def answers(self) -> list[tuple[str, str, str]]:
+        """What was asked, on how many seeds, and the answer: a row for each verdict or table."""
+        return [
+            (heading, *short_answer(result))
+            for heading, result in self.parts
+            if not isinstance(result, (str, list))
+        ]
 
     def statistics(self) -> list[str]:
         """What stands behind the fold, line by line."""
@@ -101,12 +124,9 @@ class CheckedSentences(Report):
 def finding(
     parts: Mapping[str, Part] | Iterable[tuple[str, Part]],
     numbers: Sequence[str] = (),
-    folded: Container[str] = (),
 ) -> CheckedSentences:
     """A sentence for each of several results, under a heading of its own; `numbers` are lines
     behind the fold.
-
-    What stands under the headings `folded` is behind another one.
 
     A part is a verdict, a table of `learning_table`, or a sentence or several, said as they are; an
     empty list of them is left out.
@@ -123,7 +143,7 @@ def finding(
     not_empty = [
         (heading, result) for heading, result in pairs if not isinstance(result, list) or result
     ]
-    return CheckedSentences(not_empty, numbers, folded)
+    return CheckedSentences(not_empty, numbers)
 
 
 def in_words(result: Part) -> list[str]:
@@ -136,6 +156,78 @@ def in_words(result: Part) -> list[str]:
             _family_words(*family_group) for family_group in result.groupby([*FAMILY], sort=False)
         ]
     return [result] if isinstance(result, str) else result
+
+
+def in_short(parts: Mapping[str, Part]) -> str:
+    """How many comparisons of the final loss came to which decision, over verdicts and tables.
+
+    >>> import gpulab as gl
+    >>> runs = gl.recorded_runs().query(
+    ...     "experiment == 'autoencoder' and profile == 'quick' and loader == 'window'"
+    ... )
+    >>> in_short({"An autoencoder": gl.verdict(runs, reference="cpu")})
+    'Of 5 comparisons of the final loss, 1 is equivalent and 4 are different but negligible.'
+    """
+    losses = []
+    for result in parts.values():
+        if isinstance(result, Verdict):
+            losses.append(result.table)
+        elif isinstance(result, pd.DataFrame):
+            losses.append(result[result.metric == ALL])
+    counts = dict.fromkeys((SAME, *reversed(DECISIONS)), 0)
+    for rows in losses:
+        for decision, decided in by_decision(rows):
+            counts[decision] += len(decided)
+    clauses = []
+    for decision, count in counts.items():
+        verb = "is" if count == 1 else "are"
+        if decision == SAME:
+            verb, decision = ("ends" if count == 1 else "end"), f"with {SAME}"
+        if count:
+            clauses.append(f"{count} {verb} {decision}")
+    return f"Of {sum(counts.values())} comparisons of the final loss, {listed(clauses)}."
+
+
+def short_answer(result: Verdict | pd.DataFrame) -> tuple[str, str]:
+    """The number of seeds, and how many comparisons came to which decision.
+
+    >>> import gpulab as gl
+    >>> runs = gl.recorded_runs().query(
+    ...     "experiment == 'autoencoder' and profile == 'quick' and loader == 'window'"
+    ... )
+    >>> short_answer(gl.verdict(runs, reference="cpu"))
+    ('10', '1 equivalent, 4 different but negligible')
+    """
+    if isinstance(result, Verdict):
+        levels = names_in_text(result.table[result.factor], result.factor)
+        names_of_rows = result.table[result.factor].map(levels)
+        return span(result.table.seeds), _count_decisions(result.table, names_of_rows)
+    names_of_rows = result.apply(_comparison_words, axis="columns")
+    answers = []
+    for name, metric in (("final loss", ALL), (BEAT, BEAT)):
+        rows = result[result.metric == metric]
+        if len(rows):
+            answers.append(f"{name}: {_count_decisions(rows, names_of_rows[rows.index])}")
+    return span(result.seeds), "; ".join(answers)
+
+
+def _count_decisions(rows: pd.DataFrame, names_of_rows: pd.Series) -> str:
+    """How many rows have each decision; those that are different are named."""
+    counts = []
+    for decision, decided in by_decision(rows):
+        words = f"with {SAME}" if decision == SAME and len(rows) > 1 else decision
+        if len(rows) > 1:
+            words = f"{len(decided)} {words}"
+        if decision == "different" and len(rows) > 1:
+            words += f" ({'; '.join(dict.fromkeys(names_of_rows[decided.index]))})"
+        counts.append(words)
+    return ", ".join(counts)
+
+
+def _comparison_words(row: pd.Series) -> str:
+    """Which network of a learning table was compared, and under which setting."""
+    size = SIZES.get(row.profile, row.profile)
+    return f"{network_words(row.experiment)}, {size}, {setting_in_text(row.setting)}"
 
 
 def by_decision(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pandas as pd
 
 import gpulab as gl
-from companion.findings import CheckedSentences, Part, finding, setting_in_text
+from companion.findings import SUMMARY, CheckedSentences, Part, finding, setting_in_text
 from gpulab.audits import Audit
 from gpulab.stats import Verdict
 from gpulab.store.recorded import recorded_table
@@ -42,11 +42,21 @@ def cards_finding(
         )
     verdicts = [_verdict_on_cures(runs[runs.recorded], margin) for margin in MARGINS]
     sections: dict[str, Part] = {
+        SUMMARY: [
+            (
+                f"The first NaN goes back to a line that is computed with {first.kind}:"
+                f" {first.line}."
+            ),
+            *counts,
+            f"Of {len(retuned.table)} retunings of the training {_outcomes(retuned)}.",
+            f"Of {len(cured.table)} changes of the arithmetic {_outcomes(cured)}.",
+            "A loss counts as the old one within a standard deviation between seeds: whoever trains"
+            " again draws another seed, and accepts as much.",
+        ],
         "Why it becomes NaN": (
             f"A line is computed with {first.kind}, and the first NaN goes back to it: {first.line}"
             f" ({first.operation}, {first.phase})."
         ),
-        "How often": counts,
         "The cures, on the recorded seeds": verdicts[0],
     }
     for machine, rows in recorded_table("precision").groupby("machine"):
@@ -56,10 +66,6 @@ def cards_finding(
             f" takes {ms[NEW, 'centred']:.1f} ms centred, and {ms[NEW, 'float32']:.1f} ms with one"
             " product kept in float32."
         )
-    sections["The old losses, within one standard deviation between seeds"] = [
-        f"Of {len(retuned.table)} retunings of the training {_outcomes(retuned)}.",
-        f"Of {len(cured.table)} changes of the arithmetic {_outcomes(cured)}.",
-    ]
     unchanged = (conversions.returned == 256).mean()
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
     sections["Was it the images"] = [

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from companion.findings import CheckedSentences, Part, finding, listed
+from companion.findings import SUMMARY, CheckedSentences, Part, finding, listed
 from gpulab.settings import Setting
 from gpulab.stats import Verdict
 from gpulab.wording import optimizer_words
@@ -40,6 +40,7 @@ def saddle_finding(
     fewer = int(((decisions.decision == "different") & (decisions.difference < 0)).sum())
     ends = "comparisons of trainings ended with fewer ways down"
     sections: dict[str, Part] = {
+        SUMMARY: _summary(pairs),
         "Does rounding help": [
             _whether(pairs[pairs.optimizer == "sgd"]),
             _whether(pairs[pairs.optimizer == "momentum"]),
@@ -75,6 +76,18 @@ def against_float64(escapes: pd.DataFrame) -> pd.DataFrame:
         escapes.loc[exact, [*keys, "steps", "escaped"]], on=keys, suffixes=("", "_float64")
     )
     return pairs.assign(times=pairs.steps / pairs.steps_float64)
+
+
+def _summary(pairs: pd.DataFrame) -> str:
+    """How often coarser arithmetic left sooner than float64, with each of three optimisers."""
+    counts = []
+    for optimizer in ("sgd", "momentum", PUBLISHED):
+        times = pairs.times[pairs.optimizer == optimizer].dropna()
+        name = optimizer_words(optimizer)
+        if optimizer == PUBLISHED:
+            name += ", the optimiser of the paper,"
+        counts.append(f"with {name} in {(times < 1).sum()} of {len(times)} pairs of trainings")
+    return f"Coarser arithmetic left the saddle sooner than float64 {listed(counts)}."
 
 
 def _whether(pairs: pd.DataFrame, also: str = "") -> str:

@@ -1,0 +1,242 @@
+"""Drawings of what the notebooks are about: the two networks, the published loop, and a saddle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from torch import nn
+
+from gpulab.models import Autoencoder
+from gpulab.plots import Picture
+from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Point = tuple[float, float]
+
+ERROR_COLOUR = "#D55E00"
+STATE_COLOUR = "#0072B2"
+PREDICTION_COLOUR = "#009E73"
+FRAME_COLOUR = "#777777"
+
+
+def draw_autoencoder() -> Picture:
+    """Draw the autoencoder: its five layers of numbers, and the weights between them."""
+    network = Autoencoder()
+    layers = [layer for layer in network.layers if isinstance(layer, nn.Linear)]
+    widths = [layers[0].in_features, *(layer.out_features for layer in layers)]
+    pixels = "{}×{} pixels".format(*network.size)
+    names = [f"image\n{pixels}", "", "code", "", f"reconstruction\n{pixels}"]
+    figure, axes = _blank_axes(7.2, 2.9, (-0.7, 8.7), (-1.9, 2.1))
+    heights = [0.75 * np.log2(width / 4) / np.log2(784 / 4) * 2 for width in widths]
+    for number, (width, height) in enumerate(zip(widths, heights, strict=True)):
+        x = 2 * number
+        colour = ERROR_COLOUR if width == min(widths) else STATE_COLOUR
+        _draw_box(axes, (x, 0), 0.36, 2 * height, str(width), colour)
+        axes.text(x, -height - 0.16, names[number], ha="center", va="top", color=INK, fontsize=9)
+        if number:
+            left, right = 2 * number - 2 + 0.2, x - 0.2
+            corners = [
+                (left, heights[number - 1]),
+                (right, height),
+                (right, -height),
+                (left, -heights[number - 1]),
+            ]
+            axes.fill(*zip(*corners, strict=True), color=FAINT, alpha=0.35, zorder=0, linewidth=0)
+            function = "sigmoid" if number == len(widths) - 1 else "ReLU"
+            label = f"{widths[number - 1]}×{width}\nweights,\n{function}"
+            axes.text(2 * number - 1, 0, label, ha="center", va="center", color=INK, fontsize=8)
+    return Picture(
+        figure,
+        f"The autoencoder, five layers of {', '.join(map(str, widths))} numbers, with a matrix of"
+        " weights between each two. All layers but the last end in a ReLU, the last in a sigmoid."
+        " The middle one is the code.",
+    )
+
+
+def draw_prednet() -> Picture:
+    """Draw two of PredNet's layers at two frames, with what goes up, down and to the next frame."""
+    figure, axes = _blank_axes(7.6, 5.4, (-1.9, 11.2), (-1.5, 7.4))
+    for time, left in enumerate((0.0, 6.2)):
+        label = "frame t" if time == 0 else "frame t + 1"
+        _draw_box(axes, (left, -0.6), 1.7, 0.7, label, FRAME_COLOUR)
+        for layer, bottom in enumerate((1.3, 5.0)):
+            _draw_box(axes, (left, bottom), 1.7, 0.85, f"error E{_subscript(layer)}", ERROR_COLOUR)
+            _draw_box(
+                axes,
+                (left + 2.9, bottom + 1.3),
+                1.9,
+                0.85,
+                f"state R{_subscript(layer)}",
+                STATE_COLOUR,
+            )
+            _draw_box(
+                axes,
+                (left + 2.9, bottom),
+                1.9,
+                0.85,
+                f"prediction P{_subscript(layer)}",
+                PREDICTION_COLOUR,
+            )
+            # The error goes into the state of the same layer, and the prediction is made from it.
+            _draw_arrow(
+                axes, (left + 0.5, bottom + 0.43), (left + 1.95, bottom + 1.3), ERROR_COLOUR
+            )
+            _draw_arrow(
+                axes, (left + 2.9, bottom + 0.87), (left + 2.9, bottom + 0.43), STATE_COLOUR
+            )
+        _draw_arrow(axes, (left, -0.25), (left, 0.87), FRAME_COLOUR)
+        _draw_arrow(axes, (left - 0.4, 1.73), (left - 0.4, 4.57), ERROR_COLOUR)
+        _draw_arrow(axes, (left + 3.5, 5.87), (left + 3.5, 3.03), STATE_COLOUR, "arc3,rad=-0.35")
+    for bottom in (1.3, 5.0):
+        _draw_arrow(axes, (3.85, bottom), (5.35, bottom), PREDICTION_COLOUR)
+        _draw_arrow(
+            axes, (3.85, bottom + 1.3), (8.15, bottom + 1.3), STATE_COLOUR, "arc3,rad=-0.12"
+        )
+    _label(axes, (-0.55, 3.1), "up: convolution,\nReLU, pooling", ERROR_COLOUR, "right")
+    _label(axes, (4.35, 4.3), "down:\nenlarged", STATE_COLOUR, "left")
+    _label(axes, (4.6, 1.02), "compared\nwith it", PREDICTION_COLOUR, "center", "top")
+    _label(axes, (-1.0, 1.3), "layer 0", INK, "right")
+    _label(axes, (-1.0, 5.0), "layer 1", INK, "right")
+    return Picture(
+        figure,
+        "PredNet at two frames. In each layer a state R, a convolutional LSTM, makes a prediction"
+        " P. At the next frame the prediction is compared with what is there: the difference is the"
+        " error E, which goes into the state of its layer, and up, where it is what the layer above"
+        " sees. States pass down to the layer below, and on to the next frame.",
+    )
+
+
+def draw_published_loop() -> Picture:
+    """Draw the memory of the published loop: one buffer that a CPU goes on using, a GPU copies."""
+    figure, axes = _blank_axes(7.6, 4.4, (-0.2, 12.2), (-0.2, 7.2))
+    _label(axes, (0, 6.75), "CPU: each tensor is the buffer itself", ON_CPU, "left")
+    _label(axes, (0, 2.75), "GPU: each tensor is a copy", ON_GPU, "left")
+    for row, colour in ((5.7, ON_CPU), (1.1, ON_GPU)):
+        _draw_box(axes, (1.1, row), 2.1, 1.0, "buffer,\nnow frame 3", FRAME_COLOUR)
+        for number in range(3):
+            x = 4.6 + 3.1 * number
+            text = f"step {number + 1} saw\nframe {number + 1}"
+            _draw_box(axes, (x, row), 2.3, 1.0, text, colour)
+    for number in range(3):
+        x = 4.6 + 3.1 * number
+        _draw_arrow(axes, (x, 5.2), (1.3, 5.2), ON_CPU, f"arc3,rad={-0.1 - 0.05 * number}")
+        _draw_arrow(axes, (1.3, 1.6), (x, 1.6), ON_GPU, f"arc3,rad={-0.1 - 0.05 * number}")
+    _label(
+        axes,
+        (0, 4.0),
+        "Going back, all three steps find frame 3 in the buffer: the gradients are wrong.",
+        ON_CPU,
+        "left",
+        "top",
+    )
+    _label(
+        axes,
+        (0, 0.3),
+        "Going back, every step finds its own frame: the gradients are right.",
+        ON_GPU,
+        "left",
+        "top",
+    )
+    return Picture(
+        figure,
+        "The published loop writes each frame into one buffer. On a CPU the tensors of all time"
+        " steps are this buffer, so that the backward pass finds the last frame in each of them. On"
+        " a GPU every tensor is a copy, so that each step finds its own frame.",
+    )
+
+
+def draw_saddle() -> Picture:
+    """Draw a saddle, its descent direction, and a training that leaves it."""
+    figure, axes = plt.subplots(figsize=(4.8, 4.0), layout="constrained")
+    x, y = np.meshgrid(np.linspace(-1, 1, 81), np.linspace(-1, 1, 81))
+    axes.contourf(x, y, y**2 - x**2, levels=20, cmap="Greys", vmin=-1, vmax=3)
+    axes.contour(x, y, y**2 - x**2, levels=[0], colors=INK, linewidths=0.8, linestyles="--")
+    along = 0.03 * 1.22 ** np.arange(18)
+    across = 0.8 * 0.75 ** np.arange(18)
+    axes.plot(along, across, color=ERROR_COLOUR, marker="o", markersize=4)
+    axes.plot(0, 0, color=INK, marker="o", markersize=7)
+    _draw_arrow(axes, (-0.08, 0), (-0.85, 0), STATE_COLOUR)
+    _label(
+        axes, (-0.82, 0.05), "descent direction:\nthe loss falls", STATE_COLOUR, "left", "bottom"
+    )
+    _label(axes, (-0.05, -0.1), "saddle:\nthe gradient is zero", INK, "right", "top")
+    _label(axes, (0.1, 0.85), "a training begins here,", ERROR_COLOUR, "left")
+    _label(axes, (0.96, 0.12), "and leaves here", ERROR_COLOUR, "right", "bottom")
+    _label(axes, (0, -0.92), "the loss rises", INK, "center")
+    axes.set(
+        xticks=[], yticks=[], xlabel="one direction of the weights", ylabel="another direction"
+    )
+    return Picture(
+        figure,
+        "The loss around a saddle, from above: it rises to two sides (dark) and falls to the two"
+        " others."
+        " A training that begins beside the saddle first moves towards it, and then leaves along"
+        " the descent direction, in steps that grow.",
+    )
+
+
+def _blank_axes(
+    width: float, height: float, x_limits: Point, y_limits: Point
+) -> tuple[plt.Figure, Axes]:
+    """Make a figure whose axes are not shown."""
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    axes.set(xlim=x_limits, ylim=y_limits)
+    axes.axis("off")
+    return figure, axes
+
+
+def _draw_box(
+    axes: Axes, centre: Point, width: float, height: float, text: str, colour: str
+) -> None:
+    """Draw a box with rounded corners and a text in its middle."""
+    corner = (centre[0] - width / 2, centre[1] - height / 2)
+    style = "round,pad=0,rounding_size=0.12"
+    box = FancyBboxPatch(
+        corner, width, height, boxstyle=style, facecolor="white", edgecolor=colour, linewidth=1.8
+    )
+    axes.add_patch(box)
+    axes.text(*centre, text, ha="center", va="center", color=INK, fontsize=9)
+
+
+def _draw_arrow(
+    axes: Axes, start: Point, end: Point, colour: str, connection: str = "arc3,rad=0"
+) -> None:
+    """Draw an arrow, straight or bent."""
+    arrow = FancyArrowPatch(
+        start,
+        end,
+        arrowstyle="-|>",
+        mutation_scale=13,
+        color=colour,
+        linewidth=1.6,
+        connectionstyle=connection,
+        shrinkA=0,
+        shrinkB=0,
+    )
+    axes.add_patch(arrow)
+
+
+def _label(
+    axes: Axes,
+    place: Point,
+    text: str,
+    colour: str,
+    horizontal: str,
+    vertical: str = "center",
+) -> None:
+    """Write a text beside what it explains."""
+    axes.text(*place, text, ha=horizontal, va=vertical, color=colour, fontsize=9)
+
+
+def _subscript(number: int) -> str:
+    """A digit as an index.
+
+    >>> _subscript(1)
+    '₁'
+    """
+    return "₀₁₂₃₄₅₆₇₈₉"[number]
