@@ -505,16 +505,16 @@ def recompilations_allowed(count: int) -> AbstractContextManager[object]:
     return config.patch({limit: count, f"fail_on_{limit.replace('_size', '')}_hit": True})
 
 
-def uncompiled_random_numbers(wanted: bool = True) -> AbstractContextManager[object]:
+def uncompiled_random_numbers(use_fallback: bool = True) -> AbstractContextManager[object]:
     """Inside the block, Inductor draws the random numbers that uncompiled code draws.
 
-    If `wanted` is false, it draws its own.
+    If `use_fallback` is false, it draws its own.
 
     Tested: torch 2.6 and 2.15. If it changes: audits blame the dropout of compiled models.
     """
     from torch._inductor import config
 
-    return config.patch(fallback_random=wanted)
+    return config.patch(fallback_random=use_fallback)
 
 
 def draws_as_uncompiled() -> bool:
@@ -855,7 +855,9 @@ def component_tensors(tensor: Tensor) -> list[Tensor]:
         return []  # nobody may wait for it now
     if _python_dispatch.is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in component_tensors(getattr(tensor, name))]
+        return [
+            component for name in names for component in component_tensors(getattr(tensor, name))
+        ]
     if type(tensor) is not Tensor:
         try:
             tensor = tensor.as_subclass(Tensor)

@@ -44,7 +44,7 @@ def echo(text: object, to: IO[str] | None = None) -> None:
     print(printable(str(text)), file=to or sys.stdout, flush=True)  # who reads a pipe reads it now
 
 
-def echo_runs(frame: pd.DataFrame, where: str = "") -> None:
+def echo_runs(frame: pd.DataFrame, store_note: str = "") -> None:
     """Print a table of runs: their factors that are not all the same, and the metrics of
     functions.
     """
@@ -61,7 +61,7 @@ def echo_runs(frame: pd.DataFrame, where: str = "") -> None:
     columns += [*(function_metrics or ["heldout_loss"]), "seconds", "machine"]
     echo(
         f"{len(frame)}"
-        f" runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}"
+        f" runs{store_note}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}"
     )
 
 
@@ -450,8 +450,8 @@ def audit(
         raise UsageError(
             f"expected two traces, or a step and two settings; got {' '.join(compared)}"
         )
-    first, second, *third = compared
-    for setting in (second, *third) if third else ():
+    input_a, input_b, *further_settings = compared
+    for setting in (input_b, *further_settings) if further_settings else ():
         parse_and_prepare(setting)
     from gpulab.audits import _audit as audits
     from gpulab.audits._findings import KINDS
@@ -461,11 +461,11 @@ def audit(
         if kind not in KINDS:
             raise UsageError(f"--fail-on {kind!r}: expected one of {', '.join(KINDS)}")
     try:
-        if third:
-            report = audits.audit(find_function(first, "step"), second, *third)
-            report.step_name = first
+        if further_settings:
+            report = audits.audit(find_function(input_a, "step"), input_b, *further_settings)
+            report.step_name = input_a
         else:
-            report = audits.audit(files.find_shipped(first), files.find_shipped(second))
+            report = audits.audit(files.find_shipped(input_a), files.find_shipped(input_b))
     except GpulabError as error:
         echo(f"gpulab: {error}", sys.stderr)
         raise typer.Exit(2) from None

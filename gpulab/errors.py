@@ -28,7 +28,7 @@ def printable(text: str) -> str:
         >>> printable("a\x1b[31mred")
         'a\\x1b[31mred'
     """
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class GpulabError(Exception):
@@ -70,17 +70,19 @@ class UsageError(GpulabError, ValueError):
     """
 
 
-def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> None:
-    """Raise `UsageError` unless `value` is a whole number from `least` to `most`."""
-    is_allowed = _is_count(value, least) and (most is None or int(value) <= most)  # type: ignore[call-overload]
+def check_count(name: str, value: object, maximum: int | None = None, minimum: int = 1) -> None:
+    """Raise `UsageError` unless `value` is a whole number from `minimum` to `maximum`."""
+    is_allowed = _is_count(value, minimum) and (maximum is None or int(value) <= maximum)  # type: ignore[call-overload]
     if not is_allowed:
-        up_to = "" if most is None else f" to {most:,}"
-        raise UsageError(f"{name}={value!r}: expected a whole number from {least}{up_to}")
+        up_to = "" if maximum is None else f" to {maximum:,}"
+        raise UsageError(f"{name}={value!r}: expected a whole number from {minimum}{up_to}")
 
 
-def _is_count(value: object, least: int = 1) -> bool:
+def _is_count(value: object, minimum: int = 1) -> bool:
     return (
-        isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+        isinstance(value, numbers.Integral)
+        and not isinstance(value, bool)
+        and int(value) >= minimum
     )
 
 
@@ -103,24 +105,24 @@ def check_counts(name: str, values: object, parts: tuple[str, ...] = ()) -> tupl
         Traceback (most recent call last):
         gpulab.errors.UsageError: size=(12,): expected (height, width), whole numbers from 1
     """
-    given: list[object] = []
+    entries: list[object] = []
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Set):
         with contextlib.suppress(TypeError):  # an array without dimensions
-            given = list(values)
-    wrong = [number for number, value in enumerate(given) if not _is_count(value)]
-    if wrong or not given or (parts and len(given) != len(parts)):
-        wanted = (
+            entries = list(values)
+    wrong = [number for number, value in enumerate(entries) if not _is_count(value)]
+    if wrong or not entries or (parts and len(entries) != len(parts)):
+        expectation = (
             f"({', '.join(parts)}), whole numbers from 1"
             if parts
             else "one or more whole numbers from 1"
         )
         named = (
-            f", got {parts[wrong[0]]}={given[wrong[0]]!r}"
-            if wrong and len(given) == len(parts)
+            f", got {parts[wrong[0]]}={entries[wrong[0]]!r}"
+            if wrong and len(entries) == len(parts)
             else ""
         )
-        raise UsageError(f"{name}={values!r}: expected {wanted}{named}")
-    return tuple(int(value) for value in given)  # type: ignore[call-overload]
+        raise UsageError(f"{name}={values!r}: expected {expectation}{named}")
+    return tuple(int(value) for value in entries)  # type: ignore[call-overload]
 
 
 class DataError(GpulabError):
@@ -230,19 +232,19 @@ def extra(name: str) -> Iterator[None]:
 def _missing_library(library: str, module: str, extra_name: str) -> str:
     """What is said of a module that is not there: that, and the command which installs it."""
     distribution = DISTRIBUTIONS.get(library, library)
-    found = None
+    spec = None
     with contextlib.suppress(ValueError):  # a module that was made without a file
-        found = importlib.util.find_spec(library)
-    if found is not None:  # another version of it, or a file of that name before it
+        spec = importlib.util.find_spec(library)
+    if spec is not None:  # another version of it, or a file of that name before it
         return (
-            f"{library} ({found.origin}) has no module {module}: pip install --upgrade"
+            f"{library} ({spec.origin}) has no module {module}: pip install --upgrade"
             f" {distribution}"
         )
     extras = _extras_of(distribution)
     if "" in extras:
         return f"{library} is not installed, and gpulab needs it: pip install gpulab"
-    wanted = extra_name if extra_name in extras or not extras else extras[0]
-    return f"{library} is not installed: pip install 'gpulab[{wanted}]'"
+    extra_to_install = extra_name if extra_name in extras or not extras else extras[0]
+    return f"{library} is not installed: pip install 'gpulab[{extra_to_install}]'"
 
 
 def _extras_of(distribution: str) -> list[str]:
@@ -257,14 +259,14 @@ def _extras_of(distribution: str) -> list[str]:
         requirements = importlib.metadata.requires(__package__) or []
     except importlib.metadata.PackageNotFoundError:  # gpulab's folder was copied, and not installed
         requirements = []
-    found = []
+    extras = []
     for requirement in requirements:
         named, _, condition = requirement.partition(";")
         required = re.match(r"[\w.-]+", named)
         if required and _normal_name(required[0]) == _normal_name(distribution):
             of_extra = re.search(r"extra\s*==\s*[\"']([\w-]+)", condition)
-            found.append(of_extra[1] if of_extra else "")
-    return found
+            extras.append(of_extra[1] if of_extra else "")
+    return extras
 
 
 def _normal_name(distribution: str) -> str:
@@ -283,8 +285,10 @@ def in_one_line(error: BaseException, file: str | Path = "") -> str:
         "KeyError: 'loss'"
     """
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [
+    user_frames = [
         frame for frame in frames if file and Path(frame.filename).resolve() == Path(file).resolve()
     ] or frames
-    where = f" ({Path(inside[-1].filename).name}:{inside[-1].lineno})" if inside else ""
-    return traceback.format_exception_only(error)[-1].strip() + where
+    location = (
+        f" ({Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})" if user_frames else ""
+    )
+    return traceback.format_exception_only(error)[-1].strip() + location

@@ -47,7 +47,7 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may ha
 
 
 @contextlib.contextmanager
-def writing(what: str | Path) -> Iterator[None]:
+def writing(target: str | Path) -> Iterator[None]:
     """Convert an `OSError` raised inside into a `GpulabError` that names the file, the reason
     and the remedy.
     """
@@ -57,7 +57,7 @@ def writing(what: str | Path) -> Iterator[None]:
         space = "free some space and run the same command again"
         remedy = space if error.errno in DISK_FULL_ERRORS else "name another file or folder"
         raise GpulabError(
-            f"{what}: cannot be written: {error.strerror or error}; {remedy}"
+            f"{target}: cannot be written: {error.strerror or error}; {remedy}"
         ) from None
 
 
@@ -112,8 +112,8 @@ def reading(file: str | Path, kind: str = "cannot be read") -> Iterator[None]:
         # this machine's, and no fault of the file
         if isinstance(error, GpulabError) or type(error) is MemoryError:
             raise
-        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error!s:.300}"
-        raise DataError(f"{file}: {kind}: {why}") from None
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error!s:.300}"
+        raise DataError(f"{file}: {kind}: {reason}") from None
 
 
 def status_of(file: str | Path) -> os.stat_result:
@@ -168,8 +168,8 @@ def find_shipped(file: str | Path) -> Path:
     """A file; or where there is no checkout, the copy inside the installed package of one that
     our examples name.
     """
-    folder, *rest = Path(file).parts or (".",)
-    copy = PACKAGE.joinpath("recorded", *rest)
+    folder, *subpath = Path(file).parts or (".",)
+    copy = PACKAGE.joinpath("recorded", *subpath)
     if folder == "data" and copy.is_file() and not Path(file).exists():
         return copy
     return Path(file)

@@ -31,7 +31,7 @@ class Cell:
     """A cell of the table, and the classes of `result.css` that it has."""
 
     text: str | Markup
-    look: str = ""
+    css_class: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def badge(rank: str, text: str) -> Markup:
 
 def time_text() -> str:
     """The date and the time."""
-    now = datetime.datetime.now().astimezone()
-    return f"{now.day} {now:%B %Y, %H:%M}"
+    local_time = datetime.datetime.now().astimezone()
+    return f"{local_time.day} {local_time:%B %Y, %H:%M}"
 
 
 def machine_text(passport: Mapping[str, JSON], kind: str) -> str:
@@ -88,9 +88,9 @@ def versions_text(passport: Mapping[str, JSON]) -> str:
     ('gpulab 1.0, torch 2.11', 'unknown versions')
     """
     software = passport.get("software")
-    known = software if isinstance(software, Mapping) else {}
+    versions = software if isinstance(software, Mapping) else {}
     return (
-        ", ".join(f"{name} {known[name]}" for name in ("gpulab", "torch") if known.get(name))
+        ", ".join(f"{name} {versions[name]}" for name in ("gpulab", "torch") if versions.get(name))
         or "unknown versions"
     )
 

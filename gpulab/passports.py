@@ -122,7 +122,7 @@ class Passport(dict[str, JSON]):
         )
 
     def __str__(self) -> str:
-        return "\n".join(f"{what:18} {value}" for what, value in self.rows())
+        return "\n".join(f"{label:18} {value}" for label, value in self.rows())
 
 
 def machine(passport: Mapping[str, JSON], kind: str = "") -> str:

@@ -238,7 +238,7 @@ class Setting:
         # each of the type of its field, which mypy cannot tell from a name
         values: dict[str, Any] = {}
         for option in options.split(",") if options else ():
-            name, _, value = (part.strip() for part in option.partition("="))
+            name, _, value = map(str.strip, option.partition("="))
             if name in values:
                 raise UsageError(f"{name!r} is given twice")
             if name not in OPTIONS:
@@ -353,9 +353,11 @@ class Setting:
             f"no {self.isa} instructions": self.isa
             and ISA_CPU_FLAGS[self.isa] not in cpu_description()["flags"],
         }
-        for what, is_lacking in lacking.items():
+        for capability, is_lacking in lacking.items():
             if is_lacking:
-                raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {what}")
+                raise GpulabError(
+                    f"setting {str(self)!r} cannot run here: this machine has {capability}"
+                )
         if self.emulated:
             from gpulab.numerics._emulation import find_arithmetic
 

@@ -80,8 +80,8 @@ class Audit(AnswerPage):
         """
         comparison = self.comparison
         titles = f"{self.a.title} against {self.b.title}"
-        first = f"{titles}: {_describe_nonfinite(self)}{_describe_kinds(self)}."
-        return " ".join([first, *_describe_gaps(comparison), *_describe_coverage(self)])
+        findings_sentence = f"{titles}: {_describe_nonfinite(self)}{_describe_kinds(self)}."
+        return " ".join([findings_sentence, *_describe_gaps(comparison), *_describe_coverage(self)])
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -132,13 +132,13 @@ def _describe_nonfinite(answer: Audit) -> str:
     ((side, origin),) = answer.comparison.not_finite.items()
     first_result = describe(origin.results[0])
     n_more = len(origin.results) - 1
-    more = ""
+    other_results = ""
     if n_more:
-        more = " and 1 more result" if n_more == 1 else f" and {n_more} more results"
+        other_results = " and 1 more result" if n_more == 1 else f" and {n_more} more results"
     cause = operation_phrase(origin.first_operation)
     return (
-        f"{origin.value_kind} reaches {first_result}{more} under {answer.titles[side]} alone, from"
-        f" {cause}; "
+        f"{origin.value_kind} reaches {first_result}{other_results} under"
+        f" {answer.titles[side]} alone, from {cause}; "
     )
 
 
@@ -168,13 +168,15 @@ def _describe_gaps(comparison: Comparison) -> list[str]:
     """How far the loss and the furthest gradient are apart, and how far float32's roundings
     alone lead.
     """
-    both = [result for result in comparison.results if result.a and result.b]
-    gaps = {result: comparison.recorded_gap(result) for result in both}
+    shared_results = [result for result in comparison.results if result.a and result.b]
+    gaps = {result: comparison.recorded_gap(result) for result in shared_results}
     phrases: list[tuple[str, float]] = []
     chosen: list[Result] = []
     for group in ("loss", "gradient", "updated"):
         of_group = [
-            result for result in both if result.group == group and math.isfinite(gaps[result])
+            result
+            for result in shared_results
+            if result.group == group and math.isfinite(gaps[result])
         ]
         # A gradient that consists of roundings, or is not finite, has no size to compare with.
         comparable = [
@@ -253,10 +255,10 @@ def _describe_counts(answer: Audit) -> str:
     """How many results agree, and how many operations have a counterpart and were checked."""
     results = [result for result in answer.comparison.results if result.a and result.b]
     operations = [pair for pair in answer.pairs if pair.representative.phase != RESULT]
-    alone = sum(not (pair.a and pair.b) for pair in operations)
-    unpaired = f" ({alone} more have no counterpart)" if alone else ""
+    n_unpaired = sum(not (pair.a and pair.b) for pair in operations)
+    unpaired = f" ({n_unpaired} more have no counterpart)" if n_unpaired else ""
     checked = sum(op.ratio is not None for pair in operations for op in pair.operations)
-    agree, count = sum(result.agrees for result in results), len(operations) - alone
+    agree, count = sum(result.agrees for result in results), len(operations) - n_unpaired
     counted = "1 operation makes" if count == 1 else f"{count} operations make"
     agreement = _describe_agreement(agree, len(results))
     return (
@@ -466,20 +468,20 @@ def audit(
             ' under one setting, as audit(step_a, step_b, setting="cpu")'
         )
     check_step(step)
-    first, second = map(Setting.parse, (a, b))
-    first.check()
-    second.check()
-    if first.compile or second.compile:
-        return audit_compiled(step, first, second, progress)
+    setting_a, setting_b = map(Setting.parse, (a, b))
+    setting_a.check()
+    setting_b.check()
+    if setting_a.compile or setting_b.compile:
+        return audit_compiled(step, setting_a, setting_b, progress)
     trace_a, trace_b = (record(step, text, progress=progress) for text in (a, b))
     return compare(*_label_traces(trace_a, trace_b))
 
 
 def _audit_two_steps(
-    step_a: object, step_b: object, rest: object, setting: str | Setting, progress: bool
+    step_a: object, step_b: object, extra_argument: object, setting: str | Setting, progress: bool
 ) -> Audit:
     """Two programs under one setting."""
-    if rest is not None:
+    if extra_argument is not None:
         raise UsageError(
             'audit of two steps: expected one setting, as audit(step_a, step_b, setting="cpu")'
         )

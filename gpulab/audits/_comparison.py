@@ -192,7 +192,7 @@ class Comparison:
     @cached_property
     def position(self) -> dict[Operation, int]:
         """The place of each operation in its trace."""
-        return {op: place for trace in self.traces for place, op in enumerate(trace.operations)}
+        return {op: index for trace in self.traces for index, op in enumerate(trace.operations)}
 
     @cached_property
     def not_finite(self) -> dict[int, NotFinite]:
@@ -232,16 +232,18 @@ class Comparison:
         return self._accept_parts([result for result in results if not self._is_negligible(result)])
 
     def _pair_returns(
-        self, first: dict[tuple[str, str], Operation], second: dict[tuple[str, str], Operation]
+        self,
+        returns_a: dict[tuple[str, str], Operation],
+        returns_b: dict[tuple[str, str], Operation],
     ) -> list[tuple[Operation | None, Operation | None]]:
         """Pair what both sides returned in one place; the rest of two programs is paired by
         value.
         """
         pairs: list[tuple[Operation | None, Operation | None]] = [
-            (a, second[key]) for key, a in first.items() if key in second
+            (a, returns_b[key]) for key, a in returns_a.items() if key in returns_b
         ]
-        unpaired_a = [a for key, a in first.items() if key not in second]
-        unpaired_b = [b for key, b in second.items() if key not in first]
+        unpaired_a = [a for key, a in returns_a.items() if key not in returns_b]
+        unpaired_b = [b for key, b in returns_b.items() if key not in returns_a]
         for a in unpaired_a:
             candidates = [] if self.is_same_program else unpaired_b
             equal_results = (
@@ -290,15 +292,15 @@ class Comparison:
         return x.is_float_or_complex and _reference_gap(x, y) <= tolerance
 
     def _pair_leaves(
-        self, first: list[_Leaf], second: list[_Leaf]
+        self, leaves_a: list[_Leaf], leaves_b: list[_Leaf]
     ) -> list[tuple[_Leaf | None, _Leaf | None]]:
         """Pair parameters and buffers that began with the same value; the rest by name and shape.
 
         Several may begin with the same value, such as biases that are initialised with zeros. They
         are distinguished by their gradients, and then by their names.
         """
-        unpaired_a = list(first)
-        unpaired_b = list(second)
+        unpaired_a = list(leaves_a)
+        unpaired_b = list(leaves_b)
         pairs: list[tuple[_Leaf | None, _Leaf | None]] = []
 
         def have_same_name(x: _Leaf, y: _Leaf) -> bool:
@@ -337,9 +339,9 @@ class Comparison:
                     pairs.append((x, y))
         return [*pairs, *((x, None) for x in unpaired_a), *((None, y) for y in unpaired_b)]
 
-    def _are_all_same(self, first: list[Value], second: list[Value]) -> bool:
-        pairs = zip(first, second, strict=False)
-        return len(first) == len(second) and all(
+    def _are_all_same(self, values_a: list[Value], values_b: list[Value]) -> bool:
+        pairs = zip(values_a, values_b, strict=False)
+        return len(values_a) == len(values_b) and all(
             is_same_value(x, y, self.tolerance) for x, y in pairs
         )
 
@@ -431,13 +433,13 @@ class Comparison:
         first, in order.
         """
         partners: dict[Operation, Operation] = {}
-        first, second = self.graphs
+        graph_a, graph_b = self.graphs
         makers: dict[Value, list[Operation]] = defaultdict(list)
-        for node in second.nodes:
+        for node in graph_b.nodes:
             for value in node.outputs:
                 makers[value].append(node.op)
         for requires_same_call in (True, False):
-            for node in first.nodes:
+            for node in graph_a.nodes:
                 if node.op in partners:
                     continue
                 candidates = (
@@ -460,28 +462,29 @@ class Comparison:
     def pairs(self) -> list[OperationPair]:
         """All operations of both sides, in the order of the first, and then all results."""
         pairs: list[OperationPair] = []
-        first, second = (
+        operations_a, operations_b = (
             [op for op in trace.operations if op.phase != RESULT] for trace in self.traces
         )
         position = 0
         placed: set[Operation] = set()
-        for a in first:
+        for a in operations_a:
             b = self.partners.get(a)
             if b is not None and b not in placed:
-                while second[position] in placed or second[position] not in self.partners:
-                    if second[position] not in placed:
-                        pairs.append(OperationPair(None, second[position]))
+                while (
+                    operations_b[position] in placed or operations_b[position] not in self.partners
+                ):
+                    if operations_b[position] not in placed:
+                        pairs.append(OperationPair(None, operations_b[position]))
                     position += 1
                 placed.add(b)
             pairs.append(OperationPair(a, b))
-        pairs += [OperationPair(None, b) for b in second[position:] if b not in placed]
+        pairs += [OperationPair(None, b) for b in operations_b[position:] if b not in placed]
         return [*pairs, *(OperationPair(result.a, result.b) for result in self.results)]
 
     def gaps(self, a: Operation, b: Operation) -> list[float]:
         """The differences between the outputs of two operations, one by one."""
-        return [self.gap(x, y) for x, y in zip(self.values(a), self.values(b), strict=False)] or [
-            0.0
-        ]
+        pairs = zip(self.values(a), self.values(b), strict=False)
+        return [self.gap(x, y) for x, y in pairs] or [0.0]
 
 
 def _reference_gap(x: Value, y: Value) -> float:
@@ -533,15 +536,15 @@ def _find_leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
 
 
 def _pair_states(
-    first: list[_Leaf], second: list[_Leaf], pairs: list[tuple[_Leaf | None, _Leaf | None]]
+    leaves_a: list[_Leaf], leaves_b: list[_Leaf], pairs: list[tuple[_Leaf | None, _Leaf | None]]
 ) -> list[tuple[_Leaf | None, _Leaf | None]]:
     """Pair the states that the optimizers of both sides hold for corresponding parameters."""
-    start_in_second = {tuple(x.start): tuple(y.start) for x, y in pairs if x and y}
-    unpaired_states = [leaf for leaf in second if leaf.state]
+    start_in_b = {tuple(x.start): tuple(y.start) for x, y in pairs if x and y}
+    unpaired_states = [leaf for leaf in leaves_b if leaf.state]
     state_pairs: list[tuple[_Leaf | None, _Leaf | None]] = []
-    for x in first:
+    for x in leaves_a:
         if x.state:
-            start = start_in_second.get(tuple(x.start))
+            start = start_in_b.get(tuple(x.start))
             y = next(
                 (y for y in unpaired_states if y.state == x.state and tuple(y.start) == start), None
             )

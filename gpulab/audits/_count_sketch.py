@@ -146,9 +146,9 @@ def _signs(device: str) -> Tensor:
         x = (np.arange(BLOCK_SIZE, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return torch.from_numpy(np.where((x ^ (x >> np.uint64(31))) >> np.uint64(63), -1.0, 1.0)).to(
-        device
-    )
+        highest_bit = (x ^ (x >> np.uint64(31))) >> np.uint64(63)
+    signs = np.where(highest_bit, -1.0, 1.0)
+    return torch.from_numpy(signs).to(device)
 
 
 def perturbation_factors(like: Tensor, draw: int, size: float) -> Tensor:
@@ -175,18 +175,17 @@ def relative_distance(x: np.ndarray, reference: np.ndarray) -> float:
     if x.shape != reference.shape:
         return math.nan
     with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
-        same = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
-        size, difference = (
-            float(np.linalg.norm(values[~same])) for values in (reference, x - reference)
-        )
+        is_same_nonfinite = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
+        size = float(np.linalg.norm(reference[~is_same_nonfinite]))
+        difference = float(np.linalg.norm((x - reference)[~is_same_nonfinite]))
     if size:
         return difference / size
     return math.inf if difference else 0.0
 
 
-def max_distance(first: Sequence[np.ndarray], references: Sequence[np.ndarray]) -> float:
+def max_distance(sketches: Sequence[np.ndarray], references: Sequence[np.ndarray]) -> float:
     """The largest distance between the sketches of two executions, relative to those of the
     second.
     """
-    distances = (relative_distance(x, y) for x, y in zip(first, references, strict=False))
+    distances = (relative_distance(x, y) for x, y in zip(sketches, references, strict=False))
     return max(distances, default=math.inf)

@@ -44,7 +44,7 @@ UNSEEDED_VALUES_ADVICE = (
     " different values each time; and let the step start from the same weights and optimizer state"
 )
 LOST_UPDATE_ADVICE = (
-    "keep the weights in {how}: a {dtype} number cannot represent a relative change of less than"
+    "keep the weights in {remedy}: a {dtype} number cannot represent a relative change of less than"
     " about {unit:.0e}"
 )
 FIX_FIRST = "fix this first, because no difference can be measured beside it: "
@@ -155,10 +155,14 @@ def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
 
 def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
     """A result is NaN or infinite (the faults "addmm in layers: NaN")."""
-    first, *others = origin.results
-    more = ""
-    if others:
-        more = " and 1 more result" if len(others) == 1 else f" and {len(others)} more results"
+    first_result, *further_results = origin.results
+    other_results = ""
+    if further_results:
+        other_results = (
+            " and 1 more result"
+            if len(further_results) == 1
+            else f" and {len(further_results)} more results"
+        )
     detail = f"turns finite numbers into {origin.value_kind}"
     if origin.infinity is not None:
         detail = (
@@ -170,7 +174,7 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
             f"receives {origin.value_kind}, which no operation of the step produced: it is in the"
             " data or the weights"
         )
-    detail += f"; it reaches {describe(first)}{more}"
+    detail += f"; it reaches {describe(first_result)}{other_results}"
     if origin.cancellation is not None:
         detail += (
             f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}"
@@ -181,7 +185,7 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
         detail += "; the gradient scaler skipped the step"
     if origin.is_nonfinite_in_reference:
         detail += "; the same happens in float64"
-    elif first.name not in ("gradient", "updated"):
+    elif first_result.name not in ("gradient", "updated"):
         detail += "; in float64, the loss is finite"
     return _make_finding(comparison, "not finite", origin.op, detail, _advice_on_not_finite(origin))
 
@@ -235,8 +239,8 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
             comparison, "nondeterminism", op, detail, UNSEEDED_VALUES_ADVICE, is_pairwise=True
         )
     elif op.repeats is False:
-        apart = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
-        detail = f"gave different bits in the second execution{apart}"
+        spread_text = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
+        detail = f"gave different bits in the second execution{spread_text}"
         size = math.nan if op.spread is None else op.spread
         yield _make_finding(
             comparison,
@@ -298,30 +302,30 @@ def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding
     """Updates that float64 makes and that leave the stored bits as they were (pytorch#67590)."""
     trace, graph = comparison.traces[side], comparison.graphs[side]
     updates = [op for op in trace.operations if op.phase == RESULT and op.arguments.get("moved")]
-    lost = [
+    mostly_lost = [
         op
         for op in updates
         if op.arguments["lost"] >= tol.LOST_UPDATE_SHARE * op.arguments["moved"]
     ]
-    if not lost:
+    if not mostly_lost:
         return
-    makers = [graph.maker.get(value) for op in lost for value in comparison.values(op)]
-    first_maker = next((node.op for node in makers if node), lost[0])
-    n_lost = sum(op.arguments["lost"] for op in lost)
-    n_changed = sum(op.arguments["moved"] for op in lost)
-    names = ", ".join(op.module for op in lost[:3]) + (
-        f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+    makers = [graph.maker.get(value) for op in mostly_lost for value in comparison.values(op)]
+    first_maker = next((node.op for node in makers if node), mostly_lost[0])
+    n_lost = sum(op.arguments["lost"] for op in mostly_lost)
+    n_changed = sum(op.arguments["moved"] for op in mostly_lost)
+    names = ", ".join(op.module for op in mostly_lost[:3]) + (
+        f" and {len(mostly_lost) - 3} more" if len(mostly_lost) > 3 else ""
     )
-    dtype = comparison.values(lost[0])[0].dtype
+    dtype = comparison.values(mostly_lost[0])[0].dtype
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
     detail = (
         f"{UPDATE_LOST}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in float64"
-        f" keep their old value (in {len(lost)} of {len(updates)} updated tensors)"
+        f" keep their old value (in {len(mostly_lost)} of {len(updates)} updated tensors)"
     )
-    how = "float32 and cast them for the forward pass, as autocast does"
+    remedy = "float32 and cast them for the forward pass, as autocast does"
     if dtype not in tol.SHORT_FORMATS:
-        how = "float64, as precision=float64 does, or collect updates and apply them together"
-    advice = LOST_UPDATE_ADVICE.format(how=how, dtype=dtype, unit=unit)
+        remedy = "float64, as precision=float64 does, or collect updates and apply them together"
+    advice = LOST_UPDATE_ADVICE.format(remedy=remedy, dtype=dtype, unit=unit)
     yield _make_finding(comparison, "reduced precision", first_maker, detail, advice, size=math.nan)
 
 
@@ -345,7 +349,7 @@ def _rounding_finding(comparison: Comparison) -> Finding:
     return _make_finding(comparison, "rounding", op, detail)
 
 
-def _merge_findings(first: list[Finding], second: list[Finding]) -> list[Finding]:
+def _merge_findings(findings_a: list[Finding], findings_b: list[Finding]) -> list[Finding]:
     """The findings of both settings, where those that both show are merged into one."""
 
     def key(finding: Finding) -> tuple[object, ...]:
@@ -353,10 +357,10 @@ def _merge_findings(first: list[Finding], second: list[Finding]) -> list[Finding
         return finding.kind, finding.operation, finding.phase, finding.module, finding.line, format_
 
     unmatched: dict[tuple[object, ...], deque[Finding]] = defaultdict(deque)
-    for finding in second:
+    for finding in findings_b:
         unmatched[key(finding)].append(finding)
     merged = []
-    for finding in first:
+    for finding in findings_a:
         candidates = unmatched[key(finding)]
         if not candidates:
             merged.append(finding)
@@ -372,7 +376,7 @@ def _merge_findings(first: list[Finding], second: list[Finding]) -> list[Finding
             )
         )
     unmatched_ids = {id(finding) for findings in unmatched.values() for finding in findings}
-    return merged + [finding for finding in second if id(finding) in unmatched_ids]
+    return merged + [finding for finding in findings_b if id(finding) in unmatched_ids]
 
 
 # --- results that do not agree --------------------------------------------------------------------
@@ -452,16 +456,16 @@ def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Va
     data = {
         value for source in sources for value in (source.data_a, source.data_b) if value is not None
     }
-    found: set[Value] = set()
+    foreign_values: set[Value] = set()
     for graph in comparison.graphs:
-        begin = (
+        changed_outputs = (
             value
             for node in graph.nodes
             if node.op.inputs_changed or node in drawn
             for value in node.outputs
         )
-        found |= graph.following(data.union(begin))
-    return found
+        foreign_values |= graph.following(data.union(changed_outputs))
+    return foreign_values
 
 
 def _follows(source: Source, elsewhere: set[Value]) -> bool:
@@ -495,10 +499,13 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
     value = x if y is None else y
     assert value is not None
     op = source.user.op if source.user else comparison.traces[0].operations[0]
-    if not all(each.exact for each in (x, y) if each is not None):
-        why = next(iter(comparison.trace_of(op).without_reference.values()), "it asks for float32")
+    if not all(value_on_side.exact for value_on_side in (x, y) if value_on_side is not None):
+        reason = next(
+            iter(comparison.trace_of(op).without_reference.values()), "it asks for float32"
+        )
         detail = (
-            f"one of its inputs has no float64 reference ({why}), and the recorded numbers differ"
+            f"one of its inputs has no float64 reference ({reason}), and the recorded numbers"
+            " differ"
         )
         return _make_pairwise_finding(
             comparison, "cannot be told", op, math.nan, detail + _describe_effect(comparison)
@@ -537,11 +544,15 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
         return _random_numbers_finding(comparison, drawn, gap)
     # a limit of float32 that limits nothing makes the same values on that side
     for node in source.nodes:
-        if (other := same_call(comparison, node)) is not None:
-            both = (other.op, node.op) if comparison.side_of[node.op] else (node.op, other.op)
-            arguments = differing_arguments(*both)
-            if _are_of_formats(comparison, both, arguments):
-                return _arguments_finding(comparison, both, arguments, gap)
+        if (counterpart := same_call(comparison, node)) is not None:
+            operations = (
+                (counterpart.op, node.op)
+                if comparison.side_of[node.op]
+                else (node.op, counterpart.op)
+            )
+            arguments = differing_arguments(*operations)
+            if _are_of_formats(comparison, operations, arguments):
+                return _arguments_finding(comparison, operations, arguments, gap)
     if (
         a is not None
         and b is not None
@@ -601,16 +612,16 @@ def _are_of_formats(
     what each was given.
     """
     formats = [
-        {op.dtype, *(value.dtype for value in given)}
+        {op.dtype, *(value.dtype for value in inputs)}
         for op in operations
-        for given in [
+        for inputs in [
             [comparison.traces[comparison.side_of[op]].values[name] for name in op.inputs]
         ]
     ]
     return bool(arguments) and all(
         any(_is_format_constant(number, dtype) for dtype in dtypes)
-        for both in arguments.values()
-        for number, dtypes in zip(both, formats, strict=True)
+        for numbers in arguments.values()
+        for number, dtypes in zip(numbers, formats, strict=True)
     )
 
 
@@ -650,13 +661,15 @@ def _is_uncertain(comparison: Comparison, source: Source) -> bool:
         ):
             return True
         for value in node.outputs:
-            others = [
+            candidates = [
                 v
                 for v in comparison.graphs[1 - side].values()
                 if v.shape == value.shape and v.dtype == value.dtype
             ]
-            nearest = min((comparison.gap(value, other) for other in others), default=0.0)
-            if nearest <= tol.INEXACT_FAULT_FACTOR * comparison.tolerance(value):
+            smallest_gap = min(
+                (comparison.gap(value, candidate) for candidate in candidates), default=0.0
+            )
+            if smallest_gap <= tol.INEXACT_FAULT_FACTOR * comparison.tolerance(value):
                 return True
     return False
 
@@ -691,8 +704,8 @@ def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Fi
     one_kernel = (
         source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
     )
-    given = [value for node in source.nodes for value in node.inputs]
-    if one_kernel and not any(is_infinite(value.sketch) for value in given):
+    inputs = [value for node in source.nodes for value in node.inputs]
+    if one_kernel and not any(is_infinite(value.sketch) for value in inputs):
         bound = tol.BOUND_SLACK * sum(n.op.max_bound or n.op.bound or 0.0 for n in source.nodes)
         allowed = max(bound, tol.INEXACT_TOLERANCES[any(map(comparison.uses_short_format, (0, 1)))])
         if gap > allowed and op.name not in tol.DISCONTINUOUS_OPERATIONS:
@@ -702,11 +715,11 @@ def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Fi
             )
             advice = f"compare the kernels registered for both settings: {OTHER_FUNCTION_ADVICE}"
             return _make_pairwise_finding(comparison, "mismatch", op, gap, detail, advice)
-    why = trace.without_reference.get(op.name) or next(
+    reason = trace.without_reference.get(op.name) or next(
         iter(trace.without_reference.values()), "it asks for float32"
     )
     detail = (
-        f"it, or one of its inputs, has no float64 reference ({why}), and the recorded numbers"
+        f"it, or one of its inputs, has no float64 reference ({reason}), and the recorded numbers"
         " differ"
     )
     return _make_pairwise_finding(
@@ -849,7 +862,7 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
     """How to let an operation keep all digits, depending on what rounded them."""
     setting = Setting.parse(comparison.trace_of(op).setting)
     is_convolution = op.name.startswith("convolution")
-    here = "this line" if op.line else op.module or "the loss"
+    place = "this line" if op.line else op.module or "the loss"
     if op.format == FLUSHED:
         return (
             "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up"
@@ -859,23 +872,23 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
     is_of_converted = op.name == "_to_copy" and op.phase == "backward"
     if is_of_converted and op.dtype in (setting.autocast, setting.precision):
         return (
-            f"nothing here; {setting} rounds what comes before {here} to {op.dtype}: keep that in"
+            f"nothing here; {setting} rounds what comes before {place} to {op.dtype}: keep that in"
             " float32 as well"
         )
     if op.dtype in tol.SHORT_FORMATS and setting.autocast == op.dtype:
-        keep = f"torch.autocast({setting.kind!r}, enabled=False) around {here}"
-        given = ".float() on what it is given and `backward` outside of autocast"
-        return f"{setting} asks for it; {keep}, with {given}, keeps it in float32"
+        protection = f"torch.autocast({setting.kind!r}, enabled=False) around {place}"
+        conversion = ".float() on what it is given and `backward` outside of autocast"
+        return f"{setting} asks for it; {protection}, with {conversion}, keeps it in float32"
     if op.name == "_to_copy" and setting.precision == op.dtype:
-        return f"{setting} asks for it; if it matters, leave out the conversion in {here}"
+        return f"{setting} asks for it; if it matters, leave out the conversion in {place}"
     if op.dtype in tol.SHORT_FORMATS and setting.precision == op.dtype:
-        keep = f".float() on all that {here} is given, parameters too"
-        return f"{setting} asks for it; if it matters, {keep}, keeps it in float32"
+        protection = f".float() on all that {place} is given, parameters too"
+        return f"{setting} asks for it; if it matters, {protection}, keeps it in float32"
     if op.dtype in tol.SHORT_FORMATS:
         return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
     if op.has_rounded_factors and op.format in (setting.autocast, setting.precision):
         return (
-            f"nothing here; {setting} rounds what comes before {here} to {op.format}: keep that in"
+            f"nothing here; {setting} rounds what comes before {place} to {op.format}: keep that in"
             " float32 as well"
         )
     if op.has_rounded_factors:
@@ -884,8 +897,10 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
             " and back"
         )
     if setting.emulated:
-        here = "`backward`, in a step that is a function," if op.phase == "backward" else here
-        return f"{setting} asks for it; gpulab.float32_products() around {here} keeps it in float32"
+        place = "`backward`, in a step that is a function," if op.phase == "backward" else place
+        return (
+            f"{setting} asks for it; gpulab.float32_products() around {place} keeps it in float32"
+        )
     if setting.kind == "cuda":
         backend = "cudnn" if is_convolution or op.name.startswith("_cudnn") else "cuda.matmul"
         return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"

@@ -220,7 +220,7 @@ class Answer(report.Report):
             "settings": list(self.titles),
             "passports": [dict(passport) for passport in self.passports],
             "findings": [
-                {name: _plain(getattr(finding, name)) for name in FIELDS}
+                {name: _to_json(getattr(finding, name)) for name in FIELDS}
                 for finding in self.findings
             ],
         }
@@ -237,8 +237,8 @@ class Answer(report.Report):
         return "\n".join([self.headline, "", "```text", findings, "```", "", *sides])
 
 
-def _plain(value: object) -> Json:
-    """A value as JSON has it, which knows neither NaN nor infinity."""
+def _to_json(value: object) -> Json:
+    """A value as JSON; NaN and infinity, which JSON lacks, become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -257,16 +257,22 @@ def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
 def format_findings(findings: Sequence[Finding]) -> list[str]:
     """The findings as text, those of one kind and line together."""
     texts = []
-    for first, *alike in group_by_line(findings):
-        operations = Counter(f"{f.operation} ({f.phase}){module_phrase(f.module)}" for f in alike)
+    for representative, *similar_findings in group_by_line(findings):
+        operations = Counter(
+            f"{f.operation} ({f.phase}){module_phrase(f.module)}" for f in similar_findings
+        )
         counted = (
             name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3)
         )
         listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")
-        texts.append(f"{first}\n      also in this line: {listed}" if alike else str(first))
-    more = (
+        texts.append(
+            f"{representative}\n      also in this line: {listed}"
+            if similar_findings
+            else str(representative)
+        )
+    omission = (
         [f"… and {len(texts) - MAX_PRINTED_LINES} more lines"]
         if len(texts) > MAX_PRINTED_LINES
         else []
     )
-    return texts[:MAX_PRINTED_LINES] + more
+    return texts[:MAX_PRINTED_LINES] + omission

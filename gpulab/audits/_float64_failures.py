@@ -49,7 +49,7 @@ class Request(NamedTuple):
     is_made: bool
 
     def __str__(self) -> str:
-        where = (
+        location = (
             f"{self.line} (in {self.module})"
             if self.line and self.module
             else self.line or self.module
@@ -60,7 +60,7 @@ class Request(NamedTuple):
             if self.is_made
             else f"uses a {format_name} tensor that was made before the step"
         )
-        return f"{where or 'the step'} {does}"
+        return f"{location or 'the step'} {does}"
 
 
 class ShortFormatRequests(TorchFunctionMode):

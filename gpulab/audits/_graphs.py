@@ -143,12 +143,12 @@ def _split_lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
         return [(op.inputs, outputs)]
     length, lists = op.lanes
     single_inputs = op.inputs[length * lists :]
-    whole = len(op.outputs) // length * length
-    single_outputs = outputs[whole:]
+    n_lane_outputs = len(op.outputs) // length * length
+    single_outputs = outputs[n_lane_outputs:]
     return [
         (
-            [op.inputs[place + length * number] for number in range(lists)] + single_inputs,
-            op.outputs[place:whole:length] + single_outputs,
+            [op.inputs[lane + length * number] for number in range(lists)] + single_inputs,
+            op.outputs[lane:n_lane_outputs:length] + single_outputs,
         )
-        for place in range(length)
+        for lane in range(length)
     ]

@@ -78,17 +78,17 @@ class Matches:
         self.equal: dict[Value, list[Value]] = defaultdict(list)
         self.matched_values: set[Value] = set()
         self.permuted_values: set[Value] = set()
-        first, second = (graph.values() for graph in graphs)
-        self._match_wholes(first, second)
+        values_a, values_b = (graph.values() for graph in graphs)
+        self._match_wholes(values_a, values_b)
         self.permuted_values -= self.matched_values
 
-    def _match_wholes(self, first: Sequence[Value], second: Sequence[Value]) -> None:
+    def _match_wholes(self, values_a: Sequence[Value], values_b: Sequence[Value]) -> None:
         groups: dict[tuple[int, int], list[Value]] = defaultdict(list)
-        for value in second:
+        for value in values_b:
             if value.total and value.reference is not None:
                 groups[value.count, value.reference.size].append(value)
         tables = {sizes: _ValueTable(group, self.tolerance) for sizes, group in groups.items()}
-        for value in first:
+        for value in values_a:
             if not value.total or value.reference is None:
                 continue
             table = tables.get((value.count, value.reference.size))
@@ -232,17 +232,17 @@ class PartSearch:
                 parts[value.count].append(value)
         self.wholes = {
             (count, size, start, dim): _StretchSums(
-                some[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance
+                group[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance
             )
-            for (count, dim, size), some in wholes.items()
-            for start in range(0, len(some), max(1, MAX_STRETCHES // size))
+            for (count, dim, size), group in wholes.items()
+            for start in range(0, len(group), max(1, MAX_STRETCHES // size))
         }
         self.parts = {
             count: (
-                np.array([part.total for part in some]),
-                np.array([tolerance(part) for part in some]),
+                np.array([value.total for value in group]),
+                np.array([tolerance(value) for value in group]),
             )
-            for count, some in sorted(parts.items())
+            for count, group in sorted(parts.items())
         }
 
     def contains(self, part: Value) -> bool:
@@ -251,10 +251,10 @@ class PartSearch:
             return False
         tolerance = np.array([self.tolerance(part)])
         for (count, size, *_), stretches in self.wholes.items():
-            length, rest = divmod(part.count, count // size)
+            length, remainder = divmod(part.count, count // size)
             if (
                 part.count < count
-                and not rest
+                and not remainder
                 and stretches.find(length, np.array([part.total]), tolerance).any()
             ):
                 return True
@@ -271,8 +271,8 @@ class PartSearch:
             stretches = _StretchSums([whole], dim, self.tolerance)
             n_per_index = whole.count // profile.shape[1]
             for count, (totals, tolerances) in self.parts.items():
-                length, rest = divmod(count, n_per_index)
-                if count < whole.count and not rest:
+                length, remainder = divmod(count, n_per_index)
+                if count < whole.count and not remainder:
                     for start in np.flatnonzero(
                         stretches.find(length, totals, tolerances).any(axis=0)
                     ):

@@ -93,14 +93,14 @@ class _StepRun(PreparedStep):
         self._wrap_model(self.model)
         for parameter in self.model.parameters():
             parameter.data.copy_(self._nudge(parameter.data))
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        initial_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         results = self.results()
         parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
         results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
         results |= {
             f"updated {n}": b
             for n, b in buffers
-            if n not in before or not torch.equal(b, before[n])
+            if n not in initial_buffers or not torch.equal(b, initial_buffers[n])
         }
         return {
             name: _detached_copy(tensor)
@@ -176,10 +176,10 @@ class _IsolatedModuleRun(_StepRun):
         }
 
 
-def named_tensors(what: str, values: Nested) -> NamedTensors:
+def named_tensors(prefix: str, values: Nested) -> NamedTensors:
     """The floating-point tensors among nested values, each by its place."""
-    leaves = [(place, leaf) for place, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
-    return {f"{what}{place}": leaf for place, leaf in leaves if is_float_or_complex(leaf)}
+    leaves = [(path, leaf) for path, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
+    return {f"{prefix}{path}": leaf for path, leaf in leaves if is_float_or_complex(leaf)}
 
 
 def rounding_unit(setting: Setting) -> float:
@@ -297,9 +297,9 @@ def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
     try:
         yield
     except compiler_error as error:
-        why = " ".join(str(error).partition("\n\n")[0].split())
+        reason = " ".join(str(error).partition("\n\n")[0].split())
         raise GpulabError(
-            f"setting {str(setting)!r}: torch's compiler fails on this step: {why}"
+            f"setting {str(setting)!r}: torch's compiler fails on this step: {reason}"
         ) from error
     except GpulabError:
         raise
@@ -320,27 +320,32 @@ def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
     calls: dict[nn.Module, ModuleCall] = {}
     inputs: dict[nn.Module, Nested] = {}
 
-    def begin(module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
+    def save_inputs(
+        module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]
+    ) -> None:
         inputs[module] = tree_map(_detached_copy, (args, kwargs))
 
-    def end(name: str, module: nn.Module, output: Nested) -> None:
+    def save_call(name: str, module: nn.Module, output: Nested) -> None:
         if module not in calls:
             gradients: NamedTensors = {}
             calls[module] = ModuleCall(module, (*inputs.pop(module), gradients), name=name)
-            for place, tensor in named_tensors("output", output).items():
+            for path, tensor in named_tensors("output", output).items():
                 if tensor.requires_grad:
                     tensor.register_hook(
-                        lambda gradient, place=place: gradients.update(
-                            {place: _detached_copy(gradient)}
+                        lambda gradient, path=path: gradients.update(
+                            {path: _detached_copy(gradient)}
                         )
                     )
 
     with seed_generators(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
         for name, module in prepared.model.named_modules():
-            after = module.register_forward_hook(
-                lambda module, _, output, name=name: end(name, module, output)
+            output_hook = module.register_forward_hook(
+                lambda module, _, output, name=name: save_call(name, module, output)
             )
-            for handle in (module.register_forward_pre_hook(begin, with_kwargs=True), after):
+            for handle in (
+                module.register_forward_pre_hook(save_inputs, with_kwargs=True),
+                output_hook,
+            ):
                 hooks.callback(handle.remove)
         prepared()
     return list(calls.values())

@@ -87,13 +87,13 @@ def record(
             " its results"
         )
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
-        first = perform(step, parsed, Tracer(bar.update))
-        bar.total = len(first.operations) * 2
+        first_trace = perform(step, parsed, Tracer(bar.update))
+        bar.total = len(first_trace.operations) * 2
         trace = _perform_measured(step, parsed, bar)
-    _mark_changes(first, trace)
+    _mark_changes(first_trace, trace)
     trace.passport = dict(passport())
-    used = {value for op in trace.operations for value in op.values}
-    trace.values = {name: value for name, value in trace.values.items() if name in used}
+    recorded_names = {value for op in trace.operations for value in op.values}
+    trace.values = {name: value for name, value in trace.values.items() if name in recorded_names}
     if file is not None:
         trace.save(file)
     return trace
@@ -213,34 +213,40 @@ def _shorten(value: object) -> str:
     return text if len(text) <= MAX_ARGUMENT_LETTERS else f"{text[:MAX_ARGUMENT_LETTERS]}…"
 
 
-def _mark_changes(first: Trace, trace: Trace) -> None:
+def _mark_changes(first_trace: Trace, trace: Trace) -> None:
     """Mark operations that gave other results from the same inputs the second time, and those
     given other inputs.
     """
-    produced_before, produced = _produced_contents(first), _produced_contents(trace)
-    # whether an operation before gave something else, which later ones may have been told
+    produced_before = _produced_contents(first_trace)
+    produced = _produced_contents(trace)
+    # Whether an earlier operation returned something else. Later ones may have been given that.
     varies = False
-    for op, before in align_operations(trace.operations, first.operations):
+    for op, first_op in align_operations(trace.operations, first_trace.operations):
         if op is None or op.is_random or op.phase == RESULT:
             continue
-        same = before is not None
-        if before is not None and _contents(first, before.inputs) != _contents(trace, op.inputs):
-            pairs = zip(_contents(first, before.inputs), _contents(trace, op.inputs), strict=False)
+        if first_op is None:
+            op.repeats = False
+            continue
+        is_repeated = True
+        first_inputs = _contents(first_trace, first_op.inputs)
+        inputs = _contents(trace, op.inputs)
+        if first_inputs != inputs:
             op.inputs_changed = any(
-                x != y and x not in produced_before and y not in produced for x, y in pairs
+                x != y and x not in produced_before and y not in produced
+                for x, y in zip(first_inputs, inputs, strict=False)
             )
-        elif before is not None and differing_arguments(before, op):
+        elif differing_arguments(first_op, op):
             op.inputs_changed = not varies
-        elif before is not None:
-            same = _contents(first, before.outputs) == _contents(trace, op.outputs)
-            if not same:
+        else:
+            is_repeated = _contents(first_trace, first_op.outputs) == _contents(trace, op.outputs)
+            if not is_repeated:
                 varies = True
                 output_sketches = (
                     [t.values[v].sketch for v in o.outputs]
-                    for t, o in ((first, before), (trace, op))
+                    for t, o in ((first_trace, first_op), (trace, op))
                 )
                 op.spread = max(op.spread or 0.0, sketches.max_distance(*output_sketches))
-        op.repeats = op.repeats is not False and same and not op.inputs_changed
+        op.repeats = op.repeats is not False and is_repeated and not op.inputs_changed
 
 
 def _contents(trace: Trace, names: Sequence[str]) -> list[str]:

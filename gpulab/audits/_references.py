@@ -161,7 +161,7 @@ class References:
             return _widened(tensor)
         return _with_layout_of(tensor, memory.numbers, int(tensor.storage_offset()))
 
-    def keep(
+    def store(
         self,
         tensor: Tensor,
         reference: Tensor,
@@ -249,7 +249,7 @@ class References:
             )
             same_numbers = out.dtype == source.dtype and not self.has_copy(source)
             if not same_storage and not same_numbers and out.shape == source.shape:
-                self.keep(out, self.of(source), self.memory(source).exact)
+                self.store(out, self.of(source), self.memory(source).exact)
 
     def disable(self) -> None:
         """Go on without references: there is no memory for them."""
@@ -337,8 +337,8 @@ class References:
                 and not find_tensors((args, kwargs))
             ):
                 kwargs = kwargs | {"dtype": torch.float64}
-            made = operation(*args, **kwargs)
-            return () if made is None else made  # operations on lists return nothing
+            outputs = operation(*args, **kwargs)
+            return () if outputs is None else outputs  # operations on lists return nothing
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no kernel for float64, or a check of torch's own

@@ -188,9 +188,10 @@ def _compare_with_reference(
         growth_factors * np.sqrt([e.numel() for e in exact]) * [f.smallest_normal for f in formats]
     )
     bounds = bounds + underflow * [f.eps for f in formats]
-    # overflow
+    # Numbers beyond the range of the format overflow.
     exact = [
-        torch.where(e.abs() > f.max, e * math.inf, e) for e, f in zip(exact, formats, strict=True)
+        torch.where(tensor.abs() > finfo.max, tensor * math.inf, tensor)
+        for tensor, finfo in zip(exact, formats, strict=True)
     ]
     errors = list(map(difference_norm, results, exact))
     ratios = [
@@ -271,7 +272,8 @@ def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -
     longest = 1.0
     dims = arguments.get("dim")
     for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms
-        longest *= max((t.shape[dim] for t in inputs if -t.dim() <= dim < t.dim()), default=1)
+        lengths = [t.shape[dim] for t in inputs if -t.dim() <= dim < t.dim()]
+        longest *= max(lengths, default=1)
     if name in SUMS_BY_INDEX:
         longest = (
             min(longest, max_index_repeats(arguments))

@@ -309,13 +309,17 @@ def _merge_first_sources(sources: list[Source]) -> list[Source]:
     """
     if not sources or (sources[0].a and sources[0].b):
         return sources
-    first = sources[0]
-    counterpart = next(
-        (s for s in sources[1:] if len(s.nodes) == 1 and bool(s.a) != bool(first.a)), None
-    )
-    if counterpart is None or any(node.op.is_random for node in (*first.nodes, *counterpart.nodes)):
+    first_source = sources[0]
+    has_side_a = bool(first_source.a)
+    one_sided = (source for source in sources[1:] if len(source.nodes) == 1)
+    counterpart = next((source for source in one_sided if bool(source.a) != has_side_a), None)
+    if counterpart is None:
         return sources
-    merged = Source(a=first.a or counterpart.a, b=first.b or counterpart.b, share_inputs=False)
+    if any(node.op.is_random for node in (*first_source.nodes, *counterpart.nodes)):
+        return sources
+    merged = Source(
+        a=first_source.a or counterpart.a, b=first_source.b or counterpart.b, share_inputs=False
+    )
     return [merged, *(source for source in sources[1:] if source is not counterpart)]
 
 
@@ -326,10 +330,12 @@ def _with_same_call(comparison: Comparison, source: Source) -> Source:
     if len(source.nodes) == 2:
         return source
     (node,) = source.nodes
-    other = same_call(comparison, node)
-    if other is None:
+    counterpart = same_call(comparison, node)
+    if counterpart is None:
         return source
-    return Source(a=other, b=node) if comparison.side_of[node.op] else Source(a=node, b=other)
+    if comparison.side_of[node.op]:
+        return Source(a=counterpart, b=node)
+    return Source(a=node, b=counterpart)
 
 
 def same_call(comparison: Comparison, node: Node) -> Node | None:
@@ -458,9 +464,8 @@ def _has_rounded_arguments(a: Node, b: Node) -> bool:
     """
     if a.op.name != b.op.name or a.op.arguments.keys() != b.op.arguments.keys():
         return False
-    pairs = [
-        (x, b.op.arguments[name]) for name, x in a.op.arguments.items() if x != b.op.arguments[name]
-    ]
+    pairs = [(x, b.op.arguments[name]) for name, x in a.op.arguments.items()]
+    pairs = [(x, y) for x, y in pairs if x != y]
     return bool(pairs) and all(
         isinstance(x, float)
         and isinstance(y, float)

@@ -222,7 +222,7 @@ class Tracer(UncompiledDispatchMode):
     ) -> Nested:
         """Run an operation, repeat it on the references, and record both."""
         call = Call(operation, name, args, kwargs)
-        before = (
+        initial_arguments = (
             self._retry_without_references(call.copied_arguments)
             if call.is_mutating and self.is_measuring
             else (args, kwargs)
@@ -247,7 +247,8 @@ class Tracer(UncompiledDispatchMode):
             inputs = None  # they would hold their memory
         for t in call.mutated_tensors:
             memory = self.references.memory(t)
-            memory.version, memory.maker = memory.version + 1, op
+            memory.version += 1
+            memory.maker = op
         reference_out = None
         if inputs is not None:
             compute_reference = partial(
@@ -259,7 +260,7 @@ class Tracer(UncompiledDispatchMode):
         self._store_new_references(call, op, out, reference_out, exact, follows, inputs)
         if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
             self._record_number_read(out, op.inputs[0])
-        self._finish_record(call, op, out, before)
+        self._finish_record(call, op, out, initial_arguments)
         return out
 
     def _start_record(self, call: Call) -> Operation:
@@ -283,15 +284,15 @@ class Tracer(UncompiledDispatchMode):
         op.lanes = _count_lanes(call.name, call.named_args, op.inputs)
         base_values = [self.value_of(base) for base in call.bases]
         op.inputs += [value for value in base_values if value not in op.inputs]
-        read = call.args[1:] if call.overwritten_argument is not None else call.args
-        self._retry_without_references(lambda: self.results.find_leaves(read))
+        read_arguments = call.args[1:] if call.overwritten_argument is not None else call.args
+        self._retry_without_references(lambda: self.results.find_leaves(read_arguments))
         self._retry_without_references(
             lambda: self.results.save_initial_contents(call.mutated_tensors)
         )
         return op
 
     def _update_written_references(
-        self, call: Call, made: Nested | None, exact: bool, state: Tensor | None
+        self, call: Call, reference_out: Nested | None, exact: bool, state: Tensor | None
     ) -> None:
         """Update the references of what an operation wrote to."""
         float32_draws = None
@@ -300,14 +301,16 @@ class Tracer(UncompiledDispatchMode):
                 call.operation, call.mutated_tensors[0], call.args, call.kwargs, state
             )
         is_repeated = (
-            made is not None and not call.is_random and call.name not in UNREPEATED_OPERATIONS
+            reference_out is not None
+            and not call.is_random
+            and call.name not in UNREPEATED_OPERATIONS
         )
         for t in call.mutated_tensors:
             self._try_with_references(
                 partial(
                     self.references.record_write,
                     t,
-                    exact and made is not None,
+                    exact and reference_out is not None,
                     is_repeated,
                     float32_draws,
                 )
@@ -318,7 +321,7 @@ class Tracer(UncompiledDispatchMode):
         call: Call,
         op: Operation,
         out: Nested,
-        made: Nested | None,
+        reference_out: Nested | None,
         exact: bool,
         follows: bool,
         inputs: Nested,
@@ -330,26 +333,31 @@ class Tracer(UncompiledDispatchMode):
             if sketches.is_strided(t)
         }
         # Storages that the reference of a result may share with something else.
-        others = find_tensors((inputs, call.input_tensors, out))
-        shared = {storage_identity(t.untyped_storage()) for t in others if sketches.is_strided(t)}
-        new: set[int] = set()  # storages; some kernels return views of one
-        for t, reference in _pair_with_references(out, made):
+        existing_tensors = find_tensors((inputs, call.input_tensors, out))
+        shared_storages = {
+            storage_identity(t.untyped_storage())
+            for t in existing_tensors
+            if sketches.is_strided(t)
+        }
+        new_storages: set[int] = set()  # storages; some kernels return views of one
+        for t, reference in _pair_with_references(out, reference_out):
             storage = storage_identity(t.untyped_storage()) if sketches.is_strided(t) else None
             if storage is None or storage in input_storages:
                 continue
             if follows:
-                is_note = made is not None and (
+                is_note = reference_out is not None and (
                     not sketches.is_float_or_complex(t) or call.name in UNREPEATED_OPERATIONS
                 )
                 is_exact = exact and (reference is not None or is_note)
-                content, is_second = t if reference is None else reference, storage in new
-                may_own = storage_identity(content.untyped_storage()) not in shared
-                shared.add(storage_identity(content.untyped_storage()))
+                content = t if reference is None else reference
+                is_second = storage in new_storages
+                may_own = storage_identity(content.untyped_storage()) not in shared_storages
+                shared_storages.add(storage_identity(content.untyped_storage()))
                 self._try_with_references(
-                    partial(self.references.keep, t, content, is_exact, is_second, may_own)
+                    partial(self.references.store, t, content, is_exact, is_second, may_own)
                 )
             self.references.memory(t).maker = op
-            new.add(storage)
+            new_storages.add(storage)
         for t in find_tensors(out) if follows else ():
             same_type = bool(call.input_tensors) and t.dtype == call.input_tensors[0].dtype
             is_copy = (
@@ -358,7 +366,8 @@ class Tracer(UncompiledDispatchMode):
             # the references of sparse tensors are not followed
             if not sketches.is_strided(t) and not is_copy:
                 for memory in map(self.references.memory, sketches.nonempty_components(t)):
-                    memory.exact, memory.maker = False, op
+                    memory.exact = False
+                    memory.maker = op
 
     def _record_number_read(self, number: float, value: str) -> None:
         """Record that the program read a number from a tensor, so that its reference uses the
@@ -374,14 +383,15 @@ class Tracer(UncompiledDispatchMode):
         call: Call,
         op: Operation,
         out: Nested,
-        before: tuple[Sequence[Nested], dict[str, Nested]],
+        initial_arguments: tuple[Sequence[Nested], dict[str, Nested]],
     ) -> None:
         """Complete the record of an operation that has run, unless it returned no numbers."""
         raw_results = returned_or_written(call.operation, call.args, out)
         results = _numeric_results(call.operation, raw_results)
         if not results:
             return
-        op.shape, op.dtype = list(results[0].shape), str(results[0].dtype).removeprefix("torch.")
+        op.shape = list(results[0].shape)
+        op.dtype = str(results[0].dtype).removeprefix("torch.")
         op.outputs = [self.value_of(t, op) for t in results]
         written = call.mutated_tensors if call.overwritten_argument is None else []
         changed = [self.value_of(t, op) for t in (*written, *call.bases)]
@@ -391,7 +401,9 @@ class Tracer(UncompiledDispatchMode):
         is_measured = self.is_measuring and not call.is_random and not call.operation.is_view
         if is_measured and (rounded or call.name in DEFINITIONS):
             self._retry_without_references(
-                lambda: self._measure(call.operation, op, before, call.is_mutating, raw_results)
+                lambda: self._measure(
+                    call.operation, op, initial_arguments, call.is_mutating, raw_results
+                )
             )
         self.operations.append(op)
         self.on_operation()
@@ -421,14 +433,16 @@ class Tracer(UncompiledDispatchMode):
         self,
         operation: OpOverload,
         op: Operation,
-        before: tuple[Sequence[Nested], dict[str, Nested]],
+        initial_arguments: tuple[Sequence[Nested], dict[str, Nested]],
         written_to: bool,
         raw_results: Nested,
     ) -> None:
         """Measure whether an operation returns the same bits when it is repeated, and its error
         against float64.
         """
-        args, kwargs = map_nested(_copy_tensor, before) if written_to else before
+        args, kwargs = (
+            map_nested(_copy_tensor, initial_arguments) if written_to else initial_arguments
+        )
         repeated_out = operation(*args, **kwargs)
         repeated = _numeric_results(operation, returned_or_written(operation, args, repeated_out))
         outputs = [self.values[value] for value in op.outputs]
@@ -438,9 +452,13 @@ class Tracer(UncompiledDispatchMode):
                 [sketches.sketch(t) for t in repeated], [value.sketch for value in outputs]
             )
         # Tensors of other layouts are compared by their parts alone.
-        if all(map(sketches.is_strided, find_tensors((before, raw_results)))):
+        if all(map(sketches.is_strided, find_tensors((initial_arguments, raw_results)))):
             vars(op).update(
-                vars(forward_error(operation, op.name, before[0], before[1], raw_results))
+                vars(
+                    forward_error(
+                        operation, op.name, initial_arguments[0], initial_arguments[1], raw_results
+                    )
+                )
             )
 
     # --- values -----------------------------------------------------------------------------------
@@ -463,12 +481,12 @@ class Tracer(UncompiledDispatchMode):
             if tensor.is_contiguous()
             else ()
         )
-        known_digest, same = self.flat_values.get(flat, (digest, None))
+        known_digest, equal_value = self.flat_values.get(flat, (digest, None))
         if name is not None or known_digest != digest:
             self.references.reread(tensor)  # NumPy, or another library, has written to it
             return self.value_of(tensor, maker)
         name = self.names[key] = str(len(self.values))
-        value = self.values[name] = self._new_value(tensor, digest, same)
+        value = self.values[name] = self._new_value(tensor, digest, equal_value)
         if flat:
             self.flat_values.setdefault(flat, (digest, value))
         made_by = maker or memory.maker
@@ -476,7 +494,7 @@ class Tracer(UncompiledDispatchMode):
             made_by.mutated_values.append(name)  # another view of what an operation wrote before
         return name
 
-    def _new_value(self, tensor: Tensor, digest: int, same: Value | None) -> Value:
+    def _new_value(self, tensor: Tensor, digest: int, equal_value: Value | None) -> Value:
         """The value of a tensor, with its reference where there is one."""
         references = self.references
         slabs = self.slabs
@@ -485,7 +503,9 @@ class Tracer(UncompiledDispatchMode):
             reference = references.of(tensor) if references.has_copy(tensor) else tensor
             if reference.shape != tensor.shape:
                 return None
-            return Value.of(tensor, reference, references.memory(tensor).exact, slabs, digest, same)
+            return Value.of(
+                tensor, reference, references.memory(tensor).exact, slabs, digest, equal_value
+            )
 
         value = (
             self._try_with_references(make_value)
@@ -493,7 +513,7 @@ class Tracer(UncompiledDispatchMode):
             else None
         )
         return value or self._retry_without_references(
-            lambda: Value.as_recorded(tensor, self.is_measuring, slabs, digest, same)
+            lambda: Value.as_recorded(tensor, self.is_measuring, slabs, digest, equal_value)
         )
 
     def _is_exact(self, tensor: Tensor) -> bool:
@@ -521,20 +541,24 @@ def _is_simple_number(number: float) -> bool:
 
 def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
     """What tells one value of one execution from another."""
-    where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-    return serial, version, *where, tensor.is_conj(), tensor.is_neg()
+    layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return serial, version, *layout, tensor.is_conj(), tensor.is_neg()
 
 
-def _pair_with_references(out: Nested, made: Nested) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _pair_with_references(
+    out: Nested, reference_out: Nested
+) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Each tensor of what an operation returned, with what stands in its place among the results
     of the reference.
     """
     if isinstance(out, Tensor):
-        yield out, made if isinstance(made, Tensor) else None
+        yield out, reference_out if isinstance(reference_out, Tensor) else None
     elif isinstance(out, list | tuple):
-        others = made if isinstance(made, list | tuple) else ()
-        for place, value in enumerate(out):
-            yield from _pair_with_references(value, others[place] if place < len(others) else None)
+        references = reference_out if isinstance(reference_out, list | tuple) else ()
+        for index, value in enumerate(out):
+            yield from _pair_with_references(
+                value, references[index] if index < len(references) else None
+            )
 
 
 def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
@@ -758,18 +782,28 @@ class StepResults:
         if leaf not in self.initial_contents or self.tracer.references.is_disabled:
             return {}
         recorded, start = self.initial_contents[leaf]
-        now, reference = leaf.detach(), self.tracer.references.of(leaf.detach())
-        if (now.shape, now.dtype, now.device) != (recorded.shape, recorded.dtype, recorded.device):
+        current = leaf.detach()
+        reference = self.tracer.references.of(current)
+        if (current.shape, current.dtype, current.device) != (
+            recorded.shape,
+            recorded.dtype,
+            recorded.device,
+        ):
             return {}
-        moved = reference != start.to(reference.dtype)
-        return {"moved": int(moved.sum()), "lost": int((moved & (now == recorded)).sum())}
+        is_changed = reference != start.to(reference.dtype)
+        return {
+            "moved": int(is_changed.sum()),
+            "lost": int((is_changed & (current == recorded)).sum()),
+        }
 
-    def _have_changed(self, before: list[str], after: list[str]) -> bool:
+    def _have_changed(self, old_names: list[str], new_names: list[str]) -> bool:
         """Whether bits have changed, or the reference has."""
-        if len(before) != len(after):
+        if len(old_names) != len(new_names):
             return True
         values = self.tracer.values
-        pairs = [(values[x], values[y]) for x, y in zip(before, after, strict=True) if x != y]
+        pairs = [
+            (values[x], values[y]) for x, y in zip(old_names, new_names, strict=True) if x != y
+        ]
         return any(
             x.content != y.content
             or (
@@ -799,9 +833,9 @@ class StepResults:
         """
         entries: list[Operation] = []
         returned_leaves = named_leaves(returned)
-        for place, value in returned_leaves:
+        for path, value in returned_leaves:
             if isinstance(value, Tensor | float):
-                label = "loss" if len(returned_leaves) == 1 else f"result {place}"
+                label = "loss" if len(returned_leaves) == 1 else f"result {path}"
                 values = (
                     self._value_names(value)
                     if isinstance(value, Tensor)
@@ -816,7 +850,8 @@ class StepResults:
         for leaf, contents in self.leaves.items():
             if self._is_alias(leaf, names):
                 continue
-            name, values = names.get(leaf) or self._number_leaf(leaf), self._value_names(leaf)
+            name = names.get(leaf) or self._number_leaf(leaf)
+            values = self._value_names(leaf)
             start = contents.get((leaf.dtype, leaf.device)) or next(iter(contents.values()))
             entries.append(self._gradient_result(leaf, name, start))
             if self._have_changed(contents.get((leaf.dtype, leaf.device), values), values):
@@ -825,10 +860,12 @@ class StepResults:
                         "updated", name, start, values, self._count_lost_updates(leaf)
                     )
                 )
-        for module, before in self.roots.items():
+        for module, initial_values in self.roots.items():
             for name, values in self._buffer_values(module).items():
-                if self._have_changed(before.get(name, []), values):
-                    entries.append(self._make_result("updated", name, before.get(name, []), values))
+                if self._have_changed(initial_values.get(name, []), values):
+                    entries.append(
+                        self._make_result("updated", name, initial_values.get(name, []), values)
+                    )
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 name = names.get(parameter) or self._number_leaf(parameter)
@@ -854,19 +891,21 @@ class StepResults:
         """
         if leaf in names or leaf in self.gradients or not sketches.is_strided(leaf):
             return False
-        others = (
+        candidates = (
             t
             for t in (*names, *self.leaves)
             if t is not leaf and (t in names or t in self.gradients)
         )
         return any(
             sketches.is_strided(t) and t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape
-            for t in others
+            for t in candidates
         )
 
     def _number_leaf(self, leaf: Tensor) -> str:
         """What a leaf is called that no module has."""
-        number = next((number for number, other in enumerate(self.leaves, 1) if other is leaf), 0)
+        number = next(
+            (number for number, candidate in enumerate(self.leaves, 1) if candidate is leaf), 0
+        )
         return f"tensor {number} of shape {tuple(leaf.shape)}"
 
     def _gradient_result(self, leaf: Tensor, name: str, start: list[str]) -> Operation:

@@ -309,21 +309,21 @@ def alignment_key(op: Operation) -> tuple[str, str, str]:
 
 
 def align_operations(
-    first: list[Operation], second: list[Operation]
+    operations_a: list[Operation], operations_b: list[Operation]
 ) -> list[tuple[Operation | None, Operation | None]]:
     """Pair corresponding operations of two executions, in order; one without counterpart is
     paired with None.
     """
-    first_keys = list(map(alignment_key, first))
-    second_keys = list(map(alignment_key, second))
+    first_keys = list(map(alignment_key, operations_a))
+    second_keys = list(map(alignment_key, operations_b))
     if first_keys == second_keys:
-        return list(zip(first, second, strict=True))
+        return list(zip(operations_a, operations_b, strict=True))
     pairs: list[tuple[Operation | None, Operation | None]] = []
     matcher = difflib.SequenceMatcher(None, first_keys, second_keys, autojunk=False)
     for tag, a, a_end, b, b_end in matcher.get_opcodes():
         if tag == "equal":
-            pairs += zip(first[a:a_end], second[b:b_end], strict=True)
+            pairs += zip(operations_a[a:a_end], operations_b[b:b_end], strict=True)
         else:
-            pairs += [(op, None) for op in first[a:a_end]]
-            pairs += [(None, op) for op in second[b:b_end]]
+            pairs += [(op, None) for op in operations_a[a:a_end]]
+            pairs += [(None, op) for op in operations_b[b:b_end]]
     return pairs
