@@ -518,8 +518,7 @@ def uncompiled_random_numbers(use_fallback: bool = True) -> AbstractContextManag
 
 
 def draws_as_uncompiled() -> bool:
-    """Return whether Inductor draws the random numbers that uncompiled code draws, as the program
-    has set it.
+    """Return whether Inductor is set to draw the random numbers of uncompiled code.
 
     Tested: torch 2.6 and 2.15. If it changes: audits advise what the program has done.
     """
@@ -644,8 +643,7 @@ def newest_node_number() -> int:
 
 
 def current_backward_pass() -> int:
-    """Return autograd's number of the backward pass that this thread computes, or -1 outside of a
-    backward pass.
+    """Return the number of this thread's current backward pass, or -1 outside of one.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard checks nothing on accelerators.
     """

@@ -1,6 +1,4 @@
-"""The command line: `gpulab devices | train | experiment | verdict | runs | record | audit |
-guard`.
-"""
+"""The command line, `gpulab`: one function for each command."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def echo(text: object, to: IO[str] | None = None) -> None:
 
 
 def echo_runs(frame: pd.DataFrame, store_note: str = "") -> None:
-    """Print a table of runs: their factors that are not all the same, and the metrics of
-    functions.
-    """
+    """Print a table of runs: their factors that differ, and the metrics of functions."""
     from gpulab.store import _tables as tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
@@ -66,9 +62,7 @@ def echo_runs(frame: pd.DataFrame, store_note: str = "") -> None:
 
 
 def save_plot(result: Report, file: Path | None) -> None:
-    """Draw a result into a file, where one was asked for, and say so where a table is not
-    disturbed.
-    """
+    """Draw a result into a file, if one was requested, and say so on standard error."""
     if file:
         result.plot().save(file)
         echo(f"picture in {file}", sys.stderr)
@@ -78,9 +72,7 @@ def save_plot(result: Report, file: Path | None) -> None:
 
 
 def option(words: str, default: str | bool = True, flag: str = "", **parameters: Any) -> OptionInfo:
-    """An option with its help; `default` describes the default where the parameter's own value
-    does not.
-    """
+    """An option with its help; `default` describes a default that the value does not show."""
     return typer.Option(*filter(None, [flag]), help=words, show_default=default, **parameters)
 
 
@@ -90,8 +82,9 @@ def argument(words: str, default: str | bool = False, **parameters: Any) -> Argu
 
 
 def check_writable_path(file: Path | None) -> Path | None:
-    """A file that a command is to write, tried before any work; `GpulabError` where it could not
-    be written after.
+    """Return the path of an output file after checking that it can be written.
+
+    Raises `GpulabError` before any work if it cannot.
     """
     if file:
         files.check_writable(file)
@@ -99,9 +92,7 @@ def check_writable_path(file: Path | None) -> Path | None:
 
 
 def parse_and_prepare(setting: str) -> str:
-    """A setting, whose instruction set this process shall have: torch reads that when it is
-    loaded.
-    """
+    """Check a setting and select its CPU instruction set, before torch is loaded."""
     Setting.parse(setting).prepare()
     return setting
 
@@ -532,9 +523,7 @@ def _error_line(error: GpulabError | OSError) -> str:
 
 
 def main(commands: typer.Typer = app) -> None:
-    """Run the command line; an error of gpulab's own is one line, and the exit status says
-    which.
-    """
+    """Run the command line; report an error of gpulab's own in one line and an exit status."""
     with contextlib.suppress(AttributeError):  # where a terminal has no ×
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.formatwarning = lambda message, *_, **__: printable(f"gpulab: {message}\n")

@@ -1,6 +1,4 @@
-"""The errors that gpulab raises on purpose. Each message names the offending value and what to
-do.
-"""
+"""The errors that gpulab raises on purpose; each names the offending value and what to do."""
 
 import contextlib
 import importlib.metadata
@@ -54,8 +52,7 @@ class GpulabError(Exception):
 
 
 class UsageError(GpulabError, ValueError):
-    """The request itself makes no sense: an unknown option, a value out of range, a size that does
-    not divide.
+    """The request is invalid: an unknown option, a value out of range, an indivisible size.
 
     It is also a `ValueError`.
 
@@ -209,8 +206,7 @@ DISTRIBUTIONS = {
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """What is imported inside comes with an extra of gpulab: where it is not installed, the error
-    names that.
+    """Wrap imports that an extra of gpulab provides; a missing library's error names the extra.
 
     A library that gpulab needs in any case, or that comes with another extra, is told from it.
 
@@ -248,8 +244,7 @@ def _missing_library(library: str, module: str, extra_name: str) -> str:
 
 
 def _extras_of(distribution: str) -> list[str]:
-    """The extras of gpulab that bring a library, by the metadata of gpulab's installation; "" is
-    gpulab itself.
+    """The extras of gpulab that install a library, by its metadata; "" is gpulab itself.
 
     Examples:
         >>> _extras_of("pandas"), _extras_of("pillow"), _extras_of("no-such-library")
@@ -274,8 +269,7 @@ def _normal_name(distribution: str) -> str:
 
 
 def in_one_line(error: BaseException, file: str | Path = "") -> str:
-    """An error of foreign code as its traceback ends, and the line of `file` that led there, or the
-    last of all.
+    """The last line of a foreign error's traceback, and the line of `file` that led there.
 
     Examples:
         >>> try:

@@ -48,9 +48,7 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may ha
 
 @contextlib.contextmanager
 def writing(target: str | Path) -> Iterator[None]:
-    """Convert an `OSError` raised inside into a `GpulabError` that names the file, the reason
-    and the remedy.
-    """
+    """Convert an `OSError` raised inside into a `GpulabError` with file, reason and remedy."""
     try:
         yield
     except OSError as error:
@@ -87,9 +85,7 @@ def scratch_name() -> str:
 
 
 def check_writable(file: str | Path) -> None:
-    """Raise now what writing a file later would raise for its name or its folder, by a try;
-    nothing is left.
-    """
+    """Raise now what writing a file later would raise; nothing is left behind."""
     file = Path(file).absolute()
     with writing(file):
         if file.exists() and not file.is_file():
@@ -117,9 +113,7 @@ def reading(file: str | Path, kind: str = "cannot be read") -> Iterator[None]:
 
 
 def status_of(file: str | Path) -> os.stat_result:
-    """What the system says of a regular file; `DataError`, naming it, where it is missing, a
-    pipe or a device.
-    """
+    """The status of a regular file; `DataError` if it is missing, a pipe or a device."""
     with reading(file):
         status = os.stat(file)
     if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
@@ -128,8 +122,9 @@ def status_of(file: str | Path) -> os.stat_result:
 
 
 def read(file: str | Path, max_size: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file; `DataError`, naming it, for a pipe, a device or more than
-    `max_size` bytes.
+    """The content of a regular file.
+
+    Raises `DataError` for a pipe, a device, or more than `max_size` bytes.
     """
     size = status_of(file).st_size
     if size > max_size:
@@ -149,9 +144,7 @@ def read_json(file: str | Path, content: bytes) -> JSON:
 def check_table_size(
     file: str | Path, metadata: pyarrow.parquet.FileMetaData, max_size: int = MAX_COLUMN_VALUES
 ) -> None:
-    """Raise `DataError` for a Parquet file that would unpack into more than anything that gpulab
-    writes.
-    """
+    """Raise `DataError` for a Parquet file that unpacks into more than gpulab ever writes."""
     for number in range(metadata.num_columns):
         chunks = [
             metadata.row_group(group).column(number) for group in range(metadata.num_row_groups)
@@ -165,9 +158,7 @@ def check_table_size(
 
 
 def find_shipped(file: str | Path) -> Path:
-    """A file; or where there is no checkout, the copy inside the installed package of one that
-    our examples name.
-    """
+    """A file; without a checkout, the copy of an example file in the installed package."""
     folder, *subpath = Path(file).parts or (".",)
     copy = PACKAGE.joinpath("recorded", *subpath)
     if folder == "data" and copy.is_file() and not Path(file).exists():
@@ -211,9 +202,7 @@ def digest(document: JSON) -> str:
 
 
 def stamp(file: Path) -> Stamp:
-    """The size, the time of writing (ns) and the inode of a file; `DataError` where it is
-    missing, or no file.
-    """
+    """The size, modification time (ns) and inode of a file; `DataError` if it is missing."""
     status = status_of(file)
     return status.st_size, status.st_mtime_ns, status.st_ino
 
@@ -226,8 +215,9 @@ def check_unchanged(stamps: Stamps) -> None:
 
 
 def content_of(stamps: Stamps) -> str:
-    """The SHA-256 (hex) of what a file holds, or of the names and contents of several; a process
-    reads them once.
+    """The SHA-256 (hex) of a file, or of the names and contents of several files.
+
+    A process reads them once.
 
     Raises:
         DataError: Where a file cannot be read, or is not what its stamp says.

@@ -1,6 +1,4 @@
-"""Ctrl-C on the command line: one line, and an exit status that says so, also while modules are
-imported.
-"""
+"""Ctrl-C on the command line: one line and a matching exit status, also during imports."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ MESSAGE = "gpulab: interrupted; run the same command again to go on"
 
 
 def answer_while_importing() -> None:
-    """Have Ctrl-C end this process at once while a module is imported, and raise
-    `KeyboardInterrupt` otherwise.
+    """Have Ctrl-C end this process at once during imports, and else raise `KeyboardInterrupt`.
 
     Extensions such as NumPy's and torch's do not bear a `KeyboardInterrupt` while they are loaded:
     they make another error of it, go on without it, or abort. A program that answers Ctrl-C by a
@@ -42,8 +39,7 @@ def say_interrupted() -> None:
 
 
 def forget_interruption() -> None:
-    """Have Python end with the exit status that it is given, and not by sending itself the signal
-    of Ctrl-C.
+    """Have Python exit with the given status, without sending itself the signal of Ctrl-C.
 
     Under `python -m` it does the latter if Ctrl-C came while a text was executed as code, as
     `dataclasses` does, and no other text was since.

@@ -1,6 +1,4 @@
-"""What the pages of audits and verdicts have in common: tables, badges, and what stands below
-the title.
-"""
+"""What the pages of audits and verdicts share: tables, badges, and the lines below the title."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rows:
-    """A table as the page shows it: what it lists, how to read it, two rows of heads, and the
-    rows in order.
-    """
+    """A table of the page: its title, how to read it, two header rows, and the sorted rows."""
 
     title: str
     note: str
@@ -47,9 +43,7 @@ class Rows:
 
 
 def style() -> Markup:
-    """The style of such a page, as an element of its own, which a notebook needs with each
-    output.
-    """
+    """The style of such a page as an element, which a notebook needs with each output."""
     return Markup("<style>\n{}</style>\n").format(report.render("result.css"))
 
 
@@ -59,9 +53,7 @@ def number_cell(text: str | Markup, is_large: bool = False) -> Cell:
 
 
 def badge(rank: str, text: str) -> Markup:
-    """A text on a ground whose colour says what kind of answer it is: `fault`, `note`, `ok` or
-    `open`.
-    """
+    """A text on a ground whose colour shows its rank: `fault`, `note`, `ok` or `open`."""
     return Markup('<span class="ga-badge ga-{}">{}</span>').format(rank, text)
 
 
@@ -72,9 +64,7 @@ def time_text() -> str:
 
 
 def machine_text(passport: Mapping[str, JSON], kind: str) -> str:
-    """The name of the CPU, or of the GPUs; a trace may be from a stranger, and its passport
-    incomplete.
-    """
+    """The name of the CPU or of the GPUs; a passport from elsewhere may be incomplete."""
     try:
         return str(machine(passport, kind))
     except (KeyError, TypeError):

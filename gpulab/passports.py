@@ -57,9 +57,7 @@ class CPU(TypedDict):
 
 
 class GPU(TypedDict):
-    """A GPU in a passport. The keys that may be missing are those that torch does not know on
-    every system.
-    """
+    """A GPU in a passport; keys that torch does not know on every system may be missing."""
 
     kind: str
     name: str
@@ -73,8 +71,7 @@ Software = dict[str, str | None]  # versions by name; None where there is no suc
 
 
 class Passport(dict[str, JSON]):
-    """The description of a machine that `gpulab.passport` returns: a dictionary whose values JSON
-    can carry.
+    """The description of a machine that `gpulab.passport` returns, a JSON-ready dictionary.
 
     `print` shows it in lines, a notebook shows it as a table.
     """
@@ -126,17 +123,14 @@ class Passport(dict[str, JSON]):
 
 
 def machine(passport: Mapping[str, JSON], kind: str = "") -> str:
-    """What did the work: the GPUs of a machine where it has any, each kind once, or what `kind`
-    of device says.
-    """
+    """The names of a machine's GPUs; for `kind` cpu, or without GPUs, the name of its CPU."""
     if kind == "cpu" or not (kind or passport["gpus"]):
         return passport["cpu"]["model"]
     return ", ".join(dict.fromkeys(gpu["name"] for gpu in passport["gpus"]))
 
 
 def passport() -> Passport:
-    """Describe this machine: its CPU, its GPUs, and the versions of torch and the other software
-    that computes.
+    """Describe this machine: its CPU, its GPUs, and the versions of torch and other software.
 
     The first call takes about a second.
 
@@ -186,8 +180,9 @@ def passport() -> Passport:
 
 @functools.cache
 def cpu_description() -> CPUDescription:
-    """The CPU's model name and sorted feature flags: the kernel's on Linux, where a run's name
-    depends on the model.
+    """The CPU's model name and sorted feature flags.
+
+    On Linux they are the kernel's, because a run's name depends on the model.
 
     Elsewhere py-cpuinfo finds them, which takes about a second.
     """

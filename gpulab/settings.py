@@ -101,9 +101,7 @@ def _restore_flags_on_exit(stack: ExitStack) -> None:
 
 
 class SettingOption(NamedTuple):
-    """An option of a setting: the devices it has a meaning on, how its text is written, and how
-    that gives a value.
-    """
+    """An option of a setting: its devices, the pattern of its text, and its parser."""
 
     devices: tuple[str, ...]
     pattern: str
@@ -137,8 +135,7 @@ def _arithmetic() -> str | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how to compute: everything that may change the arithmetic but should not change the
-    result.
+    """Where and how to compute: what may change the arithmetic but should not change the result.
 
     A setting is mostly written as text, `device:option=value,option=value`, such as
     `cuda:1:tf32=off`. `Setting.parse` reads it and checks every option; `str(setting)` writes it.
@@ -297,17 +294,13 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type to compute in, which `precision` names; by default
-        `torch.float32`.
-        """
+        """The floating-point type that `precision` names; by default `torch.float32`."""
         import torch
 
         return getattr(torch, self.precision or "float32")
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that a process must be started with for this setting
-        to hold in full.
-        """
+        """Return the environment variables that this setting needs when a process starts."""
         variables = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         if self.isa:
             variables |= zip(ISA_VARIABLES, ISA_VALUES[self.isa], strict=True)
@@ -316,15 +309,14 @@ class Setting:
         return variables
 
     def prepare(self) -> None:
-        """Put `environment()` in force in this process. This does nothing once torch has been
-        loaded.
-        """
+        """Set `environment()` in this process, which has no effect once torch is loaded."""
         if "torch" not in sys.modules:
             os.environ.update(self.environment())
 
     def check(self) -> None:
-        """Raise `GpulabError` where this machine or process lacks something for the setting; the
-        message names it.
+        """Raise `GpulabError` if this machine or process lacks something for the setting.
+
+        The message names what is missing.
 
         An unknown format or order to emulate is a `UsageError`.
         """
@@ -380,8 +372,7 @@ class Setting:
             )
 
     def compiled(self, function: Callable[..., Nested]) -> Callable[..., Nested]:
-        """Have a network or a function compiled by the backend that `compile` names, when it is
-        first called.
+        """Compile a network or a function, at its first call, by the backend in `compile`.
 
         Args:
             function: A `torch.nn.Module`, or a function of tensors.
@@ -413,7 +404,8 @@ class Setting:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[Setting]:
-        """Compute under this setting inside a `with` block, and restore every flag afterwards.
+        """Compute under this setting in a `with` block, and restore all flags afterwards.
+
         `check()` runs first.
         """
         self.check()

@@ -1,6 +1,4 @@
-"""A training step as something that can be done under any setting: a `Step`, or a function that
-does one.
-"""
+"""Training steps that run under any setting: a `Step`, or a function that does one."""
 
 from __future__ import annotations
 
@@ -122,8 +120,7 @@ class Step:
 
 
 class PreparedStep:
-    """A step under a setting. Inside of a `with` block its model is there, and stays as the step
-    left it.
+    """A step under a setting; its model exists inside a `with` block, as the step left it.
 
     Attributes:
         model: The model, where it is; the gradients of its parameters afterwards are those of the
@@ -185,8 +182,7 @@ class PreparedStep:
 
 
 class Snapshot:
-    """What a module holds: the attributes of all inside it, what is in them, and the memory of
-    their tensors.
+    """The state of a module: attributes of all submodules, and the memory of their tensors.
 
     Or the memory of a tensor, or what an optimizer has counted. With contents, what lies in the
     memory is copied, too.
@@ -228,8 +224,9 @@ class Snapshot:
         self.progress = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else {}
 
     def restore(self) -> None:
-        """Put it back. Parameters and containers stay the same objects, for others may hold
-        them.
+        """Restore the state.
+
+        Parameters and containers stay the same objects, for others may hold them.
         """
         for container, content in self.containers:
             container.clear()
@@ -251,9 +248,7 @@ class Snapshot:
 def loss_of(
     model: nn.Module, batch: Nested, loss: Callable[[Nested, Nested], Tensor] | None
 ) -> tuple[Tensor, str]:
-    """The tensor that a step differentiates, and what that is in words; no words where a loss is
-    given.
-    """
+    """The tensor that a step differentiates, and its description, empty for a given loss."""
     if loss is None:
         return _infer_loss(model, batch)
     # the model gets the keys that it takes, the loss the whole batch
@@ -268,8 +263,9 @@ def loss_of(
 
 
 def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
-    """The loss that a model names or returns, by the rules of `Step`; else the mean square of
-    its first tensor.
+    """The loss that a model names or returns; else the mean square of its first tensor.
+
+    The rules are those of `Step`.
     """
     output = _call_model(model, batch)
     named_loss = (
@@ -321,9 +317,7 @@ def _call_model(model: nn.Module, inputs: Nested, drop_unknown: bool = False) ->
 
 
 def _describe(value: object) -> str:
-    """What somebody gave, for an error: its class, with the names of what is in it, or how many
-    there are.
-    """
+    """A value for an error message: its class, with its names or its number of items."""
     description = f"a {type(value).__name__}"
     if isinstance(value, list | tuple):
         return f"{description} of {len(value)}"
@@ -349,8 +343,7 @@ def check_step(step: object) -> None:
 def explain_step_error(
     error: Exception, setting: Setting, modules: Iterable[nn.Module]
 ) -> Exception:
-    """The error to raise for an error in a step; if the setting caused it, one that names tensors
-    `.to()` did not move.
+    """Translate an error caused by the setting into one that names tensors `.to()` missed.
 
     These are tensors of another format or device that are plain attributes of a module.
     """
@@ -419,8 +412,7 @@ def prepare_step(
 
 @contextlib.contextmanager
 def seed_generators(setting: Setting, seed: int) -> Iterator[None]:
-    """Random numbers of torch, NumPy and Python are drawn from the seed; afterwards the caller's go
-    on.
+    """Seed torch, NumPy and Python inside the block, and restore their states afterwards.
 
     >>> for seed in (5, 2**32 + 5):  # of which NumPy takes 32 bits
     ...     with seed_generators(Setting.parse("cpu"), seed):
@@ -441,8 +433,7 @@ def seed_generators(setting: Setting, seed: int) -> Iterator[None]:
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model that require gradients, in the order of
-    `model.parameters()`.
+    """Return the parameters that require gradients, in the order of `parameters()`.
 
     >>> layer = nn.Linear(2, 1)
     >>> _ = layer.bias.requires_grad_(False)

@@ -1,6 +1,4 @@
-"""Functions of the user's: found by the name of a module or file, and told apart by the text
-they are written in.
-"""
+"""User functions: found by the name of a module or file, and identified by their source text."""
 
 from __future__ import annotations
 
@@ -100,8 +98,9 @@ def _add_to_path(folder: str) -> None:
 
 
 def _load_module(file: Path) -> types.ModuleType:
-    """A file as a module, from its text: Python's cache takes two texts of one second and one
-    length for the same.
+    """Load a file as a module from its text, without Python's cache.
+
+    The cache confuses two texts of the same length that were written within a second.
     """
     _add_to_path(str(file.parent))
     loaded = sys.modules.get(file.stem)
@@ -126,8 +125,7 @@ class UnknownSourceError(Exception):
 
 
 def source_of(value: object, file: Path | None = None, enclosing: tuple[object, ...] = ()) -> JSON:
-    """What a function is written in, as JSON: the text of its file, and of the files beside it that
-    this imports.
+    """The source of a function as JSON: its file, and the files beside it that this imports.
 
     Of one that was typed into a notebook it is its own text, with what that names: functions and
     classes by their text, what belongs to a library by its name, numbers and texts as they are.
@@ -177,8 +175,9 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
 
 
 def _referenced_objects(definition: types.FunctionType | type, typed: bool) -> dict[str, object]:
-    """What a function takes from those around it; and if it was typed, what it names of what was
-    typed beside it.
+    """The objects that a function takes from its surroundings.
+
+    If it was typed interactively, also what it names of what was typed there.
 
     Of a class that was typed, of which `inspect` has no text, its bases and members.
     """
@@ -209,9 +208,7 @@ def _referenced_objects(definition: types.FunctionType | type, typed: bool) -> d
 
 
 def file_of(definition: Definition) -> Path | None:
-    """The file in which a function or class is written; None where it was typed into a notebook
-    or a console.
-    """
+    """The file that defines a function or class; None if it was typed interactively."""
     if definition.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         return None
     try:
@@ -241,9 +238,7 @@ def _is_library_code(definition: Definition) -> bool:
 
 
 def read_sources(file: Path) -> dict[str, str]:
-    """The text of a file and of each that it imports from beside it, and those import, by their
-    names from there.
-    """
+    """The text of a file and of all files beside it that it imports, by relative name."""
     root = file.parent
     while (root / "__init__.py").is_file():
         root = root.parent

@@ -85,8 +85,9 @@ def setting_words(setting: str | Setting) -> str:
 
 
 def condition_words(loader: str, setting: str) -> str:
-    """Whether frames are copied or overwritten, by the loader and where it trains: `reused`, the
-    published line, copies on a GPU.
+    """The condition in words: whether frames are copied or overwritten.
+
+    It depends on the loader and the device: `reused`, the published line, copies on a GPU.
 
     >>> condition_words("reused", "cpu"), condition_words("reused", "cuda:tf32=off")
     ('overwritten frames', 'copied frames')
@@ -106,8 +107,7 @@ def optimizer_words(optimizer: str) -> str:
 
 
 def names(levels: Iterable[Level], factor: str = "setting") -> dict[Level, str]:
-    """What each level of a factor is called; levels that would be called alike keep their exact
-    names.
+    """The display name of each level of a factor; ambiguous levels keep their exact names.
 
     >>> names(["copied", "reused"], "loader")
     {'copied': 'copied frames', 'reused': 'overwritten frames'}

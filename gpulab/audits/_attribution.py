@@ -1,5 +1,4 @@
-"""How much of the difference in a step's results each operation causes, and the order of the
-findings.
+"""The share of each operation in the differences of a step's results, and the order of findings.
 
 The difference in loss, gradients and updates is passed back along the graphs of both executions, as
 relevance is passed back in a network. The operation that made a value keeps the share of the
@@ -87,8 +86,7 @@ class Attribution:
                 self._pass_back(pair, amount)
 
     def share(self, finding: Finding, siblings: Sequence[Finding]) -> float:
-        """The share of the difference that a finding explains, or NaN if there is no difference or
-        no way to tell.
+        """The share of the difference that a finding explains; NaN if it cannot be told.
 
         Args:
             finding: A finding about an operation.
@@ -112,9 +110,7 @@ class Attribution:
         return amount * share_of_error / self.total
 
     def _add_result_gaps(self) -> float:
-        """Add the differences in loss, gradients and updates, each group as a whole relative to
-        its size.
-        """
+        """Add the differences in loss, gradients and updates, relative to each group's size."""
         comparison = self.comparison
         total = 0.0
         groups: dict[str, list[tuple[bool, Value, Value]]] = defaultdict(list)
@@ -157,9 +153,7 @@ class Attribution:
         return max((node.number / len(graph.nodes) for graph, node in nodes if node), default=-1.0)
 
     def _pass_back(self, pair: ValuePair, amount: float) -> None:
-        """Attribute a difference to the operations that made a value, by their errors, and pass
-        on the rest.
-        """
+        """Attribute a difference to the makers of a value by their errors; pass on the rest."""
         nodes = [
             graph.maker.get(v) if v else None
             for graph, v in zip(self.comparison.graphs, pair, strict=True)
@@ -187,9 +181,7 @@ class Attribution:
             self._add_incoming(input_pair, amount * (1 - share) * fraction)
 
     def _inputs(self, nodes: Sequence[Node | None]) -> list[ValuePair]:
-        """The inputs of two operations: pairs of values that agree in float64, and the other
-        values without partner.
-        """
+        """The inputs of two operations: pairs that agree in float64, and values without partner."""
         pairs: dict[ValuePair, None] = {}
         for side, node in enumerate(nodes):
             other_node = nodes[1 - side]
@@ -209,9 +201,7 @@ class Attribution:
         return list(pairs)
 
     def _recorded_gap(self, pair: ValuePair) -> float:
-        """The relative difference between a value and its counterpart, or between a value and
-        its reference.
-        """
+        """The relative difference between a value and its counterpart or its reference."""
         x, y = pair
         if x is not None and y is not None:
             return self.comparison.gap(x, y)
@@ -220,9 +210,7 @@ class Attribution:
         return value.deviation
 
     def _estimate_error(self, node: Node) -> float:
-        """An operation's own error; if it was not measured, how much further off its result is
-        than its inputs.
-        """
+        """An operation's own error, or else the growth of the error from inputs to result."""
         error = _measured_error(node.op)
         if error or node.op.error is not None or node.op.is_view:
             return error
@@ -236,8 +224,7 @@ class Attribution:
 
 
 def _measured_error(op: Operation) -> float:
-    """An operation's own error combined with its spread in repeated executions, relative to its
-    result.
+    """An operation's error and its spread in repetitions, combined, relative to its result.
 
     >>> operation = Operation("mm", "forward", "", "", [], [], [], "float32", error=3.0, spread=4.0)
     >>> _measured_error(operation), _measured_error(replace(operation, error=math.nan))
@@ -248,8 +235,7 @@ def _measured_error(op: Operation) -> float:
 
 
 def _explained_share(size: float, difference: float) -> float:
-    """The share of a difference, in squares, that an error of a size explains; all if the size is
-    not known.
+    """The share of a squared difference that an error explains; all for an unknown size.
 
     >>> _explained_share(1.0, 2.0), _explained_share(math.inf, 2.0)
     (0.25, 1.0)
@@ -341,8 +327,9 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
 
 
 def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> list[Finding]:
-    """Data and weights that a setting rounded to a short format before the step began
-    (`decoder_in_bfloat16`).
+    """Data and weights that a setting rounded to a short format before the step began.
+
+    `decoder_in_bfloat16` is an example.
     """
     findings: dict[tuple[str, str], Finding] = {}
     for value, amount in attribution.attributed_to_data.items():
@@ -389,8 +376,7 @@ def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> 
 
 
 def _merge_conversion_shares(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, where the share of a conversion to a short format counts for the operation that
-    it was made for.
+    """Add the share of a conversion to a short format to the operation it was made for.
 
     Autocast converts what a product is given, so that the rounding of the conversion is that of the
     product.
@@ -418,9 +404,7 @@ def _merge_conversion_shares(comparison: Comparison, findings: Sequence[Finding]
 
 
 def _find_consumer(comparison: Comparison, op: Operation) -> Operation | None:
-    """The first operation that computes with what a conversion made, perhaps through views of
-    it.
-    """
+    """The first operation that uses the result of a conversion, directly or through views."""
     graph = comparison.graphs[comparison.side_of[op]]
     queue = deque(graph.node_of[op].outputs)
     visited = set(queue)
@@ -434,9 +418,7 @@ def _find_consumer(comparison: Comparison, op: Operation) -> Operation | None:
 
 
 def _assign_unattributed_share(attribution: Attribution, findings: list[Finding]) -> list[Finding]:
-    """The findings, where `rounding` gets the share of the difference that no other finding
-    explains.
-    """
+    """Give `rounding` the share of the difference that no other finding explains."""
     attributed_share = sum(f.share for f in findings if not math.isnan(f.share))
     unattributed_share = max(0.0, 1.0 - attributed_share) if attribution.total else math.nan
     return [replace(f, share=unattributed_share) if f.kind == "rounding" else f for f in findings]
@@ -474,9 +456,7 @@ def _rank_of(comparison: Comparison, finding: Finding) -> Rank:
 
 
 def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
-    """The operation that lost the digits before a NaN or infinity of one side alone, and a
-    description of that.
-    """
+    """The operation that lost the digits before a one-sided NaN or infinity, and a description."""
     op = find_short_format_origin(comparison)
     if op is None or not is_nonfinite_on_one_side(comparison):
         return None, ""
@@ -502,9 +482,7 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
 
 
 def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
-    """What to do about numbers beyond the range of a short format; empty if that is not what
-    happened.
-    """
+    """What to do about numbers beyond the range of a short format; empty without overflow."""
     if op is None:
         return ""
     ((side, origin),) = comparison.not_finite.items()

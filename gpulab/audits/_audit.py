@@ -1,6 +1,4 @@
-"""The audit: one training step under two settings, or two programs under one, compared and
-explained.
-"""
+"""The audit: compare one step under two settings, or two programs under one, and explain."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ class Audit(AnswerPage):
 
     @property
     def headline(self) -> str:
-        """The two settings, what was found between them, how far the results are apart, and what
-        was looked at.
-        """
+        """The settings, the findings, the size of the differences, and what was compared."""
         comparison = self.comparison
         titles = f"{self.a.title} against {self.b.title}"
         findings_sentence = f"{titles}: {_describe_nonfinite(self)}{_describe_kinds(self)}."
@@ -124,9 +120,7 @@ class Audit(AnswerPage):
 
 
 def _describe_nonfinite(answer: Audit) -> str:
-    """That NaN or infinity reaches a result of one side alone, as the beginning of a sentence;
-    else nothing.
-    """
+    """The start of a sentence on a NaN or infinity in the results of one side; else empty."""
     if len(answer.comparison.not_finite) != 1:
         return ""
     ((side, origin),) = answer.comparison.not_finite.items()
@@ -143,8 +137,9 @@ def _describe_nonfinite(answer: Audit) -> str:
 
 
 def _describe_kinds(answer: Audit) -> str:
-    """The findings as a phrase, such as "2 × mismatch", or that all is well; what both settings
-    share comes last.
+    """The findings as a phrase, such as "2 × mismatch", or that all is well.
+
+    What both settings share comes last.
     """
     findings = answer.findings
     shared = sum(f.under_both and f.kind == "reduced precision" for f in findings)
@@ -165,9 +160,7 @@ def _describe_kinds(answer: Audit) -> str:
 
 
 def _describe_gaps(comparison: Comparison) -> list[str]:
-    """How far the loss and the furthest gradient are apart, and how far float32's roundings
-    alone lead.
-    """
+    """The differences in the loss and in the furthest gradient, and the reach of rounding."""
     shared_results = [result for result in comparison.results if result.a and result.b]
     gaps = {result: comparison.recorded_gap(result) for result in shared_results}
     phrases: list[tuple[str, float]] = []
@@ -213,9 +206,7 @@ def _describe_gaps(comparison: Comparison) -> list[str]:
 def _rounding_deviations(
     comparison: Comparison, results: Sequence[Result], side: int
 ) -> list[float]:
-    """How far the recorded results of one side are from their references at most; nothing if
-    these are not exact.
-    """
+    """The largest distances of one side's results from exact references; empty without them."""
     if Setting.parse(comparison.traces[side].setting).precision == "float64":
         return [0.0]
     values = [
@@ -318,9 +309,7 @@ def _describe_agreement(agree: int, count: int) -> str:
 
 
 def compare(a: Trace, b: Trace) -> Audit:
-    """The audit of two traces: their results compared, each judged by itself, and where they
-    begin to differ.
-    """
+    """Compare the results of two traces, examine each trace, and find where they diverge."""
     comparison = Comparison(a, b)
     sources: list[Source] = []
     for _ in range(MAX_EXTERNAL_ROUNDS):
@@ -343,8 +332,7 @@ def audit(
     setting: str | Setting | None = None,
     progress: bool = True,
 ) -> Audit | CompiledAudit:
-    """Compare one training step under two settings, or two programs under one, and explain how they
-    differ.
+    """Compare one training step under two settings, or two programs under one, and explain.
 
     There are three ways to call it:
 

@@ -1,5 +1,4 @@
-"""Two executions side by side: which results agree in float64, which values and operations stand
-for each other.
+"""Two executions side by side: the results, values and operations that correspond in float64.
 
 Results come first. Loss, returned values, gradients and updates are paired by name, or by the value
 that a parameter began with, or as parts of each other. Where all of them agree in float64, the two
@@ -78,9 +77,7 @@ class Result:
 
 @dataclass(frozen=True)
 class OperationPair:
-    """Operations of the two sides that make the same value, or an operation that has no
-    counterpart.
-    """
+    """Operations of the two sides that make the same value, or one without counterpart."""
 
     a: Operation | None
     b: Operation | None
@@ -204,9 +201,7 @@ class Comparison:
 
     @cached_property
     def results(self) -> list[Result]:
-        """The loss, what else was returned, gradients and updates, and whether they agree in
-        float64.
-        """
+        """The loss, other returned values, gradients and updates, and which of them agree."""
         result_ops = [
             [op for op in trace.operations if op.phase == RESULT] for trace in self.traces
         ]
@@ -236,9 +231,7 @@ class Comparison:
         returns_a: dict[tuple[str, str], Operation],
         returns_b: dict[tuple[str, str], Operation],
     ) -> list[tuple[Operation | None, Operation | None]]:
-        """Pair what both sides returned in one place; the rest of two programs is paired by
-        value.
-        """
+        """Pair what both sides returned under one name; pair the rest of two programs by value."""
         pairs: list[tuple[Operation | None, Operation | None]] = [
             (a, returns_b[key]) for key, a in returns_a.items() if key in returns_b
         ]
@@ -280,8 +273,9 @@ class Comparison:
         return Result(a, b, agrees, gap=max(_reference_gap(v, w) for v, w in pairs))
 
     def _differ_within_rounding(self, x: Value, y: Value) -> bool:
-        """Whether two references differ by less than float32's roundings, as by a constant of
-        another precision.
+        """Whether two references differ by less than float32's rounding errors.
+
+        A constant of another precision leads to such a difference.
         """
         float32_deviations = [
             value.deviation for side, value in enumerate((x, y)) if not self.uses_short_format(side)
@@ -346,8 +340,9 @@ class Comparison:
         )
 
     def _is_negligible(self, result: Result) -> bool:
-        """Whether a result of one side alone is zero, or nothing but roundings: the other side
-        need not compute it.
+        """Whether a result of one side alone is zero or pure rounding.
+
+        The other side need not compute such a result.
         """
         if (result.a and result.b) or self.is_same_program:
             return False
@@ -355,9 +350,7 @@ class Comparison:
         return op.name == "gradient" and all(value.is_pure_rounding for value in self.values(op))
 
     def _accept_parts(self, results: list[Result]) -> list[Result]:
-        """The results, where those of one side that are parts of results of the other side count
-        as agreeing.
-        """
+        """Count results of one side that are parts of results of the other side as agreeing."""
         only_a = [result for result in results if result.b is None]
         only_b = [result for result in results if result.a is None]
         if not only_a or not only_b:
@@ -377,9 +370,7 @@ class Comparison:
 
     @cached_property
     def is_same_program(self) -> bool:
-        """Whether the two traces are of one step, so that each has every result that the other
-        one has.
-        """
+        """Whether both traces are of one step, so that each has all results of the other."""
         return self.a.step == self.b.step
 
     @cached_property
@@ -401,17 +392,13 @@ class Comparison:
         ]
 
     def recorded_gap(self, result: Result) -> float:
-        """The difference between the recorded numbers of a result, relative to the first side;
-        NaN for parts.
-        """
+        """The difference between the recorded numbers, relative to the first; NaN for parts."""
         if not (result.a and result.b):
             return math.nan
         return max(self.gaps(result.a, result.b))
 
     def gap(self, x: Value, y: Value) -> float:
-        """The difference between two recorded values, relative to the first, or to the second if
-        the first is zero.
-        """
+        """The difference of recorded values relative to the first, or to the second if it is 0."""
         if x.content == y.content:
             return 0.0
         return (
@@ -429,9 +416,7 @@ class Comparison:
 
     @cached_property
     def partners(self) -> dict[Operation, Operation]:
-        """Operations of the two sides that make the same values; those that make the same call
-        first, in order.
-        """
+        """Operations of both sides that make the same values; same calls first, in order."""
         partners: dict[Operation, Operation] = {}
         graph_a, graph_b = self.graphs
         makers: dict[Value, list[Operation]] = defaultdict(list)
@@ -587,9 +572,7 @@ def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Jso
 
 
 def find_not_finite(graph: Graph) -> NotFinite | None:
-    """The origin of NaN or infinity in a trace's loss, or else in its gradients; None if all are
-    finite.
-    """
+    """The origin of NaN or infinity in a trace's loss, or else in its gradients, if any."""
     trace = graph.trace
     nans = {value for op in trace.operations if op.has_nan for value in op.outputs}
     nans |= {name for name, value in trace.values.items() if np.isnan(value.sketch).any()}
@@ -622,9 +605,7 @@ def find_not_finite(graph: Graph) -> NotFinite | None:
 
 
 def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
-    """The nearest operation before another one that lost most of its digits, as by subtracting
-    two large numbers.
-    """
+    """The nearest earlier operation that lost most digits, as by subtracting large numbers."""
     queue = deque([op])
     visited = {op}
     while queue:
@@ -643,9 +624,7 @@ def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
 
 
 def _loses_digits(node: Node) -> bool:
-    """Whether the relative error of a result is far larger than that of what it was computed
-    from.
-    """
+    """Whether the relative error of a result is far larger than that of its inputs."""
     outputs, inputs = (
         max(
             (
@@ -661,9 +640,7 @@ def _loses_digits(node: Node) -> bool:
 
 
 def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> Operation | None:
-    """The operation that made the infinity that another one was given, perhaps through further
-    operations.
-    """
+    """The operation that made the infinity in another one's inputs, perhaps indirectly."""
     infinite = {graph.trace.values[name] for name in infinities}
     node = graph.node_of.get(op)
     queue = deque(value for value in node.inputs if value in infinite) if node else deque()
@@ -681,8 +658,9 @@ def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> 
 
 
 def is_infinite(sketch: np.ndarray) -> bool:
-    """Whether a value contains infinity, which counts as `MAX_SKETCHED_NUMBER` in the sketch of
-    a large tensor.
+    """Whether a value contains infinity, which the sketch of a large tensor clips.
+
+    There it counts as `MAX_SKETCHED_NUMBER`.
     """
     if sketch.size < SKETCH_SIZE:
         return bool(np.isinf(sketch).any())
@@ -695,8 +673,9 @@ def is_infinite(sketch: np.ndarray) -> bool:
 
 
 def _find_origin(trace: Trace, nonfinite_names: set[str]) -> tuple[Operation, bool]:
-    """The first operation that made a non-finite value from finite inputs, and True; or the
-    first user, and False.
+    """The first operation that made a non-finite value from finite inputs, and True.
+
+    If there is none, the first operation that used such a value, and False.
     """
     for op in trace.operations:
         if (

@@ -1,5 +1,4 @@
-"""The audit of a compiled network: its results, and those of each module alone, beside the network
-as it is written.
+"""Audit a compiled network: compare its results, and those of each module, with uncompiled ones.
 
 Compiled code has no operations that could be paired. Its values can be seen at the end of the step,
 and at the border of every module that is compiled by itself. So the whole step is compared first;
@@ -87,9 +86,7 @@ class ResultComparison:
 
     @property
     def worst(self) -> pd.Series:
-        """The result that is furthest from what roundings explain; what the forward pass makes
-        before gradients.
-        """
+        """The result furthest from what rounding explains; forward results before gradients."""
         order = self.table.assign(
             backward=self.table.result.str.startswith("gradient"),
             ratio=(self.table.difference / self.table.tolerance).fillna(math.inf),
@@ -100,8 +97,7 @@ class ResultComparison:
 
 
 class CompiledAudit(AnswerPage):
-    """What `audit` returns where a setting compiles: which results are wrong, and which module
-    makes them so.
+    """What `audit` returns for a setting that compiles: wrong results, and their module.
 
     `print` says it. The first finding is about the smallest module that is wrong when it is
     compiled alone.
@@ -213,8 +209,7 @@ def audit_compiled(
 
 
 def compare_compiled(step: Step, uncompiled: Setting, compiled: Setting) -> ResultComparison:
-    """Do a step, or a module alone, as it is written, compiled, and in float64, and compare all
-    results.
+    """Do a step or a module uncompiled, compiled and in float64, and compare all results.
 
     How far roundings lead is measured: by doing it again, as it is written, from numbers that are
     each moved by some roundings, and by how far it is from float64 anyway. Where it cannot be done
@@ -272,9 +267,7 @@ def _float64_reference(
     uncompiled_results: NamedTensors,
     nudged_results: list[NamedTensors],
 ) -> tuple[NamedTensors | None, str]:
-    """The results in float64, from the numbers as the setting rounds them; or None, and a
-    sentence that says why.
-    """
+    """The results in float64 from the rounded numbers; or None and a sentence that says why."""
     setting = Setting(
         uncompiled.device if uncompiled.kind in FLOAT64_DEVICES else "cpu", precision="float64"
     )
@@ -317,8 +310,7 @@ def _explain_failure(error: GpulabError, request: Request | None) -> str:
 def _is_valid_reference(
     exact: NamedTensors, uncompiled_results: NamedTensors, nudged_results: list[NamedTensors]
 ) -> bool:
-    """Whether the result in float64 can serve as the reference, judged by the loss, or the outputs
-    of a module.
+    """Whether the float64 result can be the reference, judged by the loss or the outputs.
 
     It cannot where these are further from it than `MAX_NUDGE` of their size and than any movement
     of the inputs has led, as when a GPU draws other random numbers in float64.
@@ -358,8 +350,9 @@ def _compare_result(
     nudged: list[Tensor],
     unit: float | None = None,
 ) -> dict[str, float]:
-    """How far a result is from float64 and from itself without the compiler; a NaN that both have
-    is no difference.
+    """The distance of a result from float64 and from the uncompiled result.
+
+    A NaN that both have is no difference.
 
     Args:
         exact: The result in float64, if there is a reference.
@@ -448,9 +441,7 @@ def _tolerance(
 
 @contextlib.contextmanager
 def _uncompiled_random_numbers(use_fallback: bool = True) -> Iterator[None]:
-    """Have Inductor draw random numbers as uncompiled code does, so that all else can be
-    compared.
-    """
+    """Have Inductor draw the random numbers of uncompiled code, so that the rest is comparable."""
     torch.compiler.reset()  # what is compiled already draws as it does
     with _torch_internals.uncompiled_random_numbers(use_fallback):
         yield
@@ -474,8 +465,7 @@ def _whole_step_findings(
 def _random_numbers_findings(
     step: Step, whole_step: ResultComparison, uncompiled: Setting, compiled: Setting
 ) -> Iterator[Finding]:
-    """The finding that Inductor draws different random numbers: other states of generators, or
-    other results.
+    """Find that Inductor draws different random numbers, by generator states or by results.
 
     The states show it however small its effect is. On a GPU they are counts, which may be equal by
     chance. There the results are further apart than roundings lead, and than they are where
@@ -581,9 +571,7 @@ def _wrong_module_findings(
 def _explain_wrong_module(
     call: ModuleCall, inner: list[str], uncompiled: Setting, compiled: Setting
 ) -> Iterator[str]:
-    """Which part of the compiler makes a module wrong, and which modules inside have to be
-    compiled with it.
-    """
+    """The part of the compiler that makes a module wrong, and the inner modules it needs."""
     if compiled.compile != "aot_eager":
         if compare_compiled(call, uncompiled, replace(compiled, compile="aot_eager")).wrong:
             yield "aot_eager is wrong, too, so it comes from decompositions or functionalisation"
@@ -604,9 +592,7 @@ def _explain_wrong_module(
 def _find_needed_modules(
     call: ModuleCall, inner: list[str], uncompiled: Setting, compiled: Setting
 ) -> list[str]:
-    """The modules inside of a wrong one that have to be compiled with it for it to be wrong,
-    found by halving them.
-    """
+    """The inner modules that have to be compiled for a module to be wrong, found by halving."""
 
     def is_wrong(compiled_names: Sequence[str]) -> bool:
         with contextlib.ExitStack() as stack:

@@ -73,9 +73,7 @@ GRADIENT_SCALER_OPERATION = "_amp_foreach_non_finite_check_and_unscale"
 
 
 def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
-    """All findings: what either setting shows by itself, where the two differ, and how far
-    rounding went.
-    """
+    """All findings: in either setting alone, in their differences, and the reach of rounding."""
     findings = _merge_findings(
         [*_overwritten_findings(comparison.a)], [*_overwritten_findings(comparison.b)]
     )
@@ -97,8 +95,9 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
 
 
 def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
-    """Whether one side alone ends in NaN or infinity, and would not in float64: all else that
-    differs follows.
+    """Whether one side alone ends in NaN or infinity, which float64 would not.
+
+    All other differences follow from that.
     """
     return (
         len(comparison.not_finite) == 1
@@ -107,9 +106,7 @@ def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
 
 
 def find_short_format_origin(comparison: Comparison) -> Operation | None:
-    """The nearest operation before a NaN or infinity of one side alone that computed in a short
-    format, or made it.
-    """
+    """The nearest short-format operation before a one-sided NaN or infinity, or its maker."""
     if len(comparison.not_finite) != 1:
         return None
     ((side, origin),) = comparison.not_finite.items()
@@ -133,8 +130,9 @@ def find_short_format_origin(comparison: Comparison) -> Operation | None:
 
 
 def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
-    """What the guard found: memory that the backward pass needed had changed
-    (`one_buffer_for_every_frame`).
+    """What the guard found: memory that the backward pass needed had changed.
+
+    `one_buffer_for_every_frame` is an example.
     """
     for entry in trace.overwritten:
         detail = (
@@ -383,9 +381,7 @@ def _merge_findings(findings_a: list[Finding], findings_b: list[Finding]) -> lis
 
 
 def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
-    """A gradient or an update that one side alone computes (the faults "a bias without
-    gradient").
-    """
+    """A gradient or an update that one side alone computes ("a bias without gradient")."""
     if is_nonfinite_on_one_side(comparison):
         return
     for result in comparison.differing_results:
@@ -449,9 +445,7 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
 
 
 def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
-    """What follows from other data, from values that are given anew, and from random numbers of
-    one side alone.
-    """
+    """Values that follow from other data, changed inputs, or one side's random numbers."""
     drawn = {node for source in sources for node in source.nodes if node.op.is_random}
     data = {
         value for source in sources for value in (source.data_a, source.data_b) if value is not None
@@ -608,8 +602,9 @@ def _are_of_formats(
     operations: tuple[Operation, Operation],
     arguments: dict[str, tuple[Json, Json]],
 ) -> bool:
-    """Whether arguments differ as the machine epsilons and limits of two formats do, those of
-    what each was given.
+    """Whether arguments differ as the constants of their two input formats do.
+
+    These constants are the machine epsilons and the limits of the formats.
     """
     formats = [
         {op.dtype, *(value.dtype for value in inputs)}
@@ -636,9 +631,7 @@ def _is_format_constant(number: object, dtype: str) -> bool:
 
 
 def _output_gap(comparison: Comparison, source: Source) -> float:
-    """The difference between the outputs of the two operations; NaN if these have different
-    shapes.
-    """
+    """The difference between the outputs of two operations; NaN for different shapes."""
     if source.a is None or source.b is None:
         return math.nan
     pairs = zip(source.a.outputs, source.b.outputs, strict=False)
@@ -647,9 +640,7 @@ def _output_gap(comparison: Comparison, source: Source) -> float:
 
 
 def _is_uncertain(comparison: Comparison, source: Source) -> bool:
-    """Whether what is compared has no exact reference, and does not differ by far more than
-    roundings of float32.
-    """
+    """Whether values without an exact reference differ by little more than float32's rounding."""
     for node in source.nodes:
         side = comparison.side_of[node.op]
         uncertain = comparison.uncertain[side]
@@ -675,8 +666,9 @@ def _is_uncertain(comparison: Comparison, source: Source) -> bool:
 
 
 def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
-    """The faults in forward and backward code, such as "a transposed weight";
-    `reset_gate_before_or_after`.
+    """Faults in forward and backward code, such as "a transposed weight".
+
+    `reset_gate_before_or_after` is another example.
     """
     op, title = node.op, comparison.trace_of(node.op).title
     other_title = comparison.other_title(op)
@@ -774,8 +766,9 @@ def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) ->
 
 
 def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:
-    """Recorded answers that differ although both are correct (`signs_of_singular_vectors`,
-    `largest_among_equals`).
+    """Recorded answers that differ although both are correct.
+
+    Examples are `signs_of_singular_vectors` and `largest_among_equals`.
     """
     for a, b in comparison.partners.items():
         if comparison.side_of[a] or a.name not in DEFINITIONS or a.name != b.name:
@@ -831,8 +824,9 @@ def _make_finding(
 def _make_pairwise_finding(
     comparison: Comparison, kind: str, op: Operation, gap: float, *words: str
 ) -> Finding:
-    """A finding from the comparison of an operation with its counterpart; `words` are its detail
-    and its advice.
+    """A finding from comparing an operation with its counterpart.
+
+    `words` are its detail and its advice.
     """
     return _make_finding(comparison, kind, op, *words, size=gap, is_pairwise=True)
 

@@ -1,6 +1,4 @@
-"""What every audit answers with: findings, each of a kind and with an advice; for people,
-programs and issues.
-"""
+"""What every audit returns: findings with a kind and advice, as text, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -178,9 +176,7 @@ class Answer(report.Report):
 
     @property
     def kind(self) -> str:
-        """The kind of the first finding, which explains most of the difference; `rounding` when
-        all is well.
-        """
+        """The kind of the first finding, which explains most; `rounding` when all is well."""
         return self.findings[0].kind
 
     @property
@@ -226,9 +222,7 @@ class Answer(report.Report):
         }
 
     def as_markdown(self) -> str:
-        """What one pastes into an issue: the first line, the first three findings, and both
-        machines.
-        """
+        """Text for an issue: the first line, the first three findings, and both machines."""
         findings = "\n\n".join(map(str, self.findings[:MAX_MARKDOWN_FINDINGS]))
         sides = (
             f"- {title}: {Passport(passport).summary()}"
@@ -243,9 +237,7 @@ def _to_json(value: object) -> Json:
 
 
 def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """The findings of one kind, line and advice together, each group where its first finding
-    stands.
-    """
+    """Findings of one kind, line and advice in groups, ordered by their first findings."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
         groups.setdefault(

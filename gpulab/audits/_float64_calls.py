@@ -73,9 +73,7 @@ class Float64Reference:
         change: Callable[[Tensor], Tensor] | None = None,
         positions: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The results of arguments that are changed first: all of them, or those at some
-        positions.
-        """
+        """The results after all arguments, or those at some positions, are changed."""
 
         def apply_change(value: Nested) -> Nested:
             if change is None or not isinstance(value, Tensor) or not is_float_or_complex(value):
@@ -112,8 +110,9 @@ def _clone_tensor(value: Nested) -> Nested:
 
 
 def to_float64(value: Nested) -> Nested:
-    """Convert a tensor of real or complex numbers to float64; both these and others go to a
-    device that has float64.
+    """Convert a real or complex tensor to float64, and move it to a device that has float64.
+
+    Other tensors are moved only.
     """
     if isinstance(value, torch.device):
         return value if value.type in FLOAT64_DEVICES else torch.device("cpu")
@@ -133,8 +132,9 @@ def to_float64(value: Nested) -> Nested:
 
 
 def writes_to_arguments(operation: OpOverload) -> bool:
-    """Whether an operation writes to its arguments; batch normalisation does, though its schema
-    does not say so.
+    """Whether an operation writes to its arguments, as batch normalisation does.
+
+    The schema of batch normalisation does not say so.
     """
     return is_mutable(operation) or "batch_norm" in schema_name(operation)
 
@@ -155,9 +155,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def difference_norm(result: Tensor, exact: Tensor) -> float:
-    """The norm of the difference; numbers that are both NaN, or both infinite with one sign, do
-    not differ.
-    """
+    """The norm of the difference; a NaN or infinity that both tensors have does not count."""
     difference = exact - result
     size = norm(difference)
     if not math.isnan(size):
@@ -182,9 +180,7 @@ def _relative_error(result: Tensor, exact: Tensor) -> float:
 def _check_selection(
     reference: Float64Reference, name: str, results: list[Tensor]
 ) -> DefinitionCheck | None:
-    """The numbers at the returned indices are those at the indices of float64, and no index is
-    returned twice.
-    """
+    """Check that returned indices are distinct and select the same numbers as in float64."""
     arguments = reference.arguments
     x = arguments["self"]
     dim = arguments.get("dim")
@@ -229,7 +225,9 @@ def _check_selection(
 
 
 def _check_written(reference: Float64Reference, *_: object) -> DefinitionCheck | None:
-    """If an index occurs twice, either number may stay, unless they are summed or one number is
+    """Check the numbers written by index.
+
+    If an index occurs twice, either number may stay, unless they are summed or one number is
     written everywhere.
     """
     arguments = reference.arguments
@@ -253,8 +251,9 @@ def max_index_repeats(arguments: dict[str, Nested]) -> int:
 def _check_factorisation(
     reference: Float64Reference, name: str, factors: list[Tensor]
 ) -> DefinitionCheck | None:
-    """The factors' product is the matrix, and the bases are orthogonal, whatever their signs and
-    order.
+    """Check that the factors' product is the matrix and the bases are orthogonal.
+
+    The signs and the order of the factors do not matter.
 
     For an n × n matrix, rounding errors amount to about n units in the last place of its size
     (Higham 2002, Accuracy and Stability of Numerical Algorithms, ch. 19), because these algorithms

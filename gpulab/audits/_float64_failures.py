@@ -1,5 +1,4 @@
-"""Why a step cannot be done in float64: the line and the module that ask for float32, or a shorter
-format, themselves.
+"""Why a step cannot run in float64: the line and the module that request a shorter format.
 
 Under a setting with `precision=float64` parameters, inputs and torch's default type are float64. A
 tensor of a shorter format is then there because the step asks for it, as `x.float()` and
@@ -113,9 +112,7 @@ class ShortFormatRequests(TorchFunctionMode):
     def _request_of(
         self, tensor: Tensor, inputs: Sequence[Request] = (), is_made: bool = True
     ) -> Request:
-        """The request that a short tensor goes back to: that of an input, or else one that is
-        made in this line.
-        """
+        """The request a short tensor goes back to: an input's, or one made in this line."""
         if tensor not in self.request_of_tensor:
             self.request_of_tensor[tensor] = (
                 inputs[0] if inputs else self._new_request(tensor, is_made)
@@ -135,9 +132,7 @@ class ShortFormatRequests(TorchFunctionMode):
 
 
 def line_of_error(error: BaseException) -> str:
-    """The innermost line of the user's that an error went through, as `file:line: text`; empty
-    where there is none.
-    """
+    """The innermost user line of an error's traceback, as `file:line: text`, or empty."""
     lines: list[Line] = []
     traceback = error.__traceback__
     while traceback is not None:

@@ -26,9 +26,7 @@ Outputs = tuple[Nested, ...]
 
 
 def _repeat_heads(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, with the heads of key and value repeated where several queries share
-    one.
-    """
+    """Query, key and value; heads of key and value are repeated for queries that share them."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if arguments.get("dropout_p"):
         raise NotImplementedError("the kernel keeps its random numbers to itself")
@@ -43,9 +41,7 @@ def _scale(arguments: Arguments) -> float:
 
 
 def _attention_weights(arguments: Arguments, query: Tensor, key: Tensor) -> Tensor:
-    """The softmax of the scores; a row that is masked out entirely is zero, as in torch's
-    kernels.
-    """
+    """The softmax of the scores; as in torch's kernels, fully masked rows are zero."""
     scores = _scale(arguments) * query @ key.mT
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     if mask is not None:
@@ -109,8 +105,7 @@ _LSTM_MODE = 2  # torch's number of the kind of recurrent network
 
 
 def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...]]:
-    """For each time, in the order of computation: the time, the state before, the gates, the cell
-    and the hidden state.
+    """The time, previous state, gates, cell and hidden state of each step, as computed.
 
     One layer in one direction: the kernel is called for each direction by itself.
     """
@@ -142,8 +137,9 @@ def _lstm_layer(arguments: Arguments) -> Outputs:
 
 
 def _lstm_layer_backward(arguments: Arguments) -> Outputs:
-    """Backpropagation through time. Without biases, the kernel is given the weights in their
-    place.
+    """Backpropagation through time.
+
+    Without biases, the kernel is given the weights in their place.
     """
     weights = [arguments[f"weight{number}"] for number in range(1, 5)]
     input_weight, hidden_weight = weights[:2]
@@ -193,8 +189,9 @@ _LAYER_FUNCTIONS: dict[int, Callable[..., Nested]] = {
 
 
 def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """All hidden states, and the last states, by torch's own layers: `leaves` are the input,
-    states and weights.
+    """All hidden states and the last states, by torch's own layers.
+
+    `leaves` are the input, the states and the weights.
     """
     if arguments["proj_size"] or (arguments["dropout"] and arguments["train"]):
         raise NotImplementedError("projections, and dropout between layers, have no formula")
@@ -267,8 +264,9 @@ def _cudnn_rnn_backward(arguments: Arguments) -> Outputs:
 
 
 def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Outputs:
-    """An update by Adam or AdamW, in place, as in torch.optim; some kernels take 1 - beta in
-    float32.
+    """An update by Adam or AdamW, in place, as in torch.optim.
+
+    Some kernels compute 1 - beta in float32.
     """
     if arguments.get("grad_scale") is not None or arguments.get("found_inf") is not None:
         raise NotImplementedError("a fused optimizer that unscales its gradients has no formula")

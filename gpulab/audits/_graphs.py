@@ -14,8 +14,7 @@ from gpulab.audits._values import Value
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An operation; or, of an operation on lists of tensors, the part for one position in the
-    lists.
+    """An operation, or the part of a list operation for one position in the lists.
 
     Attributes:
         op: The operation.
@@ -81,8 +80,9 @@ class Graph:
 
     @cached_property
     def pure_rounding_values(self) -> set[Value]:
-        """Values that consist of rounding errors, and those computed from them and zeros, such
-        as running means.
+        """Values of rounding errors only, and those computed from them and from zeros.
+
+        The running means of a normalisation are an example.
         """
         pure_rounding: set[Value] = set()
         for node in self.nodes:

@@ -1,5 +1,4 @@
-"""Match the values of two executions in float64: equal, equal in another order, or parts of each
-other.
+"""Match the float64 values of two executions: equal, reordered, or parts of each other.
 
 Nothing is compared but float64 references, so that two values which are one coincide to some ten
 digits, whatever the precision of the executions. References without rounding are independent of the
@@ -58,8 +57,7 @@ def _are_same_sketches(
 
 
 class Matches:
-    """For each value of one execution the values of the other one that are the same, or have the
-    same numbers.
+    """For each value, the values of the other execution with the same numbers in any order.
 
     Args:
         graphs: Of the two executions.
@@ -109,9 +107,7 @@ class Matches:
                     self.permuted_values.update([value, *permuted])
 
     def match_parts(self) -> None:
-        """Find values that are a slice of a value of the other execution, or are covered by
-        slices of several.
-        """
+        """Find values that are a slice of one value, or a union of slices, of the other side."""
         all_values = [graph.values() for graph in self.graphs]
         for side, graph in enumerate(self.graphs):
             candidates = [v for v in all_values[1 - side] if v.profiles and not v.is_pure_rounding]
@@ -158,9 +154,7 @@ class _ValueTable:
     def find_near(
         self, value: Value, reference: np.ndarray, tolerance: float
     ) -> tuple[list[Value], list[Value]]:
-        """Those whose sums are the value's, as far as the tolerances go; and those of them that
-        are the same.
-        """
+        """Values whose sums agree within the tolerance, and those of them that are equal."""
         allowed = np.minimum(4 * np.maximum(self.tolerances, tolerance), 1e9)
         squares = np.maximum(self.totals[:, 1], value.total[1])
         with np.errstate(invalid="ignore", over="ignore"):
@@ -179,8 +173,9 @@ class _ValueTable:
 
 
 def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
-    """Whether one of two values with equal sums may be a transposition of the other, without
-    flipped dimensions.
+    """Whether one of two values with equal sums may be a transposition of the other.
+
+    Flipped dimensions do not count.
 
     None if they have no dimension of one size, so that it cannot be decided.
     """
@@ -205,8 +200,7 @@ def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
 
 
 class PartSearch:
-    """Search several values for those that contain another value as a slice, or whose union covers
-    it.
+    """Search for values that contain another value as a slice, or that together cover it.
 
     A slice is recognised by its sum and its sum of squares, which are those of a stretch of the
     whole's profile.
@@ -348,9 +342,7 @@ def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
 
 
 def _condition(graph: Graph, value: Value) -> float:
-    """How many times as large as those of its inputs the relative roundings of a value may be,
-    by its error bound.
-    """
+    """How much larger a value's relative rounding error may be than its inputs', by its bound."""
     node = graph.maker.get(value)
     bound = (node.op.bound or 0.0) if node else 0.0
     unit = (

@@ -1,6 +1,4 @@
-"""A step's results by name, whole or of one module alone: what can be seen of a network that is
-compiled.
-"""
+"""The named results of a step, or of one module alone, as far as a compiled network shows them."""
 
 from __future__ import annotations
 
@@ -48,17 +46,16 @@ class Execution:
 
 @dataclass(frozen=True)
 class ModuleCall(Step):
-    """A module of a model by its name there, and its first call: `batch` is its arguments and
-    output gradients.
+    """A module of a model, by its name there, and its first call.
+
+    `batch` holds the arguments of the call and its output gradients.
     """
 
     name: str = ""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What decides the code that is compiled for it: equal blocks are compiled once, and
-        tried once.
-        """
+        """What determines the compiled code; equal modules are compiled and tried once."""
         shapes = [(name, t.shape, t.dtype) for name, t in named_tensors("", self.batch[:2]).items()]
         return type(self.model), repr(self.model), self.model.training, *shapes
 
@@ -124,9 +121,7 @@ class _StepRun(PreparedStep):
         return (value * factors).to(value.dtype)
 
     def _wrap_model(self, model: nn.Module) -> None:
-        """Keep what the model returns, and have it compiled under such a setting, until the step
-        has ended.
-        """
+        """Keep what the model returns, and compile it if the setting does, until the step ends."""
 
         # `compile` of torch's own modules compiles nothing
         def call(*args: Nested, **kwargs: Nested) -> Nested:
@@ -208,8 +203,7 @@ def uses_short_format(setting: Setting) -> bool:
 
 
 def nudge_size(setting: Setting) -> float:
-    """How far the numbers that a step begins with are moved, under a setting that is in force:
-    relative to each.
+    """The relative perturbation of a step's initial numbers under the active setting.
 
     >>> (
     ...     nudge_size(Setting.parse("cpu")) == 2**-18,
@@ -266,8 +260,7 @@ def execute(
 
 
 def find_failing_request(step: Step, setting: Setting) -> Request | None:
-    """Who asks for a short format in a step, or a module alone, that fails under a setting in
-    float64.
+    """The request for a short format in a step or module that fails in float64.
 
     Returns:
         The request; None where the step asks for none, so that it fails for another reason.
@@ -290,9 +283,7 @@ def _random_state(setting: Setting) -> tuple[bytes, ...]:
 
 @contextlib.contextmanager
 def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
-    """Errors of torch's compiler and of the step itself are raised as a sentence, with the line
-    that they come from.
-    """
+    """Raise errors of torch's compiler and of the step as one sentence with the user's line."""
     compiler_error = _torch_internals.compiler_error()
     try:
         yield
@@ -313,9 +304,7 @@ def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
 
 
 def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
-    """The first call of each module in a step that is done as it is written; inner modules stand
-    before outer ones.
-    """
+    """The first call of each module in an uncompiled step; inner modules come first."""
     prepared = _StepRun(step, setting)
     calls: dict[nn.Module, ModuleCall] = {}
     inputs: dict[nn.Module, Nested] = {}

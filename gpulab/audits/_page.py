@@ -63,9 +63,7 @@ class AnswerPage(Answer):
         return style() + self._answer() + self._findings()
 
     def html(self) -> Markup:
-        """The answer as a piece of HTML that needs no other file, with the figure above the
-        findings.
-        """
+        """The answer as self-contained HTML, with the figure above the findings."""
         return style() + self._body()
 
     def save(self, file: str | Path, title: str = "") -> None:
@@ -158,8 +156,9 @@ def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
 
 
 def _describe_setup(answer: AnswerPage) -> list[str]:
-    """The step, the settings in words, the date, the versions, and the machines, which are one
-    if both are the same.
+    """The step, the settings in words, the date, the versions and the machines.
+
+    Two equal machines are named once.
     """
     words = [setting_words(title) for title in answer.titles]
     parts = [answer.step_name] if answer.step_name else []
@@ -322,8 +321,7 @@ def _split_line(line: str) -> tuple[str, str]:
 
 
 def _to_sentence(text: str, names: Sequence[str] = ()) -> str:
-    """A text with a capital letter at its beginning, unless it begins with a name, and a full stop
-    at its end.
+    """A text with a capital letter, unless it begins with a name, and with a full stop.
 
     >>> texts = ("computed in bfloat16", "mm gave other bits", "x.weight is NaN")
     >>> tuple(_to_sentence(text, ["mm"]) for text in texts)
@@ -360,9 +358,7 @@ def _mark_names(text: str, names: Sequence[str]) -> Markup:
 
 
 def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Sequence[str]) -> Rows:
-    """The table of an `Audit`: what was found first, then what comes nearest to what rounding
-    explains.
-    """
+    """The table of an `Audit`: findings first, then by the error in units of rounding."""
     names = ["operation", "phase", "module", "line"]
     order: dict[tuple[str, ...], int] = {}
     for index, finding in enumerate(findings):
@@ -410,9 +406,7 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
 
 
 def result_rows(table: pd.DataFrame) -> Rows:
-    """The table of a `CompiledAudit`: what is wrong first, then what comes nearest to what
-    rounding explains.
-    """
+    """The table of a `CompiledAudit`: wrong results first, then by the error in units."""
     units = table.difference / table.tolerance
     ranks = np.where(table.wrong, 0, np.where(table.finite, 2, 1)).tolist()
     table = _sort_by_importance(table.assign(units=units), ranks, units)
@@ -446,9 +440,7 @@ def result_rows(table: pd.DataFrame) -> Rows:
 def _sort_by_importance(
     table: pd.DataFrame, ranks: Sequence[int], units: pd.Series
 ) -> pd.DataFrame:
-    """A table by the place of each row's finding, then by its error in units of what rounding
-    explains.
-    """
+    """Sort a table by the rank of each row's finding, then by its error in units of rounding."""
     keys = pd.DataFrame({"rank": ranks, "units": -units.to_numpy(dtype=float)}, index=table.index)
     return table.loc[keys.sort_values(["rank", "units"], kind="stable", na_position="last").index]
 

@@ -100,9 +100,7 @@ def record(
 
 
 def _perform_measured(step: Callable[..., object], setting: Setting, bar: Progress) -> Trace:
-    """Do the step with references inside the guard, or without the guard if torch forbids its
-    hooks.
-    """
+    """Do the step with references inside the guard, or without it if torch forbids hooks."""
     try:
         return perform(step, setting, Tracer(bar.update, is_measuring=True))
     except GpulabError as error:
@@ -114,9 +112,7 @@ def _perform_measured(step: Callable[..., object], setting: Setting, bar: Progre
 def perform(
     step: Callable[..., object], setting: Setting, tracer: Tracer, guarded: bool = True
 ) -> Trace:
-    """Do the step once under a setting with a tracer, and inside the guard if the tracer
-    measures.
-    """
+    """Do the step once under a setting with a tracer; if that measures, inside the guard."""
     torch.clear_autocast_cache()  # it holds weights that another execution has cast
     tracer.is_preparing = True
     default_dtype = torch.get_default_dtype()
@@ -214,9 +210,7 @@ def _shorten(value: object) -> str:
 
 
 def _mark_changes(first_trace: Trace, trace: Trace) -> None:
-    """Mark operations that gave other results from the same inputs the second time, and those
-    given other inputs.
-    """
+    """Mark operations whose results or inputs were different in the second execution."""
     produced_before = _produced_contents(first_trace)
     produced = _produced_contents(trace)
     # Whether an earlier operation returned something else. Later ones may have been given that.
@@ -254,9 +248,7 @@ def _contents(trace: Trace, names: Sequence[str]) -> list[str]:
 
 
 def _produced_contents(trace: Trace) -> set[str]:
-    """The contents that operations of an execution made; not those that one passed on, as a copy
-    does.
-    """
+    """The contents that operations made, without those that a copy passed on."""
     return {
         content
         for op in trace.operations

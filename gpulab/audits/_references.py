@@ -1,5 +1,4 @@
-"""Float64 references: each storage that torch touches while a step runs has a copy in float64,
-which follows it.
+"""Float64 references: a float64 copy of each storage that torch uses while a step runs.
 
 Every operation of the step is repeated on these copies, with the same random numbers and along the
 same branches of the program. So each value has a reference of its own, by construction: no second
@@ -101,8 +100,9 @@ class References:
         return memory
 
     def _discard_freed(self) -> None:
-        """Discard freed storages and their copies. The larger the rest, the later this is done
-        again.
+        """Discard freed storages and their copies.
+
+        The more remain, the later this is done again.
         """
         self.memories = {
             key: memory
@@ -121,15 +121,14 @@ class References:
         return not self.is_disabled and all(self.memory(t).exact for t in tensors)
 
     def has_copy(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor's reference is a copy. If not, the recorded numbers are the
-        reference.
-        """
+        """Whether a plain tensor's reference is a copy; else it is the recorded numbers."""
         memory = self.memory(tensor)
         return memory.numbers is not None or memory.resized_reference is not None
 
     def of(self, tensor: Tensor, for_writing: bool = False) -> Tensor:
-        """The reference of a plain tensor: a view of its storage's copy. Whole numbers are referred
-        to by a copy.
+        """The reference of a plain tensor: a view of its storage's copy.
+
+        Whole numbers are referred to by a copy.
 
         Data have no copy until an operation writes to them. Their numbers are converted to float64
         at each call.
@@ -232,9 +231,7 @@ class References:
             )
 
     def reread(self, tensor: Tensor) -> None:
-        """Take the recorded numbers of a storage for its reference, because something other than
-        torch wrote to it.
-        """
+        """Reset the reference of a storage that something other than torch wrote to."""
         memory = self.memory(tensor)
         memory.exact = memory.exact and memory.maker is None
         memory.version += 1
@@ -304,8 +301,7 @@ class References:
         out: Nested,
         is_random: bool,
     ) -> Nested | None:
-        """The results of an operation on the references; what it writes to them is written. None if
-        that fails.
+        """Apply an operation to the references, in place where it writes; None if it fails.
 
         Args:
             operation: An overload of `torch.ops`.
@@ -381,8 +377,7 @@ FACTORY_DRAWS = {
 def redraw_in_float32(
     operation: OpOverload, tensor: Tensor, args: Nested, kwargs: Nested, state: Tensor
 ) -> Tensor | None:
-    """What an operation that fills a tensor in a short format would have drawn in float32, from the
-    same state.
+    """The float32 numbers that a short-format random operation draws from the same state.
 
     Weights of a model in bfloat16 are drawn as those in float32 are, and rounded. None where the
     draws are others.
@@ -417,9 +412,7 @@ def _converted(numbers: Tensor) -> Tensor:
 
 
 def _with_layout_of(tensor: Tensor, numbers: Tensor, offset: int) -> Tensor:
-    """A view of a flat tensor of real numbers, with the shape, strides and lazy signs of another
-    tensor.
-    """
+    """A view of a flat real tensor with the shape, strides and lazy signs of another one."""
     flat = torch.view_as_complex(numbers.view(-1, 2)) if tensor.is_complex() else numbers
     view = flat.as_strided(tensor.shape, tensor.stride(), offset)
     view = view.conj() if tensor.is_conj() else view
@@ -427,9 +420,7 @@ def _with_layout_of(tensor: Tensor, numbers: Tensor, offset: int) -> Tensor:
 
 
 def _has_layout(reference: Tensor, tensor: Tensor, count: int) -> bool:
-    """Whether a real reference lies in memory as a tensor does, whose storage has so many
-    numbers.
-    """
+    """Whether a real reference has the memory layout of a tensor with such a storage size."""
     same_offset = int(reference.storage_offset()) == int(tensor.storage_offset())
     same_places = same_offset and reference.stride() == tensor.stride()
     same_size = reference.untyped_storage().nbytes() == count * reference.dtype.itemsize

@@ -1,5 +1,4 @@
-"""An operation's forward error: its result compared with the same operation in float64, and a bound
-for rounding.
+"""An operation's forward error: its distance from the float64 result, and a rounding bound.
 
 Both get the inputs that the operation had, so that earlier errors do not count as errors of the
 operation. The bound allows sums in any order and every algorithm that libraries document for the
@@ -92,8 +91,7 @@ HARDWARE_ROUNDINGS = (
 
 @dataclass(kw_only=True)
 class Accuracy:
-    """One operation's error against float64, relative to the norm of the exact result, for its
-    worst result.
+    """The worst error of one operation against float64, relative to the exact result's norm.
 
     `bound` is the error that rounding explains, in the same unit, and `max_bound` the largest bound
     of all results. `format` is the short number format that a product was computed in. It is known
@@ -260,8 +258,7 @@ def _count_products(name: str, args: Sequence[Nested]) -> list[float]:
 
 
 def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -> list[float]:
-    """How many numbers may be summed for each number of each result, for operations that are no
-    products.
+    """The most terms summed for one number of each result, for operations without products.
 
     This is the ratio of the numbers of inputs and results, or what the arguments say if the shapes
     do not show it.
@@ -309,8 +306,7 @@ def _product_perturbations(reference: Float64Reference, unit: float) -> np.ndarr
 def _measure_perturbations(
     name: str, reference: Float64Reference, exact: list[Tensor], unit: float
 ) -> np.ndarray:
-    """The norms of how far the results move if every input is off by one rounding, plus one
-    rounding of the result.
+    """The norms of the changes if inputs and result are off by one rounding each.
 
     The roundings have random signs, in two draws, so that a lucky draw does not hide a movement. In
     a third one they have one sign, which sums the absolute values of the terms of a sum: its
@@ -344,8 +340,7 @@ def _measure_perturbations(
 def _one_pass_variance_loss(
     name: str, reference: Float64Reference, exact: list[Tensor], unit: float
 ) -> np.ndarray:
-    """The loss of digits if a variance is computed as the mean of squares minus the square of the
-    mean, which cancels.
+    """The loss of digits if a variance is the mean of squares minus the squared mean.
 
     oneDNN documents that for its batch normalisation, and compilers generate it for others (Chan,
     Golub, LeVeque 1983, American Statistician 37(3)). The loss is in units of the roundings of a
@@ -372,8 +367,9 @@ def _one_pass_variance_loss(
 def _is_flushed(
     reference: Float64Reference, result: Tensor, output_index: int, bound: float
 ) -> bool:
-    """Whether flushing subnormal numbers to zero explains a result; the bound includes the loss
-    of these numbers.
+    """Whether flushing subnormal numbers to zero explains a result.
+
+    The bound includes the loss of these numbers.
     """
     smallest = torch.finfo(result.dtype).smallest_normal
     flushed = reference(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]
@@ -387,9 +383,7 @@ def _explaining_format(
     error: float,
     output_index: int,
 ) -> str | None:
-    """The format whose rounding of the factors explains the error best, if any explains half of
-    it.
-    """
+    """The format whose rounding of the factors explains the error best, and at least half."""
     is_small = result.numel() <= SMALL_RESULT_SIZE
     best_format = None
     max_remaining = 1 - (MIN_SMALL_RESULT_EXPLAINED_SHARE if is_small else MIN_EXPLAINED_SHARE)
@@ -411,9 +405,7 @@ def _explaining_format(
 
 
 def _attention(operation: OpOverload) -> Callable[..., Tensor]:
-    """Scaled dot-product attention as a formula, for kernels that exist on one device or for
-    float32 only.
-    """
+    """Attention as a formula, for kernels that exist on one device or for float32 only."""
 
     def compute(*args: Nested, **kwargs: Nested) -> Tensor:
         return attend(named_arguments(operation, args, kwargs))

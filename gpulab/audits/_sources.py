@@ -73,9 +73,7 @@ class Source:
 
 
 class SideSearch:
-    """One of two executions: which of its values are certified, and where it begins to differ
-    from the other.
-    """
+    """One of two executions: its certified values, and where it begins to differ."""
 
     def __init__(self, comparison: Comparison, side: int) -> None:
         self.comparison, self.side = comparison, side
@@ -84,9 +82,7 @@ class SideSearch:
 
     @cached_property
     def foreign_values(self) -> set[Value]:
-        """Values computed from data, random numbers or an order of numbers that the other
-        execution does not have.
-        """
+        """Values from data, random numbers or orders that only this execution has."""
         foreign = {
             value
             for value in self.graph.values()
@@ -152,9 +148,7 @@ class SideSearch:
         return certified
 
     def _is_conclusive(self, value: Value) -> bool:
-        """Whether the counterpart of a value is no coincidence: it has various numbers, or the
-        same call made it.
-        """
+        """Whether a value's counterpart is no coincidence: varied numbers, or the same call."""
         if not value.is_uninformative or (value.is_pure_rounding and value.is_float_or_complex):
             return True
         node = self.graph.maker.get(value)
@@ -188,9 +182,7 @@ class SideSearch:
     def find_sources(
         self, differing: Sequence[Value]
     ) -> tuple[list[Node], list[tuple[Value, Node | None]]]:
-        """The operations, and the data with their users, at which the paths to differing values
-        begin to differ.
-        """
+        """The operations, and data with their users, where the paths to differing values part."""
         nodes: dict[Node, None] = {}
         data: list[tuple[Value, Node | None]] = []
         visited: set[Value] = set()
@@ -216,9 +208,7 @@ class SideSearch:
 
 
 def find_sources(comparison: Comparison) -> list[Source]:
-    """Find where the executions begin to differ: data first, then random numbers, then
-    operations in order.
-    """
+    """Find where the executions begin to differ: data, random numbers, then operations."""
     comparison.matches.match_parts()
     sides = [SideSearch(comparison, side) for side in (0, 1)]
     differing: list[list[Value]] = [[], []]
@@ -304,9 +294,7 @@ def _pair_operations(
 
 
 def _merge_first_sources(sources: list[Source]) -> list[Source]:
-    """The sources, where the first, if of one side only, is merged with the first that only the
-    other side has.
-    """
+    """Merge a one-sided first source with the first source that only the other side has."""
     if not sources or (sources[0].a and sources[0].b):
         return sources
     first_source = sources[0]
@@ -324,9 +312,7 @@ def _merge_first_sources(sources: list[Source]) -> list[Source]:
 
 
 def _with_same_call(comparison: Comparison, source: Source) -> Source:
-    """A source of one side alone, with the operation of the same line on the other side, if
-    there is just one.
-    """
+    """Complete a one-sided source with the other side's only operation of the same line."""
     if len(source.nodes) == 2:
         return source
     (node,) = source.nodes
@@ -368,8 +354,7 @@ def _inputs_and_bases(graph: Graph, node: Node) -> set[Value]:
 
 
 def find_external_values(comparison: Comparison, sources: Sequence[Source]) -> dict[Value, float]:
-    """Find values that enter from outside of torch, or by a number that was read, and differ only
-    by rounding.
+    """Find values read as numbers or from outside torch that differ only by rounding.
 
     Returns:
         The values of both sides, and the difference between them. Results of nondeterministic
@@ -395,9 +380,7 @@ def find_external_values(comparison: Comparison, sources: Sequence[Source]) -> d
 
 
 def _max_external_gap(comparison: Comparison, source: Source) -> float:
-    """The largest difference between data that the program may have computed from values that
-    were rounded before.
-    """
+    """The largest difference between data that may be computed from rounded values."""
     deviations = [0.0]
     for graph, value in zip(comparison.graphs, (source.data_a, source.data_b), strict=True):
         users = graph.users.get(value, []) if value is not None else []
@@ -439,9 +422,7 @@ def _is_negligible_difference(a: Node, b: Node, source: Source) -> bool:
 
 
 def _is_within_spread(source: Source) -> bool:
-    """Whether two nondeterministic operations differ by no more than one of them does when it is
-    repeated.
-    """
+    """Whether two nondeterministic operations differ by no more than their repetitions."""
     assert source.a is not None
     assert source.b is not None
     spread = max((node.op.spread or 0.0 for node in source.nodes), default=0.0)
@@ -459,9 +440,7 @@ def _is_within_spread(source: Source) -> bool:
 
 
 def _has_rounded_arguments(a: Node, b: Node) -> bool:
-    """Whether two calls have the same arguments, except for floats that differ by rounding, as
-    read from tensors.
-    """
+    """Whether two calls have equal arguments, except for floats that differ by rounding."""
     if a.op.name != b.op.name or a.op.arguments.keys() != b.op.arguments.keys():
         return False
     pairs = [(x, b.op.arguments[name]) for name, x in a.op.arguments.items()]

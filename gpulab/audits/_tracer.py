@@ -1,5 +1,4 @@
-"""One execution of a training step, watched below autograd: every operation that it runs, and what
-came of it.
+"""Trace one execution of a training step below autograd: every operation and its results.
 
 The results of a step are its loss, gradients and updates. Modules, optimizers and leaves are put
 back afterwards.
@@ -135,8 +134,7 @@ class Call:
 
 
 class Tracer(UncompiledDispatchMode):
-    """Notes every operation below autograd, forward and backward; `results` follows what the step
-    is for.
+    """Records every operation below autograd, forward and backward, and the step's results.
 
     Args:
         on_operation: Is called after each operation.
@@ -370,9 +368,7 @@ class Tracer(UncompiledDispatchMode):
                     memory.maker = op
 
     def _record_number_read(self, number: float, value: str) -> None:
-        """Record that the program read a number from a tensor, so that its reference uses the
-        exact number.
-        """
+        """Record that the program read a number, so that its reference uses the exact one."""
         self.numbers_read[number] = value
         reference = self.values[value].reference
         if reference is not None and not _is_simple_number(number):
@@ -409,9 +405,7 @@ class Tracer(UncompiledDispatchMode):
         self.on_operation()
 
     def _try_with_references(self, function: Callable[[], Nested]) -> Nested:
-        """Call a function of the references; if memory runs out, return None and continue
-        without references.
-        """
+        """Call a function of the references; if memory runs out, disable them, return None."""
         try:
             return function()
         except torch.OutOfMemoryError:
@@ -437,9 +431,7 @@ class Tracer(UncompiledDispatchMode):
         written_to: bool,
         raw_results: Nested,
     ) -> None:
-        """Measure whether an operation returns the same bits when it is repeated, and its error
-        against float64.
-        """
+        """Measure whether a repetition returns the same bits, and the error against float64."""
         args, kwargs = (
             map_nested(_copy_tensor, initial_arguments) if written_to else initial_arguments
         )
@@ -517,8 +509,9 @@ class Tracer(UncompiledDispatchMode):
         )
 
     def _is_exact(self, tensor: Tensor) -> bool:
-        """Whether a tensor's reference was computed in float64 all the way; of another layout,
-        whether it is data.
+        """Whether a tensor's reference was computed in float64 all the way.
+
+        A tensor of another layout counts as exact if it is data.
         """
         if sketches.is_strided(tensor):
             return self.references.is_exact([tensor])
@@ -527,8 +520,7 @@ class Tracer(UncompiledDispatchMode):
 
 
 def _is_simple_number(number: float) -> bool:
-    """Whether a number has so few digits that a program may have it from elsewhere, such as one
-    half.
+    """Whether a number has few digits, such as one half, so that a program may contain it.
 
     >>> _is_simple_number(0.125), _is_simple_number(0.31783719360828)
     (True, False)
@@ -548,9 +540,7 @@ def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
 def _pair_with_references(
     out: Nested, reference_out: Nested
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Each tensor of what an operation returned, with what stands in its place among the results
-    of the reference.
-    """
+    """Each tensor that an operation returned, with its counterpart in the reference's results."""
     if isinstance(out, Tensor):
         yield out, reference_out if isinstance(reference_out, Tensor) else None
     elif isinstance(out, list | tuple):
@@ -562,9 +552,7 @@ def _pair_with_references(
 
 
 def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
-    """For an operation on lists of tensors: how many tensors a list has, and how many lists
-    there are; else nothing.
-    """
+    """The length and number of an operation's tensor lists; empty for other operations."""
     if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return []
     lists = [
@@ -577,9 +565,7 @@ def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) 
 
 
 def _numeric_tensors(values: Nested) -> list[Tensor]:
-    """The tensors among nested values; bytes that a kernel keeps beside numbers are its own
-    affair.
-    """
+    """The tensors among nested values, without the bytes that a kernel keeps beside numbers."""
     tensors = sketches.nonempty_components(values)
     return (
         [t for t in tensors if t.dtype != torch.uint8]
@@ -612,8 +598,7 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 def _copy_tensor(value: Nested) -> Nested:
-    """Copy a tensor so that it has the same strides, gaps included: another layout may select
-    another kernel.
+    """Copy a tensor with its strides, since another layout may select another kernel.
 
     >>> _copy_tensor(torch.arange(6).reshape(2, 3).T).stride()
     (1, 3)
@@ -629,9 +614,7 @@ def _copy_tensor(value: Nested) -> Nested:
 
 
 def _is_random(operation: OpOverload, arguments: Mapping[str, object]) -> bool:
-    """Whether an operation draws; attention and an LSTM are marked as drawing also when they
-    drop nothing.
-    """
+    """Whether an operation draws; attention and LSTMs are marked so even without dropout."""
     dropped = (arguments.get(name) for name in ("dropout_p", "dropout"))
     return torch.Tag.nondeterministic_seeded in operation.tags and 0.0 not in dropped
 
@@ -640,8 +623,7 @@ def _is_random(operation: OpOverload, arguments: Mapping[str, object]) -> bool:
 
 
 class StepResults:
-    """Follows the modules, leaves and optimizers that a step uses, and says in the end what came of
-    them.
+    """Follows the modules, leaves and optimizers of a step, and reports their final states.
 
     Args:
         tracer: Gives values their names.
@@ -672,9 +654,7 @@ class StepResults:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Follow which module is running until the step is done, and then restore what it
-        changed.
-        """
+        """Follow which module is running until the step is done, then undo all hooks."""
 
         def enter(module: nn.Module, inputs: Nested) -> None:  # noqa: ARG001
             if not self.path:
@@ -714,9 +694,7 @@ class StepResults:
 
     @as_guard_work
     def _save_state(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
-        """Remember what a module, an optimizer or a tensor holds when the step first uses it, to
-        put it back.
-        """
+        """Save a module's, optimizer's or tensor's state at its first use, to restore it."""
         if isinstance(owner, nn.Module) and not all(
             component_tensors(p) for p in owner.parameters() if p.numel()
         ):
@@ -728,9 +706,7 @@ class StepResults:
             self.undo.callback(Snapshot(owner, with_contents=True).restore)
 
     def find_leaves(self, args: Nested) -> None:
-        """Note which of the arguments of an operation are leaves, whose gradients and updates
-        are results.
-        """
+        """Note which arguments of an operation are leaves; their gradients are results."""
         for t in find_tensors(args):
             if not t.requires_grad or is_view(t) or not t.is_leaf or not component_tensors(t):
                 continue  # a tensor inside of a transform of torch.func has no components
@@ -748,9 +724,7 @@ class StepResults:
         self.gradients[leaf] = [] if leaf.grad is None else self._value_names(leaf.grad)
 
     def save_initial_contents(self, written: Sequence[Tensor]) -> None:
-        """Keep what leaves hold before they are first written to, to see which of their numbers
-        stay as they were.
-        """
+        """Save the content of leaves before the first write, to find unchanged numbers."""
         references = self.tracer.references
         if references.is_disabled or not (self.restores and self.tracer.is_measuring):
             return
@@ -776,9 +750,7 @@ class StepResults:
 
     @as_guard_work
     def _count_lost_updates(self, leaf: Tensor) -> dict[str, int]:
-        """How many numbers of a leaf change in the reference, and how many of these kept their
-        recorded bits.
-        """
+        """Count a leaf's numbers that change in the reference, and those with unchanged bits."""
         if leaf not in self.initial_contents or self.tracer.references.is_disabled:
             return {}
         recorded, start = self.initial_contents[leaf]
@@ -825,8 +797,7 @@ class StepResults:
         return [submodule for model in self.roots for submodule in model.modules()]
 
     def to_operations(self, returned: Nested) -> list[Operation]:
-        """What the step returned, each gradient, each parameter and buffer that it changed, and
-        what optimizers hold.
+        """Returned values, gradients, changed parameters and buffers, and optimizer states.
 
         The `inputs` of gradients and updates are the values that the parameter or buffer began
         with.
@@ -884,8 +855,7 @@ class StepResults:
         return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
 
     def _is_alias(self, leaf: Tensor, names: Mapping[Tensor, str]) -> bool:
-        """Whether a leaf is but another Python object for the memory of one that has a name or a
-        gradient.
+        """Whether a leaf shares the memory of another one that has a name or a gradient.
 
         A convolution's kernel is given such an object in place of the weight.
         """
@@ -940,9 +910,7 @@ class StepResults:
 
     @as_guard_work
     def _name_of_number(self, number: float) -> str:
-        """The value of a number that the step returned: of the tensor that it was read from, or
-        its own.
-        """
+        """The value of a returned number: of the tensor it was read from, or its own."""
         if number not in self.tracer.numbers_read:
             self.tracer.numbers_read[number] = self.tracer.value_of(
                 torch.tensor(number, dtype=torch.float64)

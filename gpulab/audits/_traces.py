@@ -118,9 +118,7 @@ class Operation(Accuracy):
 
 
 def as_json(argument: Nested) -> Json:
-    """An operation's argument as JSON: `TENSOR` for a tensor, None for what a setting may change
-    or JSON lacks.
-    """
+    """An argument as JSON: `TENSOR` for a tensor, None for what may vary or JSON lacks."""
     if isinstance(argument, Tensor):
         return TENSOR
     if isinstance(argument, list | tuple):
@@ -130,8 +128,7 @@ def as_json(argument: Nested) -> Json:
 
 @dataclass
 class Trace:
-    """One step under one setting: every operation of torch that it ran, and every value with its
-    float64 reference.
+    """One step under one setting: every torch operation, and every value with its reference.
 
     Attributes:
         setting: What the step was done under.
@@ -302,8 +299,9 @@ def _restore_value(description: list[Json], numbers: Iterator[np.ndarray]) -> Va
 
 
 def alignment_key(op: Operation) -> tuple[str, str, str]:
-    """What operations are aligned by: phase, module and name, where kernels in `KERNEL_ALIASES`
-    have one name.
+    """The key for aligning operations: phase, module and name, with aliases resolved.
+
+    Kernels in `KERNEL_ALIASES` have one name.
     """
     return op.phase, op.module, KERNEL_ALIASES.get(op.name, op.name)
 
@@ -311,9 +309,7 @@ def alignment_key(op: Operation) -> tuple[str, str, str]:
 def align_operations(
     operations_a: list[Operation], operations_b: list[Operation]
 ) -> list[tuple[Operation | None, Operation | None]]:
-    """Pair corresponding operations of two executions, in order; one without counterpart is
-    paired with None.
-    """
+    """Pair operations of two executions in order; an unmatched one is paired with None."""
     first_keys = list(map(alignment_key, operations_a))
     second_keys = list(map(alignment_key, operations_b))
     if first_keys == second_keys:

@@ -1,5 +1,4 @@
-"""A value of a training step: what a tensor held at one moment, and what its float64 reference
-held.
+"""A value of a training step: the content of a tensor at one moment, and of its reference.
 
 A trace keeps no tensors. It keeps a sketch of the recorded numbers, a sketch of the reference, and
 sums of the reference, from which two values of different executions can be recognised as the same,
@@ -196,9 +195,7 @@ class Value:
 
     @cached_property
     def is_uninformative(self) -> bool:
-        """Whether an equal value elsewhere may be a coincidence: an integer, equal numbers, or
-        rounding errors.
-        """
+        """Whether an equal value may be coincidence: integers, equal numbers, or rounding."""
         is_infinite = bool(self.total) and not math.isfinite(self.total[0])
         is_single_integer = self.count == 1 and (self.is_integral or is_infinite)
         is_short_mask = self.dtype == "bool" and self.count < MIN_MASK_SIZE
