@@ -419,7 +419,8 @@ def without_fused_rnn() -> Iterator[None]:
 
     Tested: torch 2.6 and 2.15. If it changes: emulations do not reach products of recurrent layers.
     """
-    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    onednn = torch._C._get_mkldnn_enabled()
+    cudnn = torch._C._get_cudnn_enabled()
     try:
         torch._C._set_mkldnn_enabled(False)
         torch._C._set_cudnn_enabled(False)
@@ -863,7 +864,8 @@ def component_tensors(tensor: Tensor) -> list[Tensor]:
             return []
         if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
             return []  # a FakeTensor, for example
-    if methods := _SPARSE_METHODS.get(tensor.layout):
+    methods = _SPARSE_METHODS.get(tensor.layout)
+    if methods:
         return [getattr(tensor, method)() for method in methods]
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         return []

@@ -15,7 +15,7 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from gpulab import __version__, files, interruption
-from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
+from gpulab.errors import DataError, GpulabError, UsageError, describe_error, printable
 from gpulab.report import Report
 from gpulab.run_options import FACTORS, RUN_OPTIONS, whole_numbers
 from gpulab.settings import Setting
@@ -38,7 +38,7 @@ app = typer.Typer(
 
 
 def echo(text: object, to: IO[str] | None = None) -> None:
-    """Print a text, whatever is in it: it may come from a file of a stranger's."""
+    """Print a text with control characters escaped, since it may come from an untrusted file."""
     print(printable(str(text)), file=to or sys.stdout, flush=True)  # who reads a pipe reads it now
 
 
@@ -77,7 +77,7 @@ def option(words: str, default: str | bool = True, flag: str = "", **parameters:
 
 
 def argument(words: str, default: str | bool = False, **parameters: Any) -> ArgumentInfo:
-    """An argument with its help; `default` describes what holds where it is left out."""
+    """An argument with its help; `default` describes the value if it is omitted."""
     return typer.Argument(help=words, show_default=default, **parameters)
 
 
@@ -157,7 +157,7 @@ DataOptions = Annotated[
 def train_arguments(
     model: str, options: list[str] | None, data_options: list[str] | None
 ) -> dict[str, Any]:
-    """What is trained, in arguments of `gpulab.train`."""
+    """The arguments of `gpulab.train` that say what is trained."""
     if ":" in model:
         if data_options:
             raise UsageError(
@@ -177,7 +177,7 @@ def train_arguments(
 
 
 def read_options(texts: list[str] | None) -> dict[str, Any]:
-    """The values of options written `name=text`."""
+    """Parse the values of options written `name=text`."""
     return {name: parse_value(text) for name, text in split_options(texts)}
 
 
@@ -191,7 +191,7 @@ def split_options(options: list[str] | None) -> Iterator[tuple[str, str]]:
 
 
 def parse_value(text: str) -> CommandValue:
-    """A number, a list of them, true or false; or else a word."""
+    """Parse a number, a list of numbers, a boolean, or else a word."""
     with contextlib.suppress(ValueError):
         return json.loads(text)
     return text
@@ -379,7 +379,7 @@ def runs(
     from gpulab.store import _tables as tables
 
     folder = stores.store_folder(store)
-    with files.reading(folder):
+    with files.convert_read_errors(folder):
         is_there = recorded or folder.exists()
     if not is_there:
         raise GpulabError(
@@ -501,7 +501,7 @@ def guard_script(
     if not is_module and not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
     warnings.formatwarning = PYTHON_FORMATWARNING  # the script's warnings are not gpulab's
-    interruption.answer_as_python()
+    interruption.restore_default_handler()
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
             failed = scripts.run_script(script, arguments or (), report, is_module)
@@ -516,15 +516,15 @@ def guard_script(
 
 
 def _error_line(error: GpulabError | OSError) -> str:
-    """An error in one line: what could not be done, or which file the system refuses, and why."""
+    """An error in one line: what failed, or which file the system refused, and why."""
     if isinstance(error, PermissionError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return str(error) if isinstance(error, GpulabError) else in_one_line(error)
+    return str(error) if isinstance(error, GpulabError) else describe_error(error)
 
 
 def main(commands: typer.Typer = app) -> None:
     """Run the command line; report an error of gpulab's own in one line and an exit status."""
-    with contextlib.suppress(AttributeError):  # where a terminal has no ×
+    with contextlib.suppress(AttributeError):  # a terminal may lack the character ×
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.formatwarning = lambda message, *_, **__: printable(f"gpulab: {message}\n")
     try:
@@ -532,7 +532,7 @@ def main(commands: typer.Typer = app) -> None:
     except SystemExit as exit_request:
         # Ctrl-C; a training has saved a checkpoint by then
         if exit_request.code == interruption.INTERRUPTED:
-            interruption.say_interrupted()
+            interruption.report_interruption()
         raise
     except (GpulabError, OSError) as error:
         echo(f"gpulab: {_error_line(error)}", sys.stderr)

@@ -20,7 +20,7 @@ UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""A text with its control characters, and what turns its direction, written out.
+    r"""A text with control characters and marks of text direction escaped.
 
     Examples:
         >>> printable("a\x1b[31mred")
@@ -140,11 +140,11 @@ class DataError(GpulabError):
 
 
 class UnsupportedError(GpulabError):
-    """A computation that one way cannot follow; another way may."""
+    """A computation that one method does not support; another method may."""
 
 
 class OverwrittenError(GpulabError):
-    """Under `gpulab.guard`, a tensor was about to be used whose memory had been overwritten.
+    """Under `gpulab.guard`, a tensor with overwritten memory was about to be used.
 
     Args:
         finding: What the guard found.
@@ -173,7 +173,7 @@ class OverwrittenError(GpulabError):
 
 
 class OverwrittenWarning(UserWarning):
-    """What `gpulab.guard(on="warn")` warns with, in place of raising `OverwrittenError`.
+    """The warning of `gpulab.guard(on="warn")`, issued instead of an `OverwrittenError`.
 
     The warning comes once, at the end of the guard's block, and describes all that was found. The
     findings themselves are in `findings` of the `Guard`.
@@ -226,7 +226,7 @@ def extra(name: str) -> Iterator[None]:
 
 
 def _missing_library(library: str, module: str, extra_name: str) -> str:
-    """What is said of a module that is not there: that, and the command which installs it."""
+    """The message for a missing module, with the command that installs it."""
     distribution = DISTRIBUTIONS.get(library, library)
     spec = None
     with contextlib.suppress(ValueError):  # a module that was made without a file
@@ -268,14 +268,14 @@ def _normal_name(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def in_one_line(error: BaseException, file: str | Path = "") -> str:
+def describe_error(error: BaseException, file: str | Path = "") -> str:
     """The last line of a foreign error's traceback, and the line of `file` that led there.
 
     Examples:
         >>> try:
         ...     {}["loss"]
         ... except KeyError as error:
-        ...     in_one_line(error).partition(" (")[0]
+        ...     describe_error(error).partition(" (")[0]
         "KeyError: 'loss'"
     """
     frames = traceback.extract_tb(error.__traceback__)

@@ -16,7 +16,7 @@ from gpulab.passports import machine
 
 @dataclass(frozen=True)
 class Head:
-    """A head of the table, over one column or more."""
+    """A header of the table, above one column or more."""
 
     text: str | Markup
     is_number: bool = False
@@ -72,7 +72,7 @@ def machine_text(passport: Mapping[str, JSON], kind: str) -> str:
 
 
 def versions_text(passport: Mapping[str, JSON]) -> str:
-    """The versions that a passport has.
+    """The versions of gpulab and torch in a passport.
 
     >>> versions_text({"software": {"gpulab": "1.0", "torch": "2.11"}}), versions_text({})
     ('gpulab 1.0, torch 2.11', 'unknown versions')
@@ -86,7 +86,7 @@ def versions_text(passport: Mapping[str, JSON]) -> str:
 
 
 def breakable(name: str) -> Markup:
-    """A setting or another name, which may be broken after its commas, dots and underscores.
+    """A name, such as a setting, that may wrap after its commas, dots and underscores.
 
     >>> str(breakable("cpu:threads=1,order=pairwise"))
     'cpu:threads=1,<wbr>order=pairwise'

@@ -40,7 +40,7 @@ VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2
 
 
 class CPUDescription(TypedDict):
-    """What the system tells of a CPU, of which a passport keeps a part."""
+    """The system's description of a CPU, part of which is in a passport."""
 
     model: str
     flags: list[str]
@@ -195,7 +195,7 @@ def cpu_description() -> CPUDescription:
             return {"model": model[1].strip(), "flags": sorted(flags[1].split())}
     import cpuinfo
 
-    # asks a child process, which may be killed
+    # The first call may return nothing, because its child process may be killed.
     info = cpuinfo.get_cpu_info() or cpuinfo.get_cpu_info()
     model_name = info.get("brand_raw") or platform.processor() or platform.machine()
     return {"model": model_name, "flags": sorted(info.get("flags", []))}
@@ -228,7 +228,7 @@ def _gpus() -> list[GPU]:
 
 
 def _run_command(*command: str) -> str | None:
-    """What a program prints; None where there is no such program, or it fails."""
+    """The output of a program; None if it does not exist or fails."""
     try:
         return (
             subprocess.run(
@@ -242,7 +242,7 @@ def _run_command(*command: str) -> str | None:
 
 @functools.cache
 def _nvidia_driver() -> str | None:
-    """The version of NVIDIA's driver; None where there is none, as beside a GPU of AMD's."""
+    """The version of NVIDIA's driver; None without one, as on machines with AMD GPUs."""
     versions = _run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.split("\n")[0].strip() if versions else None
 

@@ -44,7 +44,7 @@ class Report:
         return paragraphs(str(self).splitlines())
 
     def picture(self) -> Picture | None:
-        """What a notebook and a page show below the words, if anything."""
+        """The figure that a notebook and a page show below the words, if any."""
         return None
 
     def html(self) -> Markup:

@@ -32,9 +32,9 @@ Value: TypeAlias = bool | int | str  # of an option
 ValueType = TypeVar("ValueType", bool, int, str)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRECISIONS = ("float32", "float64", "bfloat16")
-AUTOCAST_DTYPES = ("bfloat16", "float16")  # what autocast may compute products in
+AUTOCAST_DTYPES = ("bfloat16", "float16")  # formats in which autocast computes products
 
-TF32_CARDS = ("ampere", "hopper")  # that can be emulated
+TF32_CARDS = ("ampere", "hopper")  # GPUs whose TF32 can be emulated
 
 # ATen's, oneDNN's, MKL's
 ISA_VARIABLES = (
@@ -65,7 +65,7 @@ COMPARED_SETTINGS += [
 
 
 def _restore_flags_on_exit(stack: ExitStack) -> None:
-    """Have the stack restore every flag that a setting, or what is done under it, may change."""
+    """Have the stack restore every flag that a setting, or code under it, may change."""
     import torch
     from torch.backends import cudnn
 
@@ -109,7 +109,7 @@ class SettingOption(NamedTuple):
     value: Callable[[str], Value]
 
     def parse(self, name: str, text: str) -> Value:
-        """The value of `name=text`; `UsageError` for what is no value."""
+        """Parse the value of `name=text`; `UsageError` if it is invalid."""
         if not re.fullmatch(self.pattern, text):
             raise UsageError(f"{name}={text!r} {self.words}")
         return self.value(text)
@@ -232,7 +232,7 @@ class Setting:
                 " as cpu:threads=1 or cuda:tf32=off,cudnn=off"
             )
         kind, index, options = match.groups()
-        # each of the type of its field, which mypy cannot tell from a name
+        # Each value has the type of its field, which mypy cannot infer from a name.
         values: dict[str, Any] = {}
         for option in options.split(",") if options else ():
             name, _, value = map(str.strip, option.partition("="))
@@ -272,7 +272,7 @@ class Setting:
         return f"{self.device}:{','.join(options)}" if options else self.device
 
     def _options(self) -> Iterator[tuple[str, str]]:
-        """The options that are given, each as its text."""
+        """The options of this setting, each with its text."""
         words = {True: "on", False: "off"}
         for name in OPTIONS:
             value = getattr(self, name)

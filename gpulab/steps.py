@@ -115,7 +115,7 @@ class Step:
             return run_step()
 
     def prepared(self, setting: Setting) -> PreparedStep:
-        """The step, to be done inside of a `with` block."""
+        """The step under a setting, to be done inside a `with` block."""
         return PreparedStep(self, setting)
 
 
@@ -139,7 +139,7 @@ class PreparedStep:
             if not isinstance(value, Tensor):
                 return value
             converted = self._convert(value)
-            # the user's tensor is never changed
+            # The user's tensor must not be changed.
             return value.clone() if converted is value else converted
 
         self.batch = tree_map(move, step.batch)
@@ -148,7 +148,7 @@ class PreparedStep:
         dtype = self.setting.dtype if tensor.is_floating_point() else tensor.dtype
         if tensor.is_complex():  # the smallest complex type that torch computes with is complex64
             dtype = torch.complex128 if self.setting.dtype == torch.float64 else torch.complex64
-        # float64 is made where it is needed, and not sent there
+        # Convert on the device, so that less data is transferred.
         return tensor.to(self.setting.device).to(dtype)
 
     def __enter__(self) -> PreparedStep:
@@ -160,11 +160,8 @@ class PreparedStep:
             convert_tensors(self.model, self._convert)
             self.model.to(self.setting.device)  # some models' own `to` notes where they are
             for tensor, data, _, _ in snapshot.tensors:
-                # which is still the user's memory
-                if (tensor.device, tensor.dtype) == (
-                    data.device,
-                    data.dtype,
-                ):
+                # A tensor that was neither moved nor converted still has the user's memory.
+                if tensor.device == data.device and tensor.dtype == data.dtype:
                     tensor.data = data.clone()
             self.restored = stack.pop_all()
         return self
@@ -173,9 +170,9 @@ class PreparedStep:
         self.restored.close()
 
     def __call__(self) -> Tensor:
-        """Do it and return the loss."""
+        """Do the step and return the loss."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
-        # as torch advises: what was cast is followed back
+        # Torch advises against autocast in the backward pass, which follows the forward casts.
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
         return loss.detach()
@@ -251,7 +248,7 @@ def loss_of(
     """The tensor that a step differentiates, and its description, empty for a given loss."""
     if loss is None:
         return _infer_loss(model, batch)
-    # the model gets the keys that it takes, the loss the whole batch
+    # The model receives the keys that it accepts, and the loss the whole batch.
     if isinstance(batch, Mapping):
         return loss(_call_model(model, batch, drop_unknown=True), batch), ""
     if isinstance(batch, list | tuple) and len(batch) == 2:
@@ -279,7 +276,7 @@ def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
     first_is_scalar = bool(tensors) and tensors[0].ndim == 0
     if named_loss is not None and first_is_scalar:
         return tensors[0], "the output's loss"
-    # none called "loss"
+    # There is no output called "loss".
     only_scalars = isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)
     if named_loss is not None or only_scalars or not tensors:
         raise UsageError(
@@ -291,7 +288,7 @@ def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
 
 
 def _call_model(model: nn.Module, inputs: Nested, drop_unknown: bool = False) -> Nested:
-    """What a model makes of its inputs; with `drop_unknown`, of those that it takes."""
+    """Call a model on its inputs; with `drop_unknown`, on the keys that it accepts."""
     name = type(model).__name__
     if isinstance(inputs, Mapping):
         parameters = inspect.signature(model.forward).parameters
@@ -326,7 +323,7 @@ def _describe(value: object) -> str:
 
 
 def check_step(step: object) -> None:
-    """Raise `UsageError` for what is no step, with what to give instead."""
+    """Raise `UsageError` for an object that is no step, and say what is expected."""
     if isinstance(step, nn.Module) and not hasattr(step, "prepared"):
         name = type(step).__name__
         raise UsageError(
@@ -374,7 +371,7 @@ def explain_step_error(
 def prepare_step(
     step: Callable[..., Nested], setting: Setting, default_dtype: torch.dtype | None = None
 ) -> Iterator[Callable[[], Nested]]:
-    """The step as a function without arguments, under a setting that is in force.
+    """Provide the step as a function without arguments, under the active setting.
 
     Args:
         step: A `Step`, or a function step.

@@ -15,7 +15,7 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
-from gpulab.errors import UsageError, in_one_line
+from gpulab.errors import UsageError, describe_error
 from gpulab.files import JSON, PACKAGE
 
 Definition = Callable[..., object] | type  # a function or a class
@@ -44,7 +44,7 @@ GENERATED_MEMBERS = (
 
 
 def find_function(name: str, role: str) -> Callable[..., Any]:
-    """The function, or whatever can be called, that `module:name` or `file.py:name` stands for.
+    """Find the function or other callable that `module:name` or `file.py:name` names.
 
     A file is read anew each time. As for a script, what lies beside it can be imported.
 
@@ -82,7 +82,9 @@ def find_function(name: str, role: str) -> Callable[..., Any]:
             module = importlib.import_module(source)
     except (Exception, SystemExit) as error:
         words = (
-            str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, source)
+            str(error)
+            if isinstance(error, ImportError | OSError)
+            else describe_error(error, source)
         )
         raise UsageError(f"{role} {name!r}: {source} cannot be imported: {words}") from error
     function = getattr(module, attribute, None)
@@ -121,7 +123,7 @@ def _load_module(file: Path) -> types.ModuleType:
 
 
 class UnknownSourceError(Exception):
-    """Something that has no text, and that JSON cannot carry; the message says what."""
+    """An object without source text that JSON cannot represent; the message names it."""
 
 
 def source_of(value: object, file: Path | None = None, enclosing: tuple[object, ...] = ()) -> JSON:
@@ -245,7 +247,7 @@ def read_sources(file: Path) -> dict[str, str]:
     # What is not below the folder, such as torch, it does not find.
     finder = ModuleFinder([str(root)])
     if root == file.parent:
-        finder.run_script(str(file))  # which it reads, and does not run
+        finder.run_script(str(file))  # it reads the script without running it
     else:
         finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
     names = [getattr(module, "__file__", None) for module in finder.modules.values()]
@@ -255,7 +257,7 @@ def read_sources(file: Path) -> dict[str, str]:
 
 
 def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function, and of those inside it."""
+    """The code objects of a function and of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if inspect.iscode(constant):

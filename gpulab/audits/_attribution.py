@@ -49,7 +49,7 @@ SOURCE_KINDS = (
     "cannot be told",
 )
 MAX_VISITS = 16  # of one pair of values
-# a value of the first side and its counterpart, or None
+# A value of the first side and its counterpart; either may be None.
 ValuePair = tuple[Value | None, Value | None]
 
 
@@ -144,7 +144,7 @@ class Attribution:
         self._incoming[pair] += amount
 
     def _relative_position(self, pair: ValuePair) -> float:
-        """How late a value was made: from 0 for data to 1 for what was made last."""
+        """The relative time at which a value was made: 0 for data, 1 for the last value."""
         nodes = [
             (graph, graph.maker.get(v))
             for graph, v in zip(self.comparison.graphs, pair, strict=True)
@@ -246,7 +246,7 @@ def _explained_share(size: float, difference: float) -> float:
 
 
 def _fractions(sizes: list[float]) -> list[float]:
-    """The fraction of each in the sum of all squares; an infinite size makes all of it.
+    """The fraction of each square in the sum of squares; an infinite size has all of it.
 
     >>> _fractions([3.0, 4.0]), _fractions([1.0, math.inf]), _fractions([0.0])
     ([0.36, 0.64], [0.0, 1.0], [0.0])
@@ -269,7 +269,7 @@ class Rank(IntEnum):
     BEFORE_NONFINITE = -2  # a mismatch before the operation that made NaN or infinity
     NONFINITE = -1
     OVERWRITTEN = 0
-    CAUSE = 1  # what explains most of the difference, or has no bound
+    CAUSE = 1  # explains most of the difference, or has no bound
     PARTIAL_CAUSE = 2
     CONVERSION = 3  # a cast belongs to the product that it was made for
     ROUNDED_FACTORS = 4  # the product of factors that were rounded before
@@ -278,7 +278,7 @@ class Rank(IntEnum):
 
 
 def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings of a comparison, what explains most of the difference first."""
+    """The findings of a comparison, ordered by the share of the difference that they explain."""
     attribution = Attribution(comparison)
     digit_loss_op, digit_loss_detail = _find_digit_loss(comparison)
     overflow_advice = _advise_on_overflow(comparison, digit_loss_op)

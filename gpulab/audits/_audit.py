@@ -27,7 +27,7 @@ from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.steps import check_step
 
-# places, one after the other, at which values that enter from outside of torch differ by roundings
+# The most successive places at which values from outside of torch may differ by rounding.
 MAX_EXTERNAL_ROUNDS = 8
 
 
@@ -218,7 +218,7 @@ def _rounding_deviations(
 
 
 def _describe_gap(size: float) -> str:
-    """What is said of how far a result is apart.
+    """The difference in a result as a phrase.
 
     >>> _describe_gap(0.00123), _describe_gap(0.0)
     ('differs by 1.2e-03 (relative)', 'has the same bits')
@@ -227,9 +227,10 @@ def _describe_gap(size: float) -> str:
 
 
 def _describe_coverage(answer: Audit) -> list[str]:
-    """What was compared and checked, of which loss, and what could not be: sentences."""
+    """Sentences on what was compared and checked, the loss, and what was not possible."""
     comparison = answer.comparison
-    guard, loss = comparison.a.notes.get("guard", ""), comparison.a.notes.get("loss", "")
+    guard = comparison.a.notes.get("guard", "")
+    loss = comparison.a.notes.get("loss", "")
     sentences = [
         _describe_counts(answer),
         _describe_unpaired(comparison),
@@ -243,13 +244,14 @@ def _describe_coverage(answer: Audit) -> list[str]:
 
 
 def _describe_counts(answer: Audit) -> str:
-    """How many results agree, and how many operations have a counterpart and were checked."""
+    """The numbers of agreeing results, and of paired and checked operations, as a sentence."""
     results = [result for result in answer.comparison.results if result.a and result.b]
     operations = [pair for pair in answer.pairs if pair.representative.phase != RESULT]
     n_unpaired = sum(not (pair.a and pair.b) for pair in operations)
     unpaired = f" ({n_unpaired} more have no counterpart)" if n_unpaired else ""
     checked = sum(op.ratio is not None for pair in operations for op in pair.operations)
-    agree, count = sum(result.agrees for result in results), len(operations) - n_unpaired
+    agree = sum(result.agrees for result in results)
+    count = len(operations) - n_unpaired
     counted = "1 operation makes" if count == 1 else f"{count} operations make"
     agreement = _describe_agreement(agree, len(results))
     return (
@@ -278,7 +280,7 @@ def _describe_missing_references(comparison: Comparison) -> str:
 
 
 def _describe_missing_results(comparison: Comparison) -> str:
-    """That a step left nothing, or no gradient, to compare."""
+    """A sentence that says that a step left nothing, or no gradient, to compare."""
     if not any(result.a and result.b for result in comparison.results):
         return "The step returned nothing and left no gradient, so no result could be compared."
     if all(result.group == "loss" for result in comparison.results):
@@ -287,7 +289,7 @@ def _describe_missing_results(comparison: Comparison) -> str:
 
 
 def _shorten_list(names: Sequence[str]) -> str:
-    """A list of names that is cut.
+    """The first names of a list, and the number of the others.
 
     >>> _shorten_list(["a", "b"]), _shorten_list(list("abcde"))
     ('a, b', 'a, b, c and 2 more')
@@ -296,7 +298,7 @@ def _shorten_list(names: Sequence[str]) -> str:
 
 
 def _describe_agreement(agree: int, count: int) -> str:
-    """How many results agree, as the beginning of a sentence.
+    """The number of agreeing results, as the beginning of a sentence.
 
     >>> _describe_agreement(1, 1), _describe_agreement(0, 1)
     ('The only result agrees', 'The only result does not agree')
@@ -468,7 +470,7 @@ def audit(
 def _audit_two_steps(
     step_a: object, step_b: object, extra_argument: object, setting: str | Setting, progress: bool
 ) -> Audit:
-    """Two programs under one setting."""
+    """Audit two programs under one setting."""
     if extra_argument is not None:
         raise UsageError(
             'audit of two steps: expected one setting, as audit(step_a, step_b, setting="cpu")'
@@ -488,7 +490,7 @@ def _audit_two_steps(
 
 
 def _label_traces(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
-    """Two traces of two names: their own; or else by file, or by order.
+    """Two traces with different labels: their own, or else by file or by order.
 
     >>> trace = Trace("cpu", [], {}, [])
     >>> for files in (("before", "after"), ("same", "same"), ("", "")):

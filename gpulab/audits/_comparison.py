@@ -41,7 +41,8 @@ _EXECUTION_ARGUMENTS = """
 EXECUTION_ARGUMENTS = frozenset(_EXECUTION_ARGUMENTS.split())
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
-NAN, INFINITY = "NaN", "infinity"
+NAN = "NaN"
+INFINITY = "infinity"
 LEAF_RESULTS = ("gradient", "updated")
 
 
@@ -66,7 +67,7 @@ class Result:
 
     @property
     def representative(self) -> Operation:
-        """Either of the two, for what they have in common."""
+        """Either of the two, for their common properties."""
         return self.a or self.b  # type: ignore[return-value]
 
     @property
@@ -84,18 +85,18 @@ class OperationPair:
 
     @property
     def representative(self) -> Operation:
-        """Either of the two, for what they have in common."""
+        """Either of the two, for their common properties."""
         return self.a or self.b  # type: ignore[return-value]
 
     @property
     def operations(self) -> list[Operation]:
-        """Those of the two that ran."""
+        """The operations of the pair that exist."""
         return [op for op in (self.a, self.b) if op is not None]
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Where a trace's NaN or infinity comes from.
+    """The origin of a trace's NaN or infinity.
 
     Attributes:
         value_kind: `NAN` or `INFINITY`.
@@ -125,7 +126,7 @@ class NotFinite:
 
 
 class Comparison:
-    """Two traces: their results, and the values that are one in float64.
+    """Two traces: their results, and the values that agree in float64.
 
     Args:
         a: The first trace.
@@ -165,7 +166,7 @@ class Comparison:
         }
 
     def tolerance(self, value: Value) -> float:
-        """How far another reference of a value may be from this one, relative to it."""
+        """The largest relative distance between two references of one value."""
         return self._tolerances[value not in self._values_of_first](value)
 
     # --- the two sides ----------------------------------------------------------------------------
@@ -179,21 +180,21 @@ class Comparison:
         return self.traces[self.side_of[op]]
 
     def other_title(self, op: Operation) -> str:
-        """What the other setting is called."""
+        """The title of the other setting."""
         return self.traces[1 - self.side_of[op]].title
 
     def values(self, op: Operation | None) -> list[Value]:
-        """What an operation or a result made."""
+        """The values that an operation or a result made."""
         return [self.trace_of(op).values[name] for name in op.outputs] if op else []
 
     @cached_property
     def position(self) -> dict[Operation, int]:
-        """The place of each operation in its trace."""
+        """The index of each operation in its trace."""
         return {op: index for trace in self.traces for index, op in enumerate(trace.operations)}
 
     @cached_property
     def not_finite(self) -> dict[int, NotFinite]:
-        """By the number of the trace, where the NaN or infinity in its results comes from."""
+        """The origin of the NaN or infinity in the results, by the number of the trace."""
         origins = {side: find_not_finite(graph) for side, graph in enumerate(self.graphs)}
         return {side: origin for side, origin in origins.items() if origin}
 
@@ -364,7 +365,7 @@ class Comparison:
         return [Result(r.a, r.b, agrees=True) if r in agreeing else r for r in results]
 
     def _find_parts(self, values: list[Value], counterparts: list[Value]) -> set[Value]:
-        """The values that are part of one of the counterparts, or made up of them."""
+        """The values that are part of a counterpart, or that counterparts make up."""
         search = PartSearch([value for value in counterparts if value.total], self.tolerance)
         return {value for value in values if search.contains(value) or search.covers(value)}
 
@@ -411,7 +412,7 @@ class Comparison:
 
     @cached_property
     def matches(self) -> Matches:
-        """The values that are one in float64."""
+        """The values that agree in float64."""
         return Matches(self.graphs, self.tolerance)
 
     @cached_property
@@ -484,11 +485,11 @@ def _reference_gap(x: Value, y: Value) -> float:
 
 @dataclass(eq=False)
 class _Leaf:
-    """A parameter or buffer: what it began with, its gradient, and its update."""
+    """A parameter or buffer: its initial value, its gradient, and its update."""
 
     name: str
     start: list[Value]
-    state: str = ""  # which state of an optimizer it is; empty for the parameter itself
+    state: str = ""  # the name of an optimizer's state; empty for the parameter itself
     gradient: Operation | None = None
     updated: Operation | None = None
 
@@ -502,7 +503,7 @@ def _uses_short_format(trace: Trace) -> bool:
     is_requested = bool(
         setting.emulated or setting.autocast or setting.precision in tol.SHORT_FORMATS
     )
-    # a CPU ignores these flags
+    # A CPU ignores the flags of TF32.
     allows_tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()
     return (
         is_requested or allows_tf32 or any(op.dtype in tol.SHORT_FORMATS for op in trace.operations)

@@ -57,7 +57,7 @@ KEEP_UNCOMPILED_ADVICE = (
 
 @dataclass(frozen=True)
 class ResultComparison:
-    """A step under a setting that compiles, beside the same without, and float64.
+    """The results of a step compiled, uncompiled and in float64.
 
     Attributes:
         table: A row for each result; see `CompiledAudit.table`.
@@ -135,7 +135,7 @@ class CompiledAudit(AnswerPage):
 
     @property
     def headline(self) -> str:
-        """The two settings, what was found between them, and what was looked at."""
+        """The two settings, the findings, and what was compared."""
         kinds = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
         counted_kinds = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
         agreement = (
@@ -165,7 +165,7 @@ class CompiledAudit(AnswerPage):
 def audit_compiled(
     step: object, uncompiled: Setting, compiled: Setting, progress: bool = True
 ) -> CompiledAudit:
-    """Audit a step under a setting that compiles against the same setting without; see `audit`.
+    """Audit a compiled step against the uncompiled one; see `audit`.
 
     Raises:
         UsageError: For a step that is not a `Step`, and for settings that differ in more than
@@ -401,7 +401,7 @@ def _compare_result(
 def _tolerance(
     plain_error: float | None, moves: list[float], unit: float | None, has_few_numbers: bool = False
 ) -> float:
-    """How far roundings lead a result away from itself without the compiler, relative to its size.
+    """The difference from the uncompiled result that rounding explains, relative to its size.
 
     In float32 a correct result may be `MAX_ERROR_RATIO` times as far from float64 as the one
     without the compiler is. That many roundings of bfloat16 or float16 would excuse anything. There
@@ -442,7 +442,7 @@ def _tolerance(
 @contextlib.contextmanager
 def _uncompiled_random_numbers(use_fallback: bool = True) -> Iterator[None]:
     """Have Inductor draw the random numbers of uncompiled code, so that the rest is comparable."""
-    torch.compiler.reset()  # what is compiled already draws as it does
+    torch.compiler.reset()  # code that is already compiled would not change
     with _torch_internals.uncompiled_random_numbers(use_fallback):
         yield
 
@@ -450,7 +450,7 @@ def _uncompiled_random_numbers(use_fallback: bool = True) -> Iterator[None]:
 def _whole_step_findings(
     step: Step, whole_step: ResultComparison, uncompiled: Setting, compiled: Setting
 ) -> Iterator[Finding]:
-    """What the whole step shows: results that are no numbers, or were drawn otherwise."""
+    """Findings about the whole step: non-finite results and different random numbers."""
     if not whole_step.table.finite.all():
         names = _shorten_list(list(whole_step.table.result[~whole_step.table.finite]))
         detail = (
@@ -503,19 +503,19 @@ def _random_numbers_findings(
 def _wrong_module_findings(
     step: Step, whole_step: ResultComparison, uncompiled: Setting, compiled: Setting, bar: Progress
 ) -> Iterator[Finding]:
-    """The innermost modules that are wrong when they are compiled alone; or that none is."""
+    """Findings about the innermost modules that are wrong when compiled alone, or that none is."""
     calls = module_calls(step, uncompiled)
     calls_by_signature: dict[tuple[object, ...], list[ModuleCall]] = {}
     for call in calls:
         calls_by_signature.setdefault(call.signature, []).append(call)
-    trace = record(step, uncompiled, progress=False)  # for the lines
+    trace = record(step, uncompiled, progress=False)  # has the lines of the operations
     bar.total = len(calls_by_signature)
     wrong_names: list[str] = []
     untried: list[str] = []
     for call, *similar_calls in calls_by_signature.values():
         bar.update()
         if any(call.contains(name) for name in wrong_names):
-            continue  # what is around a wrong module is wrong as well
+            continue  # a module that contains a wrong one is wrong as well
         try:
             isolated = compare_compiled(call, uncompiled, compiled)
         except GpulabError as error:

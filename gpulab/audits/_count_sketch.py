@@ -133,7 +133,7 @@ def _shifted_indices(shift: int) -> np.ndarray:
 
 @functools.cache
 def _signs(device: str) -> Tensor:
-    """A sign for each place in a block, by splitmix64's mixing function (Steele et al. 2014)."""
+    """A sign for each element of a block, by splitmix64's mixing function (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = (np.arange(BLOCK_SIZE, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""What two executions of a step say about each other: one function for each kind of finding.
+"""Diagnose the differences between two executions: one function for each kind of finding.
 
 Where the results agree in float64, each execution is judged by itself: its own errors, number
 formats, updates that are lost, NaN and infinity. Where they differ, the findings are the sources:
@@ -56,7 +56,8 @@ BEYOND = (
     "look for numbers beyond the range of {}: scale them down, subtract the largest before an"
     " exponential, or compute them in a longer format"
 )
-LOOK_FOR = (  # what turns finite numbers into NaN or infinity, by the operation that makes it
+# What turns finite numbers into NaN or infinity, by the operation that makes it.
+NOT_FINITE_HINTS = (
     (
         r"_?(log|log2|log10|log1p|sqrt|rsqrt|lgamma)",
         "look for a logarithm or square root of zero or less",
@@ -189,7 +190,7 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
 
 
 def _advice_on_not_finite(origin: NotFinite) -> str:
-    """Where to look for what made NaN or infinity; anywhere, if the operation does not tell."""
+    """Where to look for the cause of NaN or infinity, as far as the operation shows it."""
     if not origin.is_produced:
         return FIX_FIRST + CLEAR
     if not origin.is_nonfinite_in_reference:
@@ -200,7 +201,7 @@ def _advice_on_not_finite(origin: NotFinite) -> str:
             else ADVICE["not finite"]
         )
     for op in filter(None, (origin.infinity, origin.op)):
-        for pattern, words in LOOK_FOR:
+        for pattern, words in NOT_FINITE_HINTS:
             if re.fullmatch(pattern, op.name.rstrip("_")):
                 if op.phase == "backward":
                     words += ", or a derivative that is infinite, as that of a square root at zero"
@@ -292,13 +293,14 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
 
 
 def _max_deviation(comparison: Comparison, op: Operation) -> float:
-    """The largest deviation of what an operation made from its reference."""
+    """The largest deviation of an operation's outputs from their references."""
     return max(value.deviation for value in comparison.values(op))
 
 
 def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding]:
-    """Updates that float64 makes and that leave the stored bits as they were (pytorch#67590)."""
-    trace, graph = comparison.traces[side], comparison.graphs[side]
+    """Updates that change the float64 reference but not the stored bits (pytorch#67590)."""
+    trace = comparison.traces[side]
+    graph = comparison.graphs[side]
     updates = [op for op in trace.operations if op.phase == RESULT and op.arguments.get("moved")]
     mostly_lost = [
         op
@@ -348,7 +350,7 @@ def _rounding_finding(comparison: Comparison) -> Finding:
 
 
 def _merge_findings(findings_a: list[Finding], findings_b: list[Finding]) -> list[Finding]:
-    """The findings of both settings, where those that both show are merged into one."""
+    """The findings of both settings; those that both have are merged into one."""
 
     def key(finding: Finding) -> tuple[object, ...]:
         format_ = (finding.op.format or finding.op.dtype) if finding.op else ""
@@ -415,12 +417,12 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
             and kernel_name(source.a.op) == kernel_name(source.b.op)
         )
         if is_foreign and not (is_data or is_drawn or one_kernel):
-            # beside other numbers nobody can tell another way to compute from another function
+            # For different numbers, another algorithm looks the same as another function.
             continue
         if has_changed_inputs and (is_data or any(node.op.inputs_changed for node in source.nodes)):
-            continue  # nondeterminism says so
+            continue  # the finding of nondeterminism reports it
         if not (is_data or is_drawn) and _follows(source, elsewhere):
-            continue  # of other numbers it makes other numbers
+            continue  # its inputs differ, so its results do
         finding = (
             _data_finding(comparison, source) if is_data else _operation_finding(comparison, source)
         )
@@ -463,7 +465,7 @@ def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Va
 
 
 def _follows(source: Source, elsewhere: set[Value]) -> bool:
-    """Whether a source was given such values, and is called as on the other side."""
+    """Whether a source received such values, and is called as on the other side."""
     a, b = source.a, source.b
     if (
         a is not None
@@ -476,7 +478,7 @@ def _follows(source: Source, elsewhere: set[Value]) -> bool:
 
 
 def _describe_effect(comparison: Comparison) -> str:
-    """How far the results are apart in float64."""
+    """A clause on the difference of the results in float64."""
     paired = [result for result in comparison.differing_results if result.a and result.b]
     if not paired:
         return ""
@@ -488,7 +490,7 @@ def _describe_effect(comparison: Comparison) -> str:
 
 
 def _data_finding(comparison: Comparison, source: Source) -> Finding:
-    """Data or weights of one side that the other side has not (the faults "another batch")."""
+    """Data or weights that only one side has (the faults "another batch")."""
     x, y = source.data_a, source.data_b
     value = x if y is None else y
     assert value is not None
@@ -512,7 +514,8 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
             " the other side"
         )
     else:
-        gap, title = math.nan, comparison.traces[y is not None].title
+        gap = math.nan
+        title = comparison.traces[y is not None].title
         detail = (
             f"receives data or weights ({shape}) under {title} that the other side does not have"
         )
@@ -525,7 +528,7 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
 
 
 def _operation_finding(comparison: Comparison, source: Source) -> Finding:
-    """Operations that compute from the same values something that the other side does not have."""
+    """Operations that compute from common values something that the other side does not have."""
     gap = _output_gap(comparison, source)
     a, b = (node.op if node else None for node in (source.a, source.b))
     are_alike = a is not None and b is not None and kernel_name(a) == kernel_name(b)
@@ -536,14 +539,13 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
             return _arguments_finding(comparison, (a, b), arguments, gap)
     if drawn is not None:
         return _random_numbers_finding(comparison, drawn, gap)
-    # a limit of float32 that limits nothing makes the same values on that side
+    # A limit of float32 that clips nothing leaves the values of that side unchanged.
     for node in source.nodes:
-        if (counterpart := same_call(comparison, node)) is not None:
-            operations = (
-                (counterpart.op, node.op)
-                if comparison.side_of[node.op]
-                else (node.op, counterpart.op)
-            )
+        counterpart = same_call(comparison, node)
+        if counterpart is not None:
+            operations = (node.op, counterpart.op)
+            if comparison.side_of[node.op]:
+                operations = (counterpart.op, node.op)
             arguments = differing_arguments(*operations)
             if _are_of_formats(comparison, operations, arguments):
                 return _arguments_finding(comparison, operations, arguments, gap)
@@ -670,7 +672,8 @@ def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: f
 
     `reset_gate_before_or_after` is another example.
     """
-    op, title = node.op, comparison.trace_of(node.op).title
+    op = node.op
+    title = comparison.trace_of(op).title
     other_title = comparison.other_title(op)
     detail = f"{other_title} has no value equal to its result, although it has all of its inputs"
     if source.a is not None and source.b is not None:
@@ -690,7 +693,7 @@ def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: f
 
 
 def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Finding:
-    """An operation without a float64 reference makes something else."""
+    """A finding about different results of an operation without a float64 reference."""
     op = source.nodes[0].op
     trace = comparison.trace_of(op)
     one_kernel = (
@@ -738,7 +741,7 @@ def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -
 
 
 def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) -> Finding:
-    """Results differ although the values that they were computed from do not."""
+    """A finding about results that differ although their inputs agree."""
     result = max(differing, key=lambda result: result.gap)
     side = 1 if result.b else 0
     makers = (
@@ -832,12 +835,12 @@ def _make_pairwise_finding(
 
 
 def _user_location(op: Operation) -> str:
-    """Where the user finds an operation: its module, or its line."""
+    """The place of an operation for the user: its module, or its line."""
     return op.module or op.line or "the step"
 
 
 def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
-    """How to let an operation repeat itself, if that can be done."""
+    """How to make an operation deterministic, if that is possible."""
     setting = Setting.parse(comparison.trace_of(op).setting)
     if not hasattr(torch.ops.aten, op.name):
         return (
@@ -853,7 +856,7 @@ def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
 
 
 def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
-    """How to let an operation keep all digits, depending on what rounded them."""
+    """How to keep all digits of an operation, depending on what rounded them."""
     setting = Setting.parse(comparison.trace_of(op).setting)
     is_convolution = op.name.startswith("convolution")
     place = "this line" if op.line else op.module or "the loss"
@@ -862,7 +865,7 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
             "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up"
             " before this line"
         )
-    # the gradient of a conversion to float32
+    # The gradient of a conversion to float32 is itself a conversion.
     is_of_converted = op.name == "_to_copy" and op.phase == "backward"
     if is_of_converted and op.dtype in (setting.autocast, setting.precision):
         return (

@@ -27,7 +27,7 @@ KINDS = (
     "reduced precision",
     "rounding",
 )
-FAULTS = KINDS[:5]  # what no correct device or compiler explains
+FAULTS = KINDS[:5]  # kinds that no correct device or compiler explains
 ADVICE = {
     "not finite": (
         "fix this first, because no difference can be measured beside it: look for a row that is"
@@ -82,7 +82,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one operation, under `setting`: its `kind` (of `KINDS`) and what to do.
+    """A finding about one operation under `setting`: its `kind` (of `KINDS`) and what to do.
 
     `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in
     units of what rounding explains (NaN where it has no float64 reference), `detail` what was seen.
@@ -134,7 +134,7 @@ class Finding:
 
 
 def module_phrase(module: str) -> str:
-    """Where an operation belongs, as an end of a sentence."""
+    """The module of an operation, as the end of a sentence."""
     return f" in {module}" if module else ""
 
 
@@ -160,7 +160,7 @@ def describe(op: Operation) -> str:
 
 
 class Answer(report.Report):
-    """The answer of an audit.
+    """The result of an audit.
 
     Attributes:
         findings: What was found, as a list of `Finding`; what explains most of the difference comes
@@ -181,7 +181,7 @@ class Answer(report.Report):
 
     @property
     def faulty(self) -> bool:
-        """Whether there is what no correct device explains: a finding of a kind in `FAULTS`."""
+        """Whether there is a finding that no correct device explains, of a kind in `FAULTS`."""
         return any(finding.kind in FAULTS for finding in self.findings)
 
     @property
@@ -247,7 +247,7 @@ def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def format_findings(findings: Sequence[Finding]) -> list[str]:
-    """The findings as text, those of one kind and line together."""
+    """The findings as text, grouped by kind and line."""
     texts = []
     for representative, *similar_findings in group_by_line(findings):
         operations = Counter(

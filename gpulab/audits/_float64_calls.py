@@ -1,4 +1,4 @@
-"""What an operation's result is compared with: the same call in float64, on the same arguments.
+"""The reference of an operation's result: the same call in float64, on the same arguments.
 
 If an operation has several correct answers, its float64 reference may return another one. The
 answer is then checked against the definition of the operation. Each check gets the call and its
@@ -29,17 +29,17 @@ from gpulab._torch_internals import (
 )
 from gpulab.audits._count_sketch import FLOAT64_DEVICES, is_float_or_complex, to_float64_device
 
-# the relative error, and the number of roundings that explain it
+# The relative error, and the number of roundings that explain it.
 DefinitionCheck = tuple[float | None, float | None]
 UNCHECKABLE: DefinitionCheck = (None, None)
 INVALID: DefinitionCheck = (math.inf, 1.0)
 UNIQUE_INDEX_OPERATIONS = {"sort", "topk"}
-# the smallest subnormal number
+# The smallest subnormal number.
 SMALLEST_SUBNORMAL = torch.tensor(1, dtype=torch.int32).view(torch.float32)
 
 
 class Float64Reference:
-    """An operation and its arguments in float64, to be called on these as they are or changed.
+    """An operation and its arguments in float64, which can be called with changed arguments.
 
     It returns only the results that are compared, the first `n_results`. `compute` may be another
     function of the same arguments.
@@ -82,7 +82,7 @@ class Float64Reference:
 
         args = self.args
         kwargs = self.kwargs
-        if self.is_in_place:  # what the operation overwrites is still needed
+        if self.is_in_place:  # the overwritten argument is still needed
             args, kwargs = map_nested(_clone_tensor, (args, kwargs))
         if positions is None:
             args, kwargs = map_nested(apply_change, (args, kwargs))
@@ -185,7 +185,7 @@ def _check_selection(
     x = arguments["self"]
     dim = arguments.get("dim")
     *values, indices = results
-    # the largest number of all comes without its index
+    # The maximum over all numbers comes without its index.
     has_no_index = not values and not name.startswith("arg")
     if has_no_index or arguments.get("indices") is not None or arguments.get("stable"):
         return None
@@ -238,7 +238,7 @@ def _check_written(reference: Float64Reference, *_: object) -> DefinitionCheck |
 
 
 def max_index_repeats(arguments: dict[str, Nested]) -> int:
-    """How often the most frequent index occurs; a mask has none twice."""
+    """The number of occurrences of the most frequent index; 1 for a mask."""
     indices = find_tensors(arguments.get("indices", arguments.get("index")))
     return min(
         1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices

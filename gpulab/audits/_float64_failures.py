@@ -26,7 +26,7 @@ MODELS_DIR = os.path.join(PACKAGE, "models")
 
 
 class Request(NamedTuple):
-    """Where a step asks for a short format, or uses a tensor that was made in one before the step.
+    """A place where a step requests a short format, or uses a tensor that has one already.
 
     Attributes:
         dtype: The format.
@@ -63,7 +63,7 @@ class Request(NamedTuple):
 
 
 class ShortFormatRequests(TorchFunctionMode):
-    """Notes who asks for a short format while a step is done in float64.
+    """Records the requests for short formats while a step runs in float64.
 
     Args:
         model: The model, for the names of its modules.
@@ -160,7 +160,7 @@ def _frames_inside(calling_file: str) -> list[FrameType]:
 
 
 def _innermost_line(lines: Iterable[Line]) -> str:
-    """The first of some lines that is neither torch's nor gpulab's, its models apart."""
+    """The first line outside torch and gpulab; gpulab's models count as outside."""
     for line in lines:
         if not line.file.startswith((TORCH + os.sep, PACKAGE, "<")) or line.file.startswith(
             MODELS_DIR

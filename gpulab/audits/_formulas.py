@@ -1,4 +1,4 @@
-"""Operations that have no kernel for float64 on some device, written down as formulas.
+"""Formulas for operations that have no float64 kernel on some device.
 
 Each function takes the arguments of a call by their names in torch's schema, in float64, and
 returns the results in the order of the schema. None stands for what is no number of the network,
@@ -69,7 +69,7 @@ def _attention(arguments: Arguments) -> Outputs:
 
 
 def _attention_backward(arguments: Arguments) -> Outputs:
-    """The gradients of query, key, value and, where it is asked for, the additive mask."""
+    """The gradients of query, key, value and, if requested, the additive mask."""
     query, key, value = _repeat_heads(arguments)
     gradient = arguments["grad_out"] if "grad_out" in arguments else arguments["grad_out_"]
     weights = _attention_weights(arguments, query, key)
@@ -219,7 +219,7 @@ def _copy_leaves(arguments: Arguments) -> list[Tensor]:
 
 
 def _run_in_thread(function: Callable[[], Nested]) -> Nested:
-    """What a function returns in a thread of its own, where autograd works as usual.
+    """Run a function in a separate thread, where autograd works as usual.
 
     It computes on the CPU alone, because the thread that waits may be the one that serves autograd
     on a GPU.

@@ -1,4 +1,4 @@
-"""The graph of one execution: which operation made which value, and which values it made it of."""
+"""The graph of one execution: the operations, their inputs and their outputs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Graph:
 
     @cached_property
     def users(self) -> dict[Value, list[Node]]:
-        """The nodes that were given a value."""
+        """The nodes that have a value as an input."""
         users: dict[Value, list[Node]] = {}
         for node in self.nodes:
             for value in node.inputs:
@@ -98,7 +98,7 @@ class Graph:
                     and not value.sketch.any()
                     and 0 < _reference_norm(value) <= tol.CANCELLATION_RESIDUE * largest
                 ):
-                    # the recorded sum is zero, and that of the reference is negligible
+                    # The recorded sum is zero, and the sum of the reference is negligible.
                     pure_rounding.add(value)
         return pure_rounding
 
@@ -109,7 +109,7 @@ class Graph:
         )
 
     def following(self, values: set[Value]) -> set[Value]:
-        """These values, and all that were computed from them."""
+        """The given values, and all values that were computed from them."""
         reached = set(values)
         for node in self.nodes:
             if not reached.isdisjoint(node.inputs):
@@ -122,7 +122,7 @@ def _reference_norm(value: Value) -> float:
 
 
 def _split_lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
-    """The inputs and outputs of each place in the lists of an operation; of most, all of them.
+    """The inputs and outputs of each list position; most operations have a single one.
 
     >>> op = Operation(
     ...     "_foreach_add",

@@ -46,7 +46,7 @@ def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
 def _are_same_sketches(
     reference: np.ndarray, candidates: np.ndarray, tolerance: float, tolerances: np.ndarray
 ) -> np.ndarray:
-    """Whether each of several sketches is that of one value. Each candidate sketch is a row."""
+    """Whether each row of candidate sketches equals the sketch of a value."""
     with np.errstate(over="ignore", invalid="ignore"):
         unequal = ~((candidates == reference) | (np.isnan(candidates) & np.isnan(reference)))
         size = np.linalg.norm(np.where(unequal, reference, 0.0), axis=1)
@@ -72,7 +72,8 @@ class Matches:
     """
 
     def __init__(self, graphs: tuple[Graph, Graph], tolerance: Tolerance) -> None:
-        self.graphs, self.tolerance = graphs, tolerance
+        self.graphs = graphs
+        self.tolerance = tolerance
         self.equal: dict[Value, list[Value]] = defaultdict(list)
         self.matched_values: set[Value] = set()
         self.permuted_values: set[Value] = set()
@@ -255,7 +256,7 @@ class PartSearch:
         return False
 
     def covers(self, whole: Value) -> bool:
-        """Whether slices of a value that are among these make up all of it, but for rounding."""
+        """Whether slices of a value that are among these make up all of it, except for rounding."""
         if not whole.profiles or not np.isfinite(whole.total).all():
             return False
         for dim, profile in whole.profiles.items():
@@ -290,7 +291,7 @@ class _StretchSums:
         self.n_per_index = wholes[0].count // profiles.shape[2]
 
     def find(self, length: int, totals: np.ndarray, tolerances: np.ndarray) -> np.ndarray:
-        """Where a stretch has the sums of a part.
+        """The stretches that have the sums of a part.
 
         Args:
             length: Of the stretches. All parts have this length.
@@ -306,7 +307,8 @@ class _StretchSums:
             self.cumulative_sums[:, :, length:] - self.cumulative_sums[:, :, :-length], 1, 0
         )
         allowed = 4 * np.maximum(np.maximum(tolerances[:, None], self.tolerances), 1e-9)
-        total, total_squares = totals[:, :1], totals[:, 1:]
+        total = totals[:, :1]
+        total_squares = totals[:, 1:]
         size = np.sqrt(length * self.n_per_index * total_squares)
         hits = np.abs(sums - total) <= allowed * size + 1e-12 * self.scales[0]
         hits &= np.abs(squares - total_squares) <= allowed * total_squares + 1e-13 * self.scales[1]
@@ -314,7 +316,7 @@ class _StretchSums:
 
 
 def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
-    """How far another reference of a value may be from this one, relative to it.
+    """The largest relative distance between two references of one value.
 
     An exact reference coincides with another one to ten digits. Where the operation that made a
     value loses digits, as by subtracting, so does float64; how many shows in how far the recorded

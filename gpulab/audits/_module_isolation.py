@@ -33,7 +33,7 @@ MIN_SHORT_ROUNDOFF = 2.0**-11
 
 @dataclass(frozen=True)
 class Execution:
-    """A step, or a module alone, done once.
+    """One execution of a step, or of a module alone.
 
     Attributes:
         results: All that it made, by name, in float64.
@@ -60,12 +60,12 @@ class ModuleCall(Step):
         return type(self.model), repr(self.model), self.model.training, *shapes
 
     def contains(self, name: str) -> bool:
-        """Whether a module is this one, or inside of it."""
+        """Whether a module is this one, or inside it."""
         return not self.name or name == self.name or name.startswith(f"{self.name}.")
 
 
 class _StepRun(PreparedStep):
-    """Gives the loss, what the model returned, each gradient, and each buffer that was changed.
+    """A step that returns the loss, the outputs, the gradients and the changed buffers.
 
     With `nudge`, the number of a draw, every number that it begins with is moved by `nudge_size`,
     up or down. With `first_rounded_to`, every number is rounded to this format first.
@@ -83,7 +83,7 @@ class _StepRun(PreparedStep):
         self.nudge = nudge
         self.generator = torch.Generator().manual_seed(nudge)
         self.outputs: NamedTensors = {}
-        # in other memory, since this may be the user's
+        # The batch may be the user's, so it is copied.
         self.batch = tree_map(self._nudge, self.batch)
 
     def __call__(self) -> NamedTensors:  # type: ignore[override]  # all results in place of the loss
@@ -92,7 +92,8 @@ class _StepRun(PreparedStep):
             parameter.data.copy_(self._nudge(parameter.data))
         initial_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         results = self.results()
-        parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
+        parameters = self.model.named_parameters()
+        buffers = self.model.named_buffers()
         results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
         results |= {
             f"updated {n}": b
@@ -129,7 +130,7 @@ class _StepRun(PreparedStep):
 
         run = self.setting.compiled(call) if self.setting.compile else call
 
-        # a hook would be compiled with it
+        # A forward hook would be compiled together with the model.
         def call_and_keep(*args: Nested, **kwargs: Nested) -> Nested:
             output = run(*args, **kwargs)
             self.outputs |= named_tensors("output", output)
@@ -138,7 +139,7 @@ class _StepRun(PreparedStep):
         _torch_internals.replace_call(model, call_and_keep)
 
     def results(self) -> NamedTensors:
-        """What is computed, after the backward pass."""
+        """The results after the backward pass."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
@@ -172,13 +173,13 @@ class _IsolatedModuleRun(_StepRun):
 
 
 def named_tensors(prefix: str, values: Nested) -> NamedTensors:
-    """The floating-point tensors among nested values, each by its place."""
+    """The floating-point tensors among nested values, by their paths."""
     leaves = [(path, leaf) for path, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
     return {f"{prefix}{path}": leaf for path, leaf in leaves if is_float_or_complex(leaf)}
 
 
 def rounding_unit(setting: Setting) -> float:
-    """The largest relative error of one rounding of a product under a setting that is in force.
+    """The largest relative error of rounding a product once under the active setting.
 
     >>> rounding_unit(Setting.parse("cpu")) == 2**-24
     True
@@ -231,7 +232,7 @@ def execute(
     first_rounded_to: torch.dtype | None = None,
     context: AbstractContextManager[object] | None = None,
 ) -> Execution:
-    """Do a step, or a module alone, once from the same random numbers.
+    """Do a step, or a module alone, once with fixed random numbers.
 
     Args:
         step: What is done.

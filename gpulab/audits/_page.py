@@ -1,4 +1,4 @@
-"""The answer of an audit as a page: the answer itself, the figure, findings as cards, and a table.
+"""The answer of an audit as a page: a summary, the figure, findings as cards, and a table.
 
 An audit shows the same in a notebook as in the file that `save` writes. Nothing is shown here that
 `print`, the fields of a `Finding` and the audit's `table` do not say.
@@ -43,7 +43,7 @@ CAPTION = (
 PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
 BADGE_TEXTS = {"fault": "Fault", "note": "Explained", "ok": "No fault"}
 UNITS_HEADING = Markup("in units of<br>what rounding<br>explains")
-# a line as findings have it, with its file and number
+# A line as findings write it: file, number and code.
 LINE_PATTERN = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)
 
 
@@ -99,10 +99,12 @@ class AnswerPage(Answer):
         return self._answer() + self._figure() + self._findings()
 
     def _answer(self) -> Markup:
-        """Whether there is a fault, the headline, and where the first finding is."""
+        """The badge, the headline, and the place of the first finding."""
         answer, explanation = split_headline(self.headline, self.titles)
         notable = [finding for finding in self.findings if finding.kind != "rounding"]
-        rank = "fault" if self.faulty else "note" if notable else "ok"
+        rank = "note" if notable else "ok"
+        if self.faulty:
+            rank = "fault"
         first_card = _make_card([notable[0]], self.titles) if notable else None
         return report.render(
             "audit_answer.html",
@@ -184,7 +186,7 @@ def _describe_setup(answer: AnswerPage) -> list[str]:
 
 @dataclass(frozen=True)
 class Card:
-    """A finding as the page shows it, and what else was found in the same line.
+    """A finding as the page shows it, and the other findings of the same line.
 
     Attributes:
         rank: `fault`, `note` or `ok`.
@@ -269,7 +271,7 @@ def _count_others(finding: Finding, count: int) -> str:
 
 
 def _describe_share(finding: Finding) -> tuple[str, int | None, str]:
-    """How much of the difference a finding explains: as words, as a number and as a clause."""
+    """The share of the difference that a finding explains, as words, a number and a clause."""
     if not finding.has_bound:
         return (
             "may explain all",
@@ -289,7 +291,7 @@ def _describe_share(finding: Finding) -> tuple[str, int | None, str]:
 
 
 def _list_facts(finding: Finding) -> list[tuple[str, str]]:
-    """What is known of a finding and seldom asked for."""
+    """Details of a finding that few readers need."""
     facts = {"setting": finding.setting, "phase": finding.phase, "module": finding.module}
     if not math.isnan(finding.ratio):
         facts["own error"] = f"{_format_units(finding.ratio)} times what rounding explains"
@@ -301,7 +303,7 @@ def _list_facts(finding: Finding) -> list[tuple[str, str]]:
 def _describe_further_findings(
     representative: Finding, further_findings: Sequence[Finding]
 ) -> list[str]:
-    """The other findings of a line in words, with what was seen where that is another thing."""
+    """The other findings of a line in words, with their details where these differ."""
     counts = Counter(
         f"{finding.operation} ({finding.phase}){module_phrase(finding.module)}"
         + (f": {finding.detail}" if finding.detail != representative.detail else "")
@@ -412,7 +414,7 @@ def result_rows(table: pd.DataFrame) -> Rows:
     table = _sort_by_importance(table.assign(units=units), ranks, units)
     rows = []
     for row in table.itertuples(index=False):
-        kind = "wrong" if row.wrong else "rounding" if row.finite else "not finite"
+        kind = _result_kind(row.wrong, row.finite)
         numbers = [
             _format_relative(row.difference),
             _format_units(row.units),
@@ -435,6 +437,12 @@ def result_rows(table: pd.DataFrame) -> Rows:
         " Differences and errors are relative to the size of the result."
     )
     return Rows("Results", note, heads, rows)
+
+
+def _result_kind(is_wrong: bool, is_finite: bool) -> str:
+    if is_wrong:
+        return "wrong"
+    return "rounding" if is_finite else "not finite"
 
 
 def _sort_by_importance(

@@ -1,4 +1,4 @@
-"""A training step recorded: done twice, to see what it computes, and what of that it repeats."""
+"""Record a training step: run it twice, to see its values and which of them are repeated."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def describe_step(step: Callable[..., object]) -> str:
 
 
 def _shorten(value: object) -> str:
-    """An argument in a few letters."""
+    """An argument as a short text."""
     if isinstance(value, torch.Tensor):
         return f"tensor{tuple(value.shape)}"
     text = str(value)

@@ -48,7 +48,7 @@ _OTHER_REALS = {
 
 
 class Memory:
-    """A storage: its float64 copy, and what has happened to it.
+    """A storage: its float64 copy, and its history.
 
     Attributes:
         serial: A number of its own; an address may be that of another storage later.
@@ -77,7 +77,7 @@ class References:
     def __init__(self) -> None:
         self.memories: dict[int, Memory] = {}
         self.serials = itertools.count(1)
-        # floats that the program read from tensors, and their references
+        # Floats that the program read from tensors, and their references.
         self.read_numbers: dict[float, float] = {}
         self.failures: dict[str, str] = {}  # operations without float64, and what torch said
         self.is_disabled = False
@@ -138,7 +138,8 @@ class References:
             for_writing: Whether what is written to the reference must stay. The storage then gets a
                 copy.
         """
-        memory, real = self.memory(tensor), _real_type(tensor.dtype)
+        memory = self.memory(tensor)
+        real = _real_type(tensor.dtype)
         if memory.resized_reference is not None:
             return memory.resized_reference
         if self.is_disabled or tensor.device.type not in sketches.FLOAT64_DEVICES:
@@ -168,7 +169,7 @@ class References:
         is_second: bool = False,
         may_own: bool = False,
     ) -> None:
-        """Make a reference that of a new tensor.
+        """Store a reference for a new tensor.
 
         Args:
             tensor: What an operation returned.
@@ -178,7 +179,8 @@ class References:
             may_own: Whether nothing else uses the memory of the reference, so that it need not be
                 copied.
         """
-        memory, real = self.memory(tensor), _real_type(tensor.dtype)
+        memory = self.memory(tensor)
+        real = _real_type(tensor.dtype)
         memory.exact = exact and (memory.exact or not is_second)
         if is_second and memory.numbers is not None and reference.shape == tensor.shape:
             self.of(tensor).copy_(reference)
@@ -194,7 +196,7 @@ class References:
             self.new_bytes += reference.nbytes
             return
         if 0 in tensor.stride():
-            # one number stands at several places; it is read from the tensor when asked for
+            # Several elements share memory; the numbers are read from the tensor when needed.
             memory.numbers = None
             return
         dtype = torch.float64 if real.is_floating_point else real
@@ -239,7 +241,7 @@ class References:
         memory.numbers = None
 
     def record_copy(self, out: Tensor, source: Tensor) -> None:
-        """Record that a new tensor is a copy of another one, in whatever format."""
+        """Record that a new tensor is a copy of another one, in any format."""
         if sketches.is_strided(out) and sketches.is_strided(source) and out is not source:
             same_storage = storage_identity(out.untyped_storage()) == storage_identity(
                 source.untyped_storage()
@@ -249,7 +251,7 @@ class References:
                 self.store(out, self.of(source), self.memory(source).exact)
 
     def disable(self) -> None:
-        """Go on without references: there is no memory for them."""
+        """Continue without references, because memory ran out."""
         self.memories.clear()
         self.is_disabled = True
         self.failures["all operations"] = "there was not enough memory for float64 copies"
@@ -286,7 +288,7 @@ class References:
         return self._with_exact_numbers(inputs) if self.read_numbers else inputs
 
     def _with_exact_numbers(self, values: Nested) -> Nested:
-        """The same with the references of floats that the program read from tensors."""
+        """The arguments with the references of floats that the program read from tensors."""
         if isinstance(values, list | tuple):
             return type(values)([self._with_exact_numbers(value) for value in values])
         if isinstance(values, dict):
@@ -325,7 +327,8 @@ class References:
             if name in FORMULAS:
                 return FORMULAS[name](named_arguments(operation, args, kwargs))
             if name in ("_softmax", "_log_softmax"):
-                args = [*args[:2], False]  # whose last argument says that float16 becomes float32
+                # The last argument would request a conversion from float16 to float32.
+                args = [*args[:2], False]
             makes_reals = any(sketches.is_float_or_complex(t) for t in find_tensors(out))
             if (
                 "dtype" in argument_names(operation)

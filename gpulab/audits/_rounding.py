@@ -351,9 +351,10 @@ def _one_pass_variance_loss(
         x = reference.args[0]
         result, _, reciprocal = exact[:3]  # the result, the means and the reciprocal deviations
         if "batch" in name:
-            x, result = x.transpose(0, 1), result.transpose(0, 1)
+            x = x.transpose(0, 1)
+        result = result.transpose(0, 1)
         x, result = (t.reshape(reciprocal.numel(), -1) for t in (x, result))
-        # the numbers' size in units of their deviation
+        # The root mean square in units of the standard deviation.
         steepness = x.square().mean(1).sqrt() * reciprocal.flatten()
         amplification = steepness + steepness.square() / 2
         losses[0] = unit * norm(amplification * torch.linalg.vector_norm(result, dim=1))

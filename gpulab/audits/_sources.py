@@ -1,4 +1,4 @@
-"""Where two executions whose results differ in float64 begin to differ.
+"""Find where two executions whose results differ in float64 begin to differ.
 
 A value is certified if it has a counterpart in the other execution, or if all that was made of it
 has. A source is an operation on the way to a differing result whose inputs are all certified, and
@@ -47,7 +47,7 @@ SCALE_FORGETTING_OPERATIONS = frozenset(_SCALE_FORGETTING_OPERATIONS.split())
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where one side, or both, begin to differ from the other.
+    """A place where the executions begin to differ, on one side or both.
 
     Attributes:
         a: The first operation of the first side whose result has no counterpart, if there is one.
@@ -76,7 +76,8 @@ class SideSearch:
     """One of two executions: its certified values, and where it begins to differ."""
 
     def __init__(self, comparison: Comparison, side: int) -> None:
-        self.comparison, self.side = comparison, side
+        self.comparison = comparison
+        self.side = side
         self.graph: Graph = comparison.graphs[side]
         self.matched_values = comparison.matches.matched_values
 
@@ -105,7 +106,7 @@ class SideSearch:
 
     @cached_property
     def certified_values(self) -> set[Value]:
-        """Values that have a counterpart, or lead to one."""
+        """The values that have a counterpart, or lead to one."""
         certified = {
             value
             for value in self.graph.values()
@@ -167,7 +168,7 @@ class SideSearch:
         )
 
     def _implied_inputs(self, node: Node, outputs: Sequence[Value]) -> list[Value]:
-        """The inputs of an operation that are right if its outputs are."""
+        """The inputs of an operation that are correct if its outputs are."""
         shape_position = SHAPE_INPUT_POSITIONS.get(node.op.name)
         n_outputs = sum(value.count for value in outputs)
         is_selecting = node.op.name in SELECTING_OPERATIONS

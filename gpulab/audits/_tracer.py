@@ -159,7 +159,7 @@ class Tracer(UncompiledDispatchMode):
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
         self.names: dict[tuple[Nested, ...], str] = {}
-        # by where they lie, whatever their shape
+        # Values by their memory, whatever their shape.
         self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}
         self.numbers_read: dict[float, str] = {}
         self.callers = OperationCallers()
@@ -182,19 +182,21 @@ class Tracer(UncompiledDispatchMode):
             return torch.zeros(*args, **kwargs)
         if only_allocates(name):
             out = operation(*args, **kwargs)
-            return (
-                out.zero_() if type(out) is Tensor and sketches.is_strided(out) else out
-            )  # what lies there is nobody's data
+            # The memory is uninitialised. Zeros make the recorded content reproducible.
+            if type(out) is Tensor and sketches.is_strided(out):
+                out.zero_()
+            return out
         if has_wrapper_subclass(types):
             self.results.find_leaves(args)
-            return (
-                NotImplemented  # such as a nested tensor, whose class calls operations on its parts
-            )
-        # which has no kernel of its own: the root of a product, each seen by itself
+            # The class of a nested tensor, for example, calls operations on its parts.
+            return NotImplemented
+        # This operation has no kernel. It is traced as a product and its root.
         if name == "_euclidean_dist":
             with self:
                 return decomposition_of(operation)(*args)
-        if name in COMPOSED_OPERATIONS:  # nor have these, and what they call stands for them
+        if (
+            name in COMPOSED_OPERATIONS
+        ):  # they have none either; the operations that they call are traced
             with self:
                 return call_composite_kernel(operation, args, kwargs, is_explicit=True)
         if is_composite(operation):
@@ -361,7 +363,7 @@ class Tracer(UncompiledDispatchMode):
             is_copy = (
                 same_type and call.name in COPY_OPERATIONS and self._is_exact(call.input_tensors[0])
             )
-            # the references of sparse tensors are not followed
+            # The references of sparse tensors are not followed.
             if not sketches.is_strided(t) and not is_copy:
                 for memory in map(self.references.memory, sketches.nonempty_components(t)):
                     memory.exact = False
@@ -456,7 +458,7 @@ class Tracer(UncompiledDispatchMode):
     # --- values -----------------------------------------------------------------------------------
 
     def value_of(self, tensor: Tensor, maker: Operation | None = None) -> str:
-        """The name of what a tensor holds now; the value is kept.
+        """The name of a tensor's current value, which is stored.
 
         Args:
             tensor: A tensor whose numbers lie in memory by its strides.
@@ -532,7 +534,7 @@ def _is_simple_number(number: float) -> bool:
 
 
 def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
-    """What tells one value of one execution from another."""
+    """The key that identifies a value within one execution."""
     layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
     return serial, version, *layout, tensor.is_conj(), tensor.is_neg()
 
@@ -575,7 +577,7 @@ def _numeric_tensors(values: Nested) -> list[Tensor]:
 
 
 def _numeric_results(operation: OpOverload, raw_results: Nested) -> list[Tensor]:
-    """What an operation made of tensors, without its notes."""
+    """The tensors that an operation computed, without its auxiliary outputs."""
     names = result_names(operation)
     if isinstance(raw_results, tuple) and len(raw_results) == len(names):
         raw_results = [
@@ -593,7 +595,7 @@ def _has_nan(tensor: Tensor) -> bool:
     (False, True)
     """
     tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
-    # the sum is quicker, and NaN if any number is
+    # The sum is faster to compute, and NaN if any number is.
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
@@ -635,21 +637,22 @@ class StepResults:
     """
 
     def __init__(self, tracer: Tracer) -> None:
-        self.tracer, self.restores = tracer, True
+        self.tracer = tracer
+        self.restores = True
         self.path: list[str] = []
         self.names: dict[nn.Module, str] = {}
         self.saved_owners: set[nn.Module | Tensor | torch.optim.Optimizer] = set()
         self.undo = contextlib.ExitStack()
-        # modules called first, and their buffers
+        # The outermost modules, and the values of their buffers.
         self.roots: dict[nn.Module, dict[str, list[str]]] = {}
         # What a gradient is accumulated for, and its content at first; `Module.to` leaves a leaf of
         # another type or device, which is no update of it.
         self.leaves: dict[Tensor, dict[tuple[torch.dtype, torch.device], list[str]]] = {}
         self.gradients: dict[Tensor, list[str]] = {}
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
-        # gradients as an optimizer was given them last
+        # Gradients as an optimizer received them last.
         self.optimizer_gradients: dict[Tensor, list[str]] = {}
-        # what a leaf and its reference held at first
+        # The initial contents of a leaf and of its reference.
         self.initial_contents: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     @contextlib.contextmanager
@@ -745,7 +748,7 @@ class StepResults:
 
     @as_guard_work
     def _value_names(self, tensor: Tensor) -> list[str]:
-        """The names of a tensor's values; what computes them is none of the step's operations."""
+        """The names of a tensor's values, computed without recording operations."""
         return [self.tracer.value_of(t) for t in sketches.nonempty_components(tensor.detach())]
 
     @as_guard_work
@@ -769,7 +772,7 @@ class StepResults:
         }
 
     def _have_changed(self, old_names: list[str], new_names: list[str]) -> bool:
-        """Whether bits have changed, or the reference has."""
+        """Whether the recorded bits or the references have changed."""
         if len(old_names) != len(new_names):
             return True
         values = self.tracer.values
@@ -793,7 +796,7 @@ class StepResults:
         }
 
     def used_modules(self) -> list[nn.Module]:
-        """The modules that a step called, and their own."""
+        """The modules that a step called, and their submodules."""
         return [submodule for model in self.roots for submodule in model.modules()]
 
     def to_operations(self, returned: Nested) -> list[Operation]:
@@ -872,14 +875,14 @@ class StepResults:
         )
 
     def _number_leaf(self, leaf: Tensor) -> str:
-        """What a leaf is called that no module has."""
+        """The name of a leaf that belongs to no module."""
         number = next(
             (number for number, candidate in enumerate(self.leaves, 1) if candidate is leaf), 0
         )
         return f"tensor {number} of shape {tuple(leaf.shape)}"
 
     def _gradient_result(self, leaf: Tensor, name: str, start: list[str]) -> Operation:
-        """The gradient of a leaf: as an optimizer was given it last; else as it is in the end.
+        """The gradient of a leaf as an optimizer last received it, or else the final one.
 
         Some optimizers write to gradients. Where it was removed, it is as the backward pass left
         it.

@@ -25,7 +25,7 @@ Array = np.ndarray
 
 
 class Slabs:
-    """Memory for small arrays that stay, taken in large pieces.
+    """Memory for small long-lived arrays, allocated in large pieces.
 
     Allocated one by one between large temporary arrays, they would keep the memory of these from
     being used again: the heap of a process that recorded a transformer grew five times as much.
@@ -155,17 +155,17 @@ class Value:
 
     @cached_property
     def count(self) -> int:
-        """How many numbers it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @cached_property
     def is_float_or_complex(self) -> bool:
-        """Whether it has numbers that rounding can touch."""
+        """Whether it has floating-point or complex numbers, which rounding affects."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
     @cached_property
     def deviation(self) -> float:
-        """How far the recorded numbers are from the reference, relative to it."""
+        """The distance of the recorded numbers from the reference, relative to it."""
         return 0.0 if self.reference is None else finite_distance(self.sketch, self.reference)
 
     @cached_property
