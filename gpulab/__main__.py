@@ -18,7 +18,7 @@ def main() -> None:
         run_command_line()
     except KeyboardInterrupt:
         interruption.report_interruption()
-        sys.exit(interruption.INTERRUPTED)
+        sys.exit(interruption.INTERRUPTED_EXIT_STATUS)
     finally:
         interruption.prevent_exit_by_signal()
 

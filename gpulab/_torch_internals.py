@@ -962,7 +962,7 @@ def named_leaves(values: Nested) -> list[tuple[str, Nested]]:
     return [(_pytree.keystr(path), leaf) for path, leaf in leaves]
 
 
-_SIMPLE = (int, float, str, type(None))
+_SIMPLE_TYPES = (int, float, str, type(None))
 
 
 def map_nested(change: Callable[[Nested], Nested], values: Nested) -> Nested:
@@ -977,7 +977,7 @@ def map_nested(change: Callable[[Nested], Nested], values: Nested) -> Nested:
         return type(values)([map_nested(change, value) for value in values])
     if isinstance(values, dict):
         return {key: map_nested(change, value) for key, value in values.items()}
-    return values if isinstance(values, _SIMPLE) else change(values)
+    return values if isinstance(values, _SIMPLE_TYPES) else change(values)
 
 
 def find_tensors(values: Nested) -> list[Tensor]:
@@ -994,7 +994,7 @@ def find_tensors(values: Nested) -> list[Tensor]:
     return [
         tensor
         for value in values
-        if not isinstance(value, _SIMPLE)
+        if not isinstance(value, _SIMPLE_TYPES)
         for tensor in find_tensors(value)
     ]
 

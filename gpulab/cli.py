@@ -531,7 +531,7 @@ def main(commands: typer.Typer = app) -> None:
         commands()
     except SystemExit as exit_request:
         # Ctrl-C; a training has saved a checkpoint by then
-        if exit_request.code == interruption.INTERRUPTED:
+        if exit_request.code == interruption.INTERRUPTED_EXIT_STATUS:
             interruption.report_interruption()
         raise
     except (GpulabError, OSError) as error:

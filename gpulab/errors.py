@@ -108,17 +108,12 @@ def check_counts(name: str, values: object, parts: tuple[str, ...] = ()) -> tupl
             entries = list(values)
     wrong = [number for number, value in enumerate(entries) if not _is_count(value)]
     if wrong or not entries or (parts and len(entries) != len(parts)):
-        expectation = (
-            f"({', '.join(parts)}), whole numbers from 1"
-            if parts
-            else "one or more whole numbers from 1"
-        )
-        named = (
-            f", got {parts[wrong[0]]}={entries[wrong[0]]!r}"
-            if wrong and len(entries) == len(parts)
-            else ""
-        )
-        raise UsageError(f"{name}={values!r}: expected {expectation}{named}")
+        expectation = "one or more whole numbers from 1"
+        if parts:
+            expectation = f"({', '.join(parts)}), whole numbers from 1"
+        if wrong and len(entries) == len(parts):
+            expectation += f", got {parts[wrong[0]]}={entries[wrong[0]]!r}"
+        raise UsageError(f"{name}={values!r}: expected {expectation}")
     return tuple(int(value) for value in entries)  # type: ignore[call-overload]
 
 

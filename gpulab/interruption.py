@@ -9,9 +9,9 @@ import sys
 import threading
 import types
 
-INTERRUPTED = 130  # the exit status of a shell's command that Ctrl-C has ended
-IMPORTING = "<frozen importlib._bootstrap>"  # the file of the frames that import a module
-MESSAGE = "gpulab: interrupted; run the same command again to go on"
+INTERRUPTED_EXIT_STATUS = 130  # the exit status of a shell's command that Ctrl-C has ended
+IMPORTLIB_FILE = "<frozen importlib._bootstrap>"  # the file of the frames that import a module
+INTERRUPTION_MESSAGE = "gpulab: interrupted; run the same command again to go on"
 
 
 def exit_on_interrupted_import() -> None:
@@ -35,7 +35,7 @@ def restore_default_handler() -> None:
 
 def report_interruption() -> None:
     """Say that the command was interrupted."""
-    print(MESSAGE, file=sys.stderr, flush=True)
+    print(INTERRUPTION_MESSAGE, file=sys.stderr, flush=True)
 
 
 def prevent_exit_by_signal() -> None:
@@ -55,7 +55,7 @@ def is_importing(frame: types.FrameType | None) -> bool:
         False
     """
     while frame is not None:
-        if frame.f_code.co_filename == IMPORTING:
+        if frame.f_code.co_filename == IMPORTLIB_FILE:
             return True
         frame = frame.f_back
     return False
@@ -67,5 +67,5 @@ def _handle_interrupt(number: int, frame: types.FrameType | None) -> None:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         report_interruption()
-        os._exit(INTERRUPTED)
+        os._exit(INTERRUPTED_EXIT_STATUS)
     signal.default_int_handler(number, frame)

@@ -28,9 +28,9 @@ import numpy as np
 from gpulab.audits import _tolerances as tol
 from gpulab.audits._comparison import INFINITY, Comparison
 from gpulab.audits._diagnosis import (
-    BEYOND,
     GRADIENT_SCALER_OPERATION,
-    UPDATE_LOST,
+    LOST_UPDATE_PREFIX,
+    OUT_OF_RANGE_ADVICE,
     find_short_format_origin,
     is_nonfinite_on_one_side,
 )
@@ -97,7 +97,7 @@ class Attribution:
         if (
             not self.total
             or finding.kind in ("rounding", "not finite")
-            or finding.detail.startswith(UPDATE_LOST)
+            or finding.detail.startswith(LOST_UPDATE_PREFIX)
         ):
             return math.nan  # the rounding of an update counts for the operation that made it
         if finding.is_pairwise and self.attributed_to_sources:
@@ -124,7 +124,7 @@ class Attribution:
             absolute_gaps = [
                 gap * (size or 1.0) if gap else 0.0 for gap, size in zip(gaps, sizes, strict=True)
             ]
-            # 1 if the gap is not known
+            # The amount is 1 if the gap is not known.
             amount = min(1.0, math.hypot(*absolute_gaps) / (math.hypot(*sizes) or 1.0))
             for (agrees, x, y), fraction in zip(group, _fractions(absolute_gaps), strict=True):
                 if agrees:
@@ -440,7 +440,7 @@ def _rank_of(comparison: Comparison, finding: Finding) -> Rank:
     ):
         return Rank.CAUSE
     if finding.kind == "reduced precision" and finding.op:
-        if finding.detail.startswith(UPDATE_LOST):
+        if finding.detail.startswith(LOST_UPDATE_PREFIX):
             return Rank.CAUSE
         if finding.op.name == "_to_copy":
             return Rank.CONVERSION
@@ -491,7 +491,7 @@ def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
         return ""
     if _describe_skipped_updates(comparison, side):
         return SCALER_ADVICE
-    return BEYOND.format(op.dtype)
+    return OUT_OF_RANGE_ADVICE.format(op.dtype)
 
 
 def _describe_skipped_updates(comparison: Comparison, side: int) -> str:

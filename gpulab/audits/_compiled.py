@@ -42,10 +42,10 @@ from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.steps import Step
 
-NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
+N_NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
 # The same in bfloat16 and float16. There they are moved less, so each draw counts for less.
-SHORT_NUDGES = 4
-FEW_NUMBERS = 64  # the norm of fewer numbers varies much from draw to draw
+N_SHORT_FORMAT_NUDGES = 4
+MIN_STABLE_NORM_SIZE = 64  # the norm of fewer numbers varies much from draw to draw
 NO_REFERENCE_PREFIX = "There was no float64 reference:"
 # A result that roundings move by this share of its size has no digit that could be compared.
 MIN_DIGITLESS_MOVE = 0.5
@@ -233,7 +233,7 @@ def compare_compiled(step: Step, uncompiled: Setting, compiled: Setting) -> Resu
         not torch.equal(results_without_tf32[name], result)
         for name, result in uncompiled_results.items()
     )
-    n_draws = SHORT_NUDGES if uses_short_format(uncompiled) else NUDGES
+    n_draws = N_SHORT_FORMAT_NUDGES if uses_short_format(uncompiled) else N_NUDGES
     nudged_setting = uncompiled if uses_tf32 else without_tf32
     nudged_results = [execute(step, nudged_setting, draw).results for draw in range(1, n_draws + 1)]
     exact, no_reference = _float64_reference(step, uncompiled, uncompiled_results, nudged_results)
@@ -388,7 +388,7 @@ def _compare_result(
     moves = [relative_gap(tensor, uncompiled) for tensor in nudged]
     plain_error = None if exact is None else row["plain_error"]
     tolerance = _tolerance(
-        plain_error, moves, unit, has_few_numbers=uncompiled.numel() < FEW_NUMBERS
+        plain_error, moves, unit, has_few_numbers=uncompiled.numel() < MIN_STABLE_NORM_SIZE
     )
     is_nearer = exact is not None and (
         row["error"] <= row["plain_error"]
@@ -417,7 +417,7 @@ def _tolerance(
             reference.
         moves: How far moving the numbers has led.
         unit: One rounding of bfloat16 or float16, where the step computes in these; else None.
-        has_few_numbers: Whether the result has less than `FEW_NUMBERS` numbers.
+        has_few_numbers: Whether the result has less than `MIN_STABLE_NORM_SIZE` numbers.
 
     >>> (
     ...     _tolerance(0.0, [0.001], unit=None),

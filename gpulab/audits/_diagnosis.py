@@ -47,12 +47,12 @@ LOST_UPDATE_ADVICE = (
     "keep the weights in {remedy}: a {dtype} number cannot represent a relative change of less than"
     " about {unit:.0e}"
 )
-FIX_FIRST = "fix this first, because no difference can be measured beside it: "
-CLEAR = (
+FIX_FIRST_PREFIX = "fix this first, because no difference can be measured beside it: "
+UNINITIALISED_MEMORY_ADVICE = (
     "clear the data and the weights of it before the step; torch.isfinite(x).all() tells which"
     " tensor has it"
 )
-BEYOND = (
+OUT_OF_RANGE_ADVICE = (
     "look for numbers beyond the range of {}: scale them down, subtract the largest before an"
     " exponential, or compute them in a longer format"
 )
@@ -69,7 +69,7 @@ INTEGER_ADVICE = (
     "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to"
     " 2,048"
 )
-UPDATE_LOST = "update lost"
+LOST_UPDATE_PREFIX = "update lost"
 GRADIENT_SCALER_OPERATION = "_amp_foreach_non_finite_check_and_unscale"
 
 
@@ -192,11 +192,11 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
 def _advice_on_not_finite(origin: NotFinite) -> str:
     """Where to look for the cause of NaN or infinity, as far as the operation shows it."""
     if not origin.is_produced:
-        return FIX_FIRST + CLEAR
+        return FIX_FIRST_PREFIX + UNINITIALISED_MEMORY_ADVICE
     if not origin.is_nonfinite_in_reference:
         has_infinity = origin.value_kind == INFINITY or origin.infinity is not None
         return (
-            FIX_FIRST + BEYOND.format(origin.first_operation.dtype)
+            FIX_FIRST_PREFIX + OUT_OF_RANGE_ADVICE.format(origin.first_operation.dtype)
             if has_infinity
             else ADVICE["not finite"]
         )
@@ -205,7 +205,7 @@ def _advice_on_not_finite(origin: NotFinite) -> str:
             if re.fullmatch(pattern, op.name.rstrip("_")):
                 if op.phase == "backward":
                     words += ", or a derivative that is infinite, as that of a square root at zero"
-                return FIX_FIRST + words
+                return FIX_FIRST_PREFIX + words
     return ADVICE["not finite"]
 
 
@@ -319,8 +319,8 @@ def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding
     dtype = comparison.values(mostly_lost[0])[0].dtype
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
     detail = (
-        f"{UPDATE_LOST}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in float64"
-        f" keep their old value (in {len(mostly_lost)} of {len(updates)} updated tensors)"
+        f"{LOST_UPDATE_PREFIX}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in"
+        f" float64 keep their old value (in {len(mostly_lost)} of {len(updates)} updated tensors)"
     )
     remedy = "float32 and cast them for the forward pass, as autocast does"
     if dtype not in tol.SHORT_FORMATS:

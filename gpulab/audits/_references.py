@@ -35,12 +35,12 @@ from gpulab.audits._formulas import FORMULAS
 from gpulab.audits._traces import Operation
 
 HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
-MIN_GROWTH = 1 << 18  # bytes of new copies before copies of freed storages are looked for
+MIN_GROWTH = 1 << 18  # bytes of new copies before freed storages are searched for
 MAX_GROWTH = 1 / 32  # the same, relative to all copies
-MIN_NEW_STORAGES = 64  # before freed storages are looked for, however small they are
+MIN_NEW_STORAGES = 64  # before freed storages are searched for, whatever their size
 # Operations that return or write numbers of the program's own state, which the reference shares.
 UNREPEATED_OPERATIONS = {"_amp_update_scale", "_cudnn_rnn_flatten_weight"}
-_OTHER_REALS = {
+_REAL_DTYPES = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
     torch.complex32: torch.float16,
@@ -275,13 +275,9 @@ class References:
             if isinstance(value, Tensor):
                 return self.of(value) if sketches.is_strided(value) else _widened(value)
             if isinstance(value, torch.dtype):
-                return (
-                    torch.complex128
-                    if value.is_complex
-                    else torch.float64
-                    if value.is_floating_point
-                    else value
-                )
+                if value.is_complex:
+                    return torch.complex128
+                return torch.float64 if value.is_floating_point else value
             return value
 
         inputs = map_nested(substitute, (list(args), dict(kwargs)))
@@ -431,7 +427,7 @@ def _has_layout(reference: Tensor, tensor: Tensor, count: int) -> bool:
 
 
 def _real_type(dtype: torch.dtype) -> torch.dtype:
-    return _OTHER_REALS.get(dtype, dtype)
+    return _REAL_DTYPES.get(dtype, dtype)
 
 
 def _widened(tensor: Tensor) -> Tensor:

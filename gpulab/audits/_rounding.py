@@ -45,10 +45,10 @@ FLUSHED = "float32_ftz"  # float32 whose subnormal numbers, those below 1.2e-38,
 
 # The operands that are multiplied with each other, by position. Any other operand, such as a bias,
 # is added.
-PRODUCTS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1))
-PRODUCTS |= dict.fromkeys(SUMS_WITH_PRODUCTS, (1, 2))
-PRODUCTS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2)}
-ATTENTION: dict[str, tuple[int, ...]] = {
+PRODUCT_OPERANDS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1))
+PRODUCT_OPERANDS |= dict.fromkeys(SUMS_WITH_PRODUCTS, (1, 2))
+PRODUCT_OPERANDS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2)}
+ATTENTION_OPERANDS: dict[str, tuple[int, ...]] = {
     f"_scaled_dot_product_{kernel}": (0, 1, 2)
     for kernel in (
         "efficient_attention",
@@ -57,7 +57,7 @@ ATTENTION: dict[str, tuple[int, ...]] = {
         "flash_attention_for_cpu",
     )
 }
-FACTORS: dict[str, tuple[int, ...]] = PRODUCTS | ATTENTION
+ROUNDED_OPERANDS: dict[str, tuple[int, ...]] = PRODUCT_OPERANDS | ATTENTION_OPERANDS
 # Operations with many consecutive products: perturbing their inputs does not show the rounding of
 # these products.
 RECURRENT = {
@@ -134,9 +134,9 @@ def forward_error(
             gradient for gradient, is_requested in zip(out, args[10], strict=True) if is_requested
         ]
     results = find_rounded_results(out)
-    results = results[:1] if name in ATTENTION else results
+    results = results[:1] if name in ATTENTION_OPERANDS else results
     reference = Float64Reference(operation, args, kwargs, len(results))
-    if name in ATTENTION:
+    if name in ATTENTION_OPERANDS:
         reference.compute = _attention(operation)
     elif name == "_to_copy" and is_float_or_complex(args[0]):
         reference.compute = _return_input  # the exact result of a conversion is what it converts
@@ -167,10 +167,12 @@ def _compare_with_reference(
     if has_same_sizes and not any(map(difference_norm, results, exact)):  # such as a copy
         return Accuracy(error=0.0, bound=unit)
     terms = (
-        _count_products(name, args) if name in PRODUCTS else _longest_sums(name, reference, exact)
+        _count_products(name, args)
+        if name in PRODUCT_OPERANDS
+        else _longest_sums(name, reference, exact)
     )
     growth_factors = SAFETY_FACTOR * np.sqrt(np.maximum(1.0, terms))
-    if name in PRODUCTS:
+    if name in PRODUCT_OPERANDS:
         bounds = growth_factors * _product_perturbations(reference, unit)
     else:
         perturbations = _measure_perturbations(name, reference, exact, unit)
@@ -204,20 +206,20 @@ def _compare_with_reference(
         return Accuracy()
     max_bound = float(max(bounds / [norm(e) or 1.0 for e in exact]))
     accuracy = Accuracy(error=error / size, bound=bound / size, max_bound=max_bound)
-    factors = [args[index] for index in FACTORS.get(name, ())]
+    factors = [args[index] for index in ROUNDED_OPERANDS.get(name, ())]
     if error > bound and _is_flushed(reference, results[worst], worst, bound + underflow[worst]):
         accuracy.format = FLUSHED
     elif factors and all(factor.dtype == torch.float32 for factor in factors):
         # If a format shorter than float32 was used, the error is at least half of one rounding. If
         # all products have one sign, the sum of n of them hides it best: the error is then at least
         # 2^-12 / sqrt(n) of the result.
-        growth_factor = growth_factors[worst] if name in PRODUCTS else SAFETY_FACTOR
+        growth_factor = growth_factors[worst] if name in PRODUCT_OPERANDS else SAFETY_FACTOR
         if not error <= max(bound / 2, SAFETY_FACTOR * 2.0**-15 * sizes[worst]) / growth_factor:
             # If factors overflowed the error is NaN; the format that overflows in the same places
             # explains all of it.
             worst_error = math.inf if math.isnan(error) else error
             accuracy.format = _explaining_format(
-                FACTORS[name], reference, results[worst], worst_error, worst
+                ROUNDED_OPERANDS[name], reference, results[worst], worst_error, worst
             )
         if accuracy.format is None:
             accuracy.format = next(filter(None, map(rounded_format, factors)), None)
@@ -235,23 +237,23 @@ def _return_input(x: Tensor, **_: Nested) -> Tensor:
 def _count_products(name: str, args: Sequence[Nested]) -> list[float]:
     """How many products are summed in each element of each result."""
     if name == "convolution":
-        weight, transposed, groups = args[1], args[6], args[8]
+        weight = args[1]
+        transposed = args[6]
+        groups = args[8]
         return [weight.numel() / (weight.shape[1] * groups if transposed else weight.shape[0])]
     if name == "convolution_backward":
-        gradient, weight, transposed, groups, output_mask = (
-            args[0],
-            args[2],
-            args[7],
-            args[9],
-            args[10],
-        )
+        gradient = args[0]
+        weight = args[2]
+        transposed = args[7]
+        groups = args[9]
+        output_mask = args[10]
         positions = gradient.numel() / gradient.shape[1]
         inputs = weight.numel() / (weight.shape[0] if transposed else weight.shape[1] * groups)
         counts = (inputs, positions, positions)
         return [
             count for count, is_requested in zip(counts, output_mask, strict=True) if is_requested
         ]
-    matrix = args[PRODUCTS[name][0]]
+    matrix = args[PRODUCT_OPERANDS[name][0]]
     if name == "addbmm":  # sums over the batch as well
         return [matrix.shape[-1] * len(matrix)]
     return [matrix.shape[-1]]
@@ -330,7 +332,7 @@ def _measure_perturbations(
         for exact_result, *perturbed_versions in zip(exact, *perturbed_results, strict=True)
     ]
     sizes = list(map(norm, exact))
-    if name in ATTENTION:
+    if name in ATTENTION_OPERANDS:
         # Averages cancel, their roundings do not; a GPU's quick exponential is 2 ulp off (CUDA
         # guide).
         sizes = [4 * norm(t) for t in reference(torch.abs, (2,))]

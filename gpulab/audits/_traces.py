@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpulab import files
 from gpulab._torch_internals import Nested
-from gpulab.audits._rounding import ATTENTION, Accuracy
+from gpulab.audits._rounding import ATTENTION_OPERANDS, Accuracy
 from gpulab.audits._values import Value
 from gpulab.errors import DataError
 from gpulab.settings import Setting
@@ -64,7 +64,7 @@ for _suffix in ("", "_backward"):
         f"{library}_batch_norm{_suffix}": f"native_batch_norm{_suffix}"
         for library in ("cudnn", "miopen")
     }
-    KERNEL_ALIASES |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION}
+    KERNEL_ALIASES |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION_OPERANDS}
 
 
 @dataclass
