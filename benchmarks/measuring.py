@@ -19,7 +19,7 @@ import typer
 from tqdm.auto import tqdm
 
 import gpulab as gl
-from gpulab.errors import in_one_line
+from gpulab.errors import describe_error
 from gpulab.settings import Setting
 from gpulab.store import recorded
 
@@ -87,7 +87,7 @@ def race(
             # Whatever a library raises, the others are still to be measured.
             if failed is None:
                 raise
-            failed[name] = in_one_line(problem)[:200]
+            failed[name] = describe_error(problem)[:200]
             continue
         if setting.kind == "cuda":
             way.memory = torch.cuda.max_memory_allocated() - before

@@ -11,16 +11,16 @@ def main() -> None:
     """Run the command line. What it imports is imported here, so that Ctrl-C is answered then,
     too.
     """
-    interruption.answer_while_importing()
+    interruption.exit_on_interrupted_import()
     try:
         from gpulab.cli import main as run_command_line
 
         run_command_line()
     except KeyboardInterrupt:
-        interruption.say_interrupted()
-        sys.exit(interruption.INTERRUPTED)
+        interruption.report_interruption()
+        sys.exit(interruption.INTERRUPTED_EXIT_STATUS)
     finally:
-        interruption.forget_interruption()
+        interruption.prevent_exit_by_signal()
 
 
 if __name__ == "__main__":

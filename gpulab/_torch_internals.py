@@ -419,7 +419,8 @@ def without_fused_rnn() -> Iterator[None]:
 
     Tested: torch 2.6 and 2.15. If it changes: emulations do not reach products of recurrent layers.
     """
-    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    onednn = torch._C._get_mkldnn_enabled()
+    cudnn = torch._C._get_cudnn_enabled()
     try:
         torch._C._set_mkldnn_enabled(False)
         torch._C._set_cudnn_enabled(False)
@@ -505,21 +506,20 @@ def recompilations_allowed(count: int) -> AbstractContextManager[object]:
     return config.patch({limit: count, f"fail_on_{limit.replace('_size', '')}_hit": True})
 
 
-def uncompiled_random_numbers(wanted: bool = True) -> AbstractContextManager[object]:
+def uncompiled_random_numbers(use_fallback: bool = True) -> AbstractContextManager[object]:
     """Inside the block, Inductor draws the random numbers that uncompiled code draws.
 
-    If `wanted` is false, it draws its own.
+    If `use_fallback` is false, it draws its own.
 
     Tested: torch 2.6 and 2.15. If it changes: audits blame the dropout of compiled models.
     """
     from torch._inductor import config
 
-    return config.patch(fallback_random=wanted)
+    return config.patch(fallback_random=use_fallback)
 
 
 def draws_as_uncompiled() -> bool:
-    """Return whether Inductor draws the random numbers that uncompiled code draws, as the program
-    has set it.
+    """Return whether Inductor is set to draw the random numbers of uncompiled code.
 
     Tested: torch 2.6 and 2.15. If it changes: audits advise what the program has done.
     """
@@ -644,8 +644,7 @@ def newest_node_number() -> int:
 
 
 def current_backward_pass() -> int:
-    """Return autograd's number of the backward pass that this thread computes, or -1 outside of a
-    backward pass.
+    """Return the number of this thread's current backward pass, or -1 outside of one.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard checks nothing on accelerators.
     """
@@ -855,7 +854,9 @@ def component_tensors(tensor: Tensor) -> list[Tensor]:
         return []  # nobody may wait for it now
     if _python_dispatch.is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in component_tensors(getattr(tensor, name))]
+        return [
+            component for name in names for component in component_tensors(getattr(tensor, name))
+        ]
     if type(tensor) is not Tensor:
         try:
             tensor = tensor.as_subclass(Tensor)
@@ -863,7 +864,8 @@ def component_tensors(tensor: Tensor) -> list[Tensor]:
             return []
         if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
             return []  # a FakeTensor, for example
-    if methods := _SPARSE_METHODS.get(tensor.layout):
+    methods = _SPARSE_METHODS.get(tensor.layout)
+    if methods:
         return [getattr(tensor, method)() for method in methods]
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         return []
@@ -960,7 +962,7 @@ def named_leaves(values: Nested) -> list[tuple[str, Nested]]:
     return [(_pytree.keystr(path), leaf) for path, leaf in leaves]
 
 
-_SIMPLE = (int, float, str, type(None))
+_SIMPLE_TYPES = (int, float, str, type(None))
 
 
 def map_nested(change: Callable[[Nested], Nested], values: Nested) -> Nested:
@@ -975,7 +977,7 @@ def map_nested(change: Callable[[Nested], Nested], values: Nested) -> Nested:
         return type(values)([map_nested(change, value) for value in values])
     if isinstance(values, dict):
         return {key: map_nested(change, value) for key, value in values.items()}
-    return values if isinstance(values, _SIMPLE) else change(values)
+    return values if isinstance(values, _SIMPLE_TYPES) else change(values)
 
 
 def find_tensors(values: Nested) -> list[Tensor]:
@@ -992,7 +994,7 @@ def find_tensors(values: Nested) -> list[Tensor]:
     return [
         tensor
         for value in values
-        if not isinstance(value, _SIMPLE)
+        if not isinstance(value, _SIMPLE_TYPES)
         for tensor in find_tensors(value)
     ]
 

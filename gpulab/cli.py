@@ -1,6 +1,4 @@
-"""The command line: `gpulab devices | train | experiment | verdict | runs | record | audit |
-guard`.
-"""
+"""The command line, `gpulab`: one function for each command."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from gpulab import __version__, files, interruption
-from gpulab.errors import DataError, GpulabError, UsageError, in_one_line, printable
+from gpulab.errors import DataError, GpulabError, UsageError, describe_error, printable
 from gpulab.report import Report
 from gpulab.run_options import FACTORS, RUN_OPTIONS, whole_numbers
 from gpulab.settings import Setting
@@ -40,14 +38,12 @@ app = typer.Typer(
 
 
 def echo(text: object, to: IO[str] | None = None) -> None:
-    """Print a text, whatever is in it: it may come from a file of a stranger's."""
+    """Print a text with control characters escaped, since it may come from an untrusted file."""
     print(printable(str(text)), file=to or sys.stdout, flush=True)  # who reads a pipe reads it now
 
 
-def echo_runs(frame: pd.DataFrame, where: str = "") -> None:
-    """Print a table of runs: their factors that are not all the same, and the metrics of
-    functions.
-    """
+def echo_runs(frame: pd.DataFrame, store_note: str = "") -> None:
+    """Print a table of runs: their factors that differ, and the metrics of functions."""
     from gpulab.store import _tables as tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
@@ -61,14 +57,12 @@ def echo_runs(frame: pd.DataFrame, where: str = "") -> None:
     columns += [*(function_metrics or ["heldout_loss"]), "seconds", "machine"]
     echo(
         f"{len(frame)}"
-        f" runs{where}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}"
+        f" runs{store_note}\n{frame[columns].to_string(index=False, float_format='{:.5g}'.format)}"
     )
 
 
 def save_plot(result: Report, file: Path | None) -> None:
-    """Draw a result into a file, where one was asked for, and say so where a table is not
-    disturbed.
-    """
+    """Draw a result into a file, if one was requested, and say so on standard error."""
     if file:
         result.plot().save(file)
         echo(f"picture in {file}", sys.stderr)
@@ -78,20 +72,19 @@ def save_plot(result: Report, file: Path | None) -> None:
 
 
 def option(words: str, default: str | bool = True, flag: str = "", **parameters: Any) -> OptionInfo:
-    """An option with its help; `default` describes the default where the parameter's own value
-    does not.
-    """
+    """An option with its help; `default` describes a default that the value does not show."""
     return typer.Option(*filter(None, [flag]), help=words, show_default=default, **parameters)
 
 
 def argument(words: str, default: str | bool = False, **parameters: Any) -> ArgumentInfo:
-    """An argument with its help; `default` describes what holds where it is left out."""
+    """An argument with its help; `default` describes the value if it is omitted."""
     return typer.Argument(help=words, show_default=default, **parameters)
 
 
 def check_writable_path(file: Path | None) -> Path | None:
-    """A file that a command is to write, tried before any work; `GpulabError` where it could not
-    be written after.
+    """Return the path of an output file after checking that it can be written.
+
+    Raises `GpulabError` before any work if it cannot.
     """
     if file:
         files.check_writable(file)
@@ -99,9 +92,7 @@ def check_writable_path(file: Path | None) -> Path | None:
 
 
 def parse_and_prepare(setting: str) -> str:
-    """A setting, whose instruction set this process shall have: torch reads that when it is
-    loaded.
-    """
+    """Check a setting and select its CPU instruction set, before torch is loaded."""
     Setting.parse(setting).prepare()
     return setting
 
@@ -166,7 +157,7 @@ DataOptions = Annotated[
 def train_arguments(
     model: str, options: list[str] | None, data_options: list[str] | None
 ) -> dict[str, Any]:
-    """What is trained, in arguments of `gpulab.train`."""
+    """The arguments of `gpulab.train` that say what is trained."""
     if ":" in model:
         if data_options:
             raise UsageError(
@@ -186,7 +177,7 @@ def train_arguments(
 
 
 def read_options(texts: list[str] | None) -> dict[str, Any]:
-    """The values of options written `name=text`."""
+    """Parse the values of options written `name=text`."""
     return {name: parse_value(text) for name, text in split_options(texts)}
 
 
@@ -200,7 +191,7 @@ def split_options(options: list[str] | None) -> Iterator[tuple[str, str]]:
 
 
 def parse_value(text: str) -> CommandValue:
-    """A number, a list of them, true or false; or else a word."""
+    """Parse a number, a list of numbers, a boolean, or else a word."""
     with contextlib.suppress(ValueError):
         return json.loads(text)
     return text
@@ -388,7 +379,7 @@ def runs(
     from gpulab.store import _tables as tables
 
     folder = stores.store_folder(store)
-    with files.reading(folder):
+    with files.convert_read_errors(folder):
         is_there = recorded or folder.exists()
     if not is_there:
         raise GpulabError(
@@ -450,8 +441,8 @@ def audit(
         raise UsageError(
             f"expected two traces, or a step and two settings; got {' '.join(compared)}"
         )
-    first, second, *third = compared
-    for setting in (second, *third) if third else ():
+    input_a, input_b, *further_settings = compared
+    for setting in (input_b, *further_settings) if further_settings else ():
         parse_and_prepare(setting)
     from gpulab.audits import _audit as audits
     from gpulab.audits._findings import KINDS
@@ -461,11 +452,11 @@ def audit(
         if kind not in KINDS:
             raise UsageError(f"--fail-on {kind!r}: expected one of {', '.join(KINDS)}")
     try:
-        if third:
-            report = audits.audit(find_function(first, "step"), second, *third)
-            report.step_name = first
+        if further_settings:
+            report = audits.audit(find_function(input_a, "step"), input_b, *further_settings)
+            report.step_name = input_a
         else:
-            report = audits.audit(files.find_shipped(first), files.find_shipped(second))
+            report = audits.audit(files.find_shipped(input_a), files.find_shipped(input_b))
     except GpulabError as error:
         echo(f"gpulab: {error}", sys.stderr)
         raise typer.Exit(2) from None
@@ -510,7 +501,7 @@ def guard_script(
     if not is_module and not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
     warnings.formatwarning = PYTHON_FORMATWARNING  # the script's warnings are not gpulab's
-    interruption.answer_as_python()
+    interruption.restore_default_handler()
     with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
         try:
             failed = scripts.run_script(script, arguments or (), report, is_module)
@@ -525,25 +516,23 @@ def guard_script(
 
 
 def _error_line(error: GpulabError | OSError) -> str:
-    """An error in one line: what could not be done, or which file the system refuses, and why."""
+    """An error in one line: what failed, or which file the system refused, and why."""
     if isinstance(error, PermissionError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return str(error) if isinstance(error, GpulabError) else in_one_line(error)
+    return str(error) if isinstance(error, GpulabError) else describe_error(error)
 
 
 def main(commands: typer.Typer = app) -> None:
-    """Run the command line; an error of gpulab's own is one line, and the exit status says
-    which.
-    """
-    with contextlib.suppress(AttributeError):  # where a terminal has no ×
+    """Run the command line; report an error of gpulab's own in one line and an exit status."""
+    with contextlib.suppress(AttributeError):  # a terminal may lack the character ×
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.formatwarning = lambda message, *_, **__: printable(f"gpulab: {message}\n")
     try:
         commands()
     except SystemExit as exit_request:
         # Ctrl-C; a training has saved a checkpoint by then
-        if exit_request.code == interruption.INTERRUPTED:
-            interruption.say_interrupted()
+        if exit_request.code == interruption.INTERRUPTED_EXIT_STATUS:
+            interruption.report_interruption()
         raise
     except (GpulabError, OSError) as error:
         echo(f"gpulab: {_error_line(error)}", sys.stderr)

@@ -1,6 +1,4 @@
-"""The errors that gpulab raises on purpose. Each message names the offending value and what to
-do.
-"""
+"""The errors that gpulab raises on purpose; each names the offending value and what to do."""
 
 import contextlib
 import importlib.metadata
@@ -22,13 +20,13 @@ UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""A text with its control characters, and what turns its direction, written out.
+    r"""A text with control characters and marks of text direction escaped.
 
     Examples:
         >>> printable("a\x1b[31mred")
         'a\\x1b[31mred'
     """
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class GpulabError(Exception):
@@ -54,8 +52,7 @@ class GpulabError(Exception):
 
 
 class UsageError(GpulabError, ValueError):
-    """The request itself makes no sense: an unknown option, a value out of range, a size that does
-    not divide.
+    """The request is invalid: an unknown option, a value out of range, an indivisible size.
 
     It is also a `ValueError`.
 
@@ -70,17 +67,19 @@ class UsageError(GpulabError, ValueError):
     """
 
 
-def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> None:
-    """Raise `UsageError` unless `value` is a whole number from `least` to `most`."""
-    is_allowed = _is_count(value, least) and (most is None or int(value) <= most)  # type: ignore[call-overload]
+def check_count(name: str, value: object, maximum: int | None = None, minimum: int = 1) -> None:
+    """Raise `UsageError` unless `value` is a whole number from `minimum` to `maximum`."""
+    is_allowed = _is_count(value, minimum) and (maximum is None or int(value) <= maximum)  # type: ignore[call-overload]
     if not is_allowed:
-        up_to = "" if most is None else f" to {most:,}"
-        raise UsageError(f"{name}={value!r}: expected a whole number from {least}{up_to}")
+        up_to = "" if maximum is None else f" to {maximum:,}"
+        raise UsageError(f"{name}={value!r}: expected a whole number from {minimum}{up_to}")
 
 
-def _is_count(value: object, least: int = 1) -> bool:
+def _is_count(value: object, minimum: int = 1) -> bool:
     return (
-        isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+        isinstance(value, numbers.Integral)
+        and not isinstance(value, bool)
+        and int(value) >= minimum
     )
 
 
@@ -103,24 +102,19 @@ def check_counts(name: str, values: object, parts: tuple[str, ...] = ()) -> tupl
         Traceback (most recent call last):
         gpulab.errors.UsageError: size=(12,): expected (height, width), whole numbers from 1
     """
-    given: list[object] = []
+    entries: list[object] = []
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Set):
         with contextlib.suppress(TypeError):  # an array without dimensions
-            given = list(values)
-    wrong = [number for number, value in enumerate(given) if not _is_count(value)]
-    if wrong or not given or (parts and len(given) != len(parts)):
-        wanted = (
-            f"({', '.join(parts)}), whole numbers from 1"
-            if parts
-            else "one or more whole numbers from 1"
-        )
-        named = (
-            f", got {parts[wrong[0]]}={given[wrong[0]]!r}"
-            if wrong and len(given) == len(parts)
-            else ""
-        )
-        raise UsageError(f"{name}={values!r}: expected {wanted}{named}")
-    return tuple(int(value) for value in given)  # type: ignore[call-overload]
+            entries = list(values)
+    wrong = [number for number, value in enumerate(entries) if not _is_count(value)]
+    if wrong or not entries or (parts and len(entries) != len(parts)):
+        expectation = "one or more whole numbers from 1"
+        if parts:
+            expectation = f"({', '.join(parts)}), whole numbers from 1"
+        if wrong and len(entries) == len(parts):
+            expectation += f", got {parts[wrong[0]]}={entries[wrong[0]]!r}"
+        raise UsageError(f"{name}={values!r}: expected {expectation}")
+    return tuple(int(value) for value in entries)  # type: ignore[call-overload]
 
 
 class DataError(GpulabError):
@@ -141,11 +135,11 @@ class DataError(GpulabError):
 
 
 class UnsupportedError(GpulabError):
-    """A computation that one way cannot follow; another way may."""
+    """A computation that one method does not support; another method may."""
 
 
 class OverwrittenError(GpulabError):
-    """Under `gpulab.guard`, a tensor was about to be used whose memory had been overwritten.
+    """Under `gpulab.guard`, a tensor with overwritten memory was about to be used.
 
     Args:
         finding: What the guard found.
@@ -174,7 +168,7 @@ class OverwrittenError(GpulabError):
 
 
 class OverwrittenWarning(UserWarning):
-    """What `gpulab.guard(on="warn")` warns with, in place of raising `OverwrittenError`.
+    """The warning of `gpulab.guard(on="warn")`, issued instead of an `OverwrittenError`.
 
     The warning comes once, at the end of the guard's block, and describes all that was found. The
     findings themselves are in `findings` of the `Guard`.
@@ -207,8 +201,7 @@ DISTRIBUTIONS = {
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """What is imported inside comes with an extra of gpulab: where it is not installed, the error
-    names that.
+    """Wrap imports that an extra of gpulab provides; a missing library's error names the extra.
 
     A library that gpulab needs in any case, or that comes with another extra, is told from it.
 
@@ -228,26 +221,25 @@ def extra(name: str) -> Iterator[None]:
 
 
 def _missing_library(library: str, module: str, extra_name: str) -> str:
-    """What is said of a module that is not there: that, and the command which installs it."""
+    """The message for a missing module, with the command that installs it."""
     distribution = DISTRIBUTIONS.get(library, library)
-    found = None
+    spec = None
     with contextlib.suppress(ValueError):  # a module that was made without a file
-        found = importlib.util.find_spec(library)
-    if found is not None:  # another version of it, or a file of that name before it
+        spec = importlib.util.find_spec(library)
+    if spec is not None:  # another version of it, or a file of that name before it
         return (
-            f"{library} ({found.origin}) has no module {module}: pip install --upgrade"
+            f"{library} ({spec.origin}) has no module {module}: pip install --upgrade"
             f" {distribution}"
         )
     extras = _extras_of(distribution)
     if "" in extras:
         return f"{library} is not installed, and gpulab needs it: pip install gpulab"
-    wanted = extra_name if extra_name in extras or not extras else extras[0]
-    return f"{library} is not installed: pip install 'gpulab[{wanted}]'"
+    extra_to_install = extra_name if extra_name in extras or not extras else extras[0]
+    return f"{library} is not installed: pip install 'gpulab[{extra_to_install}]'"
 
 
 def _extras_of(distribution: str) -> list[str]:
-    """The extras of gpulab that bring a library, by the metadata of gpulab's installation; "" is
-    gpulab itself.
+    """The extras of gpulab that install a library, by its metadata; "" is gpulab itself.
 
     Examples:
         >>> _extras_of("pandas"), _extras_of("pillow"), _extras_of("no-such-library")
@@ -257,34 +249,35 @@ def _extras_of(distribution: str) -> list[str]:
         requirements = importlib.metadata.requires(__package__) or []
     except importlib.metadata.PackageNotFoundError:  # gpulab's folder was copied, and not installed
         requirements = []
-    found = []
+    extras = []
     for requirement in requirements:
         named, _, condition = requirement.partition(";")
         required = re.match(r"[\w.-]+", named)
         if required and _normal_name(required[0]) == _normal_name(distribution):
             of_extra = re.search(r"extra\s*==\s*[\"']([\w-]+)", condition)
-            found.append(of_extra[1] if of_extra else "")
-    return found
+            extras.append(of_extra[1] if of_extra else "")
+    return extras
 
 
 def _normal_name(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def in_one_line(error: BaseException, file: str | Path = "") -> str:
-    """An error of foreign code as its traceback ends, and the line of `file` that led there, or the
-    last of all.
+def describe_error(error: BaseException, file: str | Path = "") -> str:
+    """The last line of a foreign error's traceback, and the line of `file` that led there.
 
     Examples:
         >>> try:
         ...     {}["loss"]
         ... except KeyError as error:
-        ...     in_one_line(error).partition(" (")[0]
+        ...     describe_error(error).partition(" (")[0]
         "KeyError: 'loss'"
     """
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [
+    user_frames = [
         frame for frame in frames if file and Path(frame.filename).resolve() == Path(file).resolve()
     ] or frames
-    where = f" ({Path(inside[-1].filename).name}:{inside[-1].lineno})" if inside else ""
-    return traceback.format_exception_only(error)[-1].strip() + where
+    location = (
+        f" ({Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})" if user_frames else ""
+    )
+    return traceback.format_exception_only(error)[-1].strip() + location

@@ -38,7 +38,7 @@ SEAL_DIGITS = 32
 UNSEALED = SEAL.decode() + SEAL_DIGITS * "0"
 MAX_FILE_BYTES = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
 MAX_COLUMN_VALUES = 1 << 28  # numbers in a column of a table
-Stamp = tuple[int, int, int]  # what tells that a file is another one, without reading it
+Stamp = tuple[int, int, int]  # shows that a file has changed, without reading it
 Stamps = Mapping[Path, Stamp]
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
 
@@ -47,17 +47,15 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may ha
 
 
 @contextlib.contextmanager
-def writing(what: str | Path) -> Iterator[None]:
-    """Convert an `OSError` raised inside into a `GpulabError` that names the file, the reason
-    and the remedy.
-    """
+def convert_write_errors(target: str | Path) -> Iterator[None]:
+    """Convert an `OSError` raised inside into a `GpulabError` with file, reason and remedy."""
     try:
         yield
     except OSError as error:
         space = "free some space and run the same command again"
         remedy = space if error.errno in DISK_FULL_ERRORS else "name another file or folder"
         raise GpulabError(
-            f"{what}: cannot be written: {error.strerror or error}; {remedy}"
+            f"{target}: cannot be written: {error.strerror or error}; {remedy}"
         ) from None
 
 
@@ -69,7 +67,7 @@ def write(file: str | Path, content: bytes) -> None:
     """
     file = Path(file)
     scratch = file.with_name(scratch_name())
-    with writing(file):
+    with convert_write_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(scratch, "wb") as stream:
@@ -82,20 +80,18 @@ def write(file: str | Path, content: bytes) -> None:
 
 
 def scratch_name() -> str:
-    """A name for what this process writes, before it takes its place."""
+    """A name for a temporary file of this process."""
     return f".{uuid.uuid4().hex}.part"
 
 
 def check_writable(file: str | Path) -> None:
-    """Raise now what writing a file later would raise for its name or its folder, by a try;
-    nothing is left.
-    """
+    """Raise now what writing a file later would raise; nothing is left behind."""
     file = Path(file).absolute()
-    with writing(file):
+    with convert_write_errors(file):
         if file.exists() and not file.is_file():
             raise OSError(errno.EISDIR, "not a file, but a folder, a pipe or a device")
         scratch = next(folder for folder in file.parents if folder.exists()) / scratch_name()
-        # permissions alone do not tell: root has them all, and /proc takes no files
+        # Permissions are not enough: root has them all, and /proc accepts no files.
         scratch.touch()
         scratch.unlink()
 
@@ -104,23 +100,21 @@ def check_writable(file: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def reading(file: str | Path, kind: str = "cannot be read") -> Iterator[None]:
+def convert_read_errors(file: str | Path, kind: str = "cannot be read") -> Iterator[None]:
     """Convert any error raised while reading `file` into a `DataError` that names it."""
     try:
         yield
     except Exception as error:
-        # this machine's, and no fault of the file
+        # These errors do not come from the content of the file.
         if isinstance(error, GpulabError) or type(error) is MemoryError:
             raise
-        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error!s:.300}"
-        raise DataError(f"{file}: {kind}: {why}") from None
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error!s:.300}"
+        raise DataError(f"{file}: {kind}: {reason}") from None
 
 
 def status_of(file: str | Path) -> os.stat_result:
-    """What the system says of a regular file; `DataError`, naming it, where it is missing, a
-    pipe or a device.
-    """
-    with reading(file):
+    """The status of a regular file; `DataError` if it is missing, a pipe or a device."""
+    with convert_read_errors(file):
         status = os.stat(file)
     if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
         raise DataError(f"{file}: cannot be read: not a file, but a folder, a pipe or a device")
@@ -128,18 +122,19 @@ def status_of(file: str | Path) -> os.stat_result:
 
 
 def read(file: str | Path, max_size: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file; `DataError`, naming it, for a pipe, a device or more than
-    `max_size` bytes.
+    """The content of a regular file.
+
+    Raises `DataError` for a pipe, a device, or more than `max_size` bytes.
     """
     size = status_of(file).st_size
     if size > max_size:
         raise DataError(f"{file}: cannot be read: it has {size:,} bytes, and may have {max_size:,}")
-    with reading(file), open(file, "rb") as stream:
+    with convert_read_errors(file), open(file, "rb") as stream:
         return stream.read()
 
 
 def read_json(file: str | Path, content: bytes) -> JSON:
-    """What a JSON file says; `DataError` for a damaged one."""
+    """Parse the content of a JSON file; `DataError` if it is damaged."""
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -149,9 +144,7 @@ def read_json(file: str | Path, content: bytes) -> JSON:
 def check_table_size(
     file: str | Path, metadata: pyarrow.parquet.FileMetaData, max_size: int = MAX_COLUMN_VALUES
 ) -> None:
-    """Raise `DataError` for a Parquet file that would unpack into more than anything that gpulab
-    writes.
-    """
+    """Raise `DataError` for a Parquet file that unpacks into more than gpulab ever writes."""
     for number in range(metadata.num_columns):
         chunks = [
             metadata.row_group(group).column(number) for group in range(metadata.num_row_groups)
@@ -165,11 +158,9 @@ def check_table_size(
 
 
 def find_shipped(file: str | Path) -> Path:
-    """A file; or where there is no checkout, the copy inside the installed package of one that
-    our examples name.
-    """
-    folder, *rest = Path(file).parts or (".",)
-    copy = PACKAGE.joinpath("recorded", *rest)
+    """A file; without a checkout, the copy of an example file in the installed package."""
+    folder, *subpath = Path(file).parts or (".",)
+    copy = PACKAGE.joinpath("recorded", *subpath)
     if folder == "data" and copy.is_file() and not Path(file).exists():
         return copy
     return Path(file)
@@ -179,7 +170,7 @@ def find_shipped(file: str | Path) -> Path:
 
 
 def seal(content: bytes) -> bytes:
-    """The content with its checksum in the place of the last `UNSEALED` in it."""
+    """The content with its checksum in place of its last `UNSEALED`."""
     start = content.rfind(SEAL) + len(SEAL)
     placeholder = content[start - len(SEAL) : start + SEAL_DIGITS]
     assert placeholder == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
@@ -191,7 +182,7 @@ def seal(content: bytes) -> bytes:
 
 
 def check_seal(file: str | Path, content: bytes) -> None:
-    """Raise `DataError`, naming the file, unless its content is what was sealed."""
+    """Raise `DataError`, naming the file, unless its content matches its seal."""
     start = content.rfind(SEAL) + len(SEAL)
     if start < len(SEAL):
         raise DataError(f"{file}: damaged: its checksum is missing")
@@ -206,41 +197,40 @@ def check_seal(file: str | Path, content: bytes) -> None:
 
 
 def digest(document: JSON) -> str:
-    """The SHA-256 of a JSON document, whatever the order of its names."""
+    """The SHA-256 of a JSON document, independent of the order of its names."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def stamp(file: Path) -> Stamp:
-    """The size, the time of writing (ns) and the inode of a file; `DataError` where it is
-    missing, or no file.
-    """
+    """The size, modification time (ns) and inode of a file; `DataError` if it is missing."""
     status = status_of(file)
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def check_unchanged(stamps: Stamps) -> None:
-    """Raise `DataError`, naming the file, if one has another size, time or inode than its stamp."""
+    """Raise `DataError` if a file's size, time or inode differs from its stamp."""
     for file, expected_stamp in stamps.items():
         if stamp(file) != expected_stamp:
             raise DataError(f"{file}: was changed while it was read; run again")
 
 
-def content_of(stamps: Stamps) -> str:
-    """The SHA-256 (hex) of what a file holds, or of the names and contents of several; a process
-    reads them once.
+def content_digest(stamps: Stamps) -> str:
+    """The SHA-256 (hex) of a file, or of the names and contents of several files.
+
+    A process reads them once.
 
     Raises:
         DataError: Where a file cannot be read, or is not what its stamp says.
     """
     check_unchanged(stamps)
-    return _content_of(tuple(stamps.items()))
+    return _content_digest(tuple(stamps.items()))
 
 
 @functools.lru_cache(maxsize=256)  # an experiment asks for its film once a run
-def _content_of(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
+def _content_digest(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
     digests = []
     for file, _ in stamps:
-        with reading(file), open(file, "rb") as stream:
+        with convert_read_errors(file), open(file, "rb") as stream:
             digests.append(hashlib.file_digest(stream, "sha256"))
     check_unchanged(dict(stamps))
     if len(digests) == 1:

@@ -1,6 +1,4 @@
-"""Ctrl-C on the command line: one line, and an exit status that says so, also while modules are
-imported.
-"""
+"""Ctrl-C on the command line: one line and a matching exit status, also during imports."""
 
 from __future__ import annotations
 
@@ -11,39 +9,37 @@ import sys
 import threading
 import types
 
-INTERRUPTED = 130  # the exit status of a shell's command that Ctrl-C has ended
-IMPORTING = "<frozen importlib._bootstrap>"  # the file of the frames that import a module
-MESSAGE = "gpulab: interrupted; run the same command again to go on"
+INTERRUPTED_EXIT_STATUS = 130  # the exit status of a shell's command that Ctrl-C has ended
+IMPORTLIB_FILE = "<frozen importlib._bootstrap>"  # the file of the frames that import a module
+INTERRUPTION_MESSAGE = "gpulab: interrupted; run the same command again to go on"
 
 
-def answer_while_importing() -> None:
-    """Have Ctrl-C end this process at once while a module is imported, and raise
-    `KeyboardInterrupt` otherwise.
+def exit_on_interrupted_import() -> None:
+    """Have Ctrl-C end this process at once during imports, and else raise `KeyboardInterrupt`.
 
     Extensions such as NumPy's and torch's do not bear a `KeyboardInterrupt` while they are loaded:
     they make another error of it, go on without it, or abort. A program that answers Ctrl-C by a
     function of its own is left alone.
     """
-    # no other thread may say who is told
+    # Only the main thread may set a handler.
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _answer)
+        signal.signal(signal.SIGINT, _handle_interrupt)
 
 
-def answer_as_python() -> None:
-    """Undo `answer_while_importing`: a script may look who answers Ctrl-C, as asyncio does."""
-    if signal.getsignal(signal.SIGINT) is _answer:
+def restore_default_handler() -> None:
+    """Undo `exit_on_interrupted_import`: a script may check the handler, as asyncio does."""
+    if signal.getsignal(signal.SIGINT) is _handle_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def say_interrupted() -> None:
+def report_interruption() -> None:
     """Say that the command was interrupted."""
-    print(MESSAGE, file=sys.stderr, flush=True)
+    print(INTERRUPTION_MESSAGE, file=sys.stderr, flush=True)
 
 
-def forget_interruption() -> None:
-    """Have Python end with the exit status that it is given, and not by sending itself the signal
-    of Ctrl-C.
+def prevent_exit_by_signal() -> None:
+    """Have Python exit with the given status, without sending itself the signal of Ctrl-C.
 
     Under `python -m` it does the latter if Ctrl-C came while a text was executed as code, as
     `dataclasses` does, and no other text was since.
@@ -59,17 +55,17 @@ def is_importing(frame: types.FrameType | None) -> bool:
         False
     """
     while frame is not None:
-        if frame.f_code.co_filename == IMPORTING:
+        if frame.f_code.co_filename == IMPORTLIB_FILE:
             return True
         frame = frame.f_back
     return False
 
 
-def _answer(number: int, frame: types.FrameType | None) -> None:
+def _handle_interrupt(number: int, frame: types.FrameType | None) -> None:
     if is_importing(frame):
-        # a pipe that nobody reads, or a text that is just being written
+        # Flushing fails for a closed pipe, or while a text is being written.
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        say_interrupted()
-        os._exit(INTERRUPTED)
+        report_interruption()
+        os._exit(INTERRUPTED_EXIT_STATUS)
     signal.default_int_handler(number, frame)

@@ -1,6 +1,4 @@
-"""What the pages of audits and verdicts have in common: tables, badges, and what stands below
-the title.
-"""
+"""What the pages of audits and verdicts share: tables, badges, and the lines below the title."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from gpulab.passports import machine
 
 @dataclass(frozen=True)
 class Head:
-    """A head of the table, over one column or more."""
+    """A header of the table, above one column or more."""
 
     text: str | Markup
     is_number: bool = False
@@ -31,14 +29,12 @@ class Cell:
     """A cell of the table, and the classes of `result.css` that it has."""
 
     text: str | Markup
-    look: str = ""
+    css_class: str = ""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A table as the page shows it: what it lists, how to read it, two rows of heads, and the
-    rows in order.
-    """
+    """A table of the page: its title, how to read it, two header rows, and the sorted rows."""
 
     title: str
     note: str
@@ -47,9 +43,7 @@ class Rows:
 
 
 def style() -> Markup:
-    """The style of such a page, as an element of its own, which a notebook needs with each
-    output.
-    """
+    """The style of such a page as an element, which a notebook needs with each output."""
     return Markup("<style>\n{}</style>\n").format(report.render("result.css"))
 
 
@@ -59,22 +53,18 @@ def number_cell(text: str | Markup, is_large: bool = False) -> Cell:
 
 
 def badge(rank: str, text: str) -> Markup:
-    """A text on a ground whose colour says what kind of answer it is: `fault`, `note`, `ok` or
-    `open`.
-    """
+    """A text on a ground whose colour shows its rank: `fault`, `note`, `ok` or `open`."""
     return Markup('<span class="ga-badge ga-{}">{}</span>').format(rank, text)
 
 
 def time_text() -> str:
     """The date and the time."""
-    now = datetime.datetime.now().astimezone()
-    return f"{now.day} {now:%B %Y, %H:%M}"
+    local_time = datetime.datetime.now().astimezone()
+    return f"{local_time.day} {local_time:%B %Y, %H:%M}"
 
 
 def machine_text(passport: Mapping[str, JSON], kind: str) -> str:
-    """The name of the CPU, or of the GPUs; a trace may be from a stranger, and its passport
-    incomplete.
-    """
+    """The name of the CPU or of the GPUs; a passport from elsewhere may be incomplete."""
     try:
         return str(machine(passport, kind))
     except (KeyError, TypeError):
@@ -82,21 +72,21 @@ def machine_text(passport: Mapping[str, JSON], kind: str) -> str:
 
 
 def versions_text(passport: Mapping[str, JSON]) -> str:
-    """The versions that a passport has.
+    """The versions of gpulab and torch in a passport.
 
     >>> versions_text({"software": {"gpulab": "1.0", "torch": "2.11"}}), versions_text({})
     ('gpulab 1.0, torch 2.11', 'unknown versions')
     """
     software = passport.get("software")
-    known = software if isinstance(software, Mapping) else {}
+    versions = software if isinstance(software, Mapping) else {}
     return (
-        ", ".join(f"{name} {known[name]}" for name in ("gpulab", "torch") if known.get(name))
+        ", ".join(f"{name} {versions[name]}" for name in ("gpulab", "torch") if versions.get(name))
         or "unknown versions"
     )
 
 
 def breakable(name: str) -> Markup:
-    """A setting or another name, which may be broken after its commas, dots and underscores.
+    """A name, such as a setting, that may wrap after its commas, dots and underscores.
 
     >>> str(breakable("cpu:threads=1,order=pairwise"))
     'cpu:threads=1,<wbr>order=pairwise'

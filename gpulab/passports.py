@@ -40,7 +40,7 @@ VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2
 
 
 class CPUDescription(TypedDict):
-    """What the system tells of a CPU, of which a passport keeps a part."""
+    """The system's description of a CPU, part of which is in a passport."""
 
     model: str
     flags: list[str]
@@ -57,9 +57,7 @@ class CPU(TypedDict):
 
 
 class GPU(TypedDict):
-    """A GPU in a passport. The keys that may be missing are those that torch does not know on
-    every system.
-    """
+    """A GPU in a passport; keys that torch does not know on every system may be missing."""
 
     kind: str
     name: str
@@ -73,8 +71,7 @@ Software = dict[str, str | None]  # versions by name; None where there is no suc
 
 
 class Passport(dict[str, JSON]):
-    """The description of a machine that `gpulab.passport` returns: a dictionary whose values JSON
-    can carry.
+    """The description of a machine that `gpulab.passport` returns, a JSON-ready dictionary.
 
     `print` shows it in lines, a notebook shows it as a table.
     """
@@ -122,21 +119,18 @@ class Passport(dict[str, JSON]):
         )
 
     def __str__(self) -> str:
-        return "\n".join(f"{what:18} {value}" for what, value in self.rows())
+        return "\n".join(f"{label:18} {value}" for label, value in self.rows())
 
 
 def machine(passport: Mapping[str, JSON], kind: str = "") -> str:
-    """What did the work: the GPUs of a machine where it has any, each kind once, or what `kind`
-    of device says.
-    """
+    """The names of a machine's GPUs; for `kind` cpu, or without GPUs, the name of its CPU."""
     if kind == "cpu" or not (kind or passport["gpus"]):
         return passport["cpu"]["model"]
     return ", ".join(dict.fromkeys(gpu["name"] for gpu in passport["gpus"]))
 
 
 def passport() -> Passport:
-    """Describe this machine: its CPU, its GPUs, and the versions of torch and the other software
-    that computes.
+    """Describe this machine: its CPU, its GPUs, and the versions of torch and other software.
 
     The first call takes about a second.
 
@@ -186,8 +180,9 @@ def passport() -> Passport:
 
 @functools.cache
 def cpu_description() -> CPUDescription:
-    """The CPU's model name and sorted feature flags: the kernel's on Linux, where a run's name
-    depends on the model.
+    """The CPU's model name and sorted feature flags.
+
+    On Linux they are the kernel's, because a run's name depends on the model.
 
     Elsewhere py-cpuinfo finds them, which takes about a second.
     """
@@ -200,7 +195,7 @@ def cpu_description() -> CPUDescription:
             return {"model": model[1].strip(), "flags": sorted(flags[1].split())}
     import cpuinfo
 
-    # asks a child process, which may be killed
+    # The first call may return nothing, because its child process may be killed.
     info = cpuinfo.get_cpu_info() or cpuinfo.get_cpu_info()
     model_name = info.get("brand_raw") or platform.processor() or platform.machine()
     return {"model": model_name, "flags": sorted(info.get("flags", []))}
@@ -233,7 +228,7 @@ def _gpus() -> list[GPU]:
 
 
 def _run_command(*command: str) -> str | None:
-    """What a program prints; None where there is no such program, or it fails."""
+    """The output of a program; None if it does not exist or fails."""
     try:
         return (
             subprocess.run(
@@ -247,7 +242,7 @@ def _run_command(*command: str) -> str | None:
 
 @functools.cache
 def _nvidia_driver() -> str | None:
-    """The version of NVIDIA's driver; None where there is none, as beside a GPU of AMD's."""
+    """The version of NVIDIA's driver; None without one, as on machines with AMD GPUs."""
     versions = _run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.split("\n")[0].strip() if versions else None
 

@@ -44,7 +44,7 @@ class Report:
         return paragraphs(str(self).splitlines())
 
     def picture(self) -> Picture | None:
-        """What a notebook and a page show below the words, if anything."""
+        """The figure that a notebook and a page show below the words, if any."""
         return None
 
     def html(self) -> Markup:
@@ -66,8 +66,9 @@ class Report:
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A page of `gpulab/templates`. Whatever is not `Markup` is escaped, and control characters
-    are written out.
+    """Render a page of `gpulab/templates`.
+
+    Whatever is not `Markup` is escaped, and control characters are written out.
     """
     import jinja2
 
@@ -97,8 +98,7 @@ def table(frame: pd.DataFrame, small: bool = False, **options: Any) -> Markup:
 
 
 class Progress(tqdm):
-    """A bar of work that may be done before its total: what was done was all, and a notebook shows
-    no failure in red.
+    """A progress bar that takes an early end as complete, so that notebooks do not show it in red.
 
     Where the output is no terminal, as in a pipe or the log of a cluster, there is none: each step
     of it would be a line.

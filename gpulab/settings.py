@@ -32,9 +32,9 @@ Value: TypeAlias = bool | int | str  # of an option
 ValueType = TypeVar("ValueType", bool, int, str)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRECISIONS = ("float32", "float64", "bfloat16")
-AUTOCAST_DTYPES = ("bfloat16", "float16")  # what autocast may compute products in
+AUTOCAST_DTYPES = ("bfloat16", "float16")  # formats in which autocast computes products
 
-TF32_CARDS = ("ampere", "hopper")  # that can be emulated
+TF32_CARDS = ("ampere", "hopper")  # GPUs whose TF32 can be emulated
 
 # ATen's, oneDNN's, MKL's
 ISA_VARIABLES = (
@@ -65,7 +65,7 @@ COMPARED_SETTINGS += [
 
 
 def _restore_flags_on_exit(stack: ExitStack) -> None:
-    """Have the stack restore every flag that a setting, or what is done under it, may change."""
+    """Have the stack restore every flag that a setting, or code under it, may change."""
     import torch
     from torch.backends import cudnn
 
@@ -101,9 +101,7 @@ def _restore_flags_on_exit(stack: ExitStack) -> None:
 
 
 class SettingOption(NamedTuple):
-    """An option of a setting: the devices it has a meaning on, how its text is written, and how
-    that gives a value.
-    """
+    """An option of a setting: its devices, the pattern of its text, and its parser."""
 
     devices: tuple[str, ...]
     pattern: str
@@ -111,7 +109,7 @@ class SettingOption(NamedTuple):
     value: Callable[[str], Value]
 
     def parse(self, name: str, text: str) -> Value:
-        """The value of `name=text`; `UsageError` for what is no value."""
+        """Parse the value of `name=text`; `UsageError` if it is invalid."""
         if not re.fullmatch(self.pattern, text):
             raise UsageError(f"{name}={text!r} {self.words}")
         return self.value(text)
@@ -137,8 +135,7 @@ def _arithmetic() -> str | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how to compute: everything that may change the arithmetic but should not change the
-    result.
+    """Where and how to compute: what may change the arithmetic but should not change the result.
 
     A setting is mostly written as text, `device:option=value,option=value`, such as
     `cuda:1:tf32=off`. `Setting.parse` reads it and checks every option; `str(setting)` writes it.
@@ -235,10 +232,10 @@ class Setting:
                 " as cpu:threads=1 or cuda:tf32=off,cudnn=off"
             )
         kind, index, options = match.groups()
-        # each of the type of its field, which mypy cannot tell from a name
+        # Each value has the type of its field, which mypy cannot infer from a name.
         values: dict[str, Any] = {}
         for option in options.split(",") if options else ():
-            name, _, value = (part.strip() for part in option.partition("="))
+            name, _, value = map(str.strip, option.partition("="))
             if name in values:
                 raise UsageError(f"{name!r} is given twice")
             if name not in OPTIONS:
@@ -275,7 +272,7 @@ class Setting:
         return f"{self.device}:{','.join(options)}" if options else self.device
 
     def _options(self) -> Iterator[tuple[str, str]]:
-        """The options that are given, each as its text."""
+        """The options of this setting, each with its text."""
         words = {True: "on", False: "off"}
         for name in OPTIONS:
             value = getattr(self, name)
@@ -297,17 +294,13 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type to compute in, which `precision` names; by default
-        `torch.float32`.
-        """
+        """The floating-point type that `precision` names; by default `torch.float32`."""
         import torch
 
         return getattr(torch, self.precision or "float32")
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that a process must be started with for this setting
-        to hold in full.
-        """
+        """Return the environment variables that this setting needs when a process starts."""
         variables = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         if self.isa:
             variables |= zip(ISA_VARIABLES, ISA_VALUES[self.isa], strict=True)
@@ -316,15 +309,14 @@ class Setting:
         return variables
 
     def prepare(self) -> None:
-        """Put `environment()` in force in this process. This does nothing once torch has been
-        loaded.
-        """
+        """Set `environment()` in this process, which has no effect once torch is loaded."""
         if "torch" not in sys.modules:
             os.environ.update(self.environment())
 
     def check(self) -> None:
-        """Raise `GpulabError` where this machine or process lacks something for the setting; the
-        message names it.
+        """Raise `GpulabError` if this machine or process lacks something for the setting.
+
+        The message names what is missing.
 
         An unknown format or order to emulate is a `UsageError`.
         """
@@ -353,9 +345,11 @@ class Setting:
             f"no {self.isa} instructions": self.isa
             and ISA_CPU_FLAGS[self.isa] not in cpu_description()["flags"],
         }
-        for what, is_lacking in lacking.items():
+        for capability, is_lacking in lacking.items():
             if is_lacking:
-                raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {what}")
+                raise GpulabError(
+                    f"setting {str(self)!r} cannot run here: this machine has {capability}"
+                )
         if self.emulated:
             from gpulab.numerics._emulation import find_arithmetic
 
@@ -378,8 +372,7 @@ class Setting:
             )
 
     def compiled(self, function: Callable[..., Nested]) -> Callable[..., Nested]:
-        """Have a network or a function compiled by the backend that `compile` names, when it is
-        first called.
+        """Compile a network or a function, at its first call, by the backend in `compile`.
 
         Args:
             function: A `torch.nn.Module`, or a function of tensors.
@@ -411,7 +404,8 @@ class Setting:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[Setting]:
-        """Compute under this setting inside a `with` block, and restore every flag afterwards.
+        """Compute under this setting in a `with` block, and restore all flags afterwards.
+
         `check()` runs first.
         """
         self.check()

@@ -1,6 +1,4 @@
-"""A training step as something that can be done under any setting: a `Step`, or a function that
-does one.
-"""
+"""Training steps that run under any setting: a `Step`, or a function that does one."""
 
 from __future__ import annotations
 
@@ -117,13 +115,12 @@ class Step:
             return run_step()
 
     def prepared(self, setting: Setting) -> PreparedStep:
-        """The step, to be done inside of a `with` block."""
+        """The step under a setting, to be done inside a `with` block."""
         return PreparedStep(self, setting)
 
 
 class PreparedStep:
-    """A step under a setting. Inside of a `with` block its model is there, and stays as the step
-    left it.
+    """A step under a setting; its model exists inside a `with` block, as the step left it.
 
     Attributes:
         model: The model, where it is; the gradients of its parameters afterwards are those of the
@@ -142,7 +139,7 @@ class PreparedStep:
             if not isinstance(value, Tensor):
                 return value
             converted = self._convert(value)
-            # the user's tensor is never changed
+            # The user's tensor must not be changed.
             return value.clone() if converted is value else converted
 
         self.batch = tree_map(move, step.batch)
@@ -151,7 +148,7 @@ class PreparedStep:
         dtype = self.setting.dtype if tensor.is_floating_point() else tensor.dtype
         if tensor.is_complex():  # the smallest complex type that torch computes with is complex64
             dtype = torch.complex128 if self.setting.dtype == torch.float64 else torch.complex64
-        # float64 is made where it is needed, and not sent there
+        # Convert on the device, so that less data is transferred.
         return tensor.to(self.setting.device).to(dtype)
 
     def __enter__(self) -> PreparedStep:
@@ -163,11 +160,8 @@ class PreparedStep:
             convert_tensors(self.model, self._convert)
             self.model.to(self.setting.device)  # some models' own `to` notes where they are
             for tensor, data, _, _ in snapshot.tensors:
-                # which is still the user's memory
-                if (tensor.device, tensor.dtype) == (
-                    data.device,
-                    data.dtype,
-                ):
+                # A tensor that was neither moved nor converted still has the user's memory.
+                if tensor.device == data.device and tensor.dtype == data.dtype:
                     tensor.data = data.clone()
             self.restored = stack.pop_all()
         return self
@@ -176,17 +170,16 @@ class PreparedStep:
         self.restored.close()
 
     def __call__(self) -> Tensor:
-        """Do it and return the loss."""
+        """Do the step and return the loss."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
-        # as torch advises: what was cast is followed back
+        # Torch advises against autocast in the backward pass, which follows the forward casts.
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
         return loss.detach()
 
 
 class Snapshot:
-    """What a module holds: the attributes of all inside it, what is in them, and the memory of
-    their tensors.
+    """The state of a module: attributes of all submodules, and the memory of their tensors.
 
     Or the memory of a tensor, or what an optimizer has counted. With contents, what lies in the
     memory is copied, too.
@@ -228,8 +221,9 @@ class Snapshot:
         self.progress = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else {}
 
     def restore(self) -> None:
-        """Put it back. Parameters and containers stay the same objects, for others may hold
-        them.
+        """Restore the state.
+
+        Parameters and containers stay the same objects, for others may hold them.
         """
         for container, content in self.containers:
             container.clear()
@@ -251,12 +245,10 @@ class Snapshot:
 def loss_of(
     model: nn.Module, batch: Nested, loss: Callable[[Nested, Nested], Tensor] | None
 ) -> tuple[Tensor, str]:
-    """The tensor that a step differentiates, and what that is in words; no words where a loss is
-    given.
-    """
+    """The tensor that a step differentiates, and its description, empty for a given loss."""
     if loss is None:
         return _infer_loss(model, batch)
-    # the model gets the keys that it takes, the loss the whole batch
+    # The model receives the keys that it accepts, and the loss the whole batch.
     if isinstance(batch, Mapping):
         return loss(_call_model(model, batch, drop_unknown=True), batch), ""
     if isinstance(batch, list | tuple) and len(batch) == 2:
@@ -268,8 +260,9 @@ def loss_of(
 
 
 def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
-    """The loss that a model names or returns, by the rules of `Step`; else the mean square of
-    its first tensor.
+    """The loss that a model names or returns; else the mean square of its first tensor.
+
+    The rules are those of `Step`.
     """
     output = _call_model(model, batch)
     named_loss = (
@@ -283,7 +276,7 @@ def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
     first_is_scalar = bool(tensors) and tensors[0].ndim == 0
     if named_loss is not None and first_is_scalar:
         return tensors[0], "the output's loss"
-    # none called "loss"
+    # There is no output called "loss".
     only_scalars = isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)
     if named_loss is not None or only_scalars or not tensors:
         raise UsageError(
@@ -295,7 +288,7 @@ def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
 
 
 def _call_model(model: nn.Module, inputs: Nested, drop_unknown: bool = False) -> Nested:
-    """What a model makes of its inputs; with `drop_unknown`, of those that it takes."""
+    """Call a model on its inputs; with `drop_unknown`, on the keys that it accepts."""
     name = type(model).__name__
     if isinstance(inputs, Mapping):
         parameters = inspect.signature(model.forward).parameters
@@ -321,9 +314,7 @@ def _call_model(model: nn.Module, inputs: Nested, drop_unknown: bool = False) ->
 
 
 def _describe(value: object) -> str:
-    """What somebody gave, for an error: its class, with the names of what is in it, or how many
-    there are.
-    """
+    """A value for an error message: its class, with its names or its number of items."""
     description = f"a {type(value).__name__}"
     if isinstance(value, list | tuple):
         return f"{description} of {len(value)}"
@@ -332,7 +323,7 @@ def _describe(value: object) -> str:
 
 
 def check_step(step: object) -> None:
-    """Raise `UsageError` for what is no step, with what to give instead."""
+    """Raise `UsageError` for an object that is no step, and say what is expected."""
     if isinstance(step, nn.Module) and not hasattr(step, "prepared"):
         name = type(step).__name__
         raise UsageError(
@@ -349,8 +340,7 @@ def check_step(step: object) -> None:
 def explain_step_error(
     error: Exception, setting: Setting, modules: Iterable[nn.Module]
 ) -> Exception:
-    """The error to raise for an error in a step; if the setting caused it, one that names tensors
-    `.to()` did not move.
+    """Translate an error caused by the setting into one that names tensors `.to()` missed.
 
     These are tensors of another format or device that are plain attributes of a module.
     """
@@ -381,7 +371,7 @@ def explain_step_error(
 def prepare_step(
     step: Callable[..., Nested], setting: Setting, default_dtype: torch.dtype | None = None
 ) -> Iterator[Callable[[], Nested]]:
-    """The step as a function without arguments, under a setting that is in force.
+    """Provide the step as a function without arguments, under the active setting.
 
     Args:
         step: A `Step`, or a function step.
@@ -419,8 +409,7 @@ def prepare_step(
 
 @contextlib.contextmanager
 def seed_generators(setting: Setting, seed: int) -> Iterator[None]:
-    """Random numbers of torch, NumPy and Python are drawn from the seed; afterwards the caller's go
-    on.
+    """Seed torch, NumPy and Python inside the block, and restore their states afterwards.
 
     >>> for seed in (5, 2**32 + 5):  # of which NumPy takes 32 bits
     ...     with seed_generators(Setting.parse("cpu"), seed):
@@ -441,8 +430,7 @@ def seed_generators(setting: Setting, seed: int) -> Iterator[None]:
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model that require gradients, in the order of
-    `model.parameters()`.
+    """Return the parameters that require gradients, in the order of `parameters()`.
 
     >>> layer = nn.Linear(2, 1)
     >>> _ = layer.bias.requires_grad_(False)

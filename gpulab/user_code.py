@@ -1,6 +1,4 @@
-"""Functions of the user's: found by the name of a module or file, and told apart by the text
-they are written in.
-"""
+"""User functions: found by the name of a module or file, and identified by their source text."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
-from gpulab.errors import UsageError, in_one_line
+from gpulab.errors import UsageError, describe_error
 from gpulab.files import JSON, PACKAGE
 
 Definition = Callable[..., object] | type  # a function or a class
@@ -46,7 +44,7 @@ GENERATED_MEMBERS = (
 
 
 def find_function(name: str, role: str) -> Callable[..., Any]:
-    """The function, or whatever can be called, that `module:name` or `file.py:name` stands for.
+    """Find the function or other callable that `module:name` or `file.py:name` names.
 
     A file is read anew each time. As for a script, what lies beside it can be imported.
 
@@ -84,7 +82,9 @@ def find_function(name: str, role: str) -> Callable[..., Any]:
             module = importlib.import_module(source)
     except (Exception, SystemExit) as error:
         words = (
-            str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, source)
+            str(error)
+            if isinstance(error, ImportError | OSError)
+            else describe_error(error, source)
         )
         raise UsageError(f"{role} {name!r}: {source} cannot be imported: {words}") from error
     function = getattr(module, attribute, None)
@@ -100,8 +100,9 @@ def _add_to_path(folder: str) -> None:
 
 
 def _load_module(file: Path) -> types.ModuleType:
-    """A file as a module, from its text: Python's cache takes two texts of one second and one
-    length for the same.
+    """Load a file as a module from its text, without Python's cache.
+
+    The cache confuses two texts of the same length that were written within a second.
     """
     _add_to_path(str(file.parent))
     loaded = sys.modules.get(file.stem)
@@ -122,12 +123,11 @@ def _load_module(file: Path) -> types.ModuleType:
 
 
 class UnknownSourceError(Exception):
-    """Something that has no text, and that JSON cannot carry; the message says what."""
+    """An object without source text that JSON cannot represent; the message names it."""
 
 
 def source_of(value: object, file: Path | None = None, enclosing: tuple[object, ...] = ()) -> JSON:
-    """What a function is written in, as JSON: the text of its file, and of the files beside it that
-    this imports.
+    """The source of a function as JSON: its file, and the files beside it that this imports.
 
     Of one that was typed into a notebook it is its own text, with what that names: functions and
     classes by their text, what belongs to a library by its name, numbers and texts as they are.
@@ -177,8 +177,9 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
 
 
 def _referenced_objects(definition: types.FunctionType | type, typed: bool) -> dict[str, object]:
-    """What a function takes from those around it; and if it was typed, what it names of what was
-    typed beside it.
+    """The objects that a function takes from its surroundings.
+
+    If it was typed interactively, also what it names of what was typed there.
 
     Of a class that was typed, of which `inspect` has no text, its bases and members.
     """
@@ -209,9 +210,7 @@ def _referenced_objects(definition: types.FunctionType | type, typed: bool) -> d
 
 
 def file_of(definition: Definition) -> Path | None:
-    """The file in which a function or class is written; None where it was typed into a notebook
-    or a console.
-    """
+    """The file that defines a function or class; None if it was typed interactively."""
     if definition.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         return None
     try:
@@ -241,16 +240,14 @@ def _is_library_code(definition: Definition) -> bool:
 
 
 def read_sources(file: Path) -> dict[str, str]:
-    """The text of a file and of each that it imports from beside it, and those import, by their
-    names from there.
-    """
+    """The text of a file and of all files beside it that it imports, by relative name."""
     root = file.parent
     while (root / "__init__.py").is_file():
         root = root.parent
     # What is not below the folder, such as torch, it does not find.
     finder = ModuleFinder([str(root)])
     if root == file.parent:
-        finder.run_script(str(file))  # which it reads, and does not run
+        finder.run_script(str(file))  # it reads the script without running it
     else:
         finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
     names = [getattr(module, "__file__", None) for module in finder.modules.values()]
@@ -260,7 +257,7 @@ def read_sources(file: Path) -> dict[str, str]:
 
 
 def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function, and of those inside it."""
+    """The code objects of a function and of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if inspect.iscode(constant):

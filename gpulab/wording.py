@@ -16,8 +16,11 @@ Level = Hashable
 # str]` to mypy.
 TextByLevel = Mapping[Any, str]
 
-OWN_MEMORY, SHARED_MEMORY = "own memory", "shared memory"
-COPIED, OVERWRITTEN = "copied frames", "overwritten frames"  # the two conditions of the anomaly
+OWN_MEMORY = "own memory"
+SHARED_MEMORY = "shared memory"
+# The two conditions of the anomaly.
+COPIED = "copied frames"
+OVERWRITTEN = "overwritten frames"
 LOADERS = {"copied": COPIED, "window": COPIED, "reused": OVERWRITTEN, "imitated": OVERWRITTEN}
 DEVICES = {"cpu": "CPU", "cuda": "GPU", "mps": "Apple GPU", "xpu": "Intel GPU"}
 ISA = {"sse4": "SSE4", "avx2": "AVX2", "avx512": "AVX-512"}
@@ -31,7 +34,7 @@ SWITCHES = {
 OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
 RERUN_SUFFIX = " again"  # at the end of a setting that was run a second time
 METRICS = {"index_fraction": "share of directions that lead down", "heldout_loss": "held-out loss"}
-# what a network's loss is the error of
+# The unit that a network's loss is the error of.
 UNITS = {
     "prednet": "frame",
     "autoencoder": "image",
@@ -90,8 +93,9 @@ def setting_words(setting: str | Setting) -> str:
 
 
 def condition_words(loader: str, setting: str) -> str:
-    """Whether frames are copied or overwritten, by the loader and where it trains: `reused`, the
-    published line, copies on a GPU.
+    """The condition in words: whether frames are copied or overwritten.
+
+    It depends on the loader and the device: `reused`, the published line, copies on a GPU.
 
     >>> condition_words("reused", "cpu"), condition_words("reused", "cuda:tf32=off")
     ('overwritten frames', 'copied frames')
@@ -101,7 +105,7 @@ def condition_words(loader: str, setting: str) -> str:
 
 
 def optimizer_words(optimizer: str) -> str:
-    """An optimiser as people write it.
+    """An optimiser with its usual spelling.
 
     >>> optimizer_words("adam(eps=0.0001)")
     'Adam (eps=0.0001)'
@@ -110,17 +114,16 @@ def optimizer_words(optimizer: str) -> str:
     return f"{OPTIMIZERS.get(name, name)} {bracket}{options}".rstrip()
 
 
-def names(levels: Iterable[Level], factor: str = "setting") -> dict[Level, str]:
-    """What each level of a factor is called; levels that would be called alike keep their exact
-    names.
+def label_levels(levels: Iterable[Level], factor: str = "setting") -> dict[Level, str]:
+    """The display name of each level of a factor; ambiguous levels keep their exact names.
 
-    >>> names(["copied", "reused"], "loader")
+    >>> label_levels(["copied", "reused"], "loader")
     {'copied': 'copied frames', 'reused': 'overwritten frames'}
-    >>> names(["copied", "window"], "loader")
+    >>> label_levels(["copied", "window"], "loader")
     {'copied': 'copied', 'window': 'window'}
-    >>> names(["cpu:threads=1", "cpu: threads=1"])
+    >>> label_levels(["cpu:threads=1", "cpu: threads=1"])
     {'cpu:threads=1': 'cpu:threads=1', 'cpu: threads=1': 'cpu: threads=1'}
-    >>> names(["cpu", 3], "width")
+    >>> label_levels(["cpu", 3], "width")
     {'cpu': 'cpu', 3: '3'}
     """
     level_names = {level: _level_words(level, factor) for level in levels}

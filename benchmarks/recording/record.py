@@ -24,7 +24,7 @@ import gpulab as gl
 from benchmarks.measuring import command_line, keep, run, this_command
 from companion.workloads import PARTS, Row, measure_speed
 from gpulab.device import roofline
-from gpulab.errors import UsageError, in_one_line
+from gpulab.errors import UsageError, describe_error
 from gpulab.passports import machine
 from gpulab.saddles._optimizers import OPTIMIZERS
 from gpulab.store import recorded
@@ -69,7 +69,7 @@ def record_speed(
         try:
             rows = measure_speed(part, [setting], size)
         except Exception as error:  # of one section, which says so: the others are worth having
-            why = Row(part, note=f"failed: {in_one_line(error)[:200]}")._asdict()
+            why = Row(part, note=f"failed: {describe_error(error)[:200]}")._asdict()
             rows = pd.DataFrame([{"part": part, **why, "size": size, "setting": setting}])
         frames.append(rows)
         print(f"{size} {part}: {len(rows)} rows", flush=True)

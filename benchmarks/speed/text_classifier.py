@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from companion.workloads import VOCABULARY, Row, TextNet, clocked
 from gpulab.device._roofline import time_calls
-from gpulab.errors import in_one_line
+from gpulab.errors import describe_error
 from gpulab.settings import Setting
 
 # Packages of the standard library that every supported Python has, each with more than a hundred
@@ -149,7 +149,7 @@ def text(setting: Setting, size: str) -> Iterator[Row]:
             for value, unit in trained(setting, size, texts, precision, 0, compiled=True):
                 yield Row(CORPUS, way, value, unit, seed=0)
         except Exception as error:  # whatever the lack of a compiler raises
-            yield Row(CORPUS, way, note=f"cannot be compiled here: {in_one_line(error)[:120]}")
+            yield Row(CORPUS, way, note=f"cannot be compiled here: {describe_error(error)[:120]}")
 
 
 def precisions(setting: Setting) -> dict[str, str]:

@@ -1,6 +1,4 @@
-"""The audit: one training step under two settings, compared operation by operation, and
-explained.
-"""
+"""Compare one training step under two settings, operation by operation, and explain."""
 
 import lazy_loader
 

@@ -1,5 +1,4 @@
-"""How much of the difference in a step's results each operation causes, and the order of the
-findings.
+"""The share of each operation in the differences of a step's results, and the order of findings.
 
 The difference in loss, gradients and updates is passed back along the graphs of both executions, as
 relevance is passed back in a network. The operation that made a value keeps the share of the
@@ -29,9 +28,9 @@ import numpy as np
 from gpulab.audits import _tolerances as tol
 from gpulab.audits._comparison import INFINITY, Comparison
 from gpulab.audits._diagnosis import (
-    BEYOND,
     GRADIENT_SCALER_OPERATION,
-    UPDATE_LOST,
+    LOST_UPDATE_PREFIX,
+    OUT_OF_RANGE_ADVICE,
     find_short_format_origin,
     is_nonfinite_on_one_side,
 )
@@ -50,7 +49,7 @@ SOURCE_KINDS = (
     "cannot be told",
 )
 MAX_VISITS = 16  # of one pair of values
-# a value of the first side and its counterpart, or None
+# A value of the first side and its counterpart; either may be None.
 ValuePair = tuple[Value | None, Value | None]
 
 
@@ -87,8 +86,7 @@ class Attribution:
                 self._pass_back(pair, amount)
 
     def share(self, finding: Finding, siblings: Sequence[Finding]) -> float:
-        """The share of the difference that a finding explains, or NaN if there is no difference or
-        no way to tell.
+        """The share of the difference that a finding explains; NaN if it cannot be told.
 
         Args:
             finding: A finding about an operation.
@@ -99,7 +97,7 @@ class Attribution:
         if (
             not self.total
             or finding.kind in ("rounding", "not finite")
-            or finding.detail.startswith(UPDATE_LOST)
+            or finding.detail.startswith(LOST_UPDATE_PREFIX)
         ):
             return math.nan  # the rounding of an update counts for the operation that made it
         if finding.is_pairwise and self.attributed_to_sources:
@@ -112,9 +110,7 @@ class Attribution:
         return amount * share_of_error / self.total
 
     def _add_result_gaps(self) -> float:
-        """Add the differences in loss, gradients and updates, each group as a whole relative to
-        its size.
-        """
+        """Add the differences in loss, gradients and updates, relative to each group's size."""
         comparison = self.comparison
         total = 0.0
         groups: dict[str, list[tuple[bool, Value, Value]]] = defaultdict(list)
@@ -128,7 +124,7 @@ class Attribution:
             absolute_gaps = [
                 gap * (size or 1.0) if gap else 0.0 for gap, size in zip(gaps, sizes, strict=True)
             ]
-            # 1 if the gap is not known
+            # The amount is 1 if the gap is not known.
             amount = min(1.0, math.hypot(*absolute_gaps) / (math.hypot(*sizes) or 1.0))
             for (agrees, x, y), fraction in zip(group, _fractions(absolute_gaps), strict=True):
                 if agrees:
@@ -148,7 +144,7 @@ class Attribution:
         self._incoming[pair] += amount
 
     def _relative_position(self, pair: ValuePair) -> float:
-        """How late a value was made: from 0 for data to 1 for what was made last."""
+        """The relative time at which a value was made: 0 for data, 1 for the last value."""
         nodes = [
             (graph, graph.maker.get(v))
             for graph, v in zip(self.comparison.graphs, pair, strict=True)
@@ -157,9 +153,7 @@ class Attribution:
         return max((node.number / len(graph.nodes) for graph, node in nodes if node), default=-1.0)
 
     def _pass_back(self, pair: ValuePair, amount: float) -> None:
-        """Attribute a difference to the operations that made a value, by their errors, and pass
-        on the rest.
-        """
+        """Attribute a difference to the makers of a value by their errors; pass on the rest."""
         nodes = [
             graph.maker.get(v) if v else None
             for graph, v in zip(self.comparison.graphs, pair, strict=True)
@@ -187,9 +181,7 @@ class Attribution:
             self._add_incoming(input_pair, amount * (1 - share) * fraction)
 
     def _inputs(self, nodes: Sequence[Node | None]) -> list[ValuePair]:
-        """The inputs of two operations: pairs of values that agree in float64, and the other
-        values without partner.
-        """
+        """The inputs of two operations: pairs that agree in float64, and values without partner."""
         pairs: dict[ValuePair, None] = {}
         for side, node in enumerate(nodes):
             other_node = nodes[1 - side]
@@ -209,9 +201,7 @@ class Attribution:
         return list(pairs)
 
     def _recorded_gap(self, pair: ValuePair) -> float:
-        """The relative difference between a value and its counterpart, or between a value and
-        its reference.
-        """
+        """The relative difference between a value and its counterpart or its reference."""
         x, y = pair
         if x is not None and y is not None:
             return self.comparison.gap(x, y)
@@ -220,9 +210,7 @@ class Attribution:
         return value.deviation
 
     def _estimate_error(self, node: Node) -> float:
-        """An operation's own error; if it was not measured, how much further off its result is
-        than its inputs.
-        """
+        """An operation's own error, or else the growth of the error from inputs to result."""
         error = _measured_error(node.op)
         if error or node.op.error is not None or node.op.is_view:
             return error
@@ -236,8 +224,7 @@ class Attribution:
 
 
 def _measured_error(op: Operation) -> float:
-    """An operation's own error combined with its spread in repeated executions, relative to its
-    result.
+    """An operation's error and its spread in repetitions, combined, relative to its result.
 
     >>> operation = Operation("mm", "forward", "", "", [], [], [], "float32", error=3.0, spread=4.0)
     >>> _measured_error(operation), _measured_error(replace(operation, error=math.nan))
@@ -248,8 +235,7 @@ def _measured_error(op: Operation) -> float:
 
 
 def _explained_share(size: float, difference: float) -> float:
-    """The share of a difference, in squares, that an error of a size explains; all if the size is
-    not known.
+    """The share of a squared difference that an error explains; all for an unknown size.
 
     >>> _explained_share(1.0, 2.0), _explained_share(math.inf, 2.0)
     (0.25, 1.0)
@@ -260,7 +246,7 @@ def _explained_share(size: float, difference: float) -> float:
 
 
 def _fractions(sizes: list[float]) -> list[float]:
-    """The fraction of each in the sum of all squares; an infinite size makes all of it.
+    """The fraction of each square in the sum of squares; an infinite size has all of it.
 
     >>> _fractions([3.0, 4.0]), _fractions([1.0, math.inf]), _fractions([0.0])
     ([0.36, 0.64], [0.0, 1.0], [0.0])
@@ -283,7 +269,7 @@ class Rank(IntEnum):
     BEFORE_NONFINITE = -2  # a mismatch before the operation that made NaN or infinity
     NONFINITE = -1
     OVERWRITTEN = 0
-    CAUSE = 1  # what explains most of the difference, or has no bound
+    CAUSE = 1  # explains most of the difference, or has no bound
     PARTIAL_CAUSE = 2
     CONVERSION = 3  # a cast belongs to the product that it was made for
     ROUNDED_FACTORS = 4  # the product of factors that were rounded before
@@ -292,7 +278,7 @@ class Rank(IntEnum):
 
 
 def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings of a comparison, what explains most of the difference first."""
+    """The findings of a comparison, ordered by the share of the difference that they explain."""
     attribution = Attribution(comparison)
     digit_loss_op, digit_loss_detail = _find_digit_loss(comparison)
     overflow_advice = _advise_on_overflow(comparison, digit_loss_op)
@@ -341,8 +327,9 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
 
 
 def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> list[Finding]:
-    """Data and weights that a setting rounded to a short format before the step began
-    (`decoder_in_bfloat16`).
+    """Data and weights that a setting rounded to a short format before the step began.
+
+    `decoder_in_bfloat16` is an example.
     """
     findings: dict[tuple[str, str], Finding] = {}
     for value, amount in attribution.attributed_to_data.items():
@@ -389,8 +376,7 @@ def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> 
 
 
 def _merge_conversion_shares(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, where the share of a conversion to a short format counts for the operation that
-    it was made for.
+    """Add the share of a conversion to a short format to the operation it was made for.
 
     Autocast converts what a product is given, so that the rounding of the conversion is that of the
     product.
@@ -418,9 +404,7 @@ def _merge_conversion_shares(comparison: Comparison, findings: Sequence[Finding]
 
 
 def _find_consumer(comparison: Comparison, op: Operation) -> Operation | None:
-    """The first operation that computes with what a conversion made, perhaps through views of
-    it.
-    """
+    """The first operation that uses the result of a conversion, directly or through views."""
     graph = comparison.graphs[comparison.side_of[op]]
     queue = deque(graph.node_of[op].outputs)
     visited = set(queue)
@@ -434,9 +418,7 @@ def _find_consumer(comparison: Comparison, op: Operation) -> Operation | None:
 
 
 def _assign_unattributed_share(attribution: Attribution, findings: list[Finding]) -> list[Finding]:
-    """The findings, where `rounding` gets the share of the difference that no other finding
-    explains.
-    """
+    """Give `rounding` the share of the difference that no other finding explains."""
     attributed_share = sum(f.share for f in findings if not math.isnan(f.share))
     unattributed_share = max(0.0, 1.0 - attributed_share) if attribution.total else math.nan
     return [replace(f, share=unattributed_share) if f.kind == "rounding" else f for f in findings]
@@ -458,7 +440,7 @@ def _rank_of(comparison: Comparison, finding: Finding) -> Rank:
     ):
         return Rank.CAUSE
     if finding.kind == "reduced precision" and finding.op:
-        if finding.detail.startswith(UPDATE_LOST):
+        if finding.detail.startswith(LOST_UPDATE_PREFIX):
             return Rank.CAUSE
         if finding.op.name == "_to_copy":
             return Rank.CONVERSION
@@ -474,9 +456,7 @@ def _rank_of(comparison: Comparison, finding: Finding) -> Rank:
 
 
 def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
-    """The operation that lost the digits before a NaN or infinity of one side alone, and a
-    description of that.
-    """
+    """The operation that lost the digits before a one-sided NaN or infinity, and a description."""
     op = find_short_format_origin(comparison)
     if op is None or not is_nonfinite_on_one_side(comparison):
         return None, ""
@@ -502,9 +482,7 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
 
 
 def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
-    """What to do about numbers beyond the range of a short format; empty if that is not what
-    happened.
-    """
+    """What to do about numbers beyond the range of a short format; empty without overflow."""
     if op is None:
         return ""
     ((side, origin),) = comparison.not_finite.items()
@@ -513,7 +491,7 @@ def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
         return ""
     if _describe_skipped_updates(comparison, side):
         return SCALER_ADVICE
-    return BEYOND.format(op.dtype)
+    return OUT_OF_RANGE_ADVICE.format(op.dtype)
 
 
 def _describe_skipped_updates(comparison: Comparison, side: int) -> str:

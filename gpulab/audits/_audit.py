@@ -1,6 +1,4 @@
-"""The audit: one training step under two settings, or two programs under one, compared and
-explained.
-"""
+"""The audit: compare one step under two settings, or two programs under one, and explain."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.steps import check_step
 
-# places, one after the other, at which values that enter from outside of torch differ by roundings
+# The most successive places at which values from outside of torch may differ by rounding.
 MAX_EXTERNAL_ROUNDS = 8
 
 
@@ -75,13 +73,11 @@ class Audit(AnswerPage):
 
     @property
     def headline(self) -> str:
-        """The two settings, what was found between them, how far the results are apart, and what
-        was looked at.
-        """
+        """The settings, the findings, the size of the differences, and what was compared."""
         comparison = self.comparison
         titles = f"{self.a.title} against {self.b.title}"
-        first = f"{titles}: {_describe_nonfinite(self)}{_describe_kinds(self)}."
-        return " ".join([first, *_describe_gaps(comparison), *_describe_coverage(self)])
+        findings_sentence = f"{titles}: {_describe_nonfinite(self)}{_describe_kinds(self)}."
+        return " ".join([findings_sentence, *_describe_gaps(comparison), *_describe_coverage(self)])
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -124,27 +120,26 @@ class Audit(AnswerPage):
 
 
 def _describe_nonfinite(answer: Audit) -> str:
-    """That NaN or infinity reaches a result of one side alone, as the beginning of a sentence;
-    else nothing.
-    """
+    """The start of a sentence on a NaN or infinity in the results of one side; else empty."""
     if len(answer.comparison.not_finite) != 1:
         return ""
     ((side, origin),) = answer.comparison.not_finite.items()
     first_result = describe(origin.results[0])
     n_more = len(origin.results) - 1
-    more = ""
+    other_results = ""
     if n_more:
-        more = " and 1 more result" if n_more == 1 else f" and {n_more} more results"
+        other_results = " and 1 more result" if n_more == 1 else f" and {n_more} more results"
     cause = operation_phrase(origin.first_operation)
     return (
-        f"{origin.value_kind} reaches {first_result}{more} under {answer.titles[side]} alone, from"
-        f" {cause}; "
+        f"{origin.value_kind} reaches {first_result}{other_results} under"
+        f" {answer.titles[side]} alone, from {cause}; "
     )
 
 
 def _describe_kinds(answer: Audit) -> str:
-    """The findings as a phrase, such as "2 × mismatch", or that all is well; what both settings
-    share comes last.
+    """The findings as a phrase, such as "2 × mismatch", or that all is well.
+
+    What both settings share comes last.
     """
     findings = answer.findings
     shared = sum(f.under_both and f.kind == "reduced precision" for f in findings)
@@ -165,16 +160,16 @@ def _describe_kinds(answer: Audit) -> str:
 
 
 def _describe_gaps(comparison: Comparison) -> list[str]:
-    """How far the loss and the furthest gradient are apart, and how far float32's roundings
-    alone lead.
-    """
-    both = [result for result in comparison.results if result.a and result.b]
-    gaps = {result: comparison.recorded_gap(result) for result in both}
+    """The differences in the loss and in the furthest gradient, and the reach of rounding."""
+    shared_results = [result for result in comparison.results if result.a and result.b]
+    gaps = {result: comparison.recorded_gap(result) for result in shared_results}
     phrases: list[tuple[str, float]] = []
     chosen: list[Result] = []
     for group in ("loss", "gradient", "updated"):
         of_group = [
-            result for result in both if result.group == group and math.isfinite(gaps[result])
+            result
+            for result in shared_results
+            if result.group == group and math.isfinite(gaps[result])
         ]
         # A gradient that consists of roundings, or is not finite, has no size to compare with.
         comparable = [
@@ -211,9 +206,7 @@ def _describe_gaps(comparison: Comparison) -> list[str]:
 def _rounding_deviations(
     comparison: Comparison, results: Sequence[Result], side: int
 ) -> list[float]:
-    """How far the recorded results of one side are from their references at most; nothing if
-    these are not exact.
-    """
+    """The largest distances of one side's results from exact references; empty without them."""
     if Setting.parse(comparison.traces[side].setting).precision == "float64":
         return [0.0]
     values = [
@@ -225,7 +218,7 @@ def _rounding_deviations(
 
 
 def _describe_gap(size: float) -> str:
-    """What is said of how far a result is apart.
+    """The difference in a result as a phrase.
 
     >>> _describe_gap(0.00123), _describe_gap(0.0)
     ('differs by 1.2e-03 (relative)', 'has the same bits')
@@ -234,9 +227,10 @@ def _describe_gap(size: float) -> str:
 
 
 def _describe_coverage(answer: Audit) -> list[str]:
-    """What was compared and checked, of which loss, and what could not be: sentences."""
+    """Sentences on what was compared and checked, the loss, and what was not possible."""
     comparison = answer.comparison
-    guard, loss = comparison.a.notes.get("guard", ""), comparison.a.notes.get("loss", "")
+    guard = comparison.a.notes.get("guard", "")
+    loss = comparison.a.notes.get("loss", "")
     sentences = [
         _describe_counts(answer),
         _describe_unpaired(comparison),
@@ -250,13 +244,14 @@ def _describe_coverage(answer: Audit) -> list[str]:
 
 
 def _describe_counts(answer: Audit) -> str:
-    """How many results agree, and how many operations have a counterpart and were checked."""
+    """The numbers of agreeing results, and of paired and checked operations, as a sentence."""
     results = [result for result in answer.comparison.results if result.a and result.b]
     operations = [pair for pair in answer.pairs if pair.representative.phase != RESULT]
-    alone = sum(not (pair.a and pair.b) for pair in operations)
-    unpaired = f" ({alone} more have no counterpart)" if alone else ""
+    n_unpaired = sum(not (pair.a and pair.b) for pair in operations)
+    unpaired = f" ({n_unpaired} more have no counterpart)" if n_unpaired else ""
     checked = sum(op.ratio is not None for pair in operations for op in pair.operations)
-    agree, count = sum(result.agrees for result in results), len(operations) - alone
+    agree = sum(result.agrees for result in results)
+    count = len(operations) - n_unpaired
     counted = "1 operation makes" if count == 1 else f"{count} operations make"
     agreement = _describe_agreement(agree, len(results))
     return (
@@ -285,7 +280,7 @@ def _describe_missing_references(comparison: Comparison) -> str:
 
 
 def _describe_missing_results(comparison: Comparison) -> str:
-    """That a step left nothing, or no gradient, to compare."""
+    """A sentence that says that a step left nothing, or no gradient, to compare."""
     if not any(result.a and result.b for result in comparison.results):
         return "The step returned nothing and left no gradient, so no result could be compared."
     if all(result.group == "loss" for result in comparison.results):
@@ -294,7 +289,7 @@ def _describe_missing_results(comparison: Comparison) -> str:
 
 
 def _shorten_list(names: Sequence[str]) -> str:
-    """A list of names that is cut.
+    """The first names of a list, and the number of the others.
 
     >>> _shorten_list(["a", "b"]), _shorten_list(list("abcde"))
     ('a, b', 'a, b, c and 2 more')
@@ -303,7 +298,7 @@ def _shorten_list(names: Sequence[str]) -> str:
 
 
 def _describe_agreement(agree: int, count: int) -> str:
-    """How many results agree, as the beginning of a sentence.
+    """The number of agreeing results, as the beginning of a sentence.
 
     >>> _describe_agreement(1, 1), _describe_agreement(0, 1)
     ('The only result agrees', 'The only result does not agree')
@@ -316,9 +311,7 @@ def _describe_agreement(agree: int, count: int) -> str:
 
 
 def compare(a: Trace, b: Trace) -> Audit:
-    """The audit of two traces: their results compared, each judged by itself, and where they
-    begin to differ.
-    """
+    """Compare the results of two traces, examine each trace, and find where they diverge."""
     comparison = Comparison(a, b)
     sources: list[Source] = []
     for _ in range(MAX_EXTERNAL_ROUNDS):
@@ -341,8 +334,7 @@ def audit(
     setting: str | Setting | None = None,
     progress: bool = True,
 ) -> Audit | CompiledAudit:
-    """Compare one training step under two settings, or two programs under one, and explain how they
-    differ.
+    """Compare one training step under two settings, or two programs under one, and explain.
 
     There are three ways to call it:
 
@@ -466,20 +458,20 @@ def audit(
             ' under one setting, as audit(step_a, step_b, setting="cpu")'
         )
     check_step(step)
-    first, second = map(Setting.parse, (a, b))
-    first.check()
-    second.check()
-    if first.compile or second.compile:
-        return audit_compiled(step, first, second, progress)
+    setting_a, setting_b = map(Setting.parse, (a, b))
+    setting_a.check()
+    setting_b.check()
+    if setting_a.compile or setting_b.compile:
+        return audit_compiled(step, setting_a, setting_b, progress)
     trace_a, trace_b = (record(step, text, progress=progress) for text in (a, b))
     return compare(*_label_traces(trace_a, trace_b))
 
 
 def _audit_two_steps(
-    step_a: object, step_b: object, rest: object, setting: str | Setting, progress: bool
+    step_a: object, step_b: object, extra_argument: object, setting: str | Setting, progress: bool
 ) -> Audit:
-    """Two programs under one setting."""
-    if rest is not None:
+    """Audit two programs under one setting."""
+    if extra_argument is not None:
         raise UsageError(
             'audit of two steps: expected one setting, as audit(step_a, step_b, setting="cpu")'
         )
@@ -498,7 +490,7 @@ def _audit_two_steps(
 
 
 def _label_traces(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
-    """Two traces of two names: their own; or else by file, or by order.
+    """Two traces with different labels: their own, or else by file or by order.
 
     >>> trace = Trace("cpu", [], {}, [])
     >>> for files in (("before", "after"), ("same", "same"), ("", "")):

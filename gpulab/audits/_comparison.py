@@ -1,5 +1,4 @@
-"""Two executions side by side: which results agree in float64, which values and operations stand
-for each other.
+"""Two executions side by side: the results, values and operations that correspond in float64.
 
 Results come first. Loss, returned values, gradients and updates are paired by name, or by the value
 that a parameter began with, or as parts of each other. Where all of them agree in float64, the two
@@ -42,7 +41,8 @@ _EXECUTION_ARGUMENTS = """
 EXECUTION_ARGUMENTS = frozenset(_EXECUTION_ARGUMENTS.split())
 SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
-NAN, INFINITY = "NaN", "infinity"
+NAN = "NaN"
+INFINITY = "infinity"
 LEAF_RESULTS = ("gradient", "updated")
 
 
@@ -67,7 +67,7 @@ class Result:
 
     @property
     def representative(self) -> Operation:
-        """Either of the two, for what they have in common."""
+        """Either of the two, for their common properties."""
         return self.a or self.b  # type: ignore[return-value]
 
     @property
@@ -78,27 +78,25 @@ class Result:
 
 @dataclass(frozen=True)
 class OperationPair:
-    """Operations of the two sides that make the same value, or an operation that has no
-    counterpart.
-    """
+    """Operations of the two sides that make the same value, or one without counterpart."""
 
     a: Operation | None
     b: Operation | None
 
     @property
     def representative(self) -> Operation:
-        """Either of the two, for what they have in common."""
+        """Either of the two, for their common properties."""
         return self.a or self.b  # type: ignore[return-value]
 
     @property
     def operations(self) -> list[Operation]:
-        """Those of the two that ran."""
+        """The operations of the pair that exist."""
         return [op for op in (self.a, self.b) if op is not None]
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Where a trace's NaN or infinity comes from.
+    """The origin of a trace's NaN or infinity.
 
     Attributes:
         value_kind: `NAN` or `INFINITY`.
@@ -128,7 +126,7 @@ class NotFinite:
 
 
 class Comparison:
-    """Two traces: their results, and the values that are one in float64.
+    """Two traces: their results, and the values that agree in float64.
 
     Args:
         a: The first trace.
@@ -168,7 +166,7 @@ class Comparison:
         }
 
     def tolerance(self, value: Value) -> float:
-        """How far another reference of a value may be from this one, relative to it."""
+        """The largest relative distance between two references of one value."""
         return self._tolerances[value not in self._values_of_first](value)
 
     # --- the two sides ----------------------------------------------------------------------------
@@ -182,21 +180,21 @@ class Comparison:
         return self.traces[self.side_of[op]]
 
     def other_title(self, op: Operation) -> str:
-        """What the other setting is called."""
+        """The title of the other setting."""
         return self.traces[1 - self.side_of[op]].title
 
     def values(self, op: Operation | None) -> list[Value]:
-        """What an operation or a result made."""
+        """The values that an operation or a result made."""
         return [self.trace_of(op).values[name] for name in op.outputs] if op else []
 
     @cached_property
     def position(self) -> dict[Operation, int]:
-        """The place of each operation in its trace."""
-        return {op: place for trace in self.traces for place, op in enumerate(trace.operations)}
+        """The index of each operation in its trace."""
+        return {op: index for trace in self.traces for index, op in enumerate(trace.operations)}
 
     @cached_property
     def not_finite(self) -> dict[int, NotFinite]:
-        """By the number of the trace, where the NaN or infinity in its results comes from."""
+        """The origin of the NaN or infinity in the results, by the number of the trace."""
         origins = {side: find_not_finite(graph) for side, graph in enumerate(self.graphs)}
         return {side: origin for side, origin in origins.items() if origin}
 
@@ -204,9 +202,7 @@ class Comparison:
 
     @cached_property
     def results(self) -> list[Result]:
-        """The loss, what else was returned, gradients and updates, and whether they agree in
-        float64.
-        """
+        """The loss, other returned values, gradients and updates, and which of them agree."""
         result_ops = [
             [op for op in trace.operations if op.phase == RESULT] for trace in self.traces
         ]
@@ -232,16 +228,16 @@ class Comparison:
         return self._accept_parts([result for result in results if not self._is_negligible(result)])
 
     def _pair_returns(
-        self, first: dict[tuple[str, str], Operation], second: dict[tuple[str, str], Operation]
+        self,
+        returns_a: dict[tuple[str, str], Operation],
+        returns_b: dict[tuple[str, str], Operation],
     ) -> list[tuple[Operation | None, Operation | None]]:
-        """Pair what both sides returned in one place; the rest of two programs is paired by
-        value.
-        """
+        """Pair what both sides returned under one name; pair the rest of two programs by value."""
         pairs: list[tuple[Operation | None, Operation | None]] = [
-            (a, second[key]) for key, a in first.items() if key in second
+            (a, returns_b[key]) for key, a in returns_a.items() if key in returns_b
         ]
-        unpaired_a = [a for key, a in first.items() if key not in second]
-        unpaired_b = [b for key, b in second.items() if key not in first]
+        unpaired_a = [a for key, a in returns_a.items() if key not in returns_b]
+        unpaired_b = [b for key, b in returns_b.items() if key not in returns_a]
         for a in unpaired_a:
             candidates = [] if self.is_same_program else unpaired_b
             equal_results = (
@@ -278,8 +274,9 @@ class Comparison:
         return Result(a, b, agrees, gap=max(_reference_gap(v, w) for v, w in pairs))
 
     def _differ_within_rounding(self, x: Value, y: Value) -> bool:
-        """Whether two references differ by less than float32's roundings, as by a constant of
-        another precision.
+        """Whether two references differ by less than float32's rounding errors.
+
+        A constant of another precision leads to such a difference.
         """
         float32_deviations = [
             value.deviation for side, value in enumerate((x, y)) if not self.uses_short_format(side)
@@ -290,15 +287,15 @@ class Comparison:
         return x.is_float_or_complex and _reference_gap(x, y) <= tolerance
 
     def _pair_leaves(
-        self, first: list[_Leaf], second: list[_Leaf]
+        self, leaves_a: list[_Leaf], leaves_b: list[_Leaf]
     ) -> list[tuple[_Leaf | None, _Leaf | None]]:
         """Pair parameters and buffers that began with the same value; the rest by name and shape.
 
         Several may begin with the same value, such as biases that are initialised with zeros. They
         are distinguished by their gradients, and then by their names.
         """
-        unpaired_a = list(first)
-        unpaired_b = list(second)
+        unpaired_a = list(leaves_a)
+        unpaired_b = list(leaves_b)
         pairs: list[tuple[_Leaf | None, _Leaf | None]] = []
 
         def have_same_name(x: _Leaf, y: _Leaf) -> bool:
@@ -337,15 +334,16 @@ class Comparison:
                     pairs.append((x, y))
         return [*pairs, *((x, None) for x in unpaired_a), *((None, y) for y in unpaired_b)]
 
-    def _are_all_same(self, first: list[Value], second: list[Value]) -> bool:
-        pairs = zip(first, second, strict=False)
-        return len(first) == len(second) and all(
+    def _are_all_same(self, values_a: list[Value], values_b: list[Value]) -> bool:
+        pairs = zip(values_a, values_b, strict=False)
+        return len(values_a) == len(values_b) and all(
             is_same_value(x, y, self.tolerance) for x, y in pairs
         )
 
     def _is_negligible(self, result: Result) -> bool:
-        """Whether a result of one side alone is zero, or nothing but roundings: the other side
-        need not compute it.
+        """Whether a result of one side alone is zero or pure rounding.
+
+        The other side need not compute such a result.
         """
         if (result.a and result.b) or self.is_same_program:
             return False
@@ -353,9 +351,7 @@ class Comparison:
         return op.name == "gradient" and all(value.is_pure_rounding for value in self.values(op))
 
     def _accept_parts(self, results: list[Result]) -> list[Result]:
-        """The results, where those of one side that are parts of results of the other side count
-        as agreeing.
-        """
+        """Count results of one side that are parts of results of the other side as agreeing."""
         only_a = [result for result in results if result.b is None]
         only_b = [result for result in results if result.a is None]
         if not only_a or not only_b:
@@ -369,15 +365,13 @@ class Comparison:
         return [Result(r.a, r.b, agrees=True) if r in agreeing else r for r in results]
 
     def _find_parts(self, values: list[Value], counterparts: list[Value]) -> set[Value]:
-        """The values that are part of one of the counterparts, or made up of them."""
+        """The values that are part of a counterpart, or that counterparts make up."""
         search = PartSearch([value for value in counterparts if value.total], self.tolerance)
         return {value for value in values if search.contains(value) or search.covers(value)}
 
     @cached_property
     def is_same_program(self) -> bool:
-        """Whether the two traces are of one step, so that each has every result that the other
-        one has.
-        """
+        """Whether both traces are of one step, so that each has all results of the other."""
         return self.a.step == self.b.step
 
     @cached_property
@@ -399,17 +393,13 @@ class Comparison:
         ]
 
     def recorded_gap(self, result: Result) -> float:
-        """The difference between the recorded numbers of a result, relative to the first side;
-        NaN for parts.
-        """
+        """The difference between the recorded numbers, relative to the first; NaN for parts."""
         if not (result.a and result.b):
             return math.nan
         return max(self.gaps(result.a, result.b))
 
     def gap(self, x: Value, y: Value) -> float:
-        """The difference between two recorded values, relative to the first, or to the second if
-        the first is zero.
-        """
+        """The difference of recorded values relative to the first, or to the second if it is 0."""
         if x.content == y.content:
             return 0.0
         return (
@@ -422,22 +412,20 @@ class Comparison:
 
     @cached_property
     def matches(self) -> Matches:
-        """The values that are one in float64."""
+        """The values that agree in float64."""
         return Matches(self.graphs, self.tolerance)
 
     @cached_property
     def partners(self) -> dict[Operation, Operation]:
-        """Operations of the two sides that make the same values; those that make the same call
-        first, in order.
-        """
+        """Operations of both sides that make the same values; same calls first, in order."""
         partners: dict[Operation, Operation] = {}
-        first, second = self.graphs
+        graph_a, graph_b = self.graphs
         makers: dict[Value, list[Operation]] = defaultdict(list)
-        for node in second.nodes:
+        for node in graph_b.nodes:
             for value in node.outputs:
                 makers[value].append(node.op)
         for requires_same_call in (True, False):
-            for node in first.nodes:
+            for node in graph_a.nodes:
                 if node.op in partners:
                     continue
                 candidates = (
@@ -460,28 +448,29 @@ class Comparison:
     def pairs(self) -> list[OperationPair]:
         """All operations of both sides, in the order of the first, and then all results."""
         pairs: list[OperationPair] = []
-        first, second = (
+        operations_a, operations_b = (
             [op for op in trace.operations if op.phase != RESULT] for trace in self.traces
         )
         position = 0
         placed: set[Operation] = set()
-        for a in first:
+        for a in operations_a:
             b = self.partners.get(a)
             if b is not None and b not in placed:
-                while second[position] in placed or second[position] not in self.partners:
-                    if second[position] not in placed:
-                        pairs.append(OperationPair(None, second[position]))
+                while (
+                    operations_b[position] in placed or operations_b[position] not in self.partners
+                ):
+                    if operations_b[position] not in placed:
+                        pairs.append(OperationPair(None, operations_b[position]))
                     position += 1
                 placed.add(b)
             pairs.append(OperationPair(a, b))
-        pairs += [OperationPair(None, b) for b in second[position:] if b not in placed]
+        pairs += [OperationPair(None, b) for b in operations_b[position:] if b not in placed]
         return [*pairs, *(OperationPair(result.a, result.b) for result in self.results)]
 
     def gaps(self, a: Operation, b: Operation) -> list[float]:
         """The differences between the outputs of two operations, one by one."""
-        return [self.gap(x, y) for x, y in zip(self.values(a), self.values(b), strict=False)] or [
-            0.0
-        ]
+        pairs = zip(self.values(a), self.values(b), strict=False)
+        return [self.gap(x, y) for x, y in pairs] or [0.0]
 
 
 def _reference_gap(x: Value, y: Value) -> float:
@@ -496,11 +485,11 @@ def _reference_gap(x: Value, y: Value) -> float:
 
 @dataclass(eq=False)
 class _Leaf:
-    """A parameter or buffer: what it began with, its gradient, and its update."""
+    """A parameter or buffer: its initial value, its gradient, and its update."""
 
     name: str
     start: list[Value]
-    state: str = ""  # which state of an optimizer it is; empty for the parameter itself
+    state: str = ""  # the name of an optimizer's state; empty for the parameter itself
     gradient: Operation | None = None
     updated: Operation | None = None
 
@@ -514,7 +503,7 @@ def _uses_short_format(trace: Trace) -> bool:
     is_requested = bool(
         setting.emulated or setting.autocast or setting.precision in tol.SHORT_FORMATS
     )
-    # a CPU ignores these flags
+    # A CPU ignores the flags of TF32.
     allows_tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()
     return (
         is_requested or allows_tf32 or any(op.dtype in tol.SHORT_FORMATS for op in trace.operations)
@@ -533,15 +522,15 @@ def _find_leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
 
 
 def _pair_states(
-    first: list[_Leaf], second: list[_Leaf], pairs: list[tuple[_Leaf | None, _Leaf | None]]
+    leaves_a: list[_Leaf], leaves_b: list[_Leaf], pairs: list[tuple[_Leaf | None, _Leaf | None]]
 ) -> list[tuple[_Leaf | None, _Leaf | None]]:
     """Pair the states that the optimizers of both sides hold for corresponding parameters."""
-    start_in_second = {tuple(x.start): tuple(y.start) for x, y in pairs if x and y}
-    unpaired_states = [leaf for leaf in second if leaf.state]
+    start_in_b = {tuple(x.start): tuple(y.start) for x, y in pairs if x and y}
+    unpaired_states = [leaf for leaf in leaves_b if leaf.state]
     state_pairs: list[tuple[_Leaf | None, _Leaf | None]] = []
-    for x in first:
+    for x in leaves_a:
         if x.state:
-            start = start_in_second.get(tuple(x.start))
+            start = start_in_b.get(tuple(x.start))
             y = next(
                 (y for y in unpaired_states if y.state == x.state and tuple(y.start) == start), None
             )
@@ -584,9 +573,7 @@ def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Jso
 
 
 def find_not_finite(graph: Graph) -> NotFinite | None:
-    """The origin of NaN or infinity in a trace's loss, or else in its gradients; None if all are
-    finite.
-    """
+    """The origin of NaN or infinity in a trace's loss, or else in its gradients, if any."""
     trace = graph.trace
     nans = {value for op in trace.operations if op.has_nan for value in op.outputs}
     nans |= {name for name, value in trace.values.items() if np.isnan(value.sketch).any()}
@@ -619,9 +606,7 @@ def find_not_finite(graph: Graph) -> NotFinite | None:
 
 
 def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
-    """The nearest operation before another one that lost most of its digits, as by subtracting
-    two large numbers.
-    """
+    """The nearest earlier operation that lost most digits, as by subtracting large numbers."""
     queue = deque([op])
     visited = {op}
     while queue:
@@ -640,9 +625,7 @@ def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
 
 
 def _loses_digits(node: Node) -> bool:
-    """Whether the relative error of a result is far larger than that of what it was computed
-    from.
-    """
+    """Whether the relative error of a result is far larger than that of its inputs."""
     outputs, inputs = (
         max(
             (
@@ -658,9 +641,7 @@ def _loses_digits(node: Node) -> bool:
 
 
 def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> Operation | None:
-    """The operation that made the infinity that another one was given, perhaps through further
-    operations.
-    """
+    """The operation that made the infinity in another one's inputs, perhaps indirectly."""
     infinite = {graph.trace.values[name] for name in infinities}
     node = graph.node_of.get(op)
     queue = deque(value for value in node.inputs if value in infinite) if node else deque()
@@ -678,8 +659,9 @@ def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> 
 
 
 def is_infinite(sketch: np.ndarray) -> bool:
-    """Whether a value contains infinity, which counts as `MAX_SKETCHED_NUMBER` in the sketch of
-    a large tensor.
+    """Whether a value contains infinity, which the sketch of a large tensor clips.
+
+    There it counts as `MAX_SKETCHED_NUMBER`.
     """
     if sketch.size < SKETCH_SIZE:
         return bool(np.isinf(sketch).any())
@@ -692,8 +674,9 @@ def is_infinite(sketch: np.ndarray) -> bool:
 
 
 def _find_origin(trace: Trace, nonfinite_names: set[str]) -> tuple[Operation, bool]:
-    """The first operation that made a non-finite value from finite inputs, and True; or the
-    first user, and False.
+    """The first operation that made a non-finite value from finite inputs, and True.
+
+    If there is none, the first operation that used such a value, and False.
     """
     for op in trace.operations:
         if (

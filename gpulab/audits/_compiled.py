@@ -1,5 +1,4 @@
-"""The audit of a compiled network: its results, and those of each module alone, beside the network
-as it is written.
+"""Audit a compiled network: compare its results, and those of each module, with uncompiled ones.
 
 Compiled code has no operations that could be paired. Its values can be seen at the end of the step,
 and at the border of every module that is compiled by itself. So the whole step is compared first;
@@ -43,15 +42,13 @@ from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.steps import Step
 
-NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
-SHORT_NUDGES = (
-    4  # the same in bfloat16 and float16, where they are moved less and so count for less each
-)
-FEW_NUMBERS = 64  # the norm of fewer numbers varies much from draw to draw
+N_NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
+# The same in bfloat16 and float16. There they are moved less, so each draw counts for less.
+N_SHORT_FORMAT_NUDGES = 4
+MIN_STABLE_NORM_SIZE = 64  # the norm of fewer numbers varies much from draw to draw
 NO_REFERENCE_PREFIX = "There was no float64 reference:"
-MIN_DIGITLESS_MOVE = (
-    0.5  # a result that roundings move by this much of its size has no digit that could be compared
-)
+# A result that roundings move by this share of its size has no digit that could be compared.
+MIN_DIGITLESS_MOVE = 0.5
 KEEP_UNCOMPILED_ADVICE = (
     "keep it uncompiled meanwhile, by torch.compiler.disable, and show the compiler's developers"
     " this module (where an nn.Sequential calls it, that is not compiled either)"
@@ -60,7 +57,7 @@ KEEP_UNCOMPILED_ADVICE = (
 
 @dataclass(frozen=True)
 class ResultComparison:
-    """A step under a setting that compiles, beside the same without, and float64.
+    """The results of a step compiled, uncompiled and in float64.
 
     Attributes:
         table: A row for each result; see `CompiledAudit.table`.
@@ -89,9 +86,7 @@ class ResultComparison:
 
     @property
     def worst(self) -> pd.Series:
-        """The result that is furthest from what roundings explain; what the forward pass makes
-        before gradients.
-        """
+        """The result furthest from what rounding explains; forward results before gradients."""
         order = self.table.assign(
             backward=self.table.result.str.startswith("gradient"),
             ratio=(self.table.difference / self.table.tolerance).fillna(math.inf),
@@ -102,8 +97,7 @@ class ResultComparison:
 
 
 class CompiledAudit(AnswerPage):
-    """What `audit` returns where a setting compiles: which results are wrong, and which module
-    makes them so.
+    """What `audit` returns for a setting that compiles: wrong results, and their module.
 
     `print` says it. The first finding is about the smallest module that is wrong when it is
     compiled alone.
@@ -127,35 +121,41 @@ class CompiledAudit(AnswerPage):
     """
 
     def __init__(
-        self, plain: Setting, compiled: Setting, findings: list[Finding], compared: ResultComparison
+        self,
+        uncompiled: Setting,
+        compiled: Setting,
+        findings: list[Finding],
+        comparison: ResultComparison,
     ) -> None:
-        self.titles = (str(plain), str(compiled))
+        self.titles = (str(uncompiled), str(compiled))
         self.findings = findings
-        self.compared = compared
-        self.table = compared.table
+        self.compared = comparison
+        self.table = comparison.table
         self.passports = (passport(), passport())
 
     @property
     def headline(self) -> str:
-        """The two settings, what was found between them, and what was looked at."""
+        """The two settings, the findings, and what was compared."""
         kinds = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
-        found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
-        alike = (
+        counted_kinds = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+        agreement = (
             "all is well: rounding alone"
             if self.table.difference.any()
             else "identical to the last bit"
         )
         n_graphs = self.compared.graphs
-        graphs = "It made 1 graph." if n_graphs == 1 else f"It made {n_graphs} graphs."
-        compared = f"{len(self.table)} results were compared"
-        beginning = f"{self.titles[0]} against {self.titles[1]}: {found or alike}."
+        graph_count = "It made 1 graph." if n_graphs == 1 else f"It made {n_graphs} graphs."
+        coverage = f"{len(self.table)} results were compared"
+        beginning = f"{self.titles[0]} against {self.titles[1]}: {counted_kinds or agreement}."
         if self.compared.no_reference:
-            return f"{beginning} {compared}. {graphs} {self.compared.no_reference}"
-        error, plain_error = self.table.error, self.table.plain_error
-        nearer, further = (error < plain_error).sum(), (error > plain_error).sum()
+            return f"{beginning} {coverage}. {graph_count} {self.compared.no_reference}"
+        error = self.table.error
+        plain_error = self.table.plain_error
+        n_nearer = (error < plain_error).sum()
+        n_further = (error > plain_error).sum()
         return (
-            f"{beginning} {compared}; with the compiler {nearer} of them are nearer to float64, and"
-            f" {further} further away. {graphs}"
+            f"{beginning} {coverage}; with the compiler {n_nearer} of them are nearer to float64,"
+            f" and {n_further} further away. {graph_count}"
         )
 
     def _rows(self) -> Rows:
@@ -163,9 +163,9 @@ class CompiledAudit(AnswerPage):
 
 
 def audit_compiled(
-    step: object, plain: Setting, compiled: Setting, progress: bool = True
+    step: object, uncompiled: Setting, compiled: Setting, progress: bool = True
 ) -> CompiledAudit:
-    """Audit a step under a setting that compiles against the same setting without; see `audit`.
+    """Audit a compiled step against the uncompiled one; see `audit`.
 
     Raises:
         UsageError: For a step that is not a `Step`, and for settings that differ in more than
@@ -177,35 +177,39 @@ def audit_compiled(
             "a compiled step has to be a gpulab.Step(model, batch, loss): a function hides its"
             " network"
         )
-    if replace(compiled, compile=None) != plain:
+    if replace(compiled, compile=None) != uncompiled:
         raise UsageError(
-            f"{plain} against {compiled}: expected one setting without compile=… and with it; what"
-            f" else differs is told by an audit of {plain} against"
+            f"{uncompiled} against {compiled}: expected one setting without compile=… and with it;"
+            f" what else differs is told by an audit of {uncompiled} against"
             f" {replace(compiled, compile=None)}"
         )
     step = replace(step, model=_torch_internals.original_module(step.model))
     with Progress(unit="module", leave=False, disable=not progress) as bar:
-        whole = compare_compiled(step, plain, compiled)
-        if not whole.graphs:
+        whole_step = compare_compiled(step, uncompiled, compiled)
+        if not whole_step.graphs:
             name = type(step.model).__name__
             raise GpulabError(
                 f"nothing of {name} was compiled; TORCH_LOGS=graph_breaks in the environment"
                 " says why"
             )
-        findings = list(_whole_step_findings(step, whole, plain, compiled))
-        if whole.wrong:
-            findings = [*_wrong_module_findings(step, whole, plain, compiled, bar), *findings]
+        findings = list(_whole_step_findings(step, whole_step, uncompiled, compiled))
+        if whole_step.wrong:
+            findings = [
+                *_wrong_module_findings(step, whole_step, uncompiled, compiled, bar),
+                *findings,
+            ]
     detail = (
         "of the result that comes nearest to what rounding explains,"
-        f" {_describe_worst(whole.worst)}"
+        f" {_describe_worst(whole_step.worst)}"
     )
-    rounding = _make_finding("rounding", str(compiled), None, detail, size=whole.worst.difference)
-    return CompiledAudit(plain, compiled, findings or [rounding], whole)
+    rounding = _make_finding(
+        "rounding", str(compiled), None, detail, size=whole_step.worst.difference
+    )
+    return CompiledAudit(uncompiled, compiled, findings or [rounding], whole_step)
 
 
-def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> ResultComparison:
-    """Do a step, or a module alone, as it is written, compiled, and in float64, and compare all
-    results.
+def compare_compiled(step: Step, uncompiled: Setting, compiled: Setting) -> ResultComparison:
+    """Do a step or a module uncompiled, compiled and in float64, and compare all results.
 
     How far roundings lead is measured: by doing it again, as it is written, from numbers that are
     each moved by some roundings, and by how far it is from float64 anyway. Where it cannot be done
@@ -213,38 +217,42 @@ def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> ResultCom
 
     Args:
         step: What is done.
-        plain: The setting without `compile`.
+        uncompiled: The setting without `compile`.
         compiled: The same with it.
 
     Raises:
         GpulabError: Where the compiler fails, and where the step fails under either setting.
     """
-    written = execute(step, plain).results
-    without_tf32 = replace(plain, tf32=False) if plain.kind == "cuda" else plain
-    others = written if without_tf32 == plain else execute(step, without_tf32).results
+    uncompiled_results = execute(step, uncompiled).results
+    without_tf32 = replace(uncompiled, tf32=False) if uncompiled.kind == "cuda" else uncompiled
+    results_without_tf32 = (
+        uncompiled_results if without_tf32 == uncompiled else execute(step, without_tf32).results
+    )
     # A GPU that may use TF32 need not do so.
-    uses_tf32 = any(not torch.equal(others[name], result) for name, result in written.items())
-    draws = range(1, 1 + (SHORT_NUDGES if uses_short_format(plain) else NUDGES))
-    nudged = [execute(step, plain if uses_tf32 else without_tf32, draw).results for draw in draws]
-    exact, no_reference = _float64_reference(step, plain, written, nudged)
+    uses_tf32 = any(
+        not torch.equal(results_without_tf32[name], result)
+        for name, result in uncompiled_results.items()
+    )
+    n_draws = N_SHORT_FORMAT_NUDGES if uses_short_format(uncompiled) else N_NUDGES
+    nudged_setting = uncompiled if uses_tf32 else without_tf32
+    nudged_results = [execute(step, nudged_setting, draw).results for draw in range(1, n_draws + 1)]
+    exact, no_reference = _float64_reference(step, uncompiled, uncompiled_results, nudged_results)
     _torch_internals.forget_compiled_graphs()
     with _uncompiled_random_numbers():
-        found = execute(step, compiled).results
+        compiled_results = execute(step, compiled).results
     graphs = _torch_internals.compiled_graph_count()
-    missing = to_float64_device(torch.full((), math.nan, device=plain.device))
-    with plain.apply():
-        unit = rounding_unit(plain) if uses_short_format(plain) else None
+    missing = to_float64_device(torch.full((), math.nan, device=uncompiled.device))
+    with uncompiled.apply():
+        unit = rounding_unit(uncompiled) if uses_short_format(uncompiled) else None
     rows = []
-    for name in sorted(written.keys() | found.keys()):
-        y, z, *moved = (results.get(name, missing) for results in (written, found, *nudged))
-        rows.append(
-            {
-                "result": name,
-                **_compare_result(
-                    None if exact is None else exact.get(name, missing), y, z, moved, unit
-                ),
-            }
+    for name in sorted(uncompiled_results.keys() | compiled_results.keys()):
+        uncompiled_result, compiled_result, *nudged = (
+            results.get(name, missing)
+            for results in (uncompiled_results, compiled_results, *nudged_results)
         )
+        exact_result = None if exact is None else exact.get(name, missing)
+        comparison = _compare_result(exact_result, uncompiled_result, compiled_result, nudged, unit)
+        rows.append({"result": name, **comparison})
     # With the columns, for a module that makes no numbers, such as a mask.
     table = pd.DataFrame(
         rows,
@@ -254,27 +262,26 @@ def compare_compiled(step: Step, plain: Setting, compiled: Setting) -> ResultCom
 
 
 def _float64_reference(
-    step: Step, plain: Setting, written: NamedTensors, nudged: list[NamedTensors]
+    step: Step,
+    uncompiled: Setting,
+    uncompiled_results: NamedTensors,
+    nudged_results: list[NamedTensors],
 ) -> tuple[NamedTensors | None, str]:
-    """The results in float64, from the numbers as the setting rounds them; or None, and a
-    sentence that says why.
-    """
-    setting = Setting(plain.device if plain.kind in FLOAT64_DEVICES else "cpu", precision="float64")
+    """The results in float64 from the rounded numbers; or None and a sentence that says why."""
+    setting = Setting(
+        uncompiled.device if uncompiled.kind in FLOAT64_DEVICES else "cpu", precision="float64"
+    )
     try:
-        exact = execute(step, setting, first_rounded_to=plain.dtype).results
+        exact = execute(step, setting, first_rounded_to=uncompiled.dtype).results
     except GpulabError as error:
-        return (
-            None,
-            f"{NO_REFERENCE_PREFIX} {_explain_failure(error, find_failing_request(step, setting))}",
+        explanation = _explain_failure(error, find_failing_request(step, setting))
+        return None, f"{NO_REFERENCE_PREFIX} {explanation}"
+    if not _is_valid_reference(exact, uncompiled_results, nudged_results):
+        explanation = (
+            "in float64 the step computes something else, further away than roundings lead, as"
+            " where it draws other random numbers."
         )
-    if not _is_valid_reference(exact, written, nudged):
-        return (
-            None,
-            (
-                f"{NO_REFERENCE_PREFIX} in float64 the step computes something else, further away"
-                " than roundings lead, as where it draws other random numbers."
-            ),
-        )
+        return None, f"{NO_REFERENCE_PREFIX} {explanation}"
     return exact, ""
 
 
@@ -301,10 +308,9 @@ def _explain_failure(error: GpulabError, request: Request | None) -> str:
 
 
 def _is_valid_reference(
-    exact: NamedTensors, written: NamedTensors, nudged: list[NamedTensors]
+    exact: NamedTensors, uncompiled_results: NamedTensors, nudged_results: list[NamedTensors]
 ) -> bool:
-    """Whether the result in float64 can serve as the reference, judged by the loss, or the outputs
-    of a module.
+    """Whether the float64 result can be the reference, judged by the loss or the outputs.
 
     It cannot where these are further from it than `MAX_NUDGE` of their size and than any movement
     of the inputs has led, as when a GPU draws other random numbers in float64.
@@ -322,31 +328,36 @@ def _is_valid_reference(
     ... )
     False
     """
-    names = [name for name in written if name == "loss"] or [
-        name for name in written if name.startswith("output")
-    ]
+    names = ["loss"]
+    if "loss" not in uncompiled_results:
+        names = [name for name in uncompiled_results if name.startswith("output")]
     for name in names:
-        moves = [float((moved[name] - written[name]).norm()) for moved in nudged]
-        error, size = float((written[name] - exact[name]).norm()), float(exact[name].norm())
-        if not (math.isfinite(error) and error > max(MAX_NUDGE * size, *moves)):
+        moves = [
+            float((nudged[name] - uncompiled_results[name]).norm()) for nudged in nudged_results
+        ]
+        error = float((uncompiled_results[name] - exact[name]).norm())
+        size = float(exact[name].norm())
+        is_beyond_nudges = math.isfinite(error) and error > max(MAX_NUDGE * size, *moves)
+        if not is_beyond_nudges:
             return True
     return not names
 
 
 def _compare_result(
     exact: Tensor | None,
-    written: Tensor,
-    found: Tensor,
+    uncompiled: Tensor,
+    compiled: Tensor,
     nudged: list[Tensor],
     unit: float | None = None,
 ) -> dict[str, float]:
-    """How far a result is from float64 and from itself without the compiler; a NaN that both have
-    is no difference.
+    """The distance of a result from float64 and from the uncompiled result.
+
+    A NaN that both have is no difference.
 
     Args:
         exact: The result in float64, if there is a reference.
-        written: The result without the compiler.
-        found: The result with it.
+        uncompiled: The result without the compiler.
+        compiled: The result with it.
         nudged: The results from numbers that were moved.
         unit: One rounding of bfloat16 or float16, where the step computes in these.
 
@@ -358,35 +369,39 @@ def _compare_result(
     >>> list(_compare_result(*numbers[:3], nudged=numbers[3:], unit=2**-8).values())
     [0.75, 1.0, 0.25, 0.5, True, True]
     """
-    finite = bool(written.isfinite().all())
-    if torch.equal(written.isnan(), found.isnan()):
-        written, found, *nudged = (tensor.nan_to_num() for tensor in (written, found, *nudged))
+    is_finite = bool(uncompiled.isfinite().all())
+    if torch.equal(uncompiled.isnan(), compiled.isnan()):
+        uncompiled, compiled, *nudged = (
+            tensor.nan_to_num() for tensor in (uncompiled, compiled, *nudged)
+        )
         exact = None if exact is None else exact.nan_to_num()
-    size = float((written if exact is None else exact).norm()) or 1.0
+    size = float((uncompiled if exact is None else exact).norm()) or 1.0
 
-    def apart(x: Tensor, y: Tensor | None) -> float:
+    def relative_gap(x: Tensor, y: Tensor | None) -> float:
         return math.nan if y is None else float((x - y).norm()) / size
 
     row = {
-        "difference": apart(found, written),
-        "error": apart(found, exact),
-        "plain_error": apart(written, exact),
+        "difference": relative_gap(compiled, uncompiled),
+        "error": relative_gap(compiled, exact),
+        "plain_error": relative_gap(uncompiled, exact),
     }
-    moves = [apart(tensor, written) for tensor in nudged]
+    moves = [relative_gap(tensor, uncompiled) for tensor in nudged]
     plain_error = None if exact is None else row["plain_error"]
-    tolerance = _tolerance(plain_error, moves, unit, has_few_numbers=written.numel() < FEW_NUMBERS)
-    nearer = exact is not None and (
+    tolerance = _tolerance(
+        plain_error, moves, unit, has_few_numbers=uncompiled.numel() < MIN_STABLE_NORM_SIZE
+    )
+    is_nearer = exact is not None and (
         row["error"] <= row["plain_error"]
         or (math.isnan(row["plain_error"]) and math.isfinite(row["error"]))
     )
-    wrong = not (row["difference"] <= tolerance or nearer)
-    return row | {"tolerance": tolerance, "wrong": wrong, "finite": finite}
+    is_wrong = not (row["difference"] <= tolerance or is_nearer)
+    return row | {"tolerance": tolerance, "wrong": is_wrong, "finite": is_finite}
 
 
 def _tolerance(
     plain_error: float | None, moves: list[float], unit: float | None, has_few_numbers: bool = False
 ) -> float:
-    """How far roundings lead a result away from itself without the compiler, relative to its size.
+    """The difference from the uncompiled result that rounding explains, relative to its size.
 
     In float32 a correct result may be `MAX_ERROR_RATIO` times as far from float64 as the one
     without the compiler is. That many roundings of bfloat16 or float16 would excuse anything. There
@@ -402,7 +417,7 @@ def _tolerance(
             reference.
         moves: How far moving the numbers has led.
         unit: One rounding of bfloat16 or float16, where the step computes in these; else None.
-        has_few_numbers: Whether the result has less than `FEW_NUMBERS` numbers.
+        has_few_numbers: Whether the result has less than `MIN_STABLE_NORM_SIZE` numbers.
 
     >>> (
     ...     _tolerance(0.0, [0.001], unit=None),
@@ -425,52 +440,54 @@ def _tolerance(
 
 
 @contextlib.contextmanager
-def _uncompiled_random_numbers(wanted: bool = True) -> Iterator[None]:
-    """Have Inductor draw random numbers as uncompiled code does, so that all else can be
-    compared.
-    """
-    torch.compiler.reset()  # what is compiled already draws as it does
-    with _torch_internals.uncompiled_random_numbers(wanted):
+def _uncompiled_random_numbers(use_fallback: bool = True) -> Iterator[None]:
+    """Have Inductor draw the random numbers of uncompiled code, so that the rest is comparable."""
+    torch.compiler.reset()  # code that is already compiled would not change
+    with _torch_internals.uncompiled_random_numbers(use_fallback):
         yield
 
 
 def _whole_step_findings(
-    step: Step, whole: ResultComparison, plain: Setting, compiled: Setting
+    step: Step, whole_step: ResultComparison, uncompiled: Setting, compiled: Setting
 ) -> Iterator[Finding]:
-    """What the whole step shows: results that are no numbers, or were drawn otherwise."""
-    if not whole.table.finite.all():
-        names = _shorten_list(list(whole.table.result[~whole.table.finite]))
+    """Findings about the whole step: non-finite results and different random numbers."""
+    if not whole_step.table.finite.all():
+        names = _shorten_list(list(whole_step.table.result[~whole_step.table.finite]))
         detail = (
-            f"{names}: without the compiler; an audit of {plain} against another device or number"
-            " of threads says why"
+            f"{names}: without the compiler; an audit of {uncompiled} against another device or"
+            " number of threads says why"
         )
-        yield _make_finding("not finite", f"{plain} and {compiled}", step.model, detail)
+        yield _make_finding("not finite", f"{uncompiled} and {compiled}", step.model, detail)
     if compiled.compile == "inductor" and not _torch_internals.draws_as_uncompiled():
-        yield from _random_numbers_findings(step, whole, plain, compiled)
+        yield from _random_numbers_findings(step, whole_step, uncompiled, compiled)
 
 
 def _random_numbers_findings(
-    step: Step, whole: ResultComparison, plain: Setting, compiled: Setting
+    step: Step, whole_step: ResultComparison, uncompiled: Setting, compiled: Setting
 ) -> Iterator[Finding]:
-    """The finding that Inductor draws different random numbers: other states of generators, or
-    other results.
+    """Find that Inductor draws different random numbers, by generator states or by results.
 
     The states show it however small its effect is. On a GPU they are counts, which may be equal by
     chance. There the results are further apart than roundings lead, and than they are where
     Inductor draws as uncompiled code does.
     """
     with _uncompiled_random_numbers(False):
-        written, found = (execute(step, setting) for setting in (plain, compiled))
-    known = whole.table.set_index("result")
+        uncompiled_run, compiled_run = (
+            execute(step, setting) for setting in (uncompiled, compiled)
+        )
+    comparable_results = whole_step.table.set_index("result")
     differences: dict[str, float] = {}
-    for name in written.results.keys() & found.results.keys():
-        size = float(written.results[name].norm()) or 1.0
-        differences[name] = float((found.results[name] - written.results[name]).norm()) / size
-    are_apart = any(
-        difference > max(known.tolerance[name], 2 * known.difference[name])
+    for name in uncompiled_run.results.keys() & compiled_run.results.keys():
+        size = float(uncompiled_run.results[name].norm()) or 1.0
+        differences[name] = (
+            float((compiled_run.results[name] - uncompiled_run.results[name]).norm()) / size
+        )
+    results_differ = any(
+        difference
+        > max(comparable_results.tolerance[name], 2 * comparable_results.difference[name])
         for name, difference in differences.items()
     )
-    if found.random_state != written.random_state or are_apart:
+    if compiled_run.random_state != uncompiled_run.random_state or results_differ:
         detail = (
             "draws different random numbers from uncompiled code with the same seed: the loss"
             f" differs by {differences['loss']:.1e} (relative)"
@@ -484,42 +501,42 @@ def _random_numbers_findings(
 
 
 def _wrong_module_findings(
-    step: Step, whole: ResultComparison, plain: Setting, compiled: Setting, bar: Progress
+    step: Step, whole_step: ResultComparison, uncompiled: Setting, compiled: Setting, bar: Progress
 ) -> Iterator[Finding]:
-    """The innermost modules that are wrong when they are compiled alone; or that none is."""
-    calls = module_calls(step, plain)
-    alike: dict[tuple[object, ...], list[ModuleCall]] = {}
+    """Findings about the innermost modules that are wrong when compiled alone, or that none is."""
+    calls = module_calls(step, uncompiled)
+    calls_by_signature: dict[tuple[object, ...], list[ModuleCall]] = {}
     for call in calls:
-        alike.setdefault(call.signature, []).append(call)
-    trace = record(step, plain, progress=False)  # for the lines
-    bar.total = len(alike)
-    wrong: list[str] = []
+        calls_by_signature.setdefault(call.signature, []).append(call)
+    trace = record(step, uncompiled, progress=False)  # has the lines of the operations
+    bar.total = len(calls_by_signature)
+    wrong_names: list[str] = []
     untried: list[str] = []
-    for call, *others in alike.values():
+    for call, *similar_calls in calls_by_signature.values():
         bar.update()
-        if any(call.contains(name) for name in wrong):
-            continue  # what is around a wrong module is wrong as well
+        if any(call.contains(name) for name in wrong_names):
+            continue  # a module that contains a wrong one is wrong as well
         try:
-            alone = compare_compiled(call, plain, compiled)
+            isolated = compare_compiled(call, uncompiled, compiled)
         except GpulabError as error:
             untried.append(f"{call.name or 'the network'} ({error})")
             continue
-        if alone.wrong:
-            wrong.append(call.name)
+        if isolated.wrong:
+            wrong_names.append(call.name)
             inner = [
-                other.name for other in calls if other is not call and call.contains(other.name)
+                candidate.name
+                for candidate in calls
+                if candidate is not call and call.contains(candidate.name)
             ]
             details = [
-                _describe_worst(alone.worst),
-                *_explain_wrong_module(call, inner, plain, compiled),
+                _describe_worst(isolated.worst),
+                *_explain_wrong_module(call, inner, uncompiled, compiled),
             ]
-            details += (
-                [alone.no_reference.rstrip(".")]
-                if alone.no_reference and not whole.no_reference
-                else []
-            )
-            details += [f"{len(others)} more of this kind were not tried"] if others else []
-            phase = "backward" if alone.worst.result.startswith("gradient") else "forward"
+            if isolated.no_reference and not whole_step.no_reference:
+                details.append(isolated.no_reference.rstrip("."))
+            if similar_calls:
+                details.append(f"{len(similar_calls)} more of this kind were not tried")
+            phase = "backward" if isolated.worst.result.startswith("gradient") else "forward"
             line = next(
                 (op.line for op in trace.operations if op.line and call.contains(op.module)), ""
             )
@@ -532,73 +549,73 @@ def _wrong_module_findings(
                 phase=phase,
                 name=call.name,
                 line=line,
-                size=alone.worst.difference,
+                size=isolated.worst.difference,
             )
-    if not wrong:
+    if not wrong_names:
         detail = (
-            f"{_describe_worst(whole.worst)}; of each kind of module the first is right when it is"
-            " compiled alone"
+            f"{_describe_worst(whole_step.worst)}; of each kind of module the first is right when"
+            " it is compiled alone"
         )
-        detail += (
-            f", except {len(untried)} that could not be tried: {_shorten_list(untried)}"
-            if untried
-            else ""
-        )
+        if untried:
+            detail += f", except {len(untried)} that could not be tried: {_shorten_list(untried)}"
         yield _make_finding(
             "cause not found",
             str(compiled),
             step.model,
             detail,
             KEEP_UNCOMPILED_ADVICE,
-            size=whole.worst.difference,
+            size=whole_step.worst.difference,
         )
 
 
 def _explain_wrong_module(
-    call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting
+    call: ModuleCall, inner: list[str], uncompiled: Setting, compiled: Setting
 ) -> Iterator[str]:
-    """Which part of the compiler makes a module wrong, and which modules inside have to be
-    compiled with it.
-    """
+    """The part of the compiler that makes a module wrong, and the inner modules it needs."""
     if compiled.compile != "aot_eager":
-        if compare_compiled(call, plain, replace(compiled, compile="aot_eager")).wrong:
+        if compare_compiled(call, uncompiled, replace(compiled, compile="aot_eager")).wrong:
             yield "aot_eager is wrong, too, so it comes from decompositions or functionalisation"
         else:
             yield f"aot_eager is right, so it comes from the code that {compiled.compile} makes"
     if inner:
         outermost = [
-            name for name in inner if not any(name.startswith(f"{other}.") for other in inner)
+            name for name in inner if not any(name.startswith(f"{outer}.") for outer in inner)
         ]
-        together = _find_needed_modules(call, outermost, plain, compiled)
-        compiled_with = (
-            f"only with {_shorten_list(together)} compiled in it"
-            if together
-            else "so it is in its own lines"
-        )
-        yield f"no module inside is wrong alone, {compiled_with}"
+        needed_modules = _find_needed_modules(call, outermost, uncompiled, compiled)
+        if needed_modules:
+            cause = f"only with {_shorten_list(needed_modules)} compiled in it"
+        else:
+            cause = "so it is in its own lines"
+        yield f"no module inside is wrong alone, {cause}"
 
 
 def _find_needed_modules(
-    call: ModuleCall, inner: list[str], plain: Setting, compiled: Setting
+    call: ModuleCall, inner: list[str], uncompiled: Setting, compiled: Setting
 ) -> list[str]:
-    """The modules inside of a wrong one that have to be compiled with it for it to be wrong,
-    found by halving them.
-    """
+    """The inner modules that have to be compiled for a module to be wrong, found by halving."""
 
-    def is_wrong(kept: Sequence[str]) -> bool:
+    def is_wrong(compiled_names: Sequence[str]) -> bool:
         with contextlib.ExitStack() as stack:
-            for name in set(inner) - set(kept):
+            for name in set(inner) - set(compiled_names):
                 module = call.model.get_submodule(name.removeprefix(f"{call.name}."))
                 stack.callback(delattr, module, "forward")
                 module.forward = torch.compiler.disable(module.forward)
-            return compare_compiled(call, plain, compiled).wrong
+            return compare_compiled(call, uncompiled, compiled).wrong
 
-    kept, size = inner, max(1, len(inner) // 2)
-    while size and kept:
-        parts = ([*kept[:start], *kept[start + size :]] for start in range(0, len(kept), size))
-        fewer = next((part for part in parts if is_wrong(part)), None)
-        kept, size = (kept, size // 2) if fewer is None else (fewer, min(size, len(fewer)))
-    return kept
+    needed_names = inner
+    n_removed = max(1, len(inner) // 2)
+    while n_removed and needed_names:
+        subsets = (
+            [*needed_names[:start], *needed_names[start + n_removed :]]
+            for start in range(0, len(needed_names), n_removed)
+        )
+        smaller_set = next((names for names in subsets if is_wrong(names)), None)
+        if smaller_set is None:
+            n_removed //= 2
+        else:
+            needed_names = smaller_set
+            n_removed = min(n_removed, len(smaller_set))
+    return needed_names
 
 
 def _describe_worst(worst: pd.Series) -> str:

@@ -1,6 +1,4 @@
-"""What stands for a tensor in a trace: a name, which is a hash of its content, and a sketch of
-at most 64 numbers.
-"""
+"""The record of a tensor in a trace: a hash of its content, and a sketch of at most 64 numbers."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ BLOCK_SIZE = 1 << 20  # numbers that are sketched at a time, which bounds the me
 
 
 def nonempty_components(values: Nested) -> list[Tensor]:
-    """The tensors with content among nested values, in order; sparse and jagged tensors are
-    replaced by their parts.
+    """The nonempty tensors among nested values, in order.
+
+    Sparse and jagged tensors are replaced by their parts.
     """
     return [
         component
@@ -64,15 +63,12 @@ def content_id(tensor: Tensor, digest: int | None = None) -> str:
 
 
 def to_float64_device(tensor: Tensor) -> Tensor:
-    """Move the tensor to a device that has float64: to the CPU from Apple's and some of Intel's
-    GPUs.
-    """
+    """Move a tensor to a device that has float64: from Apple's and some Intel GPUs to the CPU."""
     return tensor if tensor.device.type in FLOAT64_DEVICES else tensor.cpu()
 
 
 def sketch(tensor: Tensor) -> np.ndarray:
-    """A small tensor as it is, a large one as `SKETCH_SIZE` sums of its numbers under signs from a
-    hash.
+    """A small tensor itself, or `SKETCH_SIZE` randomly signed sums of a large one's numbers.
 
     The count sketch (Charikar, Chen, Farach-Colton 2002): linear, so that the distance of two
     tensors can be told from their sketches; float64. The signs depend on the place alone, on every
@@ -104,9 +100,7 @@ def sketch(tensor: Tensor) -> np.ndarray:
 
 
 def _sketch_sums(numbers: Tensor) -> np.ndarray:
-    """The sketch of many numbers: the sum of those of all blocks, each with shifts and a sign of
-    its own.
-    """
+    """The sketch of many numbers: the sum over all blocks, each with its own shifts and sign."""
     if numbers.numel() <= BLOCK_SIZE:
         return _block_sums(numbers, 0)
     blocks = enumerate(numbers.split(BLOCK_SIZE))
@@ -117,9 +111,7 @@ def _sketch_sums(numbers: Tensor) -> np.ndarray:
 
 
 def _block_sums(numbers: Tensor, shift: int) -> np.ndarray:
-    """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch
-    shifted by one.
-    """
+    """The sketch of a block: 64 stretches folded into 64 columns, each shifted by one."""
     count = numbers.numel()
     if numbers.dtype not in (torch.float32, torch.float64):  # torch cannot multiply all other types
         numbers = numbers.double()
@@ -141,19 +133,18 @@ def _shifted_indices(shift: int) -> np.ndarray:
 
 @functools.cache
 def _signs(device: str) -> Tensor:
-    """A sign for each place in a block, by splitmix64's mixing function (Steele et al. 2014)."""
+    """A sign for each element of a block, by splitmix64's mixing function (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = (np.arange(BLOCK_SIZE, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return torch.from_numpy(np.where((x ^ (x >> np.uint64(31))) >> np.uint64(63), -1.0, 1.0)).to(
-        device
-    )
+        highest_bit = (x ^ (x >> np.uint64(31))) >> np.uint64(63)
+    signs = np.where(highest_bit, -1.0, 1.0)
+    return torch.from_numpy(signs).to(device)
 
 
 def perturbation_factors(like: Tensor, draw: int, size: float) -> Tensor:
-    """1 plus or minus `size` in float64, with a pseudorandom sign for each number of a tensor and
-    each `draw`.
+    """1 ± `size` in float64, with a pseudorandom sign for each number and each `draw`.
 
     >>> perturbation_factors(torch.zeros(8), 3, 0.5).tolist()
     [0.5, 1.5, 1.5, 0.5, 0.5, 0.5, 1.5, 1.5]
@@ -167,26 +158,22 @@ def perturbation_factors(like: Tensor, draw: int, size: float) -> Tensor:
 
 
 def relative_distance(x: np.ndarray, reference: np.ndarray) -> float:
-    """The distance of two sketched values relative to the second, without what is NaN or infinite
-    in both.
+    """The distance of two sketches relative to the second, without shared NaN and infinity.
 
     NaN for other sizes, and where one alone is NaN.
     """
     if x.shape != reference.shape:
         return math.nan
     with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
-        same = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
-        size, difference = (
-            float(np.linalg.norm(values[~same])) for values in (reference, x - reference)
-        )
+        is_same_nonfinite = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
+        size = float(np.linalg.norm(reference[~is_same_nonfinite]))
+        difference = float(np.linalg.norm((x - reference)[~is_same_nonfinite]))
     if size:
         return difference / size
     return math.inf if difference else 0.0
 
 
-def max_distance(first: Sequence[np.ndarray], references: Sequence[np.ndarray]) -> float:
-    """The largest distance between the sketches of two executions, relative to those of the
-    second.
-    """
-    distances = (relative_distance(x, y) for x, y in zip(first, references, strict=False))
+def max_distance(sketches: Sequence[np.ndarray], references: Sequence[np.ndarray]) -> float:
+    """The largest distance between two executions' sketches, relative to the second."""
+    distances = (relative_distance(x, y) for x, y in zip(sketches, references, strict=False))
     return max(distances, default=math.inf)

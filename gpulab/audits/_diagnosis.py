@@ -1,4 +1,4 @@
-"""What two executions of a step say about each other: one function for each kind of finding.
+"""Diagnose the differences between two executions: one function for each kind of finding.
 
 Where the results agree in float64, each execution is judged by itself: its own errors, number
 formats, updates that are lost, NaN and infinity. Where they differ, the findings are the sources:
@@ -44,19 +44,20 @@ UNSEEDED_VALUES_ADVICE = (
     " different values each time; and let the step start from the same weights and optimizer state"
 )
 LOST_UPDATE_ADVICE = (
-    "keep the weights in {how}: a {dtype} number cannot represent a relative change of less than"
+    "keep the weights in {remedy}: a {dtype} number cannot represent a relative change of less than"
     " about {unit:.0e}"
 )
-FIX_FIRST = "fix this first, because no difference can be measured beside it: "
-CLEAR = (
+FIX_FIRST_PREFIX = "fix this first, because no difference can be measured beside it: "
+UNINITIALISED_MEMORY_ADVICE = (
     "clear the data and the weights of it before the step; torch.isfinite(x).all() tells which"
     " tensor has it"
 )
-BEYOND = (
+OUT_OF_RANGE_ADVICE = (
     "look for numbers beyond the range of {}: scale them down, subtract the largest before an"
     " exponential, or compute them in a longer format"
 )
-LOOK_FOR = (  # what turns finite numbers into NaN or infinity, by the operation that makes it
+# What turns finite numbers into NaN or infinity, by the operation that makes it.
+NOT_FINITE_HINTS = (
     (
         r"_?(log|log2|log10|log1p|sqrt|rsqrt|lgamma)",
         "look for a logarithm or square root of zero or less",
@@ -68,14 +69,12 @@ INTEGER_ADVICE = (
     "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to"
     " 2,048"
 )
-UPDATE_LOST = "update lost"
+LOST_UPDATE_PREFIX = "update lost"
 GRADIENT_SCALER_OPERATION = "_amp_foreach_non_finite_check_and_unscale"
 
 
 def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
-    """All findings: what either setting shows by itself, where the two differ, and how far
-    rounding went.
-    """
+    """All findings: in either setting alone, in their differences, and the reach of rounding."""
     findings = _merge_findings(
         [*_overwritten_findings(comparison.a)], [*_overwritten_findings(comparison.b)]
     )
@@ -97,8 +96,9 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
 
 
 def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
-    """Whether one side alone ends in NaN or infinity, and would not in float64: all else that
-    differs follows.
+    """Whether one side alone ends in NaN or infinity, which float64 would not.
+
+    All other differences follow from that.
     """
     return (
         len(comparison.not_finite) == 1
@@ -107,9 +107,7 @@ def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
 
 
 def find_short_format_origin(comparison: Comparison) -> Operation | None:
-    """The nearest operation before a NaN or infinity of one side alone that computed in a short
-    format, or made it.
-    """
+    """The nearest short-format operation before a one-sided NaN or infinity, or its maker."""
     if len(comparison.not_finite) != 1:
         return None
     ((side, origin),) = comparison.not_finite.items()
@@ -133,8 +131,9 @@ def find_short_format_origin(comparison: Comparison) -> Operation | None:
 
 
 def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
-    """What the guard found: memory that the backward pass needed had changed
-    (`one_buffer_for_every_frame`).
+    """What the guard found: memory that the backward pass needed had changed.
+
+    `one_buffer_for_every_frame` is an example.
     """
     for entry in trace.overwritten:
         detail = (
@@ -155,10 +154,14 @@ def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
 
 def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
     """A result is NaN or infinite (the faults "addmm in layers: NaN")."""
-    first, *others = origin.results
-    more = ""
-    if others:
-        more = " and 1 more result" if len(others) == 1 else f" and {len(others)} more results"
+    first_result, *further_results = origin.results
+    other_results = ""
+    if further_results:
+        other_results = (
+            " and 1 more result"
+            if len(further_results) == 1
+            else f" and {len(further_results)} more results"
+        )
     detail = f"turns finite numbers into {origin.value_kind}"
     if origin.infinity is not None:
         detail = (
@@ -170,7 +173,7 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
             f"receives {origin.value_kind}, which no operation of the step produced: it is in the"
             " data or the weights"
         )
-    detail += f"; it reaches {describe(first)}{more}"
+    detail += f"; it reaches {describe(first_result)}{other_results}"
     if origin.cancellation is not None:
         detail += (
             f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}"
@@ -181,28 +184,28 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
         detail += "; the gradient scaler skipped the step"
     if origin.is_nonfinite_in_reference:
         detail += "; the same happens in float64"
-    elif first.name not in ("gradient", "updated"):
+    elif first_result.name not in ("gradient", "updated"):
         detail += "; in float64, the loss is finite"
     return _make_finding(comparison, "not finite", origin.op, detail, _advice_on_not_finite(origin))
 
 
 def _advice_on_not_finite(origin: NotFinite) -> str:
-    """Where to look for what made NaN or infinity; anywhere, if the operation does not tell."""
+    """Where to look for the cause of NaN or infinity, as far as the operation shows it."""
     if not origin.is_produced:
-        return FIX_FIRST + CLEAR
+        return FIX_FIRST_PREFIX + UNINITIALISED_MEMORY_ADVICE
     if not origin.is_nonfinite_in_reference:
         has_infinity = origin.value_kind == INFINITY or origin.infinity is not None
         return (
-            FIX_FIRST + BEYOND.format(origin.first_operation.dtype)
+            FIX_FIRST_PREFIX + OUT_OF_RANGE_ADVICE.format(origin.first_operation.dtype)
             if has_infinity
             else ADVICE["not finite"]
         )
     for op in filter(None, (origin.infinity, origin.op)):
-        for pattern, words in LOOK_FOR:
+        for pattern, words in NOT_FINITE_HINTS:
             if re.fullmatch(pattern, op.name.rstrip("_")):
                 if op.phase == "backward":
                     words += ", or a derivative that is infinite, as that of a square root at zero"
-                return FIX_FIRST + words
+                return FIX_FIRST_PREFIX + words
     return ADVICE["not finite"]
 
 
@@ -235,8 +238,8 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
             comparison, "nondeterminism", op, detail, UNSEEDED_VALUES_ADVICE, is_pairwise=True
         )
     elif op.repeats is False:
-        apart = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
-        detail = f"gave different bits in the second execution{apart}"
+        spread_text = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
+        detail = f"gave different bits in the second execution{spread_text}"
         size = math.nan if op.spread is None else op.spread
         yield _make_finding(
             comparison,
@@ -290,38 +293,39 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
 
 
 def _max_deviation(comparison: Comparison, op: Operation) -> float:
-    """The largest deviation of what an operation made from its reference."""
+    """The largest deviation of an operation's outputs from their references."""
     return max(value.deviation for value in comparison.values(op))
 
 
 def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding]:
-    """Updates that float64 makes and that leave the stored bits as they were (pytorch#67590)."""
-    trace, graph = comparison.traces[side], comparison.graphs[side]
+    """Updates that change the float64 reference but not the stored bits (pytorch#67590)."""
+    trace = comparison.traces[side]
+    graph = comparison.graphs[side]
     updates = [op for op in trace.operations if op.phase == RESULT and op.arguments.get("moved")]
-    lost = [
+    mostly_lost = [
         op
         for op in updates
         if op.arguments["lost"] >= tol.LOST_UPDATE_SHARE * op.arguments["moved"]
     ]
-    if not lost:
+    if not mostly_lost:
         return
-    makers = [graph.maker.get(value) for op in lost for value in comparison.values(op)]
-    first_maker = next((node.op for node in makers if node), lost[0])
-    n_lost = sum(op.arguments["lost"] for op in lost)
-    n_changed = sum(op.arguments["moved"] for op in lost)
-    names = ", ".join(op.module for op in lost[:3]) + (
-        f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+    makers = [graph.maker.get(value) for op in mostly_lost for value in comparison.values(op)]
+    first_maker = next((node.op for node in makers if node), mostly_lost[0])
+    n_lost = sum(op.arguments["lost"] for op in mostly_lost)
+    n_changed = sum(op.arguments["moved"] for op in mostly_lost)
+    names = ", ".join(op.module for op in mostly_lost[:3]) + (
+        f" and {len(mostly_lost) - 3} more" if len(mostly_lost) > 3 else ""
     )
-    dtype = comparison.values(lost[0])[0].dtype
+    dtype = comparison.values(mostly_lost[0])[0].dtype
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
     detail = (
-        f"{UPDATE_LOST}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in float64"
-        f" keep their old value (in {len(lost)} of {len(updates)} updated tensors)"
+        f"{LOST_UPDATE_PREFIX}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in"
+        f" float64 keep their old value (in {len(mostly_lost)} of {len(updates)} updated tensors)"
     )
-    how = "float32 and cast them for the forward pass, as autocast does"
+    remedy = "float32 and cast them for the forward pass, as autocast does"
     if dtype not in tol.SHORT_FORMATS:
-        how = "float64, as precision=float64 does, or collect updates and apply them together"
-    advice = LOST_UPDATE_ADVICE.format(how=how, dtype=dtype, unit=unit)
+        remedy = "float64, as precision=float64 does, or collect updates and apply them together"
+    advice = LOST_UPDATE_ADVICE.format(remedy=remedy, dtype=dtype, unit=unit)
     yield _make_finding(comparison, "reduced precision", first_maker, detail, advice, size=math.nan)
 
 
@@ -345,18 +349,18 @@ def _rounding_finding(comparison: Comparison) -> Finding:
     return _make_finding(comparison, "rounding", op, detail)
 
 
-def _merge_findings(first: list[Finding], second: list[Finding]) -> list[Finding]:
-    """The findings of both settings, where those that both show are merged into one."""
+def _merge_findings(findings_a: list[Finding], findings_b: list[Finding]) -> list[Finding]:
+    """The findings of both settings; those that both have are merged into one."""
 
     def key(finding: Finding) -> tuple[object, ...]:
         format_ = (finding.op.format or finding.op.dtype) if finding.op else ""
         return finding.kind, finding.operation, finding.phase, finding.module, finding.line, format_
 
     unmatched: dict[tuple[object, ...], deque[Finding]] = defaultdict(deque)
-    for finding in second:
+    for finding in findings_b:
         unmatched[key(finding)].append(finding)
     merged = []
-    for finding in first:
+    for finding in findings_a:
         candidates = unmatched[key(finding)]
         if not candidates:
             merged.append(finding)
@@ -372,16 +376,14 @@ def _merge_findings(first: list[Finding], second: list[Finding]) -> list[Finding
             )
         )
     unmatched_ids = {id(finding) for findings in unmatched.values() for finding in findings}
-    return merged + [finding for finding in second if id(finding) in unmatched_ids]
+    return merged + [finding for finding in findings_b if id(finding) in unmatched_ids]
 
 
 # --- results that do not agree --------------------------------------------------------------------
 
 
 def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
-    """A gradient or an update that one side alone computes (the faults "a bias without
-    gradient").
-    """
+    """A gradient or an update that one side alone computes ("a bias without gradient")."""
     if is_nonfinite_on_one_side(comparison):
         return
     for result in comparison.differing_results:
@@ -415,12 +417,12 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
             and kernel_name(source.a.op) == kernel_name(source.b.op)
         )
         if is_foreign and not (is_data or is_drawn or one_kernel):
-            # beside other numbers nobody can tell another way to compute from another function
+            # For different numbers, another algorithm looks the same as another function.
             continue
         if has_changed_inputs and (is_data or any(node.op.inputs_changed for node in source.nodes)):
-            continue  # nondeterminism says so
+            continue  # the finding of nondeterminism reports it
         if not (is_data or is_drawn) and _follows(source, elsewhere):
-            continue  # of other numbers it makes other numbers
+            continue  # its inputs differ, so its results do
         finding = (
             _data_finding(comparison, source) if is_data else _operation_finding(comparison, source)
         )
@@ -445,27 +447,25 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
 
 
 def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
-    """What follows from other data, from values that are given anew, and from random numbers of
-    one side alone.
-    """
+    """Values that follow from other data, changed inputs, or one side's random numbers."""
     drawn = {node for source in sources for node in source.nodes if node.op.is_random}
     data = {
         value for source in sources for value in (source.data_a, source.data_b) if value is not None
     }
-    found: set[Value] = set()
+    foreign_values: set[Value] = set()
     for graph in comparison.graphs:
-        begin = (
+        changed_outputs = (
             value
             for node in graph.nodes
             if node.op.inputs_changed or node in drawn
             for value in node.outputs
         )
-        found |= graph.following(data.union(begin))
-    return found
+        foreign_values |= graph.following(data.union(changed_outputs))
+    return foreign_values
 
 
 def _follows(source: Source, elsewhere: set[Value]) -> bool:
-    """Whether a source was given such values, and is called as on the other side."""
+    """Whether a source received such values, and is called as on the other side."""
     a, b = source.a, source.b
     if (
         a is not None
@@ -478,7 +478,7 @@ def _follows(source: Source, elsewhere: set[Value]) -> bool:
 
 
 def _describe_effect(comparison: Comparison) -> str:
-    """How far the results are apart in float64."""
+    """A clause on the difference of the results in float64."""
     paired = [result for result in comparison.differing_results if result.a and result.b]
     if not paired:
         return ""
@@ -490,15 +490,18 @@ def _describe_effect(comparison: Comparison) -> str:
 
 
 def _data_finding(comparison: Comparison, source: Source) -> Finding:
-    """Data or weights of one side that the other side has not (the faults "another batch")."""
+    """Data or weights that only one side has (the faults "another batch")."""
     x, y = source.data_a, source.data_b
     value = x if y is None else y
     assert value is not None
     op = source.user.op if source.user else comparison.traces[0].operations[0]
-    if not all(each.exact for each in (x, y) if each is not None):
-        why = next(iter(comparison.trace_of(op).without_reference.values()), "it asks for float32")
+    if not all(value_on_side.exact for value_on_side in (x, y) if value_on_side is not None):
+        reason = next(
+            iter(comparison.trace_of(op).without_reference.values()), "it asks for float32"
+        )
         detail = (
-            f"one of its inputs has no float64 reference ({why}), and the recorded numbers differ"
+            f"one of its inputs has no float64 reference ({reason}), and the recorded numbers"
+            " differ"
         )
         return _make_pairwise_finding(
             comparison, "cannot be told", op, math.nan, detail + _describe_effect(comparison)
@@ -511,7 +514,8 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
             " the other side"
         )
     else:
-        gap, title = math.nan, comparison.traces[y is not None].title
+        gap = math.nan
+        title = comparison.traces[y is not None].title
         detail = (
             f"receives data or weights ({shape}) under {title} that the other side does not have"
         )
@@ -524,7 +528,7 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
 
 
 def _operation_finding(comparison: Comparison, source: Source) -> Finding:
-    """Operations that compute from the same values something that the other side does not have."""
+    """Operations that compute from common values something that the other side does not have."""
     gap = _output_gap(comparison, source)
     a, b = (node.op if node else None for node in (source.a, source.b))
     are_alike = a is not None and b is not None and kernel_name(a) == kernel_name(b)
@@ -535,13 +539,16 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
             return _arguments_finding(comparison, (a, b), arguments, gap)
     if drawn is not None:
         return _random_numbers_finding(comparison, drawn, gap)
-    # a limit of float32 that limits nothing makes the same values on that side
+    # A limit of float32 that clips nothing leaves the values of that side unchanged.
     for node in source.nodes:
-        if (other := same_call(comparison, node)) is not None:
-            both = (other.op, node.op) if comparison.side_of[node.op] else (node.op, other.op)
-            arguments = differing_arguments(*both)
-            if _are_of_formats(comparison, both, arguments):
-                return _arguments_finding(comparison, both, arguments, gap)
+        counterpart = same_call(comparison, node)
+        if counterpart is not None:
+            operations = (node.op, counterpart.op)
+            if comparison.side_of[node.op]:
+                operations = (counterpart.op, node.op)
+            arguments = differing_arguments(*operations)
+            if _are_of_formats(comparison, operations, arguments):
+                return _arguments_finding(comparison, operations, arguments, gap)
     if (
         a is not None
         and b is not None
@@ -597,20 +604,21 @@ def _are_of_formats(
     operations: tuple[Operation, Operation],
     arguments: dict[str, tuple[Json, Json]],
 ) -> bool:
-    """Whether arguments differ as the machine epsilons and limits of two formats do, those of
-    what each was given.
+    """Whether arguments differ as the constants of their two input formats do.
+
+    These constants are the machine epsilons and the limits of the formats.
     """
     formats = [
-        {op.dtype, *(value.dtype for value in given)}
+        {op.dtype, *(value.dtype for value in inputs)}
         for op in operations
-        for given in [
+        for inputs in [
             [comparison.traces[comparison.side_of[op]].values[name] for name in op.inputs]
         ]
     ]
     return bool(arguments) and all(
         any(_is_format_constant(number, dtype) for dtype in dtypes)
-        for both in arguments.values()
-        for number, dtypes in zip(both, formats, strict=True)
+        for numbers in arguments.values()
+        for number, dtypes in zip(numbers, formats, strict=True)
     )
 
 
@@ -625,9 +633,7 @@ def _is_format_constant(number: object, dtype: str) -> bool:
 
 
 def _output_gap(comparison: Comparison, source: Source) -> float:
-    """The difference between the outputs of the two operations; NaN if these have different
-    shapes.
-    """
+    """The difference between the outputs of two operations; NaN for different shapes."""
     if source.a is None or source.b is None:
         return math.nan
     pairs = zip(source.a.outputs, source.b.outputs, strict=False)
@@ -636,9 +642,7 @@ def _output_gap(comparison: Comparison, source: Source) -> float:
 
 
 def _is_uncertain(comparison: Comparison, source: Source) -> bool:
-    """Whether what is compared has no exact reference, and does not differ by far more than
-    roundings of float32.
-    """
+    """Whether values without an exact reference differ by little more than float32's rounding."""
     for node in source.nodes:
         side = comparison.side_of[node.op]
         uncertain = comparison.uncertain[side]
@@ -650,22 +654,26 @@ def _is_uncertain(comparison: Comparison, source: Source) -> bool:
         ):
             return True
         for value in node.outputs:
-            others = [
+            candidates = [
                 v
                 for v in comparison.graphs[1 - side].values()
                 if v.shape == value.shape and v.dtype == value.dtype
             ]
-            nearest = min((comparison.gap(value, other) for other in others), default=0.0)
-            if nearest <= tol.INEXACT_FAULT_FACTOR * comparison.tolerance(value):
+            smallest_gap = min(
+                (comparison.gap(value, candidate) for candidate in candidates), default=0.0
+            )
+            if smallest_gap <= tol.INEXACT_FAULT_FACTOR * comparison.tolerance(value):
                 return True
     return False
 
 
 def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
-    """The faults in forward and backward code, such as "a transposed weight";
-    `reset_gate_before_or_after`.
+    """Faults in forward and backward code, such as "a transposed weight".
+
+    `reset_gate_before_or_after` is another example.
     """
-    op, title = node.op, comparison.trace_of(node.op).title
+    op = node.op
+    title = comparison.trace_of(op).title
     other_title = comparison.other_title(op)
     detail = f"{other_title} has no value equal to its result, although it has all of its inputs"
     if source.a is not None and source.b is not None:
@@ -685,14 +693,14 @@ def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: f
 
 
 def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Finding:
-    """An operation without a float64 reference makes something else."""
+    """A finding about different results of an operation without a float64 reference."""
     op = source.nodes[0].op
     trace = comparison.trace_of(op)
     one_kernel = (
         source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
     )
-    given = [value for node in source.nodes for value in node.inputs]
-    if one_kernel and not any(is_infinite(value.sketch) for value in given):
+    inputs = [value for node in source.nodes for value in node.inputs]
+    if one_kernel and not any(is_infinite(value.sketch) for value in inputs):
         bound = tol.BOUND_SLACK * sum(n.op.max_bound or n.op.bound or 0.0 for n in source.nodes)
         allowed = max(bound, tol.INEXACT_TOLERANCES[any(map(comparison.uses_short_format, (0, 1)))])
         if gap > allowed and op.name not in tol.DISCONTINUOUS_OPERATIONS:
@@ -702,11 +710,11 @@ def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Fi
             )
             advice = f"compare the kernels registered for both settings: {OTHER_FUNCTION_ADVICE}"
             return _make_pairwise_finding(comparison, "mismatch", op, gap, detail, advice)
-    why = trace.without_reference.get(op.name) or next(
+    reason = trace.without_reference.get(op.name) or next(
         iter(trace.without_reference.values()), "it asks for float32"
     )
     detail = (
-        f"it, or one of its inputs, has no float64 reference ({why}), and the recorded numbers"
+        f"it, or one of its inputs, has no float64 reference ({reason}), and the recorded numbers"
         " differ"
     )
     return _make_pairwise_finding(
@@ -733,7 +741,7 @@ def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -
 
 
 def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) -> Finding:
-    """Results differ although the values that they were computed from do not."""
+    """A finding about results that differ although their inputs agree."""
     result = max(differing, key=lambda result: result.gap)
     side = 1 if result.b else 0
     makers = (
@@ -761,8 +769,9 @@ def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) ->
 
 
 def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:
-    """Recorded answers that differ although both are correct (`signs_of_singular_vectors`,
-    `largest_among_equals`).
+    """Recorded answers that differ although both are correct.
+
+    Examples are `signs_of_singular_vectors` and `largest_among_equals`.
     """
     for a, b in comparison.partners.items():
         if comparison.side_of[a] or a.name not in DEFINITIONS or a.name != b.name:
@@ -818,19 +827,20 @@ def _make_finding(
 def _make_pairwise_finding(
     comparison: Comparison, kind: str, op: Operation, gap: float, *words: str
 ) -> Finding:
-    """A finding from the comparison of an operation with its counterpart; `words` are its detail
-    and its advice.
+    """A finding from comparing an operation with its counterpart.
+
+    `words` are its detail and its advice.
     """
     return _make_finding(comparison, kind, op, *words, size=gap, is_pairwise=True)
 
 
 def _user_location(op: Operation) -> str:
-    """Where the user finds an operation: its module, or its line."""
+    """The place of an operation for the user: its module, or its line."""
     return op.module or op.line or "the step"
 
 
 def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
-    """How to let an operation repeat itself, if that can be done."""
+    """How to make an operation deterministic, if that is possible."""
     setting = Setting.parse(comparison.trace_of(op).setting)
     if not hasattr(torch.ops.aten, op.name):
         return (
@@ -846,36 +856,36 @@ def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
 
 
 def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
-    """How to let an operation keep all digits, depending on what rounded them."""
+    """How to keep all digits of an operation, depending on what rounded them."""
     setting = Setting.parse(comparison.trace_of(op).setting)
     is_convolution = op.name.startswith("convolution")
-    here = "this line" if op.line else op.module or "the loss"
+    place = "this line" if op.line else op.module or "the loss"
     if op.format == FLUSHED:
         return (
             "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up"
             " before this line"
         )
-    # the gradient of a conversion to float32
+    # The gradient of a conversion to float32 is itself a conversion.
     is_of_converted = op.name == "_to_copy" and op.phase == "backward"
     if is_of_converted and op.dtype in (setting.autocast, setting.precision):
         return (
-            f"nothing here; {setting} rounds what comes before {here} to {op.dtype}: keep that in"
+            f"nothing here; {setting} rounds what comes before {place} to {op.dtype}: keep that in"
             " float32 as well"
         )
     if op.dtype in tol.SHORT_FORMATS and setting.autocast == op.dtype:
-        keep = f"torch.autocast({setting.kind!r}, enabled=False) around {here}"
-        given = ".float() on what it is given and `backward` outside of autocast"
-        return f"{setting} asks for it; {keep}, with {given}, keeps it in float32"
+        protection = f"torch.autocast({setting.kind!r}, enabled=False) around {place}"
+        conversion = ".float() on what it is given and `backward` outside of autocast"
+        return f"{setting} asks for it; {protection}, with {conversion}, keeps it in float32"
     if op.name == "_to_copy" and setting.precision == op.dtype:
-        return f"{setting} asks for it; if it matters, leave out the conversion in {here}"
+        return f"{setting} asks for it; if it matters, leave out the conversion in {place}"
     if op.dtype in tol.SHORT_FORMATS and setting.precision == op.dtype:
-        keep = f".float() on all that {here} is given, parameters too"
-        return f"{setting} asks for it; if it matters, {keep}, keeps it in float32"
+        protection = f".float() on all that {place} is given, parameters too"
+        return f"{setting} asks for it; if it matters, {protection}, keeps it in float32"
     if op.dtype in tol.SHORT_FORMATS:
         return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
     if op.has_rounded_factors and op.format in (setting.autocast, setting.precision):
         return (
-            f"nothing here; {setting} rounds what comes before {here} to {op.format}: keep that in"
+            f"nothing here; {setting} rounds what comes before {place} to {op.format}: keep that in"
             " float32 as well"
         )
     if op.has_rounded_factors:
@@ -884,8 +894,10 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
             " and back"
         )
     if setting.emulated:
-        here = "`backward`, in a step that is a function," if op.phase == "backward" else here
-        return f"{setting} asks for it; gpulab.float32_products() around {here} keeps it in float32"
+        place = "`backward`, in a step that is a function," if op.phase == "backward" else place
+        return (
+            f"{setting} asks for it; gpulab.float32_products() around {place} keeps it in float32"
+        )
     if setting.kind == "cuda":
         backend = "cudnn" if is_convolution or op.name.startswith("_cudnn") else "cuda.matmul"
         return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"

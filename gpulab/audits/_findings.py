@@ -1,6 +1,4 @@
-"""What every audit answers with: findings, each of a kind and with an advice; for people,
-programs and issues.
-"""
+"""What every audit returns: findings with a kind and advice, as text, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ KINDS = (
     "reduced precision",
     "rounding",
 )
-FAULTS = KINDS[:5]  # what no correct device or compiler explains
+FAULTS = KINDS[:5]  # kinds that no correct device or compiler explains
 ADVICE = {
     "not finite": (
         "fix this first, because no difference can be measured beside it: look for a row that is"
@@ -84,7 +82,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one operation, under `setting`: its `kind` (of `KINDS`) and what to do.
+    """A finding about one operation under `setting`: its `kind` (of `KINDS`) and what to do.
 
     `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in
     units of what rounding explains (NaN where it has no float64 reference), `detail` what was seen.
@@ -136,7 +134,7 @@ class Finding:
 
 
 def module_phrase(module: str) -> str:
-    """Where an operation belongs, as an end of a sentence."""
+    """The module of an operation, as the end of a sentence."""
     return f" in {module}" if module else ""
 
 
@@ -162,7 +160,7 @@ def describe(op: Operation) -> str:
 
 
 class Answer(report.Report):
-    """The answer of an audit.
+    """The result of an audit.
 
     Attributes:
         findings: What was found, as a list of `Finding`; what explains most of the difference comes
@@ -178,14 +176,12 @@ class Answer(report.Report):
 
     @property
     def kind(self) -> str:
-        """The kind of the first finding, which explains most of the difference; `rounding` when
-        all is well.
-        """
+        """The kind of the first finding, which explains most; `rounding` when all is well."""
         return self.findings[0].kind
 
     @property
     def faulty(self) -> bool:
-        """Whether there is what no correct device explains: a finding of a kind in `FAULTS`."""
+        """Whether there is a finding that no correct device explains, of a kind in `FAULTS`."""
         return any(finding.kind in FAULTS for finding in self.findings)
 
     @property
@@ -220,15 +216,13 @@ class Answer(report.Report):
             "settings": list(self.titles),
             "passports": [dict(passport) for passport in self.passports],
             "findings": [
-                {name: _plain(getattr(finding, name)) for name in FIELDS}
+                {name: _to_json(getattr(finding, name)) for name in FIELDS}
                 for finding in self.findings
             ],
         }
 
     def as_markdown(self) -> str:
-        """What one pastes into an issue: the first line, the first three findings, and both
-        machines.
-        """
+        """Text for an issue: the first line, the first three findings, and both machines."""
         findings = "\n\n".join(map(str, self.findings[:MAX_MARKDOWN_FINDINGS]))
         sides = (
             f"- {title}: {Passport(passport).summary()}"
@@ -237,15 +231,13 @@ class Answer(report.Report):
         return "\n".join([self.headline, "", "```text", findings, "```", "", *sides])
 
 
-def _plain(value: object) -> Json:
-    """A value as JSON has it, which knows neither NaN nor infinity."""
+def _to_json(value: object) -> Json:
+    """A value as JSON; NaN and infinity, which JSON lacks, become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """The findings of one kind, line and advice together, each group where its first finding
-    stands.
-    """
+    """Findings of one kind, line and advice in groups, ordered by their first findings."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
         groups.setdefault(
@@ -255,18 +247,24 @@ def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def format_findings(findings: Sequence[Finding]) -> list[str]:
-    """The findings as text, those of one kind and line together."""
+    """The findings as text, grouped by kind and line."""
     texts = []
-    for first, *alike in group_by_line(findings):
-        operations = Counter(f"{f.operation} ({f.phase}){module_phrase(f.module)}" for f in alike)
+    for representative, *similar_findings in group_by_line(findings):
+        operations = Counter(
+            f"{f.operation} ({f.phase}){module_phrase(f.module)}" for f in similar_findings
+        )
         counted = (
             name if count == 1 else f"{count} × {name}" for name, count in operations.most_common(3)
         )
         listed = ", ".join(counted) + (", …" if len(operations) > 3 else "")
-        texts.append(f"{first}\n      also in this line: {listed}" if alike else str(first))
-    more = (
+        texts.append(
+            f"{representative}\n      also in this line: {listed}"
+            if similar_findings
+            else str(representative)
+        )
+    omission = (
         [f"… and {len(texts) - MAX_PRINTED_LINES} more lines"]
         if len(texts) > MAX_PRINTED_LINES
         else []
     )
-    return texts[:MAX_PRINTED_LINES] + more
+    return texts[:MAX_PRINTED_LINES] + omission

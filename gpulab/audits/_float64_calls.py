@@ -1,4 +1,4 @@
-"""What an operation's result is compared with: the same call in float64, on the same arguments.
+"""The reference of an operation's result: the same call in float64, on the same arguments.
 
 If an operation has several correct answers, its float64 reference may return another one. The
 answer is then checked against the definition of the operation. Each check gets the call and its
@@ -29,17 +29,17 @@ from gpulab._torch_internals import (
 )
 from gpulab.audits._count_sketch import FLOAT64_DEVICES, is_float_or_complex, to_float64_device
 
-# the relative error, and the number of roundings that explain it
+# The relative error, and the number of roundings that explain it.
 DefinitionCheck = tuple[float | None, float | None]
 UNCHECKABLE: DefinitionCheck = (None, None)
 INVALID: DefinitionCheck = (math.inf, 1.0)
 UNIQUE_INDEX_OPERATIONS = {"sort", "topk"}
-# the smallest subnormal number
+# The smallest subnormal number.
 SMALLEST_SUBNORMAL = torch.tensor(1, dtype=torch.int32).view(torch.float32)
 
 
 class Float64Reference:
-    """An operation and its arguments in float64, to be called on these as they are or changed.
+    """An operation and its arguments in float64, which can be called with changed arguments.
 
     It returns only the results that are compared, the first `n_results`. `compute` may be another
     function of the same arguments.
@@ -73,9 +73,7 @@ class Float64Reference:
         change: Callable[[Tensor], Tensor] | None = None,
         positions: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The results of arguments that are changed first: all of them, or those at some
-        positions.
-        """
+        """The results after all arguments, or those at some positions, are changed."""
 
         def apply_change(value: Nested) -> Nested:
             if change is None or not isinstance(value, Tensor) or not is_float_or_complex(value):
@@ -84,7 +82,7 @@ class Float64Reference:
 
         args = self.args
         kwargs = self.kwargs
-        if self.is_in_place:  # what the operation overwrites is still needed
+        if self.is_in_place:  # the overwritten argument is still needed
             args, kwargs = map_nested(_clone_tensor, (args, kwargs))
         if positions is None:
             args, kwargs = map_nested(apply_change, (args, kwargs))
@@ -112,8 +110,9 @@ def _clone_tensor(value: Nested) -> Nested:
 
 
 def to_float64(value: Nested) -> Nested:
-    """Convert a tensor of real or complex numbers to float64; both these and others go to a
-    device that has float64.
+    """Convert a real or complex tensor to float64, and move it to a device that has float64.
+
+    Other tensors are moved only.
     """
     if isinstance(value, torch.device):
         return value if value.type in FLOAT64_DEVICES else torch.device("cpu")
@@ -133,8 +132,9 @@ def to_float64(value: Nested) -> Nested:
 
 
 def writes_to_arguments(operation: OpOverload) -> bool:
-    """Whether an operation writes to its arguments; batch normalisation does, though its schema
-    does not say so.
+    """Whether an operation writes to its arguments, as batch normalisation does.
+
+    The schema of batch normalisation does not say so.
     """
     return is_mutable(operation) or "batch_norm" in schema_name(operation)
 
@@ -155,9 +155,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def difference_norm(result: Tensor, exact: Tensor) -> float:
-    """The norm of the difference; numbers that are both NaN, or both infinite with one sign, do
-    not differ.
-    """
+    """The norm of the difference; a NaN or infinity that both tensors have does not count."""
     difference = exact - result
     size = norm(difference)
     if not math.isnan(size):
@@ -182,14 +180,12 @@ def _relative_error(result: Tensor, exact: Tensor) -> float:
 def _check_selection(
     reference: Float64Reference, name: str, results: list[Tensor]
 ) -> DefinitionCheck | None:
-    """The numbers at the returned indices are those at the indices of float64, and no index is
-    returned twice.
-    """
+    """Check that returned indices are distinct and select the same numbers as in float64."""
     arguments = reference.arguments
     x = arguments["self"]
     dim = arguments.get("dim")
     *values, indices = results
-    # the largest number of all comes without its index
+    # The maximum over all numbers comes without its index.
     has_no_index = not values and not name.startswith("arg")
     if has_no_index or arguments.get("indices") is not None or arguments.get("stable"):
         return None
@@ -229,7 +225,9 @@ def _check_selection(
 
 
 def _check_written(reference: Float64Reference, *_: object) -> DefinitionCheck | None:
-    """If an index occurs twice, either number may stay, unless they are summed or one number is
+    """Check the numbers written by index.
+
+    If an index occurs twice, either number may stay, unless they are summed or one number is
     written everywhere.
     """
     arguments = reference.arguments
@@ -240,7 +238,7 @@ def _check_written(reference: Float64Reference, *_: object) -> DefinitionCheck |
 
 
 def max_index_repeats(arguments: dict[str, Nested]) -> int:
-    """How often the most frequent index occurs; a mask has none twice."""
+    """The number of occurrences of the most frequent index; 1 for a mask."""
     indices = find_tensors(arguments.get("indices", arguments.get("index")))
     return min(
         1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices
@@ -253,8 +251,9 @@ def max_index_repeats(arguments: dict[str, Nested]) -> int:
 def _check_factorisation(
     reference: Float64Reference, name: str, factors: list[Tensor]
 ) -> DefinitionCheck | None:
-    """The factors' product is the matrix, and the bases are orthogonal, whatever their signs and
-    order.
+    """Check that the factors' product is the matrix and the bases are orthogonal.
+
+    The signs and the order of the factors do not matter.
 
     For an n × n matrix, rounding errors amount to about n units in the last place of its size
     (Higham 2002, Accuracy and Stability of Numerical Algorithms, ch. 19), because these algorithms

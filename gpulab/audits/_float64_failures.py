@@ -1,5 +1,4 @@
-"""Why a step cannot be done in float64: the line and the module that ask for float32, or a shorter
-format, themselves.
+"""Why a step cannot run in float64: the line and the module that request a shorter format.
 
 Under a setting with `precision=float64` parameters, inputs and torch's default type are float64. A
 tensor of a shorter format is then there because the step asks for it, as `x.float()` and
@@ -27,7 +26,7 @@ MODELS_DIR = os.path.join(PACKAGE, "models")
 
 
 class Request(NamedTuple):
-    """Where a step asks for a short format, or uses a tensor that was made in one before the step.
+    """A place where a step requests a short format, or uses a tensor that has one already.
 
     Attributes:
         dtype: The format.
@@ -49,7 +48,7 @@ class Request(NamedTuple):
     is_made: bool
 
     def __str__(self) -> str:
-        where = (
+        location = (
             f"{self.line} (in {self.module})"
             if self.line and self.module
             else self.line or self.module
@@ -60,11 +59,11 @@ class Request(NamedTuple):
             if self.is_made
             else f"uses a {format_name} tensor that was made before the step"
         )
-        return f"{where or 'the step'} {does}"
+        return f"{location or 'the step'} {does}"
 
 
 class ShortFormatRequests(TorchFunctionMode):
-    """Notes who asks for a short format while a step is done in float64.
+    """Records the requests for short formats while a step runs in float64.
 
     Args:
         model: The model, for the names of its modules.
@@ -113,9 +112,7 @@ class ShortFormatRequests(TorchFunctionMode):
     def _request_of(
         self, tensor: Tensor, inputs: Sequence[Request] = (), is_made: bool = True
     ) -> Request:
-        """The request that a short tensor goes back to: that of an input, or else one that is
-        made in this line.
-        """
+        """The request a short tensor goes back to: an input's, or one made in this line."""
         if tensor not in self.request_of_tensor:
             self.request_of_tensor[tensor] = (
                 inputs[0] if inputs else self._new_request(tensor, is_made)
@@ -135,9 +132,7 @@ class ShortFormatRequests(TorchFunctionMode):
 
 
 def line_of_error(error: BaseException) -> str:
-    """The innermost line of the user's that an error went through, as `file:line: text`; empty
-    where there is none.
-    """
+    """The innermost user line of an error's traceback, as `file:line: text`, or empty."""
     lines: list[Line] = []
     traceback = error.__traceback__
     while traceback is not None:
@@ -165,7 +160,7 @@ def _frames_inside(calling_file: str) -> list[FrameType]:
 
 
 def _innermost_line(lines: Iterable[Line]) -> str:
-    """The first of some lines that is neither torch's nor gpulab's, its models apart."""
+    """The first line outside torch and gpulab; gpulab's models count as outside."""
     for line in lines:
         if not line.file.startswith((TORCH + os.sep, PACKAGE, "<")) or line.file.startswith(
             MODELS_DIR

@@ -1,4 +1,4 @@
-"""Operations that have no kernel for float64 on some device, written down as formulas.
+"""Formulas for operations that have no float64 kernel on some device.
 
 Each function takes the arguments of a call by their names in torch's schema, in float64, and
 returns the results in the order of the schema. None stands for what is no number of the network,
@@ -26,9 +26,7 @@ Outputs = tuple[Nested, ...]
 
 
 def _repeat_heads(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, with the heads of key and value repeated where several queries share
-    one.
-    """
+    """Query, key and value; heads of key and value are repeated for queries that share them."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if arguments.get("dropout_p"):
         raise NotImplementedError("the kernel keeps its random numbers to itself")
@@ -43,9 +41,7 @@ def _scale(arguments: Arguments) -> float:
 
 
 def _attention_weights(arguments: Arguments, query: Tensor, key: Tensor) -> Tensor:
-    """The softmax of the scores; a row that is masked out entirely is zero, as in torch's
-    kernels.
-    """
+    """The softmax of the scores; as in torch's kernels, fully masked rows are zero."""
     scores = _scale(arguments) * query @ key.mT
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     if mask is not None:
@@ -73,7 +69,7 @@ def _attention(arguments: Arguments) -> Outputs:
 
 
 def _attention_backward(arguments: Arguments) -> Outputs:
-    """The gradients of query, key, value and, where it is asked for, the additive mask."""
+    """The gradients of query, key, value and, if requested, the additive mask."""
     query, key, value = _repeat_heads(arguments)
     gradient = arguments["grad_out"] if "grad_out" in arguments else arguments["grad_out_"]
     weights = _attention_weights(arguments, query, key)
@@ -86,9 +82,12 @@ def _attention_backward(arguments: Arguments) -> Outputs:
         _scale(arguments) * scores_gradient.mT @ query, arguments["key"]
     )
     value_gradient = _sum_shared_heads(weights.mT @ gradient, arguments["value"])
-    asked, bias = arguments.get("grad_input_mask", [False] * 4), arguments.get("attn_bias")
+    output_mask = arguments.get("grad_input_mask", [False] * 4)
+    bias = arguments.get("attn_bias")
     bias_gradient = (
-        scores_gradient.sum_to_size(bias.shape) if asked[3] and isinstance(bias, Tensor) else None
+        scores_gradient.sum_to_size(bias.shape)
+        if output_mask[3] and isinstance(bias, Tensor)
+        else None
     )
     return query_gradient, key_gradient, value_gradient, bias_gradient
 
@@ -106,18 +105,15 @@ _LSTM_MODE = 2  # torch's number of the kind of recurrent network
 
 
 def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...]]:
-    """For each time, in the order of computation: the time, the state before, the gates, the cell
-    and the hidden state.
+    """The time, previous state, gates, cell and hidden state of each step, as computed.
 
     One layer in one direction: the kernel is called for each direction by itself.
     """
     if arguments["mode"] != _LSTM_MODE or arguments["batch_sizes"]:
         raise NotImplementedError("only an LSTM without packed sequences has a formula")
-    x, hidden, cell = (
-        arguments["input"],
-        arguments["hx_"],
-        arguments.get("cx_", arguments.get("cx_tmp")),
-    )
+    x = arguments["input"]
+    hidden = arguments["hx_"]
+    cell = arguments.get("cx_", arguments.get("cx_tmp"))
     input_weight, hidden_weight, *biases = weights
     steps = []
     times = range(len(x) - 1, -1, -1) if arguments["reverse"] else range(len(x))
@@ -126,26 +122,29 @@ def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...
         gates = gates + sum(biases) if arguments["has_biases"] else gates
         i, f, g, o = gates.chunk(4, -1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-        before = hidden, cell
+        previous_state = hidden, cell
         cell = f * cell + i * g
         hidden = o * cell.tanh()
-        steps.append((time, *before, i, f, g, o, cell, hidden))
+        steps.append((time, *previous_state, i, f, g, o, cell, hidden))
     return steps
 
 
 def _lstm_layer(arguments: Arguments) -> Outputs:
     steps = _lstm(arguments, [arguments[f"weight{number}"] for number in range(4)])
-    states = sorted(((step[0], step[-1]) for step in steps), key=lambda pair: pair[0])
-    return torch.stack([hidden for _, hidden in states]), steps[-1][-1], steps[-1][-2], None
+    hidden_states = [step[-1] for step in sorted(steps, key=lambda step: step[0])]
+    final_cell, final_hidden = steps[-1][-2:]
+    return torch.stack(hidden_states), final_hidden, final_cell, None
 
 
 def _lstm_layer_backward(arguments: Arguments) -> Outputs:
-    """Backpropagation through time. Without biases, the kernel is given the weights in their
-    place.
+    """Backpropagation through time.
+
+    Without biases, the kernel is given the weights in their place.
     """
     weights = [arguments[f"weight{number}"] for number in range(1, 5)]
     input_weight, hidden_weight = weights[:2]
-    x, steps = arguments["input"], _lstm(arguments, weights)
+    x = arguments["input"]
+    steps = _lstm(arguments, weights)
     output_gradient, hidden_gradient, cell_gradient = (
         arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")
     )
@@ -153,10 +152,8 @@ def _lstm_layer_backward(arguments: Arguments) -> Outputs:
         torch.zeros_like(steps[-1][-1]) if hidden_gradient is None else hidden_gradient
     )
     cell_gradient = torch.zeros_like(steps[-1][-2]) if cell_gradient is None else cell_gradient
-    input_gradient, weights_gradient = (
-        torch.zeros_like(x),
-        [torch.zeros_like(weight) for weight in weights[:2]],
-    )
+    input_gradient = torch.zeros_like(x)
+    weights_gradient = [torch.zeros_like(weight) for weight in weights[:2]]
     weights_gradient += [x.new_zeros(len(input_weight)) for _ in range(2)]
     for time, hidden_before, cell_before, i, f, g, o, cell, _ in reversed(steps):
         hidden_gradient = (
@@ -176,7 +173,8 @@ def _lstm_layer_backward(arguments: Arguments) -> Outputs:
         weights_gradient[1] += gates_gradient.T @ hidden_before
         for bias_gradient in weights_gradient[2:]:
             bias_gradient += gates_gradient.sum(0)
-        hidden_gradient, cell_gradient = gates_gradient @ hidden_weight, cell_gradient * f
+        hidden_gradient = gates_gradient @ hidden_weight
+        cell_gradient = cell_gradient * f
     return input_gradient, *weights_gradient, hidden_gradient, cell_gradient
 
 
@@ -191,14 +189,15 @@ _LAYER_FUNCTIONS: dict[int, Callable[..., Nested]] = {
 
 
 def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """All hidden states, and the last states, by torch's own layers: `leaves` are the input,
-    states and weights.
+    """All hidden states and the last states, by torch's own layers.
+
+    `leaves` are the input, the states and the weights.
     """
     if arguments["proj_size"] or (arguments["dropout"] and arguments["train"]):
         raise NotImplementedError("projections, and dropout between layers, have no formula")
     has_cell = arguments["cx"] is not None
-    x, hidden, *rest = leaves
-    states = [hidden, rest.pop(0)] if has_cell else hidden
+    x, hidden, *parameters = leaves
+    states = [hidden, parameters.pop(0)] if has_cell else hidden
     options = (
         arguments["weight_stride0"] == 4,
         arguments["num_layers"],
@@ -208,10 +207,10 @@ def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]
     )
     layer = _LAYER_FUNCTIONS[arguments["mode"]]
     if arguments["batch_sizes"]:
-        made = layer(x, torch.tensor(arguments["batch_sizes"]), states, rest, *options)
+        outputs = layer(x, torch.tensor(arguments["batch_sizes"]), states, parameters, *options)
     else:
-        made = layer(x, states, rest, *options, arguments["batch_first"])
-    return tuple(made)
+        outputs = layer(x, states, parameters, *options, arguments["batch_first"])
+    return tuple(outputs)
 
 
 def _copy_leaves(arguments: Arguments) -> list[Tensor]:
@@ -220,7 +219,7 @@ def _copy_leaves(arguments: Arguments) -> list[Tensor]:
 
 
 def _run_in_thread(function: Callable[[], Nested]) -> Nested:
-    """What a function returns in a thread of its own, where autograd works as usual.
+    """Run a function in a separate thread, where autograd works as usual.
 
     It computes on the CPU alone, because the thread that waits may be the one that serves autograd
     on a GPU.
@@ -231,44 +230,55 @@ def _run_in_thread(function: Callable[[], Nested]) -> Nested:
 
 def _cudnn_rnn(arguments: Arguments) -> Outputs:
     device = arguments["input"].device
-    made = _run_in_thread(lambda: _recurrent(arguments, _copy_leaves(arguments)))
-    states = [t.detach().to(device) for t in made]
+    outputs = _run_in_thread(lambda: _recurrent(arguments, _copy_leaves(arguments)))
+    states = [t.detach().to(device) for t in outputs]
     return (*states, *[None] * (5 - len(states)))
 
 
 def _cudnn_rnn_backward(arguments: Arguments) -> Outputs:
     """The gradients of input, states and weights."""
-    device, has_cell = arguments["input"].device, arguments["cx"] is not None
-    wanted = [arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")]
+    device = arguments["input"].device
+    has_cell = arguments["cx"] is not None
+    output_gradients = [arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")]
 
     def differentiate() -> Nested:
         leaves = [leaf.requires_grad_() for leaf in _copy_leaves(arguments)]
-        made = _recurrent(arguments, leaves)
-        pairs = [(t, g.detach().cpu()) for t, g in zip(made, wanted, strict=False) if g is not None]
-        outputs, gradients = ([pair[place] for pair in pairs] for place in (0, 1))
+        layer_outputs = _recurrent(arguments, leaves)
+        pairs = [
+            (output, gradient.detach().cpu())
+            for output, gradient in zip(layer_outputs, output_gradients, strict=False)
+            if gradient is not None
+        ]
+        outputs = [output for output, _ in pairs]
+        gradients = [gradient for _, gradient in pairs]
         return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
 
-    x, hidden, *rest = (t if t is None else t.to(device) for t in _run_in_thread(differentiate))
-    cell = rest.pop(0) if has_cell else None
-    return x, hidden, cell, rest
+    x_gradient, hidden_gradient, *weight_gradients = (
+        t if t is None else t.to(device) for t in _run_in_thread(differentiate)
+    )
+    cell_gradient = weight_gradients.pop(0) if has_cell else None
+    return x_gradient, hidden_gradient, cell_gradient, weight_gradients
 
 
 # --- fused optimizers -----------------------------------------------------------------------------
 
 
 def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Outputs:
-    """An update by Adam or AdamW, in place, as in torch.optim; some kernels take 1 - beta in
-    float32.
+    """An update by Adam or AdamW, in place, as in torch.optim.
+
+    Some kernels compute 1 - beta in float32.
     """
     if arguments.get("grad_scale") is not None or arguments.get("found_inf") is not None:
         raise NotImplementedError("a fused optimizer that unscales its gradients has no formula")
     names = ("self", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
     rate, beta1, beta2 = (float(arguments[name]) for name in ("lr", "beta1", "beta2"))
-    decay, eps = arguments["weight_decay"], arguments["eps"]
-    largest = (
-        arguments["max_exp_avg_sqs"] if arguments["amsgrad"] else [None] * len(arguments["self"])
-    )
-    for *tensors, most in zip(*(arguments[name] for name in names), largest, strict=True):
+    decay = arguments["weight_decay"]
+    eps = arguments["eps"]
+    max_squares = [None] * len(arguments["self"])
+    if arguments["amsgrad"]:
+        max_squares = arguments["max_exp_avg_sqs"]
+    columns = [arguments[name] for name in names]
+    for *tensors, max_square in zip(*columns, max_squares, strict=True):
         weight, gradient, mean, square, step = tensors
         gradient = -gradient if arguments["maximize"] else gradient
         if decoupled:
@@ -277,12 +287,12 @@ def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Outputs:
             gradient = gradient + decay * weight
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        if most is not None:
-            torch.maximum(most, square, out=most)
-        corrected = (square if most is None else most).sqrt() / math.sqrt(
-            1 - beta2 ** float(step)
-        ) + eps
-        weight.addcdiv_(mean, corrected, value=-rate / (1 - beta1 ** float(step)))
+        if max_square is not None:
+            square = torch.maximum(max_square, square, out=max_square)
+        mean_correction = 1 - beta1 ** float(step)
+        square_correction = math.sqrt(1 - beta2 ** float(step))
+        denominator = square.sqrt() / square_correction + eps
+        weight.addcdiv_(mean, denominator, value=-rate / mean_correction)
     return ()
 
 

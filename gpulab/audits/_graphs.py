@@ -1,4 +1,4 @@
-"""The graph of one execution: which operation made which value, and which values it made it of."""
+"""The graph of one execution: the operations, their inputs and their outputs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from gpulab.audits._values import Value
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An operation; or, of an operation on lists of tensors, the part for one position in the
-    lists.
+    """An operation, or the part of a list operation for one position in the lists.
 
     Attributes:
         op: The operation.
@@ -64,7 +63,7 @@ class Graph:
 
     @cached_property
     def users(self) -> dict[Value, list[Node]]:
-        """The nodes that were given a value."""
+        """The nodes that have a value as an input."""
         users: dict[Value, list[Node]] = {}
         for node in self.nodes:
             for value in node.inputs:
@@ -81,8 +80,9 @@ class Graph:
 
     @cached_property
     def pure_rounding_values(self) -> set[Value]:
-        """Values that consist of rounding errors, and those computed from them and zeros, such
-        as running means.
+        """Values of rounding errors only, and those computed from them and from zeros.
+
+        The running means of a normalisation are an example.
         """
         pure_rounding: set[Value] = set()
         for node in self.nodes:
@@ -98,7 +98,7 @@ class Graph:
                     and not value.sketch.any()
                     and 0 < _reference_norm(value) <= tol.CANCELLATION_RESIDUE * largest
                 ):
-                    # the recorded sum is zero, and that of the reference is negligible
+                    # The recorded sum is zero, and the sum of the reference is negligible.
                     pure_rounding.add(value)
         return pure_rounding
 
@@ -109,7 +109,7 @@ class Graph:
         )
 
     def following(self, values: set[Value]) -> set[Value]:
-        """These values, and all that were computed from them."""
+        """The given values, and all values that were computed from them."""
         reached = set(values)
         for node in self.nodes:
             if not reached.isdisjoint(node.inputs):
@@ -122,7 +122,7 @@ def _reference_norm(value: Value) -> float:
 
 
 def _split_lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
-    """The inputs and outputs of each place in the lists of an operation; of most, all of them.
+    """The inputs and outputs of each list position; most operations have a single one.
 
     >>> op = Operation(
     ...     "_foreach_add",
@@ -143,12 +143,12 @@ def _split_lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
         return [(op.inputs, outputs)]
     length, lists = op.lanes
     single_inputs = op.inputs[length * lists :]
-    whole = len(op.outputs) // length * length
-    single_outputs = outputs[whole:]
+    n_lane_outputs = len(op.outputs) // length * length
+    single_outputs = outputs[n_lane_outputs:]
     return [
         (
-            [op.inputs[place + length * number] for number in range(lists)] + single_inputs,
-            op.outputs[place:whole:length] + single_outputs,
+            [op.inputs[lane + length * number] for number in range(lists)] + single_inputs,
+            op.outputs[lane:n_lane_outputs:length] + single_outputs,
         )
-        for place in range(length)
+        for lane in range(length)
     ]

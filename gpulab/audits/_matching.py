@@ -1,5 +1,4 @@
-"""Match the values of two executions in float64: equal, equal in another order, or parts of each
-other.
+"""Match the float64 values of two executions: equal, reordered, or parts of each other.
 
 Nothing is compared but float64 references, so that two values which are one coincide to some ten
 digits, whatever the precision of the executions. References without rounding are independent of the
@@ -47,7 +46,7 @@ def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
 def _are_same_sketches(
     reference: np.ndarray, candidates: np.ndarray, tolerance: float, tolerances: np.ndarray
 ) -> np.ndarray:
-    """Whether each of several sketches is that of one value. Each candidate sketch is a row."""
+    """Whether each row of candidate sketches equals the sketch of a value."""
     with np.errstate(over="ignore", invalid="ignore"):
         unequal = ~((candidates == reference) | (np.isnan(candidates) & np.isnan(reference)))
         size = np.linalg.norm(np.where(unequal, reference, 0.0), axis=1)
@@ -58,8 +57,7 @@ def _are_same_sketches(
 
 
 class Matches:
-    """For each value of one execution the values of the other one that are the same, or have the
-    same numbers.
+    """For each value, the values of the other execution with the same numbers in any order.
 
     Args:
         graphs: Of the two executions.
@@ -74,21 +72,22 @@ class Matches:
     """
 
     def __init__(self, graphs: tuple[Graph, Graph], tolerance: Tolerance) -> None:
-        self.graphs, self.tolerance = graphs, tolerance
+        self.graphs = graphs
+        self.tolerance = tolerance
         self.equal: dict[Value, list[Value]] = defaultdict(list)
         self.matched_values: set[Value] = set()
         self.permuted_values: set[Value] = set()
-        first, second = (graph.values() for graph in graphs)
-        self._match_wholes(first, second)
+        values_a, values_b = (graph.values() for graph in graphs)
+        self._match_wholes(values_a, values_b)
         self.permuted_values -= self.matched_values
 
-    def _match_wholes(self, first: Sequence[Value], second: Sequence[Value]) -> None:
+    def _match_wholes(self, values_a: Sequence[Value], values_b: Sequence[Value]) -> None:
         groups: dict[tuple[int, int], list[Value]] = defaultdict(list)
-        for value in second:
+        for value in values_b:
             if value.total and value.reference is not None:
                 groups[value.count, value.reference.size].append(value)
         tables = {sizes: _ValueTable(group, self.tolerance) for sizes, group in groups.items()}
-        for value in first:
+        for value in values_a:
             if not value.total or value.reference is None:
                 continue
             table = tables.get((value.count, value.reference.size))
@@ -109,9 +108,7 @@ class Matches:
                     self.permuted_values.update([value, *permuted])
 
     def match_parts(self) -> None:
-        """Find values that are a slice of a value of the other execution, or are covered by
-        slices of several.
-        """
+        """Find values that are a slice of one value, or a union of slices, of the other side."""
         all_values = [graph.values() for graph in self.graphs]
         for side, graph in enumerate(self.graphs):
             candidates = [v for v in all_values[1 - side] if v.profiles and not v.is_pure_rounding]
@@ -158,9 +155,7 @@ class _ValueTable:
     def find_near(
         self, value: Value, reference: np.ndarray, tolerance: float
     ) -> tuple[list[Value], list[Value]]:
-        """Those whose sums are the value's, as far as the tolerances go; and those of them that
-        are the same.
-        """
+        """Values whose sums agree within the tolerance, and those of them that are equal."""
         allowed = np.minimum(4 * np.maximum(self.tolerances, tolerance), 1e9)
         squares = np.maximum(self.totals[:, 1], value.total[1])
         with np.errstate(invalid="ignore", over="ignore"):
@@ -179,8 +174,9 @@ class _ValueTable:
 
 
 def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
-    """Whether one of two values with equal sums may be a transposition of the other, without
-    flipped dimensions.
+    """Whether one of two values with equal sums may be a transposition of the other.
+
+    Flipped dimensions do not count.
 
     None if they have no dimension of one size, so that it cannot be decided.
     """
@@ -205,8 +201,7 @@ def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
 
 
 class PartSearch:
-    """Search several values for those that contain another value as a slice, or whose union covers
-    it.
+    """Search for values that contain another value as a slice, or that together cover it.
 
     A slice is recognised by its sum and its sum of squares, which are those of a stretch of the
     whole's profile.
@@ -232,17 +227,17 @@ class PartSearch:
                 parts[value.count].append(value)
         self.wholes = {
             (count, size, start, dim): _StretchSums(
-                some[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance
+                group[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance
             )
-            for (count, dim, size), some in wholes.items()
-            for start in range(0, len(some), max(1, MAX_STRETCHES // size))
+            for (count, dim, size), group in wholes.items()
+            for start in range(0, len(group), max(1, MAX_STRETCHES // size))
         }
         self.parts = {
             count: (
-                np.array([part.total for part in some]),
-                np.array([tolerance(part) for part in some]),
+                np.array([value.total for value in group]),
+                np.array([tolerance(value) for value in group]),
             )
-            for count, some in sorted(parts.items())
+            for count, group in sorted(parts.items())
         }
 
     def contains(self, part: Value) -> bool:
@@ -251,17 +246,17 @@ class PartSearch:
             return False
         tolerance = np.array([self.tolerance(part)])
         for (count, size, *_), stretches in self.wholes.items():
-            length, rest = divmod(part.count, count // size)
+            length, remainder = divmod(part.count, count // size)
             if (
                 part.count < count
-                and not rest
+                and not remainder
                 and stretches.find(length, np.array([part.total]), tolerance).any()
             ):
                 return True
         return False
 
     def covers(self, whole: Value) -> bool:
-        """Whether slices of a value that are among these make up all of it, but for rounding."""
+        """Whether slices of a value that are among these make up all of it, except for rounding."""
         if not whole.profiles or not np.isfinite(whole.total).all():
             return False
         for dim, profile in whole.profiles.items():
@@ -271,8 +266,8 @@ class PartSearch:
             stretches = _StretchSums([whole], dim, self.tolerance)
             n_per_index = whole.count // profile.shape[1]
             for count, (totals, tolerances) in self.parts.items():
-                length, rest = divmod(count, n_per_index)
-                if count < whole.count and not rest:
+                length, remainder = divmod(count, n_per_index)
+                if count < whole.count and not remainder:
                     for start in np.flatnonzero(
                         stretches.find(length, totals, tolerances).any(axis=0)
                     ):
@@ -296,7 +291,7 @@ class _StretchSums:
         self.n_per_index = wholes[0].count // profiles.shape[2]
 
     def find(self, length: int, totals: np.ndarray, tolerances: np.ndarray) -> np.ndarray:
-        """Where a stretch has the sums of a part.
+        """The stretches that have the sums of a part.
 
         Args:
             length: Of the stretches. All parts have this length.
@@ -312,7 +307,8 @@ class _StretchSums:
             self.cumulative_sums[:, :, length:] - self.cumulative_sums[:, :, :-length], 1, 0
         )
         allowed = 4 * np.maximum(np.maximum(tolerances[:, None], self.tolerances), 1e-9)
-        total, total_squares = totals[:, :1], totals[:, 1:]
+        total = totals[:, :1]
+        total_squares = totals[:, 1:]
         size = np.sqrt(length * self.n_per_index * total_squares)
         hits = np.abs(sums - total) <= allowed * size + 1e-12 * self.scales[0]
         hits &= np.abs(squares - total_squares) <= allowed * total_squares + 1e-13 * self.scales[1]
@@ -320,7 +316,7 @@ class _StretchSums:
 
 
 def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
-    """How far another reference of a value may be from this one, relative to it.
+    """The largest relative distance between two references of one value.
 
     An exact reference coincides with another one to ten digits. Where the operation that made a
     value loses digits, as by subtracting, so does float64; how many shows in how far the recorded
@@ -348,9 +344,7 @@ def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
 
 
 def _condition(graph: Graph, value: Value) -> float:
-    """How many times as large as those of its inputs the relative roundings of a value may be,
-    by its error bound.
-    """
+    """How much larger a value's relative rounding error may be than its inputs', by its bound."""
     node = graph.maker.get(value)
     bound = (node.op.bound or 0.0) if node else 0.0
     unit = (

@@ -1,6 +1,4 @@
-"""A step's results by name, whole or of one module alone: what can be seen of a network that is
-compiled.
-"""
+"""The named results of a step, or of one module alone, as far as a compiled network shows them."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ MIN_SHORT_ROUNDOFF = 2.0**-11
 
 @dataclass(frozen=True)
 class Execution:
-    """A step, or a module alone, done once.
+    """One execution of a step, or of a module alone.
 
     Attributes:
         results: All that it made, by name, in float64.
@@ -48,27 +46,26 @@ class Execution:
 
 @dataclass(frozen=True)
 class ModuleCall(Step):
-    """A module of a model by its name there, and its first call: `batch` is its arguments and
-    output gradients.
+    """A module of a model, by its name there, and its first call.
+
+    `batch` holds the arguments of the call and its output gradients.
     """
 
     name: str = ""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What decides the code that is compiled for it: equal blocks are compiled once, and
-        tried once.
-        """
+        """What determines the compiled code; equal modules are compiled and tried once."""
         shapes = [(name, t.shape, t.dtype) for name, t in named_tensors("", self.batch[:2]).items()]
         return type(self.model), repr(self.model), self.model.training, *shapes
 
     def contains(self, name: str) -> bool:
-        """Whether a module is this one, or inside of it."""
+        """Whether a module is this one, or inside it."""
         return not self.name or name == self.name or name.startswith(f"{self.name}.")
 
 
 class _StepRun(PreparedStep):
-    """Gives the loss, what the model returned, each gradient, and each buffer that was changed.
+    """A step that returns the loss, the outputs, the gradients and the changed buffers.
 
     With `nudge`, the number of a draw, every number that it begins with is moved by `nudge_size`,
     up or down. With `first_rounded_to`, every number is rounded to this format first.
@@ -86,21 +83,22 @@ class _StepRun(PreparedStep):
         self.nudge = nudge
         self.generator = torch.Generator().manual_seed(nudge)
         self.outputs: NamedTensors = {}
-        # in other memory, since this may be the user's
+        # The batch may be the user's, so it is copied.
         self.batch = tree_map(self._nudge, self.batch)
 
     def __call__(self) -> NamedTensors:  # type: ignore[override]  # all results in place of the loss
         self._wrap_model(self.model)
         for parameter in self.model.parameters():
             parameter.data.copy_(self._nudge(parameter.data))
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        initial_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         results = self.results()
-        parameters, buffers = self.model.named_parameters(), self.model.named_buffers()
+        parameters = self.model.named_parameters()
+        buffers = self.model.named_buffers()
         results |= {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
         results |= {
             f"updated {n}": b
             for n, b in buffers
-            if n not in before or not torch.equal(b, before[n])
+            if n not in initial_buffers or not torch.equal(b, initial_buffers[n])
         }
         return {
             name: _detached_copy(tensor)
@@ -124,9 +122,7 @@ class _StepRun(PreparedStep):
         return (value * factors).to(value.dtype)
 
     def _wrap_model(self, model: nn.Module) -> None:
-        """Keep what the model returns, and have it compiled under such a setting, until the step
-        has ended.
-        """
+        """Keep what the model returns, and compile it if the setting does, until the step ends."""
 
         # `compile` of torch's own modules compiles nothing
         def call(*args: Nested, **kwargs: Nested) -> Nested:
@@ -134,7 +130,7 @@ class _StepRun(PreparedStep):
 
         run = self.setting.compiled(call) if self.setting.compile else call
 
-        # a hook would be compiled with it
+        # A forward hook would be compiled together with the model.
         def call_and_keep(*args: Nested, **kwargs: Nested) -> Nested:
             output = run(*args, **kwargs)
             self.outputs |= named_tensors("output", output)
@@ -143,7 +139,7 @@ class _StepRun(PreparedStep):
         _torch_internals.replace_call(model, call_and_keep)
 
     def results(self) -> NamedTensors:
-        """What is computed, after the backward pass."""
+        """The results after the backward pass."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
@@ -176,14 +172,14 @@ class _IsolatedModuleRun(_StepRun):
         }
 
 
-def named_tensors(what: str, values: Nested) -> NamedTensors:
-    """The floating-point tensors among nested values, each by its place."""
-    leaves = [(place, leaf) for place, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
-    return {f"{what}{place}": leaf for place, leaf in leaves if is_float_or_complex(leaf)}
+def named_tensors(prefix: str, values: Nested) -> NamedTensors:
+    """The floating-point tensors among nested values, by their paths."""
+    leaves = [(path, leaf) for path, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
+    return {f"{prefix}{path}": leaf for path, leaf in leaves if is_float_or_complex(leaf)}
 
 
 def rounding_unit(setting: Setting) -> float:
-    """The largest relative error of one rounding of a product under a setting that is in force.
+    """The largest relative error of rounding a product once under the active setting.
 
     >>> rounding_unit(Setting.parse("cpu")) == 2**-24
     True
@@ -208,8 +204,7 @@ def uses_short_format(setting: Setting) -> bool:
 
 
 def nudge_size(setting: Setting) -> float:
-    """How far the numbers that a step begins with are moved, under a setting that is in force:
-    relative to each.
+    """The relative perturbation of a step's initial numbers under the active setting.
 
     >>> (
     ...     nudge_size(Setting.parse("cpu")) == 2**-18,
@@ -237,7 +232,7 @@ def execute(
     first_rounded_to: torch.dtype | None = None,
     context: AbstractContextManager[object] | None = None,
 ) -> Execution:
-    """Do a step, or a module alone, once from the same random numbers.
+    """Do a step, or a module alone, once with fixed random numbers.
 
     Args:
         step: What is done.
@@ -266,8 +261,7 @@ def execute(
 
 
 def find_failing_request(step: Step, setting: Setting) -> Request | None:
-    """Who asks for a short format in a step, or a module alone, that fails under a setting in
-    float64.
+    """The request for a short format in a step or module that fails in float64.
 
     Returns:
         The request; None where the step asks for none, so that it fails for another reason.
@@ -290,16 +284,14 @@ def _random_state(setting: Setting) -> tuple[bytes, ...]:
 
 @contextlib.contextmanager
 def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
-    """Errors of torch's compiler and of the step itself are raised as a sentence, with the line
-    that they come from.
-    """
+    """Raise errors of torch's compiler and of the step as one sentence with the user's line."""
     compiler_error = _torch_internals.compiler_error()
     try:
         yield
     except compiler_error as error:
-        why = " ".join(str(error).partition("\n\n")[0].split())
+        reason = " ".join(str(error).partition("\n\n")[0].split())
         raise GpulabError(
-            f"setting {str(setting)!r}: torch's compiler fails on this step: {why}"
+            f"setting {str(setting)!r}: torch's compiler fails on this step: {reason}"
         ) from error
     except GpulabError:
         raise
@@ -313,34 +305,37 @@ def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
 
 
 def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
-    """The first call of each module in a step that is done as it is written; inner modules stand
-    before outer ones.
-    """
+    """The first call of each module in an uncompiled step; inner modules come first."""
     prepared = _StepRun(step, setting)
     calls: dict[nn.Module, ModuleCall] = {}
     inputs: dict[nn.Module, Nested] = {}
 
-    def begin(module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
+    def save_inputs(
+        module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]
+    ) -> None:
         inputs[module] = tree_map(_detached_copy, (args, kwargs))
 
-    def end(name: str, module: nn.Module, output: Nested) -> None:
+    def save_call(name: str, module: nn.Module, output: Nested) -> None:
         if module not in calls:
             gradients: NamedTensors = {}
             calls[module] = ModuleCall(module, (*inputs.pop(module), gradients), name=name)
-            for place, tensor in named_tensors("output", output).items():
+            for path, tensor in named_tensors("output", output).items():
                 if tensor.requires_grad:
                     tensor.register_hook(
-                        lambda gradient, place=place: gradients.update(
-                            {place: _detached_copy(gradient)}
+                        lambda gradient, path=path: gradients.update(
+                            {path: _detached_copy(gradient)}
                         )
                     )
 
     with seed_generators(setting, SEED), setting.apply(), prepared, contextlib.ExitStack() as hooks:
         for name, module in prepared.model.named_modules():
-            after = module.register_forward_hook(
-                lambda module, _, output, name=name: end(name, module, output)
+            output_hook = module.register_forward_hook(
+                lambda module, _, output, name=name: save_call(name, module, output)
             )
-            for handle in (module.register_forward_pre_hook(begin, with_kwargs=True), after):
+            for handle in (
+                module.register_forward_pre_hook(save_inputs, with_kwargs=True),
+                output_hook,
+            ):
                 hooks.callback(handle.remove)
         prepared()
     return list(calls.values())

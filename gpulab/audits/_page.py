@@ -1,4 +1,4 @@
-"""The answer of an audit as a page: the answer itself, the figure, findings as cards, and a table.
+"""The answer of an audit as a page: a summary, the figure, findings as cards, and a table.
 
 An audit shows the same in a notebook as in the file that `save` writes. Nothing is shown here that
 `print`, the fields of a `Finding` and the audit's `table` do not say.
@@ -43,7 +43,7 @@ CAPTION = (
 PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
 BADGE_TEXTS = {"fault": "Fault", "note": "Explained", "ok": "No fault"}
 UNITS_HEADING = Markup("in units of<br>what rounding<br>explains")
-# a line as findings have it, with its file and number
+# A line as findings write it: file, number and code.
 LINE_PATTERN = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)
 
 
@@ -63,9 +63,7 @@ class AnswerPage(Answer):
         return style() + self._answer() + self._findings()
 
     def html(self) -> Markup:
-        """The answer as a piece of HTML that needs no other file, with the figure above the
-        findings.
-        """
+        """The answer as self-contained HTML, with the figure above the findings."""
         return style() + self._body()
 
     def save(self, file: str | Path, title: str = "") -> None:
@@ -101,18 +99,20 @@ class AnswerPage(Answer):
         return self._answer() + self._figure() + self._findings()
 
     def _answer(self) -> Markup:
-        """Whether there is a fault, the headline, and where the first finding is."""
-        answer, rest = split_headline(self.headline, self.titles)
+        """The badge, the headline, and the place of the first finding."""
+        answer, explanation = split_headline(self.headline, self.titles)
         notable = [finding for finding in self.findings if finding.kind != "rounding"]
-        rank = "fault" if self.faulty else "note" if notable else "ok"
-        first = _make_card([notable[0]], self.titles) if notable else None
+        rank = "note" if notable else "ok"
+        if self.faulty:
+            rank = "fault"
+        first_card = _make_card([notable[0]], self.titles) if notable else None
         return report.render(
             "audit_answer.html",
             rank=rank,
             badge=BADGE_TEXTS[rank],
             answer=answer,
-            rest=rest,
-            first=first,
+            explanation=explanation,
+            first_card=first_card,
         )
 
     def _figure(self) -> Markup:
@@ -150,16 +150,17 @@ def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
     ('All is well: rounding alone.', '')
     """
     text = headline.removeprefix(f"{titles[0]} against {titles[1]}: ")
-    answer, _, rest = text.partition(". ")
-    return _to_sentence(answer), rest
+    answer, _, explanation = text.partition(". ")
+    return _to_sentence(answer), explanation
 
 
 # --- what stands below the title ------------------------------------------------------------------
 
 
 def _describe_setup(answer: AnswerPage) -> list[str]:
-    """The step, the settings in words, the date, the versions, and the machines, which are one
-    if both are the same.
+    """The step, the settings in words, the date, the versions and the machines.
+
+    Two equal machines are named once.
     """
     words = [setting_words(title) for title in answer.titles]
     parts = [answer.step_name] if answer.step_name else []
@@ -177,7 +178,7 @@ def _describe_setup(answer: AnswerPage) -> list[str]:
     if answer.passports[0] == answer.passports[1]:
         return [*parts, " and ".join(dict.fromkeys(machines))]
     sides = zip(answer.titles, machines, versions, strict=True)
-    return [*parts, *(f"{title}: {', '.join(filter(None, known))}" for title, *known in sides)]
+    return [*parts, *(f"{title}: {', '.join(filter(None, facts))}" for title, *facts in sides)]
 
 
 # --- findings -------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def _describe_setup(answer: AnswerPage) -> list[str]:
 
 @dataclass(frozen=True)
 class Card:
-    """A finding as the page shows it, and what else was found in the same line.
+    """A finding as the page shows it, and the other findings of the same line.
 
     Attributes:
         rank: `fault`, `note` or `ok`.
@@ -193,7 +194,7 @@ class Card:
         operation: The first operation.
         phase: Where it ran.
         module: What called it.
-        place: The file and the number of the line.
+        location: The file and the number of the line.
         code: The line.
         percent: How much of the difference it explains.
         width: The same as a number from 0 to 100, where it is known.
@@ -201,8 +202,8 @@ class Card:
         detail: What was seen, as a sentence.
         advice: What to do, as a sentence.
         facts: What is less important, by name.
-        more: How many others there are.
-        others: These in words.
+        others_count: How many other findings the line has, in words.
+        others: These findings, in words.
     """
 
     rank: str
@@ -210,7 +211,7 @@ class Card:
     operation: str
     phase: str
     module: str
-    place: str
+    location: str
     code: str
     percent: str
     width: int | None
@@ -218,39 +219,59 @@ class Card:
     detail: Markup
     advice: Markup | str
     facts: list[tuple[str, str]]
-    more: str
+    others_count: str
     others: list[str]
 
 
 def _make_card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
     """A card for the first of some findings of one kind and line."""
-    first, *others = findings
-    place, code = _split_line(first.line)
-    percent, width, effect = _describe_share(first)
-    advice = first.advice.replace(first.line, place) if first.line else first.advice
-    names = [name for name in (*titles, place, first.operation) if name]
-    where = "in this line" if first.line else "in this module" if first.module else "like it"
+    finding, *further_findings = findings
+    location, code = _split_line(finding.line)
+    percent, width, effect = _describe_share(finding)
+    advice = finding.advice
+    if finding.line:
+        advice = advice.replace(finding.line, location)
+    names = [name for name in (*titles, location, finding.operation) if name]
+    advice_html: Markup | str = ""
+    if finding.kind != "rounding":
+        advice_html = _mark_names(_to_sentence(advice, names), names)
     return Card(
-        rank="fault" if first.kind in FAULTS else "ok" if first.kind == "rounding" else "note",
-        kind=first.kind,
-        operation=first.operation,
-        phase=first.phase,
-        module=first.module,
-        place=place,
+        rank=_rank(finding),
+        kind=finding.kind,
+        operation=finding.operation,
+        phase=finding.phase,
+        module=finding.module,
+        location=location,
         code=code,
         percent=percent,
         width=width,
         effect=effect,
-        detail=_mark_names(_to_sentence(first.detail, names), names),
-        advice="" if first.kind == "rounding" else _mark_names(_to_sentence(advice, names), names),
-        facts=_list_facts(first),
-        more=f"{len(others)} more {'operations' if len(others) > 1 else 'operation'} {where}",
-        others=_describe_further_findings(first, others),
+        detail=_mark_names(_to_sentence(finding.detail, names), names),
+        advice=advice_html,
+        facts=_list_facts(finding),
+        others_count=_count_others(finding, len(further_findings)),
+        others=_describe_further_findings(finding, further_findings),
     )
 
 
+def _rank(finding: Finding) -> str:
+    if finding.kind in FAULTS:
+        return "fault"
+    return "ok" if finding.kind == "rounding" else "note"
+
+
+def _count_others(finding: Finding, count: int) -> str:
+    """The number of other findings that share a card with a finding, in words."""
+    noun = "operation" if count == 1 else "operations"
+    if finding.line:
+        return f"{count} more {noun} in this line"
+    if finding.module:
+        return f"{count} more {noun} in this module"
+    return f"{count} more {noun} like it"
+
+
 def _describe_share(finding: Finding) -> tuple[str, int | None, str]:
-    """How much of the difference a finding explains: as words, as a number and as a clause."""
+    """The share of the difference that a finding explains, as words, a number and a clause."""
     if not finding.has_bound:
         return (
             "may explain all",
@@ -258,22 +279,19 @@ def _describe_share(finding: Finding) -> tuple[str, int | None, str]:
             "its effect has no bound: it may explain all of the difference in the results",
         )
     if finding.kind == "rounding":
-        return (
-            ""
-            if math.isnan(finding.ratio)
-            else f"{_format_units(finding.ratio)} of what rounding explains",
-            None,
-            "",
-        )
+        if math.isnan(finding.ratio):
+            return "", None, ""
+        return f"{_format_units(finding.ratio)} of what rounding explains", None, ""
     if math.isnan(finding.share):
         return "", None, ""
     percent = f"{finding.share:.0%}" if finding.share >= 0.01 else "less than 1%"
+    width = round(100 * min(1.0, finding.share))
     effect = f"explains {percent} of the difference in the results"
-    return f"{percent} of the difference", round(100 * min(1.0, finding.share)), effect
+    return f"{percent} of the difference", width, effect
 
 
 def _list_facts(finding: Finding) -> list[tuple[str, str]]:
-    """What is known of a finding and seldom asked for."""
+    """Details of a finding that few readers need."""
     facts = {"setting": finding.setting, "phase": finding.phase, "module": finding.module}
     if not math.isnan(finding.ratio):
         facts["own error"] = f"{_format_units(finding.ratio)} times what rounding explains"
@@ -282,12 +300,14 @@ def _list_facts(finding: Finding) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts.items() if value]
 
 
-def _describe_further_findings(first: Finding, others: Sequence[Finding]) -> list[str]:
-    """The other findings of a line in words, with what was seen where that is another thing."""
+def _describe_further_findings(
+    representative: Finding, further_findings: Sequence[Finding]
+) -> list[str]:
+    """The other findings of a line in words, with their details where these differ."""
     counts = Counter(
-        f"{other.operation} ({other.phase}){module_phrase(other.module)}"
-        + (f": {other.detail}" if other.detail != first.detail else "")
-        for other in others
+        f"{finding.operation} ({finding.phase}){module_phrase(finding.module)}"
+        + (f": {finding.detail}" if finding.detail != representative.detail else "")
+        for finding in further_findings
     )
     return [text if count == 1 else f"{count} × {text}" for text, count in counts.items()]
 
@@ -298,13 +318,12 @@ def _split_line(line: str) -> tuple[str, str]:
     >>> _split_line("net.py:12: x = y"), _split_line("somewhere")
     (('net.py:12', 'x = y'), ('somewhere', ''))
     """
-    found = LINE_PATTERN.fullmatch(line)
-    return (found[1], found[2]) if found else (line, "")
+    match = LINE_PATTERN.fullmatch(line)
+    return (match[1], match[2]) if match else (line, "")
 
 
 def _to_sentence(text: str, names: Sequence[str] = ()) -> str:
-    """A text with a capital letter at its beginning, unless it begins with a name, and a full stop
-    at its end.
+    """A text with a capital letter, unless it begins with a name, and with a full stop.
 
     >>> texts = ("computed in bfloat16", "mm gave other bits", "x.weight is NaN")
     >>> tuple(_to_sentence(text, ["mm"]) for text in texts)
@@ -327,11 +346,13 @@ def _mark_names(text: str, names: Sequence[str]) -> Markup:
     ... )
     ('under <code>cpu:threads=1</code>: mm', 'cpu:isa=avx2')
     """
-    longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    parts = re.split(rf"(?<![\w.:])({longest_first})(?!:?\w)", text)
+    longest_first = sorted(names, key=len, reverse=True)
+    alternatives = "|".join(map(re.escape, longest_first))
+    parts = re.split(rf"(?<![\w.:])({alternatives})(?!:?\w)", text)
     code = Markup("<code>{}</code>")
     return Markup().join(
-        code.format(breakable(part)) if n % 2 else part for n, part in enumerate(parts)
+        code.format(breakable(text_part)) if n % 2 else text_part
+        for n, text_part in enumerate(parts)
     )
 
 
@@ -339,25 +360,23 @@ def _mark_names(text: str, names: Sequence[str]) -> Markup:
 
 
 def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Sequence[str]) -> Rows:
-    """The table of an `Audit`: what was found first, then what comes nearest to what rounding
-    explains.
-    """
+    """The table of an `Audit`: findings first, then by the error in units of rounding."""
     names = ["operation", "phase", "module", "line"]
     order: dict[tuple[str, ...], int] = {}
     for index, finding in enumerate(findings):
         if finding.kind != "rounding":
             order.setdefault(tuple(getattr(finding, name) for name in names), index)
-    last = len(findings)
-    found = [
-        last + 1 if kind == "rounding" else order.get(tuple(place), last)
-        for kind, *place in table[["kind", *names]].itertuples(index=False)
+    n_findings = len(findings)
+    ranks = [
+        n_findings + 1 if kind == "rounding" else order.get(tuple(key), n_findings)
+        for kind, *key in table[["kind", *names]].itertuples(index=False)
     ]
-    table = _sort_by_importance(table, found, table[["ratio_a", "ratio_b"]].max(axis=1))
-    places = [name for name in ("module", "line") if table[name].any()]
+    table = _sort_by_importance(table, ranks, table[["ratio_a", "ratio_b"]].max(axis=1))
+    location_columns = [name for name in ("module", "line") if table[name].any()]
     rows = []
     for row in table.itertuples(index=False):
         name = Markup("<code>{}</code> {}").format(breakable(row.operation), f"({row.phase})")
-        where = {"module": breakable(row.module), "line": breakable(_split_line(row.line)[0])}
+        locations = {"module": breakable(row.module), "line": breakable(_split_line(row.line)[0])}
         cells = [Cell(name, "ga-name"), _kind_cell(row.kind)]
         for error, ratio in ((row.error_a, row.ratio_a), (row.error_b, row.ratio_b)):
             cells += [
@@ -367,15 +386,15 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
         cells.append(
             number_cell("same bits" if row.same_bits else _format_relative(row.difference))
         )
-        rows.append([*cells, *(Cell(where[place], "ga-name") for place in places)])
-    under = Markup("own error under<br><code>{}</code>")
+        rows.append([*cells, *(Cell(locations[key], "ga-name") for key in location_columns)])
+    error_heading = Markup("own error under<br><code>{}</code>")
     heads = [
         [
             Head("operation", rows=2),
             Head("finding", rows=2),
-            *(Head(under.format(breakable(title)), True, 2) for title in titles),
+            *(Head(error_heading.format(breakable(title)), True, 2) for title in titles),
             Head("difference", True, rows=2),
-            *(Head(place, rows=2) for place in places),
+            *(Head(key, rows=2) for key in location_columns),
         ],
         [Head("relative", True), Head(UNITS_HEADING, True)] * 2,
     ]
@@ -389,15 +408,13 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
 
 
 def result_rows(table: pd.DataFrame) -> Rows:
-    """The table of a `CompiledAudit`: what is wrong first, then what comes nearest to what
-    rounding explains.
-    """
+    """The table of a `CompiledAudit`: wrong results first, then by the error in units."""
     units = table.difference / table.tolerance
-    found = np.where(table.wrong, 0, np.where(table.finite, 2, 1)).tolist()
-    table = _sort_by_importance(table.assign(units=units), found, units)
+    ranks = np.where(table.wrong, 0, np.where(table.finite, 2, 1)).tolist()
+    table = _sort_by_importance(table.assign(units=units), ranks, units)
     rows = []
     for row in table.itertuples(index=False):
-        kind = "wrong" if row.wrong else "rounding" if row.finite else "not finite"
+        kind = _result_kind(row.wrong, row.finite)
         numbers = [
             _format_relative(row.difference),
             _format_units(row.units),
@@ -422,14 +439,18 @@ def result_rows(table: pd.DataFrame) -> Rows:
     return Rows("Results", note, heads, rows)
 
 
+def _result_kind(is_wrong: bool, is_finite: bool) -> str:
+    if is_wrong:
+        return "wrong"
+    return "rounding" if is_finite else "not finite"
+
+
 def _sort_by_importance(
-    table: pd.DataFrame, found: Sequence[int], units: pd.Series
+    table: pd.DataFrame, ranks: Sequence[int], units: pd.Series
 ) -> pd.DataFrame:
-    """A table by the place of each row's finding, then by its error in units of what rounding
-    explains.
-    """
-    keys = pd.DataFrame({"found": found, "units": -units.to_numpy(dtype=float)}, index=table.index)
-    return table.loc[keys.sort_values(["found", "units"], kind="stable", na_position="last").index]
+    """Sort a table by the rank of each row's finding, then by its error in units of rounding."""
+    keys = pd.DataFrame({"rank": ranks, "units": -units.to_numpy(dtype=float)}, index=table.index)
+    return table.loc[keys.sort_values(["rank", "units"], kind="stable", na_position="last").index]
 
 
 def _kind_cell(kind: str) -> Cell:
@@ -448,7 +469,9 @@ def _format_relative(value: float) -> str:
     """
     if math.isnan(value):
         return "–"
-    return "∞" if math.isinf(value) else f"{value:.1e}" if value else "0"
+    if math.isinf(value):
+        return "∞"
+    return f"{value:.1e}" if value else "0"
 
 
 def _format_units(value: float) -> str:
@@ -464,4 +487,6 @@ def _format_units(value: float) -> str:
         return _format_relative(value)
     if value < 0.01:
         return "<0.01"
-    return f"{value:.2f}" if value < 10 else f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"
+    if value < 10:
+        return f"{value:.2f}"
+    return f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"

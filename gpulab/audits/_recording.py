@@ -1,4 +1,4 @@
-"""A training step recorded: done twice, to see what it computes, and what of that it repeats."""
+"""Record a training step: run it twice, to see its values and which of them are repeated."""
 
 from __future__ import annotations
 
@@ -87,22 +87,20 @@ def record(
             " its results"
         )
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
-        first = perform(step, parsed, Tracer(bar.update))
-        bar.total = len(first.operations) * 2
+        first_trace = perform(step, parsed, Tracer(bar.update))
+        bar.total = len(first_trace.operations) * 2
         trace = _perform_measured(step, parsed, bar)
-    _mark_changes(first, trace)
+    _mark_changes(first_trace, trace)
     trace.passport = dict(passport())
-    used = {value for op in trace.operations for value in op.values}
-    trace.values = {name: value for name, value in trace.values.items() if name in used}
+    recorded_names = {value for op in trace.operations for value in op.values}
+    trace.values = {name: value for name, value in trace.values.items() if name in recorded_names}
     if file is not None:
         trace.save(file)
     return trace
 
 
 def _perform_measured(step: Callable[..., object], setting: Setting, bar: Progress) -> Trace:
-    """Do the step with references inside the guard, or without the guard if torch forbids its
-    hooks.
-    """
+    """Do the step with references inside the guard, or without it if torch forbids hooks."""
     try:
         return perform(step, setting, Tracer(bar.update, is_measuring=True))
     except GpulabError as error:
@@ -114,9 +112,7 @@ def _perform_measured(step: Callable[..., object], setting: Setting, bar: Progre
 def perform(
     step: Callable[..., object], setting: Setting, tracer: Tracer, guarded: bool = True
 ) -> Trace:
-    """Do the step once under a setting with a tracer, and inside the guard if the tracer
-    measures.
-    """
+    """Do the step once under a setting with a tracer; if that measures, inside the guard."""
     torch.clear_autocast_cache()  # it holds weights that another execution has cast
     tracer.is_preparing = True
     default_dtype = torch.get_default_dtype()
@@ -206,41 +202,45 @@ def describe_step(step: Callable[..., object]) -> str:
 
 
 def _shorten(value: object) -> str:
-    """An argument in a few letters."""
+    """An argument as a short text."""
     if isinstance(value, torch.Tensor):
         return f"tensor{tuple(value.shape)}"
     text = str(value)
     return text if len(text) <= MAX_ARGUMENT_LETTERS else f"{text[:MAX_ARGUMENT_LETTERS]}…"
 
 
-def _mark_changes(first: Trace, trace: Trace) -> None:
-    """Mark operations that gave other results from the same inputs the second time, and those
-    given other inputs.
-    """
-    produced_before, produced = _produced_contents(first), _produced_contents(trace)
-    # whether an operation before gave something else, which later ones may have been told
+def _mark_changes(first_trace: Trace, trace: Trace) -> None:
+    """Mark operations whose results or inputs were different in the second execution."""
+    produced_before = _produced_contents(first_trace)
+    produced = _produced_contents(trace)
+    # Whether an earlier operation returned something else. Later ones may have been given that.
     varies = False
-    for op, before in align_operations(trace.operations, first.operations):
+    for op, first_op in align_operations(trace.operations, first_trace.operations):
         if op is None or op.is_random or op.phase == RESULT:
             continue
-        same = before is not None
-        if before is not None and _contents(first, before.inputs) != _contents(trace, op.inputs):
-            pairs = zip(_contents(first, before.inputs), _contents(trace, op.inputs), strict=False)
+        if first_op is None:
+            op.repeats = False
+            continue
+        is_repeated = True
+        first_inputs = _contents(first_trace, first_op.inputs)
+        inputs = _contents(trace, op.inputs)
+        if first_inputs != inputs:
             op.inputs_changed = any(
-                x != y and x not in produced_before and y not in produced for x, y in pairs
+                x != y and x not in produced_before and y not in produced
+                for x, y in zip(first_inputs, inputs, strict=False)
             )
-        elif before is not None and differing_arguments(before, op):
+        elif differing_arguments(first_op, op):
             op.inputs_changed = not varies
-        elif before is not None:
-            same = _contents(first, before.outputs) == _contents(trace, op.outputs)
-            if not same:
+        else:
+            is_repeated = _contents(first_trace, first_op.outputs) == _contents(trace, op.outputs)
+            if not is_repeated:
                 varies = True
                 output_sketches = (
                     [t.values[v].sketch for v in o.outputs]
-                    for t, o in ((first, before), (trace, op))
+                    for t, o in ((first_trace, first_op), (trace, op))
                 )
                 op.spread = max(op.spread or 0.0, sketches.max_distance(*output_sketches))
-        op.repeats = op.repeats is not False and same and not op.inputs_changed
+        op.repeats = op.repeats is not False and is_repeated and not op.inputs_changed
 
 
 def _contents(trace: Trace, names: Sequence[str]) -> list[str]:
@@ -248,9 +248,7 @@ def _contents(trace: Trace, names: Sequence[str]) -> list[str]:
 
 
 def _produced_contents(trace: Trace) -> set[str]:
-    """The contents that operations of an execution made; not those that one passed on, as a copy
-    does.
-    """
+    """The contents that operations made, without those that a copy passed on."""
     return {
         content
         for op in trace.operations

@@ -1,5 +1,4 @@
-"""Float64 references: each storage that torch touches while a step runs has a copy in float64,
-which follows it.
+"""Float64 references: a float64 copy of each storage that torch uses while a step runs.
 
 Every operation of the step is repeated on these copies, with the same random numbers and along the
 same branches of the program. So each value has a reference of its own, by construction: no second
@@ -36,12 +35,12 @@ from gpulab.audits._formulas import FORMULAS
 from gpulab.audits._traces import Operation
 
 HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
-MIN_GROWTH = 1 << 18  # bytes of new copies before copies of freed storages are looked for
+MIN_GROWTH = 1 << 18  # bytes of new copies before freed storages are searched for
 MAX_GROWTH = 1 / 32  # the same, relative to all copies
-MIN_NEW_STORAGES = 64  # before freed storages are looked for, however small they are
+MIN_NEW_STORAGES = 64  # before freed storages are searched for, whatever their size
 # Operations that return or write numbers of the program's own state, which the reference shares.
 UNREPEATED_OPERATIONS = {"_amp_update_scale", "_cudnn_rnn_flatten_weight"}
-_OTHER_REALS = {
+_REAL_DTYPES = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
     torch.complex32: torch.float16,
@@ -49,7 +48,7 @@ _OTHER_REALS = {
 
 
 class Memory:
-    """A storage: its float64 copy, and what has happened to it.
+    """A storage: its float64 copy, and its history.
 
     Attributes:
         serial: A number of its own; an address may be that of another storage later.
@@ -78,7 +77,7 @@ class References:
     def __init__(self) -> None:
         self.memories: dict[int, Memory] = {}
         self.serials = itertools.count(1)
-        # floats that the program read from tensors, and their references
+        # Floats that the program read from tensors, and their references.
         self.read_numbers: dict[float, float] = {}
         self.failures: dict[str, str] = {}  # operations without float64, and what torch said
         self.is_disabled = False
@@ -101,8 +100,9 @@ class References:
         return memory
 
     def _discard_freed(self) -> None:
-        """Discard freed storages and their copies. The larger the rest, the later this is done
-        again.
+        """Discard freed storages and their copies.
+
+        The more remain, the later this is done again.
         """
         self.memories = {
             key: memory
@@ -121,15 +121,14 @@ class References:
         return not self.is_disabled and all(self.memory(t).exact for t in tensors)
 
     def has_copy(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor's reference is a copy. If not, the recorded numbers are the
-        reference.
-        """
+        """Whether a plain tensor's reference is a copy; else it is the recorded numbers."""
         memory = self.memory(tensor)
         return memory.numbers is not None or memory.resized_reference is not None
 
     def of(self, tensor: Tensor, for_writing: bool = False) -> Tensor:
-        """The reference of a plain tensor: a view of its storage's copy. Whole numbers are referred
-        to by a copy.
+        """The reference of a plain tensor: a view of its storage's copy.
+
+        Whole numbers are referred to by a copy.
 
         Data have no copy until an operation writes to them. Their numbers are converted to float64
         at each call.
@@ -139,7 +138,8 @@ class References:
             for_writing: Whether what is written to the reference must stay. The storage then gets a
                 copy.
         """
-        memory, real = self.memory(tensor), _real_type(tensor.dtype)
+        memory = self.memory(tensor)
+        real = _real_type(tensor.dtype)
         if memory.resized_reference is not None:
             return memory.resized_reference
         if self.is_disabled or tensor.device.type not in sketches.FLOAT64_DEVICES:
@@ -161,7 +161,7 @@ class References:
             return _widened(tensor)
         return _with_layout_of(tensor, memory.numbers, int(tensor.storage_offset()))
 
-    def keep(
+    def store(
         self,
         tensor: Tensor,
         reference: Tensor,
@@ -169,7 +169,7 @@ class References:
         is_second: bool = False,
         may_own: bool = False,
     ) -> None:
-        """Make a reference that of a new tensor.
+        """Store a reference for a new tensor.
 
         Args:
             tensor: What an operation returned.
@@ -179,7 +179,8 @@ class References:
             may_own: Whether nothing else uses the memory of the reference, so that it need not be
                 copied.
         """
-        memory, real = self.memory(tensor), _real_type(tensor.dtype)
+        memory = self.memory(tensor)
+        real = _real_type(tensor.dtype)
         memory.exact = exact and (memory.exact or not is_second)
         if is_second and memory.numbers is not None and reference.shape == tensor.shape:
             self.of(tensor).copy_(reference)
@@ -195,7 +196,7 @@ class References:
             self.new_bytes += reference.nbytes
             return
         if 0 in tensor.stride():
-            # one number stands at several places; it is read from the tensor when asked for
+            # Several elements share memory; the numbers are read from the tensor when needed.
             memory.numbers = None
             return
         dtype = torch.float64 if real.is_floating_point else real
@@ -232,9 +233,7 @@ class References:
             )
 
     def reread(self, tensor: Tensor) -> None:
-        """Take the recorded numbers of a storage for its reference, because something other than
-        torch wrote to it.
-        """
+        """Reset the reference of a storage that something other than torch wrote to."""
         memory = self.memory(tensor)
         memory.exact = memory.exact and memory.maker is None
         memory.version += 1
@@ -242,17 +241,17 @@ class References:
         memory.numbers = None
 
     def record_copy(self, out: Tensor, source: Tensor) -> None:
-        """Record that a new tensor is a copy of another one, in whatever format."""
+        """Record that a new tensor is a copy of another one, in any format."""
         if sketches.is_strided(out) and sketches.is_strided(source) and out is not source:
             same_storage = storage_identity(out.untyped_storage()) == storage_identity(
                 source.untyped_storage()
             )
             same_numbers = out.dtype == source.dtype and not self.has_copy(source)
             if not same_storage and not same_numbers and out.shape == source.shape:
-                self.keep(out, self.of(source), self.memory(source).exact)
+                self.store(out, self.of(source), self.memory(source).exact)
 
     def disable(self) -> None:
-        """Go on without references: there is no memory for them."""
+        """Continue without references, because memory ran out."""
         self.memories.clear()
         self.is_disabled = True
         self.failures["all operations"] = "there was not enough memory for float64 copies"
@@ -276,20 +275,16 @@ class References:
             if isinstance(value, Tensor):
                 return self.of(value) if sketches.is_strided(value) else _widened(value)
             if isinstance(value, torch.dtype):
-                return (
-                    torch.complex128
-                    if value.is_complex
-                    else torch.float64
-                    if value.is_floating_point
-                    else value
-                )
+                if value.is_complex:
+                    return torch.complex128
+                return torch.float64 if value.is_floating_point else value
             return value
 
         inputs = map_nested(substitute, (list(args), dict(kwargs)))
         return self._with_exact_numbers(inputs) if self.read_numbers else inputs
 
     def _with_exact_numbers(self, values: Nested) -> Nested:
-        """The same with the references of floats that the program read from tensors."""
+        """The arguments with the references of floats that the program read from tensors."""
         if isinstance(values, list | tuple):
             return type(values)([self._with_exact_numbers(value) for value in values])
         if isinstance(values, dict):
@@ -304,8 +299,7 @@ class References:
         out: Nested,
         is_random: bool,
     ) -> Nested | None:
-        """The results of an operation on the references; what it writes to them is written. None if
-        that fails.
+        """Apply an operation to the references, in place where it writes; None if it fails.
 
         Args:
             operation: An overload of `torch.ops`.
@@ -329,7 +323,8 @@ class References:
             if name in FORMULAS:
                 return FORMULAS[name](named_arguments(operation, args, kwargs))
             if name in ("_softmax", "_log_softmax"):
-                args = [*args[:2], False]  # whose last argument says that float16 becomes float32
+                # The last argument would request a conversion from float16 to float32.
+                args = [*args[:2], False]
             makes_reals = any(sketches.is_float_or_complex(t) for t in find_tensors(out))
             if (
                 "dtype" in argument_names(operation)
@@ -337,8 +332,8 @@ class References:
                 and not find_tensors((args, kwargs))
             ):
                 kwargs = kwargs | {"dtype": torch.float64}
-            made = operation(*args, **kwargs)
-            return () if made is None else made  # operations on lists return nothing
+            outputs = operation(*args, **kwargs)
+            return () if outputs is None else outputs  # operations on lists return nothing
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no kernel for float64, or a check of torch's own
@@ -381,8 +376,7 @@ FACTORY_DRAWS = {
 def redraw_in_float32(
     operation: OpOverload, tensor: Tensor, args: Nested, kwargs: Nested, state: Tensor
 ) -> Tensor | None:
-    """What an operation that fills a tensor in a short format would have drawn in float32, from the
-    same state.
+    """The float32 numbers that a short-format random operation draws from the same state.
 
     Weights of a model in bfloat16 are drawn as those in float32 are, and rounded. None where the
     draws are others.
@@ -417,9 +411,7 @@ def _converted(numbers: Tensor) -> Tensor:
 
 
 def _with_layout_of(tensor: Tensor, numbers: Tensor, offset: int) -> Tensor:
-    """A view of a flat tensor of real numbers, with the shape, strides and lazy signs of another
-    tensor.
-    """
+    """A view of a flat real tensor with the shape, strides and lazy signs of another one."""
     flat = torch.view_as_complex(numbers.view(-1, 2)) if tensor.is_complex() else numbers
     view = flat.as_strided(tensor.shape, tensor.stride(), offset)
     view = view.conj() if tensor.is_conj() else view
@@ -427,9 +419,7 @@ def _with_layout_of(tensor: Tensor, numbers: Tensor, offset: int) -> Tensor:
 
 
 def _has_layout(reference: Tensor, tensor: Tensor, count: int) -> bool:
-    """Whether a real reference lies in memory as a tensor does, whose storage has so many
-    numbers.
-    """
+    """Whether a real reference has the memory layout of a tensor with such a storage size."""
     same_offset = int(reference.storage_offset()) == int(tensor.storage_offset())
     same_places = same_offset and reference.stride() == tensor.stride()
     same_size = reference.untyped_storage().nbytes() == count * reference.dtype.itemsize
@@ -437,7 +427,7 @@ def _has_layout(reference: Tensor, tensor: Tensor, count: int) -> bool:
 
 
 def _real_type(dtype: torch.dtype) -> torch.dtype:
-    return _OTHER_REALS.get(dtype, dtype)
+    return _REAL_DTYPES.get(dtype, dtype)
 
 
 def _widened(tensor: Tensor) -> Tensor:

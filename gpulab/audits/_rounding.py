@@ -1,5 +1,4 @@
-"""An operation's forward error: its result compared with the same operation in float64, and a bound
-for rounding.
+"""An operation's forward error: its distance from the float64 result, and a rounding bound.
 
 Both get the inputs that the operation had, so that earlier errors do not count as errors of the
 operation. The bound allows sums in any order and every algorithm that libraries document for the
@@ -46,10 +45,10 @@ FLUSHED = "float32_ftz"  # float32 whose subnormal numbers, those below 1.2e-38,
 
 # The operands that are multiplied with each other, by position. Any other operand, such as a bias,
 # is added.
-PRODUCTS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1))
-PRODUCTS |= dict.fromkeys(SUMS_WITH_PRODUCTS, (1, 2))
-PRODUCTS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2)}
-ATTENTION: dict[str, tuple[int, ...]] = {
+PRODUCT_OPERANDS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1))
+PRODUCT_OPERANDS |= dict.fromkeys(SUMS_WITH_PRODUCTS, (1, 2))
+PRODUCT_OPERANDS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2)}
+ATTENTION_OPERANDS: dict[str, tuple[int, ...]] = {
     f"_scaled_dot_product_{kernel}": (0, 1, 2)
     for kernel in (
         "efficient_attention",
@@ -58,7 +57,7 @@ ATTENTION: dict[str, tuple[int, ...]] = {
         "flash_attention_for_cpu",
     )
 }
-FACTORS: dict[str, tuple[int, ...]] = PRODUCTS | ATTENTION
+ROUNDED_OPERANDS: dict[str, tuple[int, ...]] = PRODUCT_OPERANDS | ATTENTION_OPERANDS
 # Operations with many consecutive products: perturbing their inputs does not show the rounding of
 # these products.
 RECURRENT = {
@@ -92,8 +91,7 @@ HARDWARE_ROUNDINGS = (
 
 @dataclass(kw_only=True)
 class Accuracy:
-    """One operation's error against float64, relative to the norm of the exact result, for its
-    worst result.
+    """The worst error of one operation against float64, relative to the exact result's norm.
 
     `bound` is the error that rounding explains, in the same unit, and `max_bound` the largest bound
     of all results. `format` is the short number format that a product was computed in. It is known
@@ -136,9 +134,9 @@ def forward_error(
             gradient for gradient, is_requested in zip(out, args[10], strict=True) if is_requested
         ]
     results = find_rounded_results(out)
-    results = results[:1] if name in ATTENTION else results
+    results = results[:1] if name in ATTENTION_OPERANDS else results
     reference = Float64Reference(operation, args, kwargs, len(results))
-    if name in ATTENTION:
+    if name in ATTENTION_OPERANDS:
         reference.compute = _attention(operation)
     elif name == "_to_copy" and is_float_or_complex(args[0]):
         reference.compute = _return_input  # the exact result of a conversion is what it converts
@@ -169,10 +167,12 @@ def _compare_with_reference(
     if has_same_sizes and not any(map(difference_norm, results, exact)):  # such as a copy
         return Accuracy(error=0.0, bound=unit)
     terms = (
-        _count_products(name, args) if name in PRODUCTS else _longest_sums(name, reference, exact)
+        _count_products(name, args)
+        if name in PRODUCT_OPERANDS
+        else _longest_sums(name, reference, exact)
     )
     growth_factors = SAFETY_FACTOR * np.sqrt(np.maximum(1.0, terms))
-    if name in PRODUCTS:
+    if name in PRODUCT_OPERANDS:
         bounds = growth_factors * _product_perturbations(reference, unit)
     else:
         perturbations = _measure_perturbations(name, reference, exact, unit)
@@ -188,9 +188,10 @@ def _compare_with_reference(
         growth_factors * np.sqrt([e.numel() for e in exact]) * [f.smallest_normal for f in formats]
     )
     bounds = bounds + underflow * [f.eps for f in formats]
-    # overflow
+    # Numbers beyond the range of the format overflow.
     exact = [
-        torch.where(e.abs() > f.max, e * math.inf, e) for e, f in zip(exact, formats, strict=True)
+        torch.where(tensor.abs() > finfo.max, tensor * math.inf, tensor)
+        for tensor, finfo in zip(exact, formats, strict=True)
     ]
     errors = list(map(difference_norm, results, exact))
     ratios = [
@@ -205,20 +206,20 @@ def _compare_with_reference(
         return Accuracy()
     max_bound = float(max(bounds / [norm(e) or 1.0 for e in exact]))
     accuracy = Accuracy(error=error / size, bound=bound / size, max_bound=max_bound)
-    factors = [args[index] for index in FACTORS.get(name, ())]
+    factors = [args[index] for index in ROUNDED_OPERANDS.get(name, ())]
     if error > bound and _is_flushed(reference, results[worst], worst, bound + underflow[worst]):
         accuracy.format = FLUSHED
     elif factors and all(factor.dtype == torch.float32 for factor in factors):
         # If a format shorter than float32 was used, the error is at least half of one rounding. If
         # all products have one sign, the sum of n of them hides it best: the error is then at least
         # 2^-12 / sqrt(n) of the result.
-        growth_factor = growth_factors[worst] if name in PRODUCTS else SAFETY_FACTOR
+        growth_factor = growth_factors[worst] if name in PRODUCT_OPERANDS else SAFETY_FACTOR
         if not error <= max(bound / 2, SAFETY_FACTOR * 2.0**-15 * sizes[worst]) / growth_factor:
             # If factors overflowed the error is NaN; the format that overflows in the same places
             # explains all of it.
             worst_error = math.inf if math.isnan(error) else error
             accuracy.format = _explaining_format(
-                FACTORS[name], reference, results[worst], worst_error, worst
+                ROUNDED_OPERANDS[name], reference, results[worst], worst_error, worst
             )
         if accuracy.format is None:
             accuracy.format = next(filter(None, map(rounded_format, factors)), None)
@@ -236,31 +237,30 @@ def _return_input(x: Tensor, **_: Nested) -> Tensor:
 def _count_products(name: str, args: Sequence[Nested]) -> list[float]:
     """How many products are summed in each element of each result."""
     if name == "convolution":
-        weight, transposed, groups = args[1], args[6], args[8]
+        weight = args[1]
+        transposed = args[6]
+        groups = args[8]
         return [weight.numel() / (weight.shape[1] * groups if transposed else weight.shape[0])]
     if name == "convolution_backward":
-        gradient, weight, transposed, groups, output_mask = (
-            args[0],
-            args[2],
-            args[7],
-            args[9],
-            args[10],
-        )
+        gradient = args[0]
+        weight = args[2]
+        transposed = args[7]
+        groups = args[9]
+        output_mask = args[10]
         positions = gradient.numel() / gradient.shape[1]
         inputs = weight.numel() / (weight.shape[0] if transposed else weight.shape[1] * groups)
         counts = (inputs, positions, positions)
         return [
             count for count, is_requested in zip(counts, output_mask, strict=True) if is_requested
         ]
-    matrix = args[PRODUCTS[name][0]]
+    matrix = args[PRODUCT_OPERANDS[name][0]]
     if name == "addbmm":  # sums over the batch as well
         return [matrix.shape[-1] * len(matrix)]
     return [matrix.shape[-1]]
 
 
 def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -> list[float]:
-    """How many numbers may be summed for each number of each result, for operations that are no
-    products.
+    """The most terms summed for one number of each result, for operations without products.
 
     This is the ratio of the numbers of inputs and results, or what the arguments say if the shapes
     do not show it.
@@ -271,7 +271,8 @@ def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -
     longest = 1.0
     dims = arguments.get("dim")
     for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms
-        longest *= max((t.shape[dim] for t in inputs if -t.dim() <= dim < t.dim()), default=1)
+        lengths = [t.shape[dim] for t in inputs if -t.dim() <= dim < t.dim()]
+        longest *= max(lengths, default=1)
     if name in SUMS_BY_INDEX:
         longest = (
             min(longest, max_index_repeats(arguments))
@@ -307,8 +308,7 @@ def _product_perturbations(reference: Float64Reference, unit: float) -> np.ndarr
 def _measure_perturbations(
     name: str, reference: Float64Reference, exact: list[Tensor], unit: float
 ) -> np.ndarray:
-    """The norms of how far the results move if every input is off by one rounding, plus one
-    rounding of the result.
+    """The norms of the changes if inputs and result are off by one rounding each.
 
     The roundings have random signs, in two draws, so that a lucky draw does not hide a movement. In
     a third one they have one sign, which sums the absolute values of the terms of a sum: its
@@ -332,7 +332,7 @@ def _measure_perturbations(
         for exact_result, *perturbed_versions in zip(exact, *perturbed_results, strict=True)
     ]
     sizes = list(map(norm, exact))
-    if name in ATTENTION:
+    if name in ATTENTION_OPERANDS:
         # Averages cancel, their roundings do not; a GPU's quick exponential is 2 ulp off (CUDA
         # guide).
         sizes = [4 * norm(t) for t in reference(torch.abs, (2,))]
@@ -342,8 +342,7 @@ def _measure_perturbations(
 def _one_pass_variance_loss(
     name: str, reference: Float64Reference, exact: list[Tensor], unit: float
 ) -> np.ndarray:
-    """The loss of digits if a variance is computed as the mean of squares minus the square of the
-    mean, which cancels.
+    """The loss of digits if a variance is the mean of squares minus the squared mean.
 
     oneDNN documents that for its batch normalisation, and compilers generate it for others (Chan,
     Golub, LeVeque 1983, American Statistician 37(3)). The loss is in units of the roundings of a
@@ -354,9 +353,10 @@ def _one_pass_variance_loss(
         x = reference.args[0]
         result, _, reciprocal = exact[:3]  # the result, the means and the reciprocal deviations
         if "batch" in name:
-            x, result = x.transpose(0, 1), result.transpose(0, 1)
+            x = x.transpose(0, 1)
+        result = result.transpose(0, 1)
         x, result = (t.reshape(reciprocal.numel(), -1) for t in (x, result))
-        # the numbers' size in units of their deviation
+        # The root mean square in units of the standard deviation.
         steepness = x.square().mean(1).sqrt() * reciprocal.flatten()
         amplification = steepness + steepness.square() / 2
         losses[0] = unit * norm(amplification * torch.linalg.vector_norm(result, dim=1))
@@ -370,8 +370,9 @@ def _one_pass_variance_loss(
 def _is_flushed(
     reference: Float64Reference, result: Tensor, output_index: int, bound: float
 ) -> bool:
-    """Whether flushing subnormal numbers to zero explains a result; the bound includes the loss
-    of these numbers.
+    """Whether flushing subnormal numbers to zero explains a result.
+
+    The bound includes the loss of these numbers.
     """
     smallest = torch.finfo(result.dtype).smallest_normal
     flushed = reference(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]
@@ -385,9 +386,7 @@ def _explaining_format(
     error: float,
     output_index: int,
 ) -> str | None:
-    """The format whose rounding of the factors explains the error best, if any explains half of
-    it.
-    """
+    """The format whose rounding of the factors explains the error best, and at least half."""
     is_small = result.numel() <= SMALL_RESULT_SIZE
     best_format = None
     max_remaining = 1 - (MIN_SMALL_RESULT_EXPLAINED_SHARE if is_small else MIN_EXPLAINED_SHARE)
@@ -409,9 +408,7 @@ def _explaining_format(
 
 
 def _attention(operation: OpOverload) -> Callable[..., Tensor]:
-    """Scaled dot-product attention as a formula, for kernels that exist on one device or for
-    float32 only.
-    """
+    """Attention as a formula, for kernels that exist on one device or for float32 only."""
 
     def compute(*args: Nested, **kwargs: Nested) -> Tensor:
         return attend(named_arguments(operation, args, kwargs))

@@ -1,4 +1,4 @@
-"""Where two executions whose results differ in float64 begin to differ.
+"""Find where two executions whose results differ in float64 begin to differ.
 
 A value is certified if it has a counterpart in the other execution, or if all that was made of it
 has. A source is an operation on the way to a differing result whose inputs are all certified, and
@@ -47,7 +47,7 @@ SCALE_FORGETTING_OPERATIONS = frozenset(_SCALE_FORGETTING_OPERATIONS.split())
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where one side, or both, begin to differ from the other.
+    """A place where the executions begin to differ, on one side or both.
 
     Attributes:
         a: The first operation of the first side whose result has no counterpart, if there is one.
@@ -73,20 +73,17 @@ class Source:
 
 
 class SideSearch:
-    """One of two executions: which of its values are certified, and where it begins to differ
-    from the other.
-    """
+    """One of two executions: its certified values, and where it begins to differ."""
 
     def __init__(self, comparison: Comparison, side: int) -> None:
-        self.comparison, self.side = comparison, side
+        self.comparison = comparison
+        self.side = side
         self.graph: Graph = comparison.graphs[side]
         self.matched_values = comparison.matches.matched_values
 
     @cached_property
     def foreign_values(self) -> set[Value]:
-        """Values computed from data, random numbers or an order of numbers that the other
-        execution does not have.
-        """
+        """Values from data, random numbers or orders that only this execution has."""
         foreign = {
             value
             for value in self.graph.values()
@@ -109,7 +106,7 @@ class SideSearch:
 
     @cached_property
     def certified_values(self) -> set[Value]:
-        """Values that have a counterpart, or lead to one."""
+        """The values that have a counterpart, or lead to one."""
         certified = {
             value
             for value in self.graph.values()
@@ -152,9 +149,7 @@ class SideSearch:
         return certified
 
     def _is_conclusive(self, value: Value) -> bool:
-        """Whether the counterpart of a value is no coincidence: it has various numbers, or the
-        same call made it.
-        """
+        """Whether a value's counterpart is no coincidence: varied numbers, or the same call."""
         if not value.is_uninformative or (value.is_pure_rounding and value.is_float_or_complex):
             return True
         node = self.graph.maker.get(value)
@@ -173,7 +168,7 @@ class SideSearch:
         )
 
     def _implied_inputs(self, node: Node, outputs: Sequence[Value]) -> list[Value]:
-        """The inputs of an operation that are right if its outputs are."""
+        """The inputs of an operation that are correct if its outputs are."""
         shape_position = SHAPE_INPUT_POSITIONS.get(node.op.name)
         n_outputs = sum(value.count for value in outputs)
         is_selecting = node.op.name in SELECTING_OPERATIONS
@@ -188,9 +183,7 @@ class SideSearch:
     def find_sources(
         self, differing: Sequence[Value]
     ) -> tuple[list[Node], list[tuple[Value, Node | None]]]:
-        """The operations, and the data with their users, at which the paths to differing values
-        begin to differ.
-        """
+        """The operations, and data with their users, where the paths to differing values part."""
         nodes: dict[Node, None] = {}
         data: list[tuple[Value, Node | None]] = []
         visited: set[Value] = set()
@@ -216,9 +209,7 @@ class SideSearch:
 
 
 def find_sources(comparison: Comparison) -> list[Source]:
-    """Find where the executions begin to differ: data first, then random numbers, then
-    operations in order.
-    """
+    """Find where the executions begin to differ: data, random numbers, then operations."""
     comparison.matches.match_parts()
     sides = [SideSearch(comparison, side) for side in (0, 1)]
     differing: list[list[Value]] = [[], []]
@@ -304,32 +295,34 @@ def _pair_operations(
 
 
 def _merge_first_sources(sources: list[Source]) -> list[Source]:
-    """The sources, where the first, if of one side only, is merged with the first that only the
-    other side has.
-    """
+    """Merge a one-sided first source with the first source that only the other side has."""
     if not sources or (sources[0].a and sources[0].b):
         return sources
-    first = sources[0]
-    counterpart = next(
-        (s for s in sources[1:] if len(s.nodes) == 1 and bool(s.a) != bool(first.a)), None
-    )
-    if counterpart is None or any(node.op.is_random for node in (*first.nodes, *counterpart.nodes)):
+    first_source = sources[0]
+    has_side_a = bool(first_source.a)
+    one_sided = (source for source in sources[1:] if len(source.nodes) == 1)
+    counterpart = next((source for source in one_sided if bool(source.a) != has_side_a), None)
+    if counterpart is None:
         return sources
-    merged = Source(a=first.a or counterpart.a, b=first.b or counterpart.b, share_inputs=False)
+    if any(node.op.is_random for node in (*first_source.nodes, *counterpart.nodes)):
+        return sources
+    merged = Source(
+        a=first_source.a or counterpart.a, b=first_source.b or counterpart.b, share_inputs=False
+    )
     return [merged, *(source for source in sources[1:] if source is not counterpart)]
 
 
 def _with_same_call(comparison: Comparison, source: Source) -> Source:
-    """A source of one side alone, with the operation of the same line on the other side, if
-    there is just one.
-    """
+    """Complete a one-sided source with the other side's only operation of the same line."""
     if len(source.nodes) == 2:
         return source
     (node,) = source.nodes
-    other = same_call(comparison, node)
-    if other is None:
+    counterpart = same_call(comparison, node)
+    if counterpart is None:
         return source
-    return Source(a=other, b=node) if comparison.side_of[node.op] else Source(a=node, b=other)
+    if comparison.side_of[node.op]:
+        return Source(a=counterpart, b=node)
+    return Source(a=node, b=counterpart)
 
 
 def same_call(comparison: Comparison, node: Node) -> Node | None:
@@ -362,8 +355,7 @@ def _inputs_and_bases(graph: Graph, node: Node) -> set[Value]:
 
 
 def find_external_values(comparison: Comparison, sources: Sequence[Source]) -> dict[Value, float]:
-    """Find values that enter from outside of torch, or by a number that was read, and differ only
-    by rounding.
+    """Find values read as numbers or from outside torch that differ only by rounding.
 
     Returns:
         The values of both sides, and the difference between them. Results of nondeterministic
@@ -389,9 +381,7 @@ def find_external_values(comparison: Comparison, sources: Sequence[Source]) -> d
 
 
 def _max_external_gap(comparison: Comparison, source: Source) -> float:
-    """The largest difference between data that the program may have computed from values that
-    were rounded before.
-    """
+    """The largest difference between data that may be computed from rounded values."""
     deviations = [0.0]
     for graph, value in zip(comparison.graphs, (source.data_a, source.data_b), strict=True):
         users = graph.users.get(value, []) if value is not None else []
@@ -433,9 +423,7 @@ def _is_negligible_difference(a: Node, b: Node, source: Source) -> bool:
 
 
 def _is_within_spread(source: Source) -> bool:
-    """Whether two nondeterministic operations differ by no more than one of them does when it is
-    repeated.
-    """
+    """Whether two nondeterministic operations differ by no more than their repetitions."""
     assert source.a is not None
     assert source.b is not None
     spread = max((node.op.spread or 0.0 for node in source.nodes), default=0.0)
@@ -453,14 +441,11 @@ def _is_within_spread(source: Source) -> bool:
 
 
 def _has_rounded_arguments(a: Node, b: Node) -> bool:
-    """Whether two calls have the same arguments, except for floats that differ by rounding, as
-    read from tensors.
-    """
+    """Whether two calls have equal arguments, except for floats that differ by rounding."""
     if a.op.name != b.op.name or a.op.arguments.keys() != b.op.arguments.keys():
         return False
-    pairs = [
-        (x, b.op.arguments[name]) for name, x in a.op.arguments.items() if x != b.op.arguments[name]
-    ]
+    pairs = [(x, b.op.arguments[name]) for name, x in a.op.arguments.items()]
+    pairs = [(x, y) for x, y in pairs if x != y]
     return bool(pairs) and all(
         isinstance(x, float)
         and isinstance(y, float)

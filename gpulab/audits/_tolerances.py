@@ -10,7 +10,7 @@ SAME_VALUE_TOLERANCE = 2.0**-20  # two correct float32 kernels may differ by a f
 MIN_UNEXPLAINED_DIFFERENCE = 2.0**-12
 # Two operations have the same inputs if these differ by too little to explain such a difference.
 SAME_INPUTS_TOLERANCE = MIN_UNEXPLAINED_DIFFERENCE / 64
-# the error of data and weights that were rounded to bfloat16, or a shorter format
+# The relative error of data and weights that were rounded to bfloat16 or a shorter format.
 SHORT_FORMAT_ROUNDOFF = 2.0**-6
 BOUND_SLACK = 4.0  # two correct results may differ by this many times their error bounds
 # Two float64 references of one value agree within the first tolerance, plus the second times the

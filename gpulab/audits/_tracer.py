@@ -1,5 +1,4 @@
-"""One execution of a training step, watched below autograd: every operation that it runs, and what
-came of it.
+"""Trace one execution of a training step below autograd: every operation and its results.
 
 The results of a step are its loss, gradients and updates. Modules, optimizers and leaves are put
 back afterwards.
@@ -135,8 +134,7 @@ class Call:
 
 
 class Tracer(UncompiledDispatchMode):
-    """Notes every operation below autograd, forward and backward; `results` follows what the step
-    is for.
+    """Records every operation below autograd, forward and backward, and the step's results.
 
     Args:
         on_operation: Is called after each operation.
@@ -161,7 +159,7 @@ class Tracer(UncompiledDispatchMode):
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
         self.names: dict[tuple[Nested, ...], str] = {}
-        # by where they lie, whatever their shape
+        # Values by their memory, whatever their shape.
         self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}
         self.numbers_read: dict[float, str] = {}
         self.callers = OperationCallers()
@@ -184,19 +182,21 @@ class Tracer(UncompiledDispatchMode):
             return torch.zeros(*args, **kwargs)
         if only_allocates(name):
             out = operation(*args, **kwargs)
-            return (
-                out.zero_() if type(out) is Tensor and sketches.is_strided(out) else out
-            )  # what lies there is nobody's data
+            # The memory is uninitialised. Zeros make the recorded content reproducible.
+            if type(out) is Tensor and sketches.is_strided(out):
+                out.zero_()
+            return out
         if has_wrapper_subclass(types):
             self.results.find_leaves(args)
-            return (
-                NotImplemented  # such as a nested tensor, whose class calls operations on its parts
-            )
-        # which has no kernel of its own: the root of a product, each seen by itself
+            # The class of a nested tensor, for example, calls operations on its parts.
+            return NotImplemented
+        # This operation has no kernel. It is traced as a product and its root.
         if name == "_euclidean_dist":
             with self:
                 return decomposition_of(operation)(*args)
-        if name in COMPOSED_OPERATIONS:  # nor have these, and what they call stands for them
+        if (
+            name in COMPOSED_OPERATIONS
+        ):  # they have none either; the operations that they call are traced
             with self:
                 return call_composite_kernel(operation, args, kwargs, is_explicit=True)
         if is_composite(operation):
@@ -222,7 +222,7 @@ class Tracer(UncompiledDispatchMode):
     ) -> Nested:
         """Run an operation, repeat it on the references, and record both."""
         call = Call(operation, name, args, kwargs)
-        before = (
+        initial_arguments = (
             self._retry_without_references(call.copied_arguments)
             if call.is_mutating and self.is_measuring
             else (args, kwargs)
@@ -247,7 +247,8 @@ class Tracer(UncompiledDispatchMode):
             inputs = None  # they would hold their memory
         for t in call.mutated_tensors:
             memory = self.references.memory(t)
-            memory.version, memory.maker = memory.version + 1, op
+            memory.version += 1
+            memory.maker = op
         reference_out = None
         if inputs is not None:
             compute_reference = partial(
@@ -259,7 +260,7 @@ class Tracer(UncompiledDispatchMode):
         self._store_new_references(call, op, out, reference_out, exact, follows, inputs)
         if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
             self._record_number_read(out, op.inputs[0])
-        self._finish_record(call, op, out, before)
+        self._finish_record(call, op, out, initial_arguments)
         return out
 
     def _start_record(self, call: Call) -> Operation:
@@ -283,15 +284,15 @@ class Tracer(UncompiledDispatchMode):
         op.lanes = _count_lanes(call.name, call.named_args, op.inputs)
         base_values = [self.value_of(base) for base in call.bases]
         op.inputs += [value for value in base_values if value not in op.inputs]
-        read = call.args[1:] if call.overwritten_argument is not None else call.args
-        self._retry_without_references(lambda: self.results.find_leaves(read))
+        read_arguments = call.args[1:] if call.overwritten_argument is not None else call.args
+        self._retry_without_references(lambda: self.results.find_leaves(read_arguments))
         self._retry_without_references(
             lambda: self.results.save_initial_contents(call.mutated_tensors)
         )
         return op
 
     def _update_written_references(
-        self, call: Call, made: Nested | None, exact: bool, state: Tensor | None
+        self, call: Call, reference_out: Nested | None, exact: bool, state: Tensor | None
     ) -> None:
         """Update the references of what an operation wrote to."""
         float32_draws = None
@@ -300,14 +301,16 @@ class Tracer(UncompiledDispatchMode):
                 call.operation, call.mutated_tensors[0], call.args, call.kwargs, state
             )
         is_repeated = (
-            made is not None and not call.is_random and call.name not in UNREPEATED_OPERATIONS
+            reference_out is not None
+            and not call.is_random
+            and call.name not in UNREPEATED_OPERATIONS
         )
         for t in call.mutated_tensors:
             self._try_with_references(
                 partial(
                     self.references.record_write,
                     t,
-                    exact and made is not None,
+                    exact and reference_out is not None,
                     is_repeated,
                     float32_draws,
                 )
@@ -318,7 +321,7 @@ class Tracer(UncompiledDispatchMode):
         call: Call,
         op: Operation,
         out: Nested,
-        made: Nested | None,
+        reference_out: Nested | None,
         exact: bool,
         follows: bool,
         inputs: Nested,
@@ -330,40 +333,44 @@ class Tracer(UncompiledDispatchMode):
             if sketches.is_strided(t)
         }
         # Storages that the reference of a result may share with something else.
-        others = find_tensors((inputs, call.input_tensors, out))
-        shared = {storage_identity(t.untyped_storage()) for t in others if sketches.is_strided(t)}
-        new: set[int] = set()  # storages; some kernels return views of one
-        for t, reference in _pair_with_references(out, made):
+        existing_tensors = find_tensors((inputs, call.input_tensors, out))
+        shared_storages = {
+            storage_identity(t.untyped_storage())
+            for t in existing_tensors
+            if sketches.is_strided(t)
+        }
+        new_storages: set[int] = set()  # storages; some kernels return views of one
+        for t, reference in _pair_with_references(out, reference_out):
             storage = storage_identity(t.untyped_storage()) if sketches.is_strided(t) else None
             if storage is None or storage in input_storages:
                 continue
             if follows:
-                is_note = made is not None and (
+                is_note = reference_out is not None and (
                     not sketches.is_float_or_complex(t) or call.name in UNREPEATED_OPERATIONS
                 )
                 is_exact = exact and (reference is not None or is_note)
-                content, is_second = t if reference is None else reference, storage in new
-                may_own = storage_identity(content.untyped_storage()) not in shared
-                shared.add(storage_identity(content.untyped_storage()))
+                content = t if reference is None else reference
+                is_second = storage in new_storages
+                may_own = storage_identity(content.untyped_storage()) not in shared_storages
+                shared_storages.add(storage_identity(content.untyped_storage()))
                 self._try_with_references(
-                    partial(self.references.keep, t, content, is_exact, is_second, may_own)
+                    partial(self.references.store, t, content, is_exact, is_second, may_own)
                 )
             self.references.memory(t).maker = op
-            new.add(storage)
+            new_storages.add(storage)
         for t in find_tensors(out) if follows else ():
             same_type = bool(call.input_tensors) and t.dtype == call.input_tensors[0].dtype
             is_copy = (
                 same_type and call.name in COPY_OPERATIONS and self._is_exact(call.input_tensors[0])
             )
-            # the references of sparse tensors are not followed
+            # The references of sparse tensors are not followed.
             if not sketches.is_strided(t) and not is_copy:
                 for memory in map(self.references.memory, sketches.nonempty_components(t)):
-                    memory.exact, memory.maker = False, op
+                    memory.exact = False
+                    memory.maker = op
 
     def _record_number_read(self, number: float, value: str) -> None:
-        """Record that the program read a number from a tensor, so that its reference uses the
-        exact number.
-        """
+        """Record that the program read a number, so that its reference uses the exact one."""
         self.numbers_read[number] = value
         reference = self.values[value].reference
         if reference is not None and not _is_simple_number(number):
@@ -374,14 +381,15 @@ class Tracer(UncompiledDispatchMode):
         call: Call,
         op: Operation,
         out: Nested,
-        before: tuple[Sequence[Nested], dict[str, Nested]],
+        initial_arguments: tuple[Sequence[Nested], dict[str, Nested]],
     ) -> None:
         """Complete the record of an operation that has run, unless it returned no numbers."""
         raw_results = returned_or_written(call.operation, call.args, out)
         results = _numeric_results(call.operation, raw_results)
         if not results:
             return
-        op.shape, op.dtype = list(results[0].shape), str(results[0].dtype).removeprefix("torch.")
+        op.shape = list(results[0].shape)
+        op.dtype = str(results[0].dtype).removeprefix("torch.")
         op.outputs = [self.value_of(t, op) for t in results]
         written = call.mutated_tensors if call.overwritten_argument is None else []
         changed = [self.value_of(t, op) for t in (*written, *call.bases)]
@@ -391,15 +399,15 @@ class Tracer(UncompiledDispatchMode):
         is_measured = self.is_measuring and not call.is_random and not call.operation.is_view
         if is_measured and (rounded or call.name in DEFINITIONS):
             self._retry_without_references(
-                lambda: self._measure(call.operation, op, before, call.is_mutating, raw_results)
+                lambda: self._measure(
+                    call.operation, op, initial_arguments, call.is_mutating, raw_results
+                )
             )
         self.operations.append(op)
         self.on_operation()
 
     def _try_with_references(self, function: Callable[[], Nested]) -> Nested:
-        """Call a function of the references; if memory runs out, return None and continue
-        without references.
-        """
+        """Call a function of the references; if memory runs out, disable them, return None."""
         try:
             return function()
         except torch.OutOfMemoryError:
@@ -421,14 +429,14 @@ class Tracer(UncompiledDispatchMode):
         self,
         operation: OpOverload,
         op: Operation,
-        before: tuple[Sequence[Nested], dict[str, Nested]],
+        initial_arguments: tuple[Sequence[Nested], dict[str, Nested]],
         written_to: bool,
         raw_results: Nested,
     ) -> None:
-        """Measure whether an operation returns the same bits when it is repeated, and its error
-        against float64.
-        """
-        args, kwargs = map_nested(_copy_tensor, before) if written_to else before
+        """Measure whether a repetition returns the same bits, and the error against float64."""
+        args, kwargs = (
+            map_nested(_copy_tensor, initial_arguments) if written_to else initial_arguments
+        )
         repeated_out = operation(*args, **kwargs)
         repeated = _numeric_results(operation, returned_or_written(operation, args, repeated_out))
         outputs = [self.values[value] for value in op.outputs]
@@ -438,15 +446,19 @@ class Tracer(UncompiledDispatchMode):
                 [sketches.sketch(t) for t in repeated], [value.sketch for value in outputs]
             )
         # Tensors of other layouts are compared by their parts alone.
-        if all(map(sketches.is_strided, find_tensors((before, raw_results)))):
+        if all(map(sketches.is_strided, find_tensors((initial_arguments, raw_results)))):
             vars(op).update(
-                vars(forward_error(operation, op.name, before[0], before[1], raw_results))
+                vars(
+                    forward_error(
+                        operation, op.name, initial_arguments[0], initial_arguments[1], raw_results
+                    )
+                )
             )
 
     # --- values -----------------------------------------------------------------------------------
 
     def value_of(self, tensor: Tensor, maker: Operation | None = None) -> str:
-        """The name of what a tensor holds now; the value is kept.
+        """The name of a tensor's current value, which is stored.
 
         Args:
             tensor: A tensor whose numbers lie in memory by its strides.
@@ -463,12 +475,12 @@ class Tracer(UncompiledDispatchMode):
             if tensor.is_contiguous()
             else ()
         )
-        known_digest, same = self.flat_values.get(flat, (digest, None))
+        known_digest, equal_value = self.flat_values.get(flat, (digest, None))
         if name is not None or known_digest != digest:
             self.references.reread(tensor)  # NumPy, or another library, has written to it
             return self.value_of(tensor, maker)
         name = self.names[key] = str(len(self.values))
-        value = self.values[name] = self._new_value(tensor, digest, same)
+        value = self.values[name] = self._new_value(tensor, digest, equal_value)
         if flat:
             self.flat_values.setdefault(flat, (digest, value))
         made_by = maker or memory.maker
@@ -476,7 +488,7 @@ class Tracer(UncompiledDispatchMode):
             made_by.mutated_values.append(name)  # another view of what an operation wrote before
         return name
 
-    def _new_value(self, tensor: Tensor, digest: int, same: Value | None) -> Value:
+    def _new_value(self, tensor: Tensor, digest: int, equal_value: Value | None) -> Value:
         """The value of a tensor, with its reference where there is one."""
         references = self.references
         slabs = self.slabs
@@ -485,7 +497,9 @@ class Tracer(UncompiledDispatchMode):
             reference = references.of(tensor) if references.has_copy(tensor) else tensor
             if reference.shape != tensor.shape:
                 return None
-            return Value.of(tensor, reference, references.memory(tensor).exact, slabs, digest, same)
+            return Value.of(
+                tensor, reference, references.memory(tensor).exact, slabs, digest, equal_value
+            )
 
         value = (
             self._try_with_references(make_value)
@@ -493,12 +507,13 @@ class Tracer(UncompiledDispatchMode):
             else None
         )
         return value or self._retry_without_references(
-            lambda: Value.as_recorded(tensor, self.is_measuring, slabs, digest, same)
+            lambda: Value.as_recorded(tensor, self.is_measuring, slabs, digest, equal_value)
         )
 
     def _is_exact(self, tensor: Tensor) -> bool:
-        """Whether a tensor's reference was computed in float64 all the way; of another layout,
-        whether it is data.
+        """Whether a tensor's reference was computed in float64 all the way.
+
+        A tensor of another layout counts as exact if it is data.
         """
         if sketches.is_strided(tensor):
             return self.references.is_exact([tensor])
@@ -507,8 +522,7 @@ class Tracer(UncompiledDispatchMode):
 
 
 def _is_simple_number(number: float) -> bool:
-    """Whether a number has so few digits that a program may have it from elsewhere, such as one
-    half.
+    """Whether a number has few digits, such as one half, so that a program may contain it.
 
     >>> _is_simple_number(0.125), _is_simple_number(0.31783719360828)
     (True, False)
@@ -520,27 +534,27 @@ def _is_simple_number(number: float) -> bool:
 
 
 def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
-    """What tells one value of one execution from another."""
-    where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-    return serial, version, *where, tensor.is_conj(), tensor.is_neg()
+    """The key that identifies a value within one execution."""
+    layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return serial, version, *layout, tensor.is_conj(), tensor.is_neg()
 
 
-def _pair_with_references(out: Nested, made: Nested) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Each tensor of what an operation returned, with what stands in its place among the results
-    of the reference.
-    """
+def _pair_with_references(
+    out: Nested, reference_out: Nested
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each tensor that an operation returned, with its counterpart in the reference's results."""
     if isinstance(out, Tensor):
-        yield out, made if isinstance(made, Tensor) else None
+        yield out, reference_out if isinstance(reference_out, Tensor) else None
     elif isinstance(out, list | tuple):
-        others = made if isinstance(made, list | tuple) else ()
-        for place, value in enumerate(out):
-            yield from _pair_with_references(value, others[place] if place < len(others) else None)
+        references = reference_out if isinstance(reference_out, list | tuple) else ()
+        for index, value in enumerate(out):
+            yield from _pair_with_references(
+                value, references[index] if index < len(references) else None
+            )
 
 
 def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
-    """For an operation on lists of tensors: how many tensors a list has, and how many lists
-    there are; else nothing.
-    """
+    """The length and number of an operation's tensor lists; empty for other operations."""
     if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return []
     lists = [
@@ -553,9 +567,7 @@ def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) 
 
 
 def _numeric_tensors(values: Nested) -> list[Tensor]:
-    """The tensors among nested values; bytes that a kernel keeps beside numbers are its own
-    affair.
-    """
+    """The tensors among nested values, without the bytes that a kernel keeps beside numbers."""
     tensors = sketches.nonempty_components(values)
     return (
         [t for t in tensors if t.dtype != torch.uint8]
@@ -565,7 +577,7 @@ def _numeric_tensors(values: Nested) -> list[Tensor]:
 
 
 def _numeric_results(operation: OpOverload, raw_results: Nested) -> list[Tensor]:
-    """What an operation made of tensors, without its notes."""
+    """The tensors that an operation computed, without its auxiliary outputs."""
     names = result_names(operation)
     if isinstance(raw_results, tuple) and len(raw_results) == len(names):
         raw_results = [
@@ -583,13 +595,12 @@ def _has_nan(tensor: Tensor) -> bool:
     (False, True)
     """
     tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
-    # the sum is quicker, and NaN if any number is
+    # The sum is faster to compute, and NaN if any number is.
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
 def _copy_tensor(value: Nested) -> Nested:
-    """Copy a tensor so that it has the same strides, gaps included: another layout may select
-    another kernel.
+    """Copy a tensor with its strides, since another layout may select another kernel.
 
     >>> _copy_tensor(torch.arange(6).reshape(2, 3).T).stride()
     (1, 3)
@@ -605,9 +616,7 @@ def _copy_tensor(value: Nested) -> Nested:
 
 
 def _is_random(operation: OpOverload, arguments: Mapping[str, object]) -> bool:
-    """Whether an operation draws; attention and an LSTM are marked as drawing also when they
-    drop nothing.
-    """
+    """Whether an operation draws; attention and LSTMs are marked so even without dropout."""
     dropped = (arguments.get(name) for name in ("dropout_p", "dropout"))
     return torch.Tag.nondeterministic_seeded in operation.tags and 0.0 not in dropped
 
@@ -616,8 +625,7 @@ def _is_random(operation: OpOverload, arguments: Mapping[str, object]) -> bool:
 
 
 class StepResults:
-    """Follows the modules, leaves and optimizers that a step uses, and says in the end what came of
-    them.
+    """Follows the modules, leaves and optimizers of a step, and reports their final states.
 
     Args:
         tracer: Gives values their names.
@@ -629,28 +637,27 @@ class StepResults:
     """
 
     def __init__(self, tracer: Tracer) -> None:
-        self.tracer, self.restores = tracer, True
+        self.tracer = tracer
+        self.restores = True
         self.path: list[str] = []
         self.names: dict[nn.Module, str] = {}
         self.saved_owners: set[nn.Module | Tensor | torch.optim.Optimizer] = set()
         self.undo = contextlib.ExitStack()
-        # modules called first, and their buffers
+        # The outermost modules, and the values of their buffers.
         self.roots: dict[nn.Module, dict[str, list[str]]] = {}
         # What a gradient is accumulated for, and its content at first; `Module.to` leaves a leaf of
         # another type or device, which is no update of it.
         self.leaves: dict[Tensor, dict[tuple[torch.dtype, torch.device], list[str]]] = {}
         self.gradients: dict[Tensor, list[str]] = {}
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
-        # gradients as an optimizer was given them last
+        # Gradients as an optimizer received them last.
         self.optimizer_gradients: dict[Tensor, list[str]] = {}
-        # what a leaf and its reference held at first
+        # The initial contents of a leaf and of its reference.
         self.initial_contents: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Follow which module is running until the step is done, and then restore what it
-        changed.
-        """
+        """Follow which module is running until the step is done, then undo all hooks."""
 
         def enter(module: nn.Module, inputs: Nested) -> None:  # noqa: ARG001
             if not self.path:
@@ -690,9 +697,7 @@ class StepResults:
 
     @as_guard_work
     def _save_state(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
-        """Remember what a module, an optimizer or a tensor holds when the step first uses it, to
-        put it back.
-        """
+        """Save a module's, optimizer's or tensor's state at its first use, to restore it."""
         if isinstance(owner, nn.Module) and not all(
             component_tensors(p) for p in owner.parameters() if p.numel()
         ):
@@ -704,9 +709,7 @@ class StepResults:
             self.undo.callback(Snapshot(owner, with_contents=True).restore)
 
     def find_leaves(self, args: Nested) -> None:
-        """Note which of the arguments of an operation are leaves, whose gradients and updates
-        are results.
-        """
+        """Note which arguments of an operation are leaves; their gradients are results."""
         for t in find_tensors(args):
             if not t.requires_grad or is_view(t) or not t.is_leaf or not component_tensors(t):
                 continue  # a tensor inside of a transform of torch.func has no components
@@ -724,9 +727,7 @@ class StepResults:
         self.gradients[leaf] = [] if leaf.grad is None else self._value_names(leaf.grad)
 
     def save_initial_contents(self, written: Sequence[Tensor]) -> None:
-        """Keep what leaves hold before they are first written to, to see which of their numbers
-        stay as they were.
-        """
+        """Save the content of leaves before the first write, to find unchanged numbers."""
         references = self.tracer.references
         if references.is_disabled or not (self.restores and self.tracer.is_measuring):
             return
@@ -747,29 +748,37 @@ class StepResults:
 
     @as_guard_work
     def _value_names(self, tensor: Tensor) -> list[str]:
-        """The names of a tensor's values; what computes them is none of the step's operations."""
+        """The names of a tensor's values, computed without recording operations."""
         return [self.tracer.value_of(t) for t in sketches.nonempty_components(tensor.detach())]
 
     @as_guard_work
     def _count_lost_updates(self, leaf: Tensor) -> dict[str, int]:
-        """How many numbers of a leaf change in the reference, and how many of these kept their
-        recorded bits.
-        """
+        """Count a leaf's numbers that change in the reference, and those with unchanged bits."""
         if leaf not in self.initial_contents or self.tracer.references.is_disabled:
             return {}
         recorded, start = self.initial_contents[leaf]
-        now, reference = leaf.detach(), self.tracer.references.of(leaf.detach())
-        if (now.shape, now.dtype, now.device) != (recorded.shape, recorded.dtype, recorded.device):
+        current = leaf.detach()
+        reference = self.tracer.references.of(current)
+        if (current.shape, current.dtype, current.device) != (
+            recorded.shape,
+            recorded.dtype,
+            recorded.device,
+        ):
             return {}
-        moved = reference != start.to(reference.dtype)
-        return {"moved": int(moved.sum()), "lost": int((moved & (now == recorded)).sum())}
+        is_changed = reference != start.to(reference.dtype)
+        return {
+            "moved": int(is_changed.sum()),
+            "lost": int((is_changed & (current == recorded)).sum()),
+        }
 
-    def _have_changed(self, before: list[str], after: list[str]) -> bool:
-        """Whether bits have changed, or the reference has."""
-        if len(before) != len(after):
+    def _have_changed(self, old_names: list[str], new_names: list[str]) -> bool:
+        """Whether the recorded bits or the references have changed."""
+        if len(old_names) != len(new_names):
             return True
         values = self.tracer.values
-        pairs = [(values[x], values[y]) for x, y in zip(before, after, strict=True) if x != y]
+        pairs = [
+            (values[x], values[y]) for x, y in zip(old_names, new_names, strict=True) if x != y
+        ]
         return any(
             x.content != y.content
             or (
@@ -787,21 +796,20 @@ class StepResults:
         }
 
     def used_modules(self) -> list[nn.Module]:
-        """The modules that a step called, and their own."""
+        """The modules that a step called, and their submodules."""
         return [submodule for model in self.roots for submodule in model.modules()]
 
     def to_operations(self, returned: Nested) -> list[Operation]:
-        """What the step returned, each gradient, each parameter and buffer that it changed, and
-        what optimizers hold.
+        """Returned values, gradients, changed parameters and buffers, and optimizer states.
 
         The `inputs` of gradients and updates are the values that the parameter or buffer began
         with.
         """
         entries: list[Operation] = []
         returned_leaves = named_leaves(returned)
-        for place, value in returned_leaves:
+        for path, value in returned_leaves:
             if isinstance(value, Tensor | float):
-                label = "loss" if len(returned_leaves) == 1 else f"result {place}"
+                label = "loss" if len(returned_leaves) == 1 else f"result {path}"
                 values = (
                     self._value_names(value)
                     if isinstance(value, Tensor)
@@ -816,7 +824,8 @@ class StepResults:
         for leaf, contents in self.leaves.items():
             if self._is_alias(leaf, names):
                 continue
-            name, values = names.get(leaf) or self._number_leaf(leaf), self._value_names(leaf)
+            name = names.get(leaf) or self._number_leaf(leaf)
+            values = self._value_names(leaf)
             start = contents.get((leaf.dtype, leaf.device)) or next(iter(contents.values()))
             entries.append(self._gradient_result(leaf, name, start))
             if self._have_changed(contents.get((leaf.dtype, leaf.device), values), values):
@@ -825,10 +834,12 @@ class StepResults:
                         "updated", name, start, values, self._count_lost_updates(leaf)
                     )
                 )
-        for module, before in self.roots.items():
+        for module, initial_values in self.roots.items():
             for name, values in self._buffer_values(module).items():
-                if self._have_changed(before.get(name, []), values):
-                    entries.append(self._make_result("updated", name, before.get(name, []), values))
+                if self._have_changed(initial_values.get(name, []), values):
+                    entries.append(
+                        self._make_result("updated", name, initial_values.get(name, []), values)
+                    )
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 name = names.get(parameter) or self._number_leaf(parameter)
@@ -847,30 +858,31 @@ class StepResults:
         return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
 
     def _is_alias(self, leaf: Tensor, names: Mapping[Tensor, str]) -> bool:
-        """Whether a leaf is but another Python object for the memory of one that has a name or a
-        gradient.
+        """Whether a leaf shares the memory of another one that has a name or a gradient.
 
         A convolution's kernel is given such an object in place of the weight.
         """
         if leaf in names or leaf in self.gradients or not sketches.is_strided(leaf):
             return False
-        others = (
+        candidates = (
             t
             for t in (*names, *self.leaves)
             if t is not leaf and (t in names or t in self.gradients)
         )
         return any(
             sketches.is_strided(t) and t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape
-            for t in others
+            for t in candidates
         )
 
     def _number_leaf(self, leaf: Tensor) -> str:
-        """What a leaf is called that no module has."""
-        number = next((number for number, other in enumerate(self.leaves, 1) if other is leaf), 0)
+        """The name of a leaf that belongs to no module."""
+        number = next(
+            (number for number, candidate in enumerate(self.leaves, 1) if candidate is leaf), 0
+        )
         return f"tensor {number} of shape {tuple(leaf.shape)}"
 
     def _gradient_result(self, leaf: Tensor, name: str, start: list[str]) -> Operation:
-        """The gradient of a leaf: as an optimizer was given it last; else as it is in the end.
+        """The gradient of a leaf as an optimizer last received it, or else the final one.
 
         Some optimizers write to gradients. Where it was removed, it is as the backward pass left
         it.
@@ -901,9 +913,7 @@ class StepResults:
 
     @as_guard_work
     def _name_of_number(self, number: float) -> str:
-        """The value of a number that the step returned: of the tensor that it was read from, or
-        its own.
-        """
+        """The value of a returned number: of the tensor it was read from, or its own."""
         if number not in self.tracer.numbers_read:
             self.tracer.numbers_read[number] = self.tracer.value_of(
                 torch.tensor(number, dtype=torch.float64)

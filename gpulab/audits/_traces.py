@@ -1,4 +1,4 @@
-"""One training step, operation by operation: what each computed, how exactly, and for whom.
+"""The trace of a training step: the result, error and caller of each operation.
 
 A trace is a file of its own: two laboratories record the same step, each on its card, and compare.
 The file is Parquet, one row an operation, with what concerns the whole step as JSON in its
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpulab import files
 from gpulab._torch_internals import Nested
-from gpulab.audits._rounding import ATTENTION, Accuracy
+from gpulab.audits._rounding import ATTENTION_OPERANDS, Accuracy
 from gpulab.audits._values import Value
 from gpulab.errors import DataError
 from gpulab.settings import Setting
@@ -30,11 +30,11 @@ from gpulab.settings import Setting
 # A value as JSON has it. No narrower type: pydantic would convert what it reads from a file to it.
 Json: TypeAlias = Any
 
-RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
-TENSOR = "Tensor"  # what stands for one among an operation's arguments
+RESULT = "result"  # the phase of results: loss, gradients and updates
+TENSOR = "Tensor"  # the placeholder for a tensor among an operation's arguments
 FORMAT = 7
 KEY = "gpulab trace"
-# fields of a trace that are stored in rows, and not in the metadata
+# Fields of a trace that are stored in rows, and not in the metadata.
 ROW_FIELDS = {
     "operations",
     "values",
@@ -54,7 +54,7 @@ COMPRESSION: dict[str, bool | int | str] = {
     "compression": "zstd",
     "compression_level": 19,
 }
-# numbers in a column; of the largest networks that were recorded one has some 200,000
+# Numbers in a column. The largest recorded network has some 200,000.
 MAX_COLUMN_NUMBERS = 1 << 27
 
 # Kernels of different devices that compute the same thing.
@@ -64,12 +64,12 @@ for _suffix in ("", "_backward"):
         f"{library}_batch_norm{_suffix}": f"native_batch_norm{_suffix}"
         for library in ("cudnn", "miopen")
     }
-    KERNEL_ALIASES |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION}
+    KERNEL_ALIASES |= {f"{kernel}{_suffix}": f"attention{_suffix}" for kernel in ATTENTION_OPERANDS}
 
 
 @dataclass
 class Operation(Accuracy):
-    """What one operation did, and how exactly.
+    """One operation: its inputs, its outputs and its error.
 
     `name` is torch's, without device or overload. `module` is the path of the module that called it
     (in the backward pass, of the module that called what is differentiated), and `line` the line of
@@ -109,7 +109,9 @@ class Operation(Accuracy):
     spread: float | None = None
     lanes: list[int] = field(default_factory=list)
     is_view: bool = False
-    __eq__, __hash__ = object.__eq__, object.__hash__  # each call is an operation of its own
+    # Each call is an operation of its own.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     @property
     def values(self) -> list[str]:
@@ -118,9 +120,7 @@ class Operation(Accuracy):
 
 
 def as_json(argument: Nested) -> Json:
-    """An operation's argument as JSON: `TENSOR` for a tensor, None for what a setting may change
-    or JSON lacks.
-    """
+    """An argument as JSON: `TENSOR` for a tensor, None for what may vary or JSON lacks."""
     if isinstance(argument, Tensor):
         return TENSOR
     if isinstance(argument, list | tuple):
@@ -130,8 +130,7 @@ def as_json(argument: Nested) -> Json:
 
 @dataclass
 class Trace:
-    """One step under one setting: every operation of torch that it ran, and every value with its
-    float64 reference.
+    """One step under one setting: every torch operation, and every value with its reference.
 
     Attributes:
         setting: What the step was done under.
@@ -175,7 +174,7 @@ class Trace:
 
     @property
     def title(self) -> str:
-        """What the trace is called in reports: its label, or the setting."""
+        """The title of the trace in reports: its label, or the setting."""
         return self.label or ", ".join(filter(None, (self.setting, self.notes.get("compiled"))))
 
     def __repr__(self) -> str:
@@ -234,7 +233,10 @@ class Trace:
 
         content = files.read(file) if content is None else content
         kind = "not a trace, or a damaged one; `gpulab record` writes one"
-        with files.reading(file, kind), pq.ParquetFile(pa.BufferReader(content)) as parquet:
+        with (
+            files.convert_read_errors(file, kind),
+            pq.ParquetFile(pa.BufferReader(content)) as parquet,
+        ):
             metadata = files.read_json(file, parquet.schema_arrow.metadata[KEY.encode()])
             if metadata.pop("format") != FORMAT:
                 raise DataError(
@@ -275,7 +277,7 @@ ValueDescription: TypeAlias = tuple[str, str, list[int], str, bool, list[float],
 
 
 def _describe_value(value: Value) -> list[Json]:
-    """What a row says about a value in addition to its arrays."""
+    """The fields of a value's row, without its arrays."""
     dims = None if value.reference is None else list(value.profiles)
     return [value.content, value.shape, value.dtype, value.exact, value.total, dims]
 
@@ -302,28 +304,27 @@ def _restore_value(description: list[Json], numbers: Iterator[np.ndarray]) -> Va
 
 
 def alignment_key(op: Operation) -> tuple[str, str, str]:
-    """What operations are aligned by: phase, module and name, where kernels in `KERNEL_ALIASES`
-    have one name.
+    """The key for aligning operations: phase, module and name, with aliases resolved.
+
+    Kernels in `KERNEL_ALIASES` have one name.
     """
     return op.phase, op.module, KERNEL_ALIASES.get(op.name, op.name)
 
 
 def align_operations(
-    first: list[Operation], second: list[Operation]
+    operations_a: list[Operation], operations_b: list[Operation]
 ) -> list[tuple[Operation | None, Operation | None]]:
-    """Pair corresponding operations of two executions, in order; one without counterpart is
-    paired with None.
-    """
-    first_keys = list(map(alignment_key, first))
-    second_keys = list(map(alignment_key, second))
+    """Pair operations of two executions in order; an unmatched one is paired with None."""
+    first_keys = list(map(alignment_key, operations_a))
+    second_keys = list(map(alignment_key, operations_b))
     if first_keys == second_keys:
-        return list(zip(first, second, strict=True))
+        return list(zip(operations_a, operations_b, strict=True))
     pairs: list[tuple[Operation | None, Operation | None]] = []
     matcher = difflib.SequenceMatcher(None, first_keys, second_keys, autojunk=False)
     for tag, a, a_end, b, b_end in matcher.get_opcodes():
         if tag == "equal":
-            pairs += zip(first[a:a_end], second[b:b_end], strict=True)
+            pairs += zip(operations_a[a:a_end], operations_b[b:b_end], strict=True)
         else:
-            pairs += [(op, None) for op in first[a:a_end]]
-            pairs += [(None, op) for op in second[b:b_end]]
+            pairs += [(op, None) for op in operations_a[a:a_end]]
+            pairs += [(None, op) for op in operations_b[b:b_end]]
     return pairs

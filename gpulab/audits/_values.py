@@ -1,5 +1,4 @@
-"""A value of a training step: what a tensor held at one moment, and what its float64 reference
-held.
+"""A value of a training step: the content of a tensor at one moment, and of its reference.
 
 A trace keeps no tensors. It keeps a sketch of the recorded numbers, a sketch of the reference, and
 sums of the reference, from which two values of different executions can be recognised as the same,
@@ -26,7 +25,7 @@ Array = np.ndarray
 
 
 class Slabs:
-    """Memory for small arrays that stay, taken in large pieces.
+    """Memory for small long-lived arrays, allocated in large pieces.
 
     Allocated one by one between large temporary arrays, they would keep the memory of these from
     being used again: the heap of a process that recorded a transformer grew five times as much.
@@ -36,10 +35,10 @@ class Slabs:
         self.slab = np.empty(0)
         self.n_used = 0
 
-    def keep(self, array: Array) -> Array:
+    def store(self, array: Array) -> Array:
         """A copy of an array of float64 numbers.
 
-        >>> Slabs().keep(np.array([[1.0, 2.0]]))
+        >>> Slabs().store(np.array([[1.0, 2.0]]))
         array([[1., 2.]])
         """
         if self.n_used + array.size > self.slab.size:
@@ -85,7 +84,7 @@ class Value:
         exact: bool,
         slabs: Slabs | None = None,
         digest: int | None = None,
-        same: Value | None = None,
+        equal_value: Value | None = None,
     ) -> Value:
         """The value of a tensor and of its reference.
 
@@ -95,21 +94,21 @@ class Value:
             exact: Whether the reference was computed in float64 all the way.
             slabs: Memory for sketches and profiles.
             digest: Of the tensor's content, if that is known.
-            same: A value that has the same numbers and the same reference, in the same order, in
-                another shape.
+            equal_value: A value that has the same numbers and the same reference, in the same
+                order, in another shape.
         """
         slabs = slabs or Slabs()
-        value = cls._recorded(tensor, exact, slabs, digest, same)
+        value = cls._recorded(tensor, exact, slabs, digest, equal_value)
         real = torch.view_as_real(reference.resolve_conj()) if reference.is_complex() else reference
-        if same is not None:
-            value.reference = same.reference
+        if equal_value is not None:
+            value.reference = equal_value.reference
         elif reference is tensor:
             value.reference = value.sketch
         else:
-            value.reference = slabs.keep(sketches.sketch(real))
+            value.reference = slabs.store(sketches.sketch(real))
         numbers = sketches.to_float64_device(real.detach()).double()
-        value.profiles = {dim: slabs.keep(profile) for dim, profile in _profiles(numbers).items()}
-        value.total = _totals(numbers, value.profiles) if same is None else same.total
+        value.profiles = {dim: slabs.store(profile) for dim, profile in _profiles(numbers).items()}
+        value.total = _totals(numbers, value.profiles) if equal_value is None else equal_value.total
         return value
 
     @classmethod
@@ -119,10 +118,10 @@ class Value:
         stands_in: bool,
         slabs: Slabs,
         digest: int | None = None,
-        same: Value | None = None,
+        equal_value: Value | None = None,
     ) -> Value:
         """The value of a tensor without a reference; the recorded numbers may stand in for it."""
-        value = cls._recorded(tensor, not stands_in, slabs, digest, same)
+        value = cls._recorded(tensor, not stands_in, slabs, digest, equal_value)
         if stands_in:
             real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             wide = torch.float64 if real.device.type in sketches.FLOAT64_DEVICES else None
@@ -141,27 +140,32 @@ class Value:
 
     @classmethod
     def _recorded(
-        cls, tensor: Tensor, exact: bool, slabs: Slabs, digest: int | None, same: Value | None
+        cls,
+        tensor: Tensor,
+        exact: bool,
+        slabs: Slabs,
+        digest: int | None,
+        equal_value: Value | None,
     ) -> Value:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        sketch = slabs.keep(sketches.sketch(tensor)) if same is None else same.sketch
+        sketch = slabs.store(sketches.sketch(tensor)) if equal_value is None else equal_value.sketch
         return cls(
             sketches.content_id(tensor, digest), list(tensor.shape), dtype, sketch, exact=exact
         )
 
     @cached_property
     def count(self) -> int:
-        """How many numbers it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @cached_property
     def is_float_or_complex(self) -> bool:
-        """Whether it has numbers that rounding can touch."""
+        """Whether it has floating-point or complex numbers, which rounding affects."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
     @cached_property
     def deviation(self) -> float:
-        """How far the recorded numbers are from the reference, relative to it."""
+        """The distance of the recorded numbers from the reference, relative to it."""
         return 0.0 if self.reference is None else finite_distance(self.sketch, self.reference)
 
     @cached_property
@@ -191,9 +195,7 @@ class Value:
 
     @cached_property
     def is_uninformative(self) -> bool:
-        """Whether an equal value elsewhere may be a coincidence: an integer, equal numbers, or
-        rounding errors.
-        """
+        """Whether an equal value may be coincidence: integers, equal numbers, or rounding."""
         is_infinite = bool(self.total) and not math.isfinite(self.total[0])
         is_single_integer = self.count == 1 and (self.is_integral or is_infinite)
         is_short_mask = self.dtype == "bool" and self.count < MIN_MASK_SIZE
@@ -249,7 +251,7 @@ def _profiles(numbers: Tensor) -> dict[int, Array]:
 
 def _totals(numbers: Tensor, profiles: dict[int, Array]) -> list[float]:
     if profiles:
-        first = next(iter(profiles.values()))
+        first_profile = next(iter(profiles.values()))
         with np.errstate(invalid="ignore", over="ignore"):
-            return [float(first[0].sum()), float(first[1].sum())]
+            return [float(first_profile[0].sum()), float(first_profile[1].sum())]
     return [float(numbers.sum()), float(numbers.square().sum())]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpulab.errors import DataError
-from gpulab.files import JSON, Stamps, check_unchanged, content_of
+from gpulab.files import JSON, Stamps, check_unchanged, content_digest
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -53,7 +53,7 @@ class Data(ABC):
         cannot be known.
         """
         # Of the images of a folder the names count, too: they say in which order the frames come.
-        return content_of(self.stamps) if self.stamps else None
+        return content_digest(self.stamps) if self.stamps else None
 
     def check_unchanged(self) -> None:
         """Raise `DataError`, naming the file, if one that is read has changed since the data

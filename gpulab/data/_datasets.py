@@ -192,7 +192,7 @@ def load(
     height, width = check_counts(f"data {name!r}: size", size, ("height", "width"))
     if frames is not None:
         check_count(f"data {name!r}: frames", frames)
-    check_count(f"data {name!r}: seed", seed, least=0)
+    check_count(f"data {name!r}: seed", seed, minimum=0)
     if not (
         isinstance(speed, numbers.Real) and not isinstance(speed, bool) and 0 < speed < math.inf
     ):

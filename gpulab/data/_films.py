@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gpulab.data._base import HELD_OUT, Bytes, Sequence, check_folder
 from gpulab.errors import DataError
-from gpulab.files import Stamp, Stamps, reading, stamp
+from gpulab.files import Stamp, Stamps, convert_read_errors, stamp
 
 if TYPE_CHECKING:
     import av
@@ -181,7 +181,7 @@ def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
     import av
 
     with (
-        reading(file, NOT_A_VIDEO),
+        convert_read_errors(file, NOT_A_VIDEO),
         av.open(f"file:{file}", options=DEMUXER_OPTIONS, metadata_errors="replace") as film,
     ):
         codec = film.streams.video[0].codec_context if film.streams.video else None
@@ -287,7 +287,11 @@ def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
     no_image = f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"
     # of sizes below the bound, and of what surrounds the pixels
     no_warnings = warnings.catch_warnings(action="ignore")
-    with reading(file, no_image), no_warnings, Image.open(file, formats=IMAGE_FORMATS) as image:
+    with (
+        convert_read_errors(file, no_image),
+        no_warnings,
+        Image.open(file, formats=IMAGE_FORMATS) as image,
+    ):
         if image.width * image.height > MAX_PIXELS:
             raise DataError(
                 f"{file}: has {image.width:,}×{image.height:,} pixels; it may have {MAX_PIXELS:,}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from gpulab.data._base import HELD_OUT, Bytes, Data, Window, check_folder
 from gpulab.errors import DataError
-from gpulab.files import JSON, reading
+from gpulab.files import JSON, convert_read_errors
 
 MAX_UNPACKED_BYTES = 1 << 28  # of MNIST's images, unpacked
 MIRRORS = (
@@ -163,7 +163,7 @@ def _download(name: str) -> Path:
 def _read_idx(file: Path) -> Bytes:
     """The images of an IDX file, (N, 1, H, W): the magic number 2051, three lengths, then bytes."""
     open_file = gzip.open if file.suffix == ".gz" else open
-    with reading(file, "cannot be unpacked"), open_file(file, "rb") as stream:
+    with convert_read_errors(file, "cannot be unpacked"), open_file(file, "rb") as stream:
         magic, count, height, width = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
         size = count * height * width
         promise = f"promises {count} images of {height}×{width}"

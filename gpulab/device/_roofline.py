@@ -462,7 +462,7 @@ def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
 
 def time_calls(setting: Setting, work: Callable[[], object], repeats: int) -> tuple[float, float]:
     """The median time of one call after a warm-up, and the interquartile range over it."""
-    check_count("repeats", repeats, least=2)  # a median with its spread
+    check_count("repeats", repeats, minimum=2)  # a median with its spread
     timer = _timer(setting, work)
     calls = max(1, int(0.03 / max(timer.timeit(3) / 3, 1e-7)))
     timer.timeit(calls)  # warms up

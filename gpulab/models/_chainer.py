@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpulab.errors import DataError, in_one_line, printable
+from gpulab.errors import DataError, describe_error, printable
 from gpulab.files import read
 
 GATES = "ifco"
@@ -59,7 +59,8 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
         names_found = ", ".join(sorted(arrays)[:4]) or "nothing"
         raise DataError(
-            f"{file}: not a PredNet of the authors, it holds {names_found}, …: {in_one_line(error)}"
+            f"{file}: not a PredNet of the authors, it holds {names_found}, …:"
+            f" {describe_error(error)}"
         ) from None
     expected_views = chainer_views(empty_net, lambda parameter: parameter)
     expected = {name: tuple(view.shape) for name, view in expected_views.items()}
@@ -131,6 +132,6 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
                 raise ValueError(f"{name} holds numbers that are not finite in float32")
     except Exception as error:  # zipfile and NumPy raise almost anything at a broken file
         raise DataError(
-            f"{file}: not a model saved by Chainer (a NumPy archive): {in_one_line(error)}"
+            f"{file}: not a model saved by Chainer (a NumPy archive): {describe_error(error)}"
         ) from None
     return arrays

@@ -21,7 +21,7 @@ from gpulab.plots.theme import FAINT, INK, RIGHT_OF_AXES, Look
 from gpulab.stats._pairs import check_one_protocol
 from gpulab.stats._verdict import Verdict
 from gpulab.training._profiles import FINAL_LOSS_DIVISOR
-from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, metric_label, names
+from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, label_levels, metric_label
 
 BETWEEN_SEEDS_LABEL = "one seed against another"
 MARGIN_STYLE: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
@@ -176,7 +176,7 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
     """
     factor, metric, table = verdict.factor, verdict.metric, verdict.table
     levels = [verdict.reference, *table[factor]]
-    level_names = names(levels, factor)
+    level_names = label_levels(levels, factor)
     tints = theme.level_colours(factor, levels)
     is_narrow = width < theme.PAGE
     if is_narrow:
@@ -214,7 +214,7 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
 def verdict_title(verdict: Verdict) -> str:
     """The title: how many levels came to which decision."""
     decisions = verdict.decisions
-    reference, *levels = names([verdict.reference, *decisions], verdict.factor).values()
+    reference, *levels = label_levels([verdict.reference, *decisions], verdict.factor).values()
     if len(levels) == 1:
         return f"{levels[0]}, against {reference}: {verdict.decision}"
     counts = ", ".join(
@@ -262,7 +262,7 @@ def differences(verdict: Verdict) -> Picture:
     changes = pd.concat([verdict.pairs, reruns, seeds], ignore_index=True)
     changes["difference"] = changes.difference.abs()
     levels = [*verdict.table[factor], *reruns[factor].unique(), BETWEEN_SEEDS_LABEL]
-    level_names = names([reference, *levels], factor)
+    level_names = label_levels([reference, *levels], factor)
     figure, (axes,) = theme.canvas(height=1.7 + 0.4 * len(levels))
     _draw_differences(
         axes, verdict, changes, theme.level_colours(factor, levels) | {BETWEEN_SEEDS_LABEL: INK}
@@ -342,7 +342,8 @@ def _draw_seeds(
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=set(converged[metric]) == {0, 1}))
     theme.log_scale(axes.xaxis, least=4)
     axes.set_yticks(
-        range(len(tints)), [textwrap.fill(words, 22) for words in names(tints, factor).values()]
+        range(len(tints)),
+        [textwrap.fill(words, 22) for words in label_levels(tints, factor).values()],
     )
     axes.set(
         ylim=(len(tints) - 0.5, -0.5),

@@ -27,7 +27,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import ArrayLike
 
 from gpulab.picture import Picture
-from gpulab.wording import Level, names
+from gpulab.wording import Level, label_levels
 
 # Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
 COLOURS = {
@@ -141,7 +141,7 @@ def name_levels(
     levels = list(frame[factor].unique())
     if factor == "setting":
         levels.sort(key=[*COLOURS, *sorted(levels)].index)
-    level_names = names(levels, factor)
+    level_names = label_levels(levels, factor)
     tints = level_colours(factor, levels)
     return frame.assign(name=frame[factor].map(level_names)), {
         level_names[level]: tints[level] for level in levels

@@ -258,12 +258,12 @@ def linear_autoencoder_saddle(
     matrix, moments, basis = _principal_components(data)
     held_components = tuple(components) if isinstance(components, Iterable) else (components,)
     for component in held_components:
-        check_count("component", component, most=len(moments) - 1, least=0)
+        check_count("component", component, maximum=len(moments) - 1, minimum=0)
     if len(set(held_components)) < len(held_components):
         raise UsageError(f"components={held_components}: each can be held once")
     least = max(1, len(held_components))
     hidden = least if hidden is None else hidden
-    check_count("hidden", hidden, least=least)
+    check_count("hidden", hidden, minimum=least)
     mixing = torch.eye(hidden, dtype=torch.float64)
     return LinearAutoencoderSaddle(
         model=_autoencoder_at(basis, held_components, mixing),

@@ -62,7 +62,7 @@ def read_settings(file: Path) -> dict[str, Value]:
         {'seed': 3, 'optimizer.lr': 0.001, 'optimizer.betas': '[0.9, 0.99]'}
     """
     content = files.read(file, MAX_CONFIG_BYTES)
-    with files.reading(file, "cannot be read as YAML"):
+    with files.convert_read_errors(file, "cannot be read as YAML"):
         node = load_yaml(content)
         if file.name == Path(OVERRIDES).name and isinstance(node, list):
             return dict(_parse_overrides(node))
@@ -183,7 +183,7 @@ def find_settings(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]
         for name in CONFIG_FILES:
             file = folder / name
             try:
-                with files.reading(file):
+                with files.convert_read_errors(file):
                     is_file = file.is_file()
                 if not is_file:
                     continue

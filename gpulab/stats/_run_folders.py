@@ -198,7 +198,7 @@ def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
     def raise_data_error(error: OSError) -> None:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror or error}")
 
-    with files.reading(folder):
+    with files.convert_read_errors(folder):
         for parent, folders, names in os.walk(folder, onerror=raise_data_error):
             if ".hydra" in folders:
                 configured.append(Path(parent))

@@ -88,7 +88,7 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
 def read_file(file: Path) -> pd.DataFrame:
     """A table as it stands in a file; `DataError` where it cannot be read or has no rows."""
     content = files.read(file)
-    with files.reading(file, "cannot be read as a table"):
+    with files.convert_read_errors(file, "cannot be read as a table"):
         is_parquet = file.suffix == ".parquet"
         frame = (
             pd.read_parquet(io.BytesIO(content))

@@ -71,7 +71,7 @@ def check_record(file: str, record: dict[str, Any]) -> RunRecord:
         Traceback (most recent call last):
         gpulab.errors.DataError: runs/a/run.json: a damaged record: KeyError: 'experiment'
     """
-    with files.reading(file, "a damaged record"):
+    with files.convert_read_errors(file, "a damaged record"):
         for key in _RequiredRecord.__annotations__:
             record[key]
         for key in _RequiredSummary.__annotations__:

@@ -79,7 +79,7 @@ def list_entries(store: Path) -> list[str]:
     >>> [Path(path).name for path in list_entries(store)]
     ['a.parquet', 'b', 'packed.parquet']
     """
-    with files.reading(store):
+    with files.convert_read_errors(store):
         if not store.is_dir():
             return [str(store)] if os.path.lexists(store) else []
         names = os.listdir(store)
@@ -185,7 +185,7 @@ def quarantine(store: Path, path: Path) -> Path | None:
     process already has.
     """
     target = store / DAMAGED_FOLDER / f"{path.name}-{uuid.uuid4().hex[:6]}"
-    with files.writing(target):
+    with files.convert_write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             return path.rename(target)
@@ -225,7 +225,7 @@ def write_run(
     folder = store / record["id"]
     scratch = store / WORK_FOLDER / files.scratch_name()
     try:
-        with files.writing(folder):
+        with files.convert_write_errors(folder):
             recorded.write_document(scratch / RECORD_FILE, record)
             write_results(scratch, record["id"], history, weights)
             try:

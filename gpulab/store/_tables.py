@@ -336,7 +336,7 @@ def _build_row(entry: RunEntry) -> Row:
     record = entry.record
     configuration = record["configuration"]
     is_function = "source" in configuration
-    with files.reading(entry.file, "a damaged record"):
+    with files.convert_read_errors(entry.file, "a damaged record"):
         row = _columns_of_record(record) | _columns_of_machine(record) | factors_of_record(record)
         row |= {
             "protocol": digest(learning_task(record))[:8],

@@ -35,7 +35,7 @@ def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
     from safetensors.torch import load
 
     content = files.read(file)
-    with files.reading(file, "not tensors"):
+    with files.convert_read_errors(file, "not tensors"):
         header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
         notes = recorded.check_document(
             file, files.read_json(file, header["__metadata__"]["gpulab"].encode()), content

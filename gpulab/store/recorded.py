@@ -159,7 +159,7 @@ def read_rows(file: Path) -> tuple[pyarrow.Table, dict[str, Any]]:
 
     content = files.read(file)
     with (
-        files.reading(file),
+        files.convert_read_errors(file),
         pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as parquet_file,
     ):
         notes = (parquet_file.metadata.metadata or {}).get(b"gpulab")
@@ -173,7 +173,7 @@ def read_rows(file: Path) -> tuple[pyarrow.Table, dict[str, Any]]:
 def read_table(file: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     """A table and its record, with the machine's passport."""
     rows, record = read_rows(file)
-    with files.reading(file, "not a recorded table"):
+    with files.convert_read_errors(file, "not a recorded table"):
         machine(record["passport"])
     return rows.to_pandas(), record
 
@@ -216,7 +216,7 @@ def read_packed(file: Path) -> list[tuple[dict[str, Any], Callable[[], pyarrow.T
     table, _ = read_rows(file)
     if "record" not in table.column_names:
         return []
-    with files.reading(file, "not a file of packed runs"):
+    with files.convert_read_errors(file, "not a file of packed runs"):
         records = [files.read_json(file, text.encode()) for text in table["record"].to_pylist()]
     return [
         (record, functools.partial(check_history, file, table, row))
@@ -236,7 +236,7 @@ def check_history(file: str | Path, columns: Columns, row: int | None = None) ->
     """
     import pyarrow
 
-    with files.reading(file, "not a history"):
+    with files.convert_read_errors(file, "not a history"):
         values = {
             name: columns[name] if row is None else columns[name][row].values
             for name in HISTORY_TYPES

@@ -52,7 +52,7 @@ class Checkpoint:
             DataError: For a damaged file, and for one that is no checkpoint; the message names it.
         """
         tensors, notes = read_tensors(file)
-        with files.reading(file, "not a checkpoint"):
+        with files.convert_read_errors(file, "not a checkpoint"):
             state = [
                 [tensors.pop(f"state.{layer}.{part}") for part in range(parts)]
                 for layer, parts in enumerate(notes["state"])

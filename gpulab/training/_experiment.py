@@ -220,7 +220,7 @@ class Experiment:
             lock = locks[number]
             identity = identities[number]
             job = jobs[number]
-            with files.writing(lock.lock_file), contextlib.suppress(Timeout), lock:
+            with files.convert_write_errors(lock.lock_file), contextlib.suppress(Timeout), lock:
                 try:
                     if not find_run(self.folder, identity):
                         clock.begin(number)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from gpulab import files
-from gpulab.errors import GpulabError, UsageError, in_one_line
+from gpulab.errors import GpulabError, UsageError, describe_error
 from gpulab.settings import Setting
 from gpulab.steps import seed_generators
 from gpulab.store._run_store import StoredRun
@@ -117,7 +117,7 @@ class TrainingFunction:
             for value in values.values()
             if isinstance(value, str | Path) and os.path.isfile(value)
         ]
-        contents = [files.content_of({path: files.stamp(path)}) for path in paths]
+        contents = [files.content_digest({path: files.stamp(path)}) for path in paths]
         return json_options, {"content": files.digest(contents)} if contents else {}
 
     def __call__(self, setting: Setting, seed: int, options: Options) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class TrainingFunction:
             except GpulabError:
                 raise
             except (Exception, SystemExit) as error:
-                raise GpulabError(in_one_line(error, self.file or "")) from error
+                raise GpulabError(describe_error(error, self.file or "")) from error
 
 
 @dataclass(kw_only=True)

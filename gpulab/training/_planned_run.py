@@ -187,8 +187,8 @@ def check_repetition(seed: int, rerun: int) -> tuple[int, int]:
     Raises:
         UsageError: Unless both are whole numbers from 0.
     """
-    check_count("seed", seed, least=0)
-    check_count("rerun", rerun, least=0)
+    check_count("seed", seed, minimum=0)
+    check_count("rerun", rerun, minimum=0)
     return int(seed), int(rerun)
 
 

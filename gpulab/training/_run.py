@@ -312,7 +312,9 @@ def train(
             )
             weights = run.model.state_dict() if keep_weights and run.model else None
             run.path = write_run(folder, run.record, run.columns, weights)
-    with files.writing(checkpoint):  # of this run, or of one whose process was killed just before
+    with files.convert_write_errors(
+        checkpoint
+    ):  # of this run, or of one whose process was killed just before
         checkpoint.unlink(missing_ok=True)
     return run
 

@@ -13,7 +13,14 @@ from companion.learning import ALL, BEAT, FAMILY, LEARNED
 from gpulab.report import Report
 from gpulab.stats import Verdict
 from gpulab.stats._decisions import DECISIONS
-from gpulab.wording import COPIED, LOADERS, OVERWRITTEN, condition_words, names, setting_words
+from gpulab.wording import (
+    COPIED,
+    LOADERS,
+    OVERWRITTEN,
+    condition_words,
+    label_levels,
+    setting_words,
+)
 
 Part: TypeAlias = "Verdict | pd.DataFrame | str | list[str]"
 SIZES = {
@@ -243,7 +250,7 @@ def names_in_text(levels: Iterable[Any], factor: str = "setting") -> dict[Any, s
     """What each level of a factor is called within a sentence, which has commas of its own: `GPU
     (TF32)`.
     """
-    return {level: _bracketed(words) for level, words in names(levels, factor).items()}
+    return {level: _bracketed(words) for level, words in label_levels(levels, factor).items()}
 
 
 def setting_in_text(setting: str) -> str:

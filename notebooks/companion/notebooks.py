@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpulab import files
-from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
+from gpulab.errors import DataError, GpulabError, UsageError, describe_error, extra
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -39,7 +39,7 @@ def read_notebook(file: Path) -> NotebookNode:
     try:
         return nbformat.reads(files.read(file).decode(), as_version=4)
     except (ValueError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
-        raise DataError(f"{file}: not a notebook: {in_one_line(error)}") from None
+        raise DataError(f"{file}: not a notebook: {describe_error(error)}") from None
 
 
 def write_notebook(notebook: NotebookNode, file: Path) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 import gpulab as gl
-from gpulab.audits._rounding import PRODUCTS
+from gpulab.audits._rounding import PRODUCT_OPERANDS
 from gpulab.models import example_steps
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
     assert not report.faulty, str(report)
     kinds = {finding.kind for finding in report.findings}
     assert kinds <= {"nondeterminism", "different random numbers", "rounding"}
-    products = [op for op in there.operations if op.name in PRODUCTS]
+    products = [op for op in there.operations if op.name in PRODUCT_OPERANDS]
     assert all(op.ratio <= 1 and op.format is None for op in products), (
         "each was compared with float64"
     )

@@ -62,15 +62,16 @@ def two_updates(setting):
 @pytest.mark.parametrize("copies", [0, 1, 5])
 def test_audit_without_memory_for_references_goes_on_without_them(step, b, copies, monkeypatch):
     """As with seven billion weights on one card. Memory that is short is imitated."""
-    keep, kept = References.keep, []
+    store = References.store
+    callers = []
 
-    def keep_a_few(self, *args, **options):
-        kept.append(self)
-        if kept.count(self) > copies:
+    def store_a_few(self, *args, **options):
+        callers.append(self)
+        if callers.count(self) > copies:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        keep(self, *args, **options)
+        store(self, *args, **options)
 
-    monkeypatch.setattr(References, "keep", keep_a_few)
+    monkeypatch.setattr(References, "store", store_a_few)
     report = audited(step, "cpu", b)
     assert not report.faulty, str(report)
     assert report.kind in (*ROUNDING, "cannot be told")
