@@ -273,8 +273,11 @@ def _is_transparent(image: PIL.Image.Image) -> bool:
 
 def _natural_key(file: Path) -> tuple[list[str | int], str]:
     """Sorts names by the numbers in them: 2.png comes before 10.png."""
-    parts = re.split("([0-9]+)", file.name)
-    return [int(part) if number % 2 else part for number, part in enumerate(parts)], file.name
+    key: list[str | int] = []
+    for position, text in enumerate(re.split("([0-9]+)", file.name)):
+        is_number = position % 2 == 1
+        key.append(int(text) if is_number else text)
+    return key, file.name
 
 
 @contextlib.contextmanager

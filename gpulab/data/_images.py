@@ -91,12 +91,11 @@ def digits() -> Bytes:
         "sklearn/datasets/data/digits.csv.gz"
     )
     table = np.loadtxt(str(file), delimiter=",")
-    small_digits = map(
-        Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8)
-    )
-    return np.stack(
-        [np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small_digits]
-    )[:, None]
+    shades = table[:, :64].reshape(-1, 8, 8)
+    pixels = np.minimum(shades * 16, 255).astype(np.uint8)
+    small_digits = map(Image.fromarray, pixels)
+    large_digits = [digit.resize((28, 28), Image.Resampling.BICUBIC) for digit in small_digits]
+    return np.stack([np.asarray(digit) for digit in large_digits])[:, None]
 
 
 def mnist(folder: str) -> Images:

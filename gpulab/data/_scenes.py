@@ -48,7 +48,8 @@ def sine(angle: Floats) -> Floats:
     """
     turns = np.floor(angle / (2 * np.pi) + 0.5)
     x = angle - turns * (2 * np.pi)
-    x = np.where(x > np.pi / 2, np.pi - x, np.where(x < -np.pi / 2, -np.pi - x, x))
+    x = np.where(x > np.pi / 2, np.pi - x, x)
+    x = np.where(x < -np.pi / 2, -np.pi - x, x)
     square = x * x
     series = np.ones_like(x)
     for k in (13, 11, 9, 7, 5, 3):
@@ -293,7 +294,9 @@ def _path_pieces(seed: int, blocks: int) -> tuple[Floats, Integers, Integers, In
         )
         % 3
     )
-    turns = np.stack([np.zeros(len(sides), np.int64), np.array([0, -1, 1])[sides]], axis=1).ravel()
+    street_turns = np.zeros(len(sides), np.int64)
+    crossing_turns = np.array([0, -1, 1])[sides]
+    turns = np.stack([street_turns, crossing_turns], axis=1).ravel()
     headings = 1 + np.cumsum(turns) - turns
     lengths = np.where(turns == 0, STREET_WIDTH, 1)
     lengths[::2] = BLOCK_PERIOD - STREET_WIDTH
@@ -401,7 +404,8 @@ def _atlas(seed: int) -> npt.NDArray[np.uint32]:
             axis=-1,
         )
     )
-    red, green, blue = np.clip(np.concatenate(textures), 0, 255).astype(np.uint32).reshape(-1, 3).T
+    pixels = np.clip(np.concatenate(textures), 0, 255).astype(np.uint32).reshape(-1, 3)
+    red, green, blue = pixels.T
     return red | green << np.uint32(8) | blue << np.uint32(16)
 
 
@@ -413,10 +417,12 @@ def _noise(*key: int) -> Integers:
             random_bytes(*key, octave, count=cells * cells).reshape(cells, cells).astype(np.int64)
         )
         scale = TEXTURE_SIZE // cells
-        low, part = np.divmod(np.arange(TEXTURE_SIZE)[:, None], scale)
+        cell, offset = np.divmod(np.arange(TEXTURE_SIZE)[:, None], scale)
         column = np.arange(cells)
-        # whole numbers, as all here
-        weights = (scale - part) * (column == low) + part * (column == (low + 1) % cells)
+        # The weights are integers, like everything in this module.
+        is_cell = column == cell
+        is_next_cell = column == (cell + 1) % cells
+        weights = (scale - offset) * is_cell + offset * is_next_cell
         total += weights @ grid @ weights.T // scale**2 * (16 >> octave)
     return total // 31
 

@@ -382,7 +382,8 @@ def place(
             f"products in {', '.join(flop)}: there are ceilings of {', '.join(peaks.index)} alone"
         )
     at_least = {
-        "memory": counter.moved / (1e9 * frame[frame.kind == "memory"].gigabytes_per_second.max()),
+        "memory": counter.moved_bytes
+        / (1e9 * frame[frame.kind == "memory"].gigabytes_per_second.max()),
         "arithmetic": sum(number / (1e9 * peaks[precision]) for precision, number in flop.items()),
         "launches": counter.operations * frame[frame.operation == "launch"].seconds.iloc[0],
     }
@@ -390,7 +391,7 @@ def place(
         setting=str(setting),
         operations=counter.operations,
         flop=flop,
-        moved=counter.moved,
+        moved=counter.moved_bytes,
         seconds=seconds,
         spread=spread,
         at_least=at_least,
@@ -488,7 +489,7 @@ def _count_work(work: Work) -> tuple[float, float, str]:
     with OperationCounter() as counter:
         work.call()
     precision = "".join(counter.flop) if work.kind in ("matrix", "precision") else ""
-    return float(counter.flop.total() + work.additions), float(counter.moved), precision
+    return float(counter.flop.total() + work.additions), float(counter.moved_bytes), precision
 
 
 class OperationCounter(UncompiledDispatchMode):
@@ -498,7 +499,7 @@ class OperationCounter(UncompiledDispatchMode):
         super().__init__()
         self.formulas = flop_formulas()
         self.operations = 0
-        self.moved = 0  # bytes
+        self.moved_bytes = 0
         self.flop: Counter[str] = Counter()
         self.unknown: set[str] = set()
 
@@ -522,7 +523,7 @@ class OperationCounter(UncompiledDispatchMode):
         if is_view or only_allocates(name):
             return out
         self.operations += 1
-        self.moved += sum(read_bytes.values()) + sum(written_bytes.values())
+        self.moved_bytes += sum(read_bytes.values()) + sum(written_bytes.values())
         formula = self.formulas.get(operation.overloadpacket)
         if formula is not None:
             self.flop[_precision(name, args)] += formula(*args, **kwargs, out_val=out)

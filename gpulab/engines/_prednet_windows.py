@@ -121,8 +121,8 @@ class WindowGradients:
             layer.start_window(r, c, p)
         self._forward_window(self.layers[0].pad_channels(frames))
         losses = self._losses(frames)
-        for first in reversed(range(0, self.steps, self.gradient_span)):
-            span = range(first, min(first + self.gradient_span, self.steps))
+        for start in reversed(range(0, self.steps, self.gradient_span)):
+            span = range(start, min(start + self.gradient_span, self.steps))
             for step in reversed(span):
                 self._backward_step(step)
             for layer in self.layers:
@@ -137,9 +137,9 @@ class WindowGradients:
             errors = frames[step]
             for layer in self.layers:
                 errors = layer.compute_errors(step, errors)
-            above = None
+            representation = None
             for layer in reversed(self.layers):
-                above = layer.update_representation(step, above)
+                representation = layer.update_representation(step, representation)
         for layer in self.layers:
             layer.prediction_stream.join()
 
@@ -209,9 +209,9 @@ class WindowLayer:
     """
 
     def __init__(
-        self, net: PredNet, below: list[WindowLayer], steps: int, like: Tensor, streams: bool
+        self, net: PredNet, layers_below: list[WindowLayer], steps: int, like: Tensor, streams: bool
     ) -> None:
-        number = len(below)
+        number = len(layers_below)
         self.lstm = net.lstm[number]
         self.steps = steps
         self.is_chained = net.truncation == "loss" and number > 0
@@ -229,10 +229,10 @@ class WindowLayer:
         self.prediction_conv = PaddedConvolution(
             net.conv_p[number], [self.group], [self.group], by_pixel
         )
-        self.below = below[-1] if below else None
+        self.layer_below = layers_below[-1] if layers_below else None
         self.target_conv: PaddedConvolution | None = None  # from the errors of the layer below
-        if self.below:
-            inputs_below = 2 * [self.below.group]
+        if self.layer_below:
+            inputs_below = 2 * [self.layer_below.group]
             self.target_conv = PaddedConvolution(
                 net.conv_a[number - 1], [self.group], inputs_below, by_pixel
             )
@@ -248,7 +248,7 @@ class WindowLayer:
         self.buffer = buffer
         self.group_sizes = (2 * self.padded_channels, group_above[1], self.padded_channels, n_spare)
         self.inputs = buffer(steps + 1, sum(self.group_sizes)).zero_()
-        self.errors, self.above, self.hidden, _ = self.inputs.split(self.group_sizes, 2)
+        self.errors, self.inputs_above, self.hidden, _ = self.inputs.split(self.group_sizes, 2)
         self.cells, self.d_predictions = (
             buffer(2 * (steps + 1), self.padded_channels).zero_().chunk(2)
         )
@@ -303,13 +303,13 @@ class WindowLayer:
         n_spare = self.padded_channels - self.n_channels
         return F.pad(maps, (0, 0, 0, 0, 0, n_spare)) if n_spare else maps
 
-    def compute_errors(self, step: int, below: Tensor) -> Tensor:
+    def compute_errors(self, step: int, errors_below: Tensor) -> Tensor:
         """The error units, from the frame, or from the error units of the layer below."""
-        target = below
+        target = errors_below
         if self.target_conv:
             # On a GPU the bias is a separate operation, which takes a quarter of the time after the
             # pooling.
-            unpooled = self.target_conv.forward(below, not self.is_fused)
+            unpooled = self.target_conv.forward(errors_below, not self.is_fused)
             pooled, pooling_indices = F.max_pool2d(unpooled, 2, return_indices=True)
             del unpooled
             if self.is_fused:
@@ -324,11 +324,11 @@ class WindowLayer:
         torch.clamp(difference.neg_(), min=0, out=errors[:, self.padded_channels :])
         return errors
 
-    def update_representation(self, step: int, above: Tensor | None) -> Tensor:
+    def update_representation(self, step: int, representation_above: Tensor | None) -> Tensor:
         """Compute R from the representation of the layer above, and then the prediction from R."""
-        if above is not None:
-            blocks = self.above[step].unflatten(2, (-1, 2)).unflatten(4, (-1, 2))
-            blocks.copy_(above[:, :, :, None, :, None])
+        if representation_above is not None:
+            blocks = self.inputs_above[step].unflatten(2, (-1, 2)).unflatten(4, (-1, 2))
+            blocks.copy_(representation_above[:, :, :, None, :, None])
         gates = self.gate_conv.forward(self.inputs[step], not self.is_fused)
         r = self.hidden[step + 1]
         self.saved.append(self.cell.forward(gates, self.cells[step], self.cells[step + 1], r))
@@ -418,10 +418,10 @@ class WindowLayer:
             for gate, letter in zip(PEEPHOLE_GATES, "ifo", strict=True):
                 gradient = peephole_gradients[:, gate, : self.n_channels].contiguous()
                 add_gradient(getattr(self.lstm, f"peep_{letter}"), gradient)
-            if self.target_conv and self.below:
+            if self.target_conv and self.layer_below:
                 d_unpooled = concatenate_steps(self.d_unpooled, self.unpooled_gradient_buffer)
                 self.target_conv.add_gradients(
-                    self.below.errors[inputs_slice].flatten(0, 1), d_unpooled
+                    self.layer_below.errors[inputs_slice].flatten(0, 1), d_unpooled
                 )
             initial_gradient = self.d_predictions[0]
             if span.start == 0 and self.is_chained:

@@ -35,7 +35,7 @@ from gpulab._torch_internals import (
 from gpulab.guards._call_sites import user_line
 from gpulab.guards._findings import Overwritten
 from gpulab.guards._fingerprints import memory_digest
-from gpulab.guards._holders import overlap
+from gpulab.guards._holders import spans_overlap
 
 
 @dataclass
@@ -108,7 +108,7 @@ class AsyncCopyTracker:
         finding = Overwritten.of(cause, name, host, {"copied by": user_line()})
         with self.lock:
             self.check_overwritten(
-                name, [copy for copy in self.pending_copies() if overlap(copy.span, span)]
+                name, [copy for copy in self.pending_copies() if spans_overlap(copy.span, span)]
             )
             self.copies.append(
                 _Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event)
@@ -129,7 +129,7 @@ class AsyncCopyTracker:
             spans = [span_of(tensor) for tensor in tensors]
             for copy in self.pending_copies():
                 if copy.finding.cause == "arriving" and any(
-                    overlap(copy.span, span) for span in spans
+                    spans_overlap(copy.span, span) for span in spans
                 ):
                     self.add_finding(copy, name)
         self.flush()

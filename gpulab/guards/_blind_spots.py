@@ -120,7 +120,7 @@ class BlindSpots:
             self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def _call_before(
-        self, owner: type | types.ModuleType, name: str, before: Callable[..., None]
+        self, owner: type | types.ModuleType, name: str, observer: Callable[..., None]
     ) -> None:
         """Have a function called before another one, with its arguments."""
         original = vars(owner).get(name)
@@ -129,7 +129,7 @@ class BlindSpots:
 
         @functools.wraps(original)
         def wrapper(*args: Nested, **kwargs: Nested) -> Nested:
-            before(*args)
+            observer(*args)
             return original(*args, **kwargs)
 
         setattr(owner, name, uncompiled(wrapper))

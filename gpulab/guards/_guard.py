@@ -46,7 +46,7 @@ from gpulab.guards._blind_spots import BlindSpots
 from gpulab.guards._call_sites import Line, user_line
 from gpulab.guards._findings import OptimizerStep, Overwritten
 from gpulab.guards._fingerprints import fingerprint
-from gpulab.guards._holders import Holder, nearest_holder, overlap
+from gpulab.guards._holders import Holder, nearest_holder, spans_overlap
 from gpulab.guards._reentrancy import as_guard_work, is_guard_running
 from gpulab.guards._shared_reads import SharedReads
 from gpulab.guards._write_lines import next_time
@@ -245,8 +245,8 @@ class Guard:
             )
         lines = list(map(str, self.findings)) or [f"nothing was overwritten in {uses}"]
         if self.unchecked:
-            why = "because torch does not give the tensor's content away"
-            lines.append(f"not compared: {self.unchecked} others, {why}")
+            reason = "because torch does not give the tensor's content away"
+            lines.append(f"not compared: {self.unchecked} others, {reason}")
         return "\n".join([*lines, *self.unwatched])
 
     @uncompiled
@@ -340,9 +340,10 @@ class Guard:
         """Report what has changed of what a backward pass used on an accelerator."""
         digests_used, digests_saved, reports = zip(*self._pending.pop(task), strict=True)
         device = digests_used[0].device
-        used = torch.stack([digest.to(device) for digest in digests_used])
-        saved = torch.stack([digest.to(device) for digest in digests_saved])
-        for report in itertools.compress(reports, (used != saved).tolist()):
+        used_digests = torch.stack([digest.to(device) for digest in digests_used])
+        saved_digests = torch.stack([digest.to(device) for digest in digests_saved])
+        has_changed = (used_digests != saved_digests).tolist()
+        for report in itertools.compress(reports, has_changed):
             report()
 
     @as_guard_work
@@ -366,7 +367,7 @@ class Guard:
             (
                 step
                 for step in newer_steps
-                if any(overlap(span, changed) for changed in step.changed)
+                if any(spans_overlap(span, changed) for changed in step.changed)
             ),
             None,
         )
@@ -396,7 +397,7 @@ class Guard:
                 finding = replace(previous_finding, count=previous_finding.count + 1)
             else:
                 holder = self._holders.get(finding.line)
-                if not holder or not overlap(holder.span, span):
+                if not holder or not spans_overlap(holder.span, span):
                     holder = nearest_holder(span, self._last_thread)
                 if holder:
                     finding = finding.with_holder(holder)

@@ -28,7 +28,7 @@ def nearest_holder(span: Span, thread: int) -> Holder | None:
     for frame, name, value in _variables(thread) if span[1] else ():
         array = name if isinstance(value, np.ndarray) else ""
         value_span = np.lib.array_utils.byte_bounds(value) if array else span_of(value)
-        if overlap(value_span, span):
+        if spans_overlap(value_span, span):
             kind = "NumPy array" if array else "tensor"
             words = (
                 f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in"
@@ -41,7 +41,7 @@ def nearest_holder(span: Span, thread: int) -> Holder | None:
     return nearest_tensor
 
 
-def overlap(first: Span, second: Span) -> bool:
+def spans_overlap(first: Span, second: Span) -> bool:
     """Whether two pieces of memory have an address in common."""
     return first[0] < second[1] and second[0] < first[1]
 

@@ -42,7 +42,7 @@ from gpulab._torch_internals import (
 from gpulab.guards._async_copies import AsyncCopyTracker
 from gpulab.guards._call_sites import Line, user_line
 from gpulab.guards._findings import Overwritten
-from gpulab.guards._fingerprints import memory, memory_digest
+from gpulab.guards._fingerprints import host_memory, memory_digest
 from gpulab.guards._torch_patches import add_listener, is_copying, is_listening, remove_listener
 from gpulab.guards._write_lines import WriteLines, next_time
 
@@ -75,15 +75,18 @@ class _TrackedBuffer:
         self.time = next_time()
         self.digests |= self.digest_blocks(span)
         if self.memory[1] - self.memory[0] <= BLOCK_BYTES:
-            self.content = bytes(memory(*self.memory))
+            self.content = bytes(host_memory(*self.memory))
 
     def digest_blocks(self, span: Span) -> dict[int, int]:
         """The digests of the present content of the blocks that a part of the memory overlaps,
         by address.
         """
-        begin, end = self.memory
-        begins = range(begin + (span[0] - begin) // BLOCK_BYTES * BLOCK_BYTES, span[1], BLOCK_BYTES)
-        return {begin: memory_digest(begin, min(begin + BLOCK_BYTES, end)) for begin in begins}
+        start, stop = self.memory
+        first_block = start + (span[0] - start) // BLOCK_BYTES * BLOCK_BYTES
+        return {
+            block: memory_digest(block, min(block + BLOCK_BYTES, stop))
+            for block in range(first_block, span[1], BLOCK_BYTES)
+        }
 
     def differs(self, tensor: Tensor) -> bool:
         """Whether a tensor's content is another than is remembered.
@@ -94,7 +97,7 @@ class _TrackedBuffer:
         # no block has changed
         if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():
             return False
-        current_memory = memory(*self.memory)
+        current_memory = host_memory(*self.memory)
         return not self.content or self.elements(tensor, current_memory) != self.elements(
             tensor, self.content
         )

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from gpulab._torch_internals import Span, StorageWeakRef, span_of, storage_alive, uncompiled
 from gpulab.guards._call_sites import Line, is_user_file, line_of, stack_frames, user_line
-from gpulab.guards._fingerprints import memory
-from gpulab.guards._holders import overlap
+from gpulab.guards._fingerprints import host_memory
+from gpulab.guards._holders import spans_overlap
 
 COMPARED_BYTES = 128  # of a memory that are compared
 MAX_KEPT_WRITES = 8  # of each memory, the latest
@@ -58,11 +58,11 @@ class _WatchedMemory:
         storage = next(filter(None, map(storage_alive, self.storages)), None)
         if storage is None:
             return False
-        begin, end = self.span
+        start, stop = self.span
         # odd, so that not always the same byte of a number is seen
-        step = (end - begin) // COMPARED_BYTES | 1
+        step = (stop - start) // COMPARED_BYTES | 1
         previous_sample = self.sample
-        self.sample = bytes(memoryview(memory(begin, end))[::step])
+        self.sample = bytes(memoryview(host_memory(start, stop))[::step])
         return bool(previous_sample) and previous_sample != self.sample
 
     def add_write(self, lines: list[Line]) -> None:
@@ -115,7 +115,7 @@ class WriteLines:
                 watched = _WatchedMemory(span, [])
             watched.storages = [
                 storage,
-                *(known for known in watched.storages if not known.expired()),
+                *(reference for reference in watched.storages if not reference.expired()),
             ]
             if watched.has_changed():  # the previous content is gone
                 watched.add_write(self._candidate_lines(threading.get_ident()))
@@ -139,7 +139,10 @@ class WriteLines:
                     itertools.islice(self.torch_writes.items(), MAX_WRITES // 2, None)
                 )
             for watched in self.watched.values():
-                if any(overlap(watched.span, span) for span in spans) and watched.has_changed():
+                if (
+                    any(spans_overlap(watched.span, span) for span in spans)
+                    and watched.has_changed()
+                ):
                     watched.add_write([line])
 
     def writers_since(self, span: Span, since: int) -> list[Line]:
@@ -150,10 +153,10 @@ class WriteLines:
         writes: list[tuple[int, list[Line]]] = []
         with self.lock:
             for watched in self.watched.values():
-                if overlap(watched.span, span):
+                if spans_overlap(watched.span, span):
                     writes += watched.writes
             for written_span, (time, line) in self.torch_writes.items():
-                if overlap(written_span, span):
+                if spans_overlap(written_span, span):
                     writes.append((time, [line]))
         time, lines = max(writes, key=lambda write: write[0], default=(-1, []))
         return lines if time > since else []

@@ -97,7 +97,7 @@ def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str
         views[f"ConvP{layer}/W"], views[f"ConvP{layer}/b"] = weight_and_bias(conv)
     for layer, cell in enumerate(net.lstm):
         prefix = f"ConvLSTM{layer}"
-        weights, biases = (part.chunk(4) for part in weight_and_bias(cell.gates))
+        weights, biases = (tensor.chunk(4) for tensor in weight_and_bias(cell.gates))
         for gate, weight, bias in zip(GATES, weights, biases, strict=True):
             *inputs, hidden = weight.split(cell.groups, dim=1)
             views[f"{prefix}/h_{gate}/W"], views[f"{prefix}/h_{gate}/b"] = hidden, bias

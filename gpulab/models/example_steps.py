@@ -24,14 +24,14 @@ from gpulab.models.prednet import PredNet
 from gpulab.steps import Step
 
 
-def _image_step(make: Callable[[Any], nn.Module], size: int, batch: int) -> Step:
-    """A step of a network that `make` takes from `torchvision.models`, on square images."""
+def _image_step(make_network: Callable[[Any], nn.Module], size: int, batch: int) -> Step:
+    """A step of a network from `torchvision.models`, on square images."""
     with extra("notebooks"):
         from torchvision import models
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(batch, 3, size, size, generator=generator)
     labels = torch.randint(0, 1000, (batch,), generator=generator)
-    return Step(_draw_weights(make(models)), (images, labels), F.cross_entropy)
+    return Step(_draw_weights(make_network(models)), (images, labels), F.cross_entropy)
 
 
 def _sequence_step(model: nn.Module, length: int, batch: int, width: int) -> Step:

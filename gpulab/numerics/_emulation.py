@@ -187,11 +187,12 @@ def _multiply_sequentially(a: Tensor, b: Tensor) -> Tensor:
     In float64 the product is exact, so that the sum is rounded to float32 all but once.
     """
     a, b = a.double(), b.double()
-    total = a.new_zeros(
-        *torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]
-    )
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    total = a.new_zeros(*batch, a.shape[-2], b.shape[-1])
     for k in range(a.shape[-1]):
-        total = torch.addcmul(total, a[..., :, k : k + 1], b[..., k : k + 1, :]).float().double()
+        column = a[..., :, k : k + 1]
+        row = b[..., k : k + 1, :]
+        total = torch.addcmul(total, column, row).float().double()
     return total.float()
 
 
@@ -227,9 +228,10 @@ def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
     total = a.new_zeros(*batch, a.shape[-2], b.shape[-1], dtype=torch.float64)
     for start in range(0, a.shape[-1], arithmetic.block_size):
         span = slice(start, start + arithmetic.block_size)
-        left, right = a[..., span, None], b[..., None, span, :]
-        products = left.double() * right.double()  # (…, M, block, N), exact
-        largest = (_exponents(left) + _exponents(right)).amax(-2)
+        columns = a[..., span, None]
+        rows = b[..., None, span, :]
+        products = columns.double() * rows.double()  # (…, M, block, N), exact
+        largest = (_exponents(columns) + _exponents(rows)).amax(-2)
         largest = torch.maximum(largest, _exponents(total.float()))
         last_place = _power_of_two(largest - arithmetic.fraction_bits)
         aligned = torch.trunc(products / last_place[..., None, :]).sum(-2) + torch.trunc(
@@ -437,8 +439,10 @@ class _Emulator(UncompiledDispatchMode):
                 return call_composite_kernel(
                     operation, args, kwargs, is_explicit=name in COMPOSED_OPERATIONS
                 )
-        first = 1 if name in SUMS_WITH_PRODUCTS else 0
-        factors = [factor for factor in args[first : first + 2] if isinstance(factor, Tensor)]
+        first_factor = 1 if name in SUMS_WITH_PRODUCTS else 0
+        factors = [
+            factor for factor in args[first_factor : first_factor + 2] if isinstance(factor, Tensor)
+        ]
         if name is None or not all(
             x.dtype == torch.float32 and x.layout == torch.strided for x in factors
         ):
@@ -472,7 +476,7 @@ class _UnfusedRecurrentLayers(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
 
 
-def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, how: int | None) -> bool:
+def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, compute_mode: int | None) -> bool:
     """Whether `torch.cdist` computes distances from a matrix product: on request, or by default for
     many points.
 
@@ -481,7 +485,7 @@ def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, how: int | None)
     (True, False)
     """
     is_large = a.shape[-2] > 25 or b.shape[-2] > 25
-    return exponent == 2 and (how == 1 or (not how and is_large))
+    return exponent == 2 and (compute_mode == 1 or (not compute_mode and is_large))
 
 
 def _line_phrase() -> str:
@@ -515,10 +519,10 @@ def _matrix_product(
     kwargs: dict[str, Nested],
     arithmetic: Arithmetic,
 ) -> Tensor:
-    first = 1 if name in SUMS_WITH_PRODUCTS else 0
-    a, b = map(arithmetic.round_factor, args[first : first + 2])
+    first_factor = 1 if name in SUMS_WITH_PRODUCTS else 0
+    a, b = map(arithmetic.round_factor, args[first_factor : first_factor + 2])
     if not arithmetic.sums_in_order:
-        out = operation(*args[:first], a, b, *args[first + 2 :], **kwargs)
+        out = operation(*args[:first_factor], a, b, *args[first_factor + 2 :], **kwargs)
         return (
             out if arithmetic.result == "float32" else out.copy_(round_to(out, arithmetic.result))
         )
@@ -576,8 +580,8 @@ def _gradients_in_order(
     """The gradient of the input, or that of the weight: whichever the mask, the last option,
     asks for.
     """
-    _, stride, padding, *others, (of_input, _, _) = options
-    _check_supported(x, others)
+    _, stride, padding, *geometry, (of_input, _, _) = options
+    _check_supported(x, geometry)
     if not of_input:
         columns = _patches(x, weight.shape[2:], stride, padding).flatten(3).flatten(0, 2)
         rows = output_gradient.transpose(0, 1).flatten(1)
@@ -613,7 +617,8 @@ def _patches(
     output).
     """
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    return x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1]).permute(1, 4, 5, 0, 2, 3)
+    windows = x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1])
+    return windows.permute(1, 4, 5, 0, 2, 3)
 
 
 def _correlation(

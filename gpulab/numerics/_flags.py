@@ -98,7 +98,7 @@ def restore_tf32_on_exit() -> Iterator[None]:
 # --- denormal numbers -----------------------------------------------------------------------------
 
 
-def switch_denormals(kept: bool, stack: contextlib.ExitStack) -> None:
+def switch_denormals(keep_denormals: bool, stack: contextlib.ExitStack) -> None:
     """Keep denormal numbers in all threads, or flush them to zero, and let the stack restore the
     flags.
 
@@ -106,11 +106,12 @@ def switch_denormals(kept: bool, stack: contextlib.ExitStack) -> None:
     calls it alone.
     """
     stack.callback(_flush_denormals, not _keeps_denormals(1))
-    _flush_denormals(not kept)
+    _flush_denormals(not keep_denormals)
     threads = torch.get_num_threads()
-    if _keeps_denormals(threads) != kept:
+    if _keeps_denormals(threads) != keep_denormals:
+        value = "on" if keep_denormals else "off"
         raise GpulabError(
-            f"denormals={'on' if kept else 'off'}: this machine cannot switch denormal numbers off"
+            f"denormals={value}: this machine cannot switch denormal numbers off"
             f" in all of its {threads} threads; one may be enough: add threads=1"
         )
 

@@ -161,5 +161,6 @@ def _bit_length(significands: np.ndarray) -> int:
     """The number of places that significands use, from the first to the last that any of them
     uses.
     """
-    used = int(np.bitwise_or.reduce(significands, initial=0))
-    return used.bit_length() - (used & -used).bit_length() + 1
+    used_bits = int(np.bitwise_or.reduce(significands, initial=0))
+    lowest_bit = used_bits & -used_bits
+    return used_bits.bit_length() - lowest_bit.bit_length() + 1

@@ -37,14 +37,15 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
     table = report.table.reset_index(drop=True)
     errors = table[["error_a", "error_b"]]
     drawn_errors = errors.replace(0, np.nan)
-    first, second = (theme.colour(trace.setting) for trace in (report.a, report.b))
+    colour_a = theme.colour(report.a.setting)
+    colour_b = theme.colour(report.b.setting)
     is_narrow = width < theme.PAGE
     figure, (axes,) = theme.canvas(height=3.8 if is_narrow else 3.4, width=width)
     largest_bounds = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
     axes.plot(table.index, largest_bounds, ".", color=FAINT, ms=3, label="rounding explains")
     for side, trace, tint in (
-        ("a", report.a, first),
-        ("b", report.b, second if second != first else INK),
+        ("a", report.a, colour_a),
+        ("b", report.b, colour_b if colour_b != colour_a else INK),
     ):
         words = trace.title.replace(trace.setting, setting_words(trace.setting))
         size = 6 if side == "a" else 3.5  # where both have the same error, both are seen

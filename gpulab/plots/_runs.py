@@ -17,14 +17,14 @@ from matplotlib.ticker import MaxNLocator
 from gpulab.picture import Picture
 from gpulab.plots import theme
 from gpulab.plots._drawing import draw_registered
-from gpulab.plots.theme import FAINT, INK, RIGHT_OF_AXES, Look
+from gpulab.plots.theme import FAINT, INK, RIGHT_OF_AXES, Style
 from gpulab.stats._pairs import check_one_protocol
 from gpulab.stats._verdict import Verdict
 from gpulab.training._profiles import FINAL_LOSS_DIVISOR
 from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, metric_label, names
 
 BETWEEN_SEEDS_LABEL = "one seed against another"
-MARGIN_STYLE: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
+MARGIN_STYLE: Style = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
 
 
 @theme.with_theme
@@ -120,7 +120,7 @@ def curves(
     for axes in panel_axes[len(panels) :]:
         axes.remove()
     for axes, panel_names in zip(panel_axes, panels, strict=False):
-        style: Look = {
+        style: Style = {
             "x": "frames_seen",
             "y": "loss",
             "hue": "name",
@@ -311,7 +311,7 @@ def _draw_seeds(
     diverged = runs.status == "diverged"
     size = 20 if runs[block].nunique() <= 40 else 5
     converged = runs[~diverged]
-    lines: Look = {
+    lines: Style = {
         "units": block,
         "estimator": None,
         "orient": "y",
@@ -329,7 +329,7 @@ def _draw_seeds(
         s=size,
     )
     if diverged.any():
-        cross_style: Look = {
+        cross_style: Style = {
             "transform": axes.get_yaxis_transform(),
             "label": "diverged",
             "marker": "x",
@@ -398,7 +398,7 @@ def _draw_intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
     high = table.equivalent_high / unit
     axes.hlines(heights, low, high, INK, lw=3.2, zorder=4, label=equivalence_label)
     half_widths = np.stack([table.difference - table.low, table.high - table.difference]) / unit
-    style: Look = {
+    style: Style = {
         "fmt": "D",
         "ms": 4,
         "color": INK,

@@ -10,7 +10,7 @@ from gpulab.errors import UsageError
 from gpulab.picture import Picture
 from gpulab.plots import theme
 from gpulab.plots._drawing import draw_registered
-from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU, Look
+from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU, Style
 from gpulab.saddles._escapes import EscapeTable
 from gpulab.saddles._landscapes import Surface
 from gpulab.saddles._spectrum import ZERO_SHARE, SpectralDensity
@@ -191,7 +191,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     figure, (axes,) = theme.canvas(height=4.4)
     axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, label="theory: ln(r/δ)")
     # a colour, a shape and a ring mean one thing each, so that each has one key
-    keys: dict[str, Look] = {}
+    keys: dict[str, Style] = {}
     for (kind, device, recorded), rows in shown[shown.escaped].groupby(
         ["kind", "device", "recorded"]
     ):
@@ -229,7 +229,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     ]
     # The label says whose rounding moved the network off the saddle, or held it there.
     for name, group in by_rounding.groupby(by_rounding.setting.map(_arithmetic_label)):
-        label_position: Look = (
+        label_position: Style = (
             {"xytext": (6, 10)} if group.escaped.any() else {"xytext": (-6, -14), "ha": "right"}
         )
         axes.annotate(
@@ -248,7 +248,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
         figure,
         headline,
         alt,
-        [theme.legend_key(name, ls="", **look) for name, look in keys.items()],
+        [theme.legend_key(name, ls="", **style) for name, style in keys.items()],
         4,
     )
 

@@ -49,13 +49,13 @@ OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77",
 PAGE = 7.2  # inches, the width of a figure
 INK, FAINT = "#262626", "#999999"
 ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
-Look = dict[str, Any]  # how matplotlib is to draw a thing: keywords, whose values are of every type
-RIGHT_OF_AXES: Look = {
+Style = dict[str, Any]  # keywords of matplotlib, whose values have every type
+RIGHT_OF_AXES: Style = {
     "xycoords": ("axes fraction", "data"),
     "va": "center",
     "annotation_clip": False,
 }
-THEME: Look = {
+THEME: Style = {
     **sns.axes_style("ticks"),
     **sns.plotting_context("paper", font_scale=0.9),
     "figure.titlesize": 10,
@@ -166,7 +166,7 @@ def draw_points(
     y: ArrayLike,
     tint: ArrayLike,
     is_hollow: ArrayLike = False,
-    **look: Any,
+    **style: Any,
 ) -> None:
     """Points of one colour, or each of its own: filled for what was made here, hollow for what
     was recorded.
@@ -182,14 +182,14 @@ def draw_points(
             "edgecolors": edges,
             "linewidths": 1.1,
             "zorder": 3,
-            **look,
+            **style,
         },
     )
 
 
-def legend_key(label: str, **look: Any) -> Line2D:
+def legend_key(label: str, **style: Any) -> Line2D:
     """A line, or with `ls=""` and a `marker` a point, and what it means."""
-    return Line2D([], [], label=label, **look)
+    return Line2D([], [], label=label, **style)
 
 
 def origin_keys(frame: pd.DataFrame) -> list[Line2D]:

@@ -247,25 +247,25 @@ def find_critical_point(
     max_newton_step = MAX_NEWTON_SHARE * (
         1 + float(parameters_to_vector(parameters).detach().norm())
     )
-    found = squared_norm <= GRADIENT_TOLERANCE and newton_step <= max_newton_step
+    is_critical = squared_norm <= GRADIENT_TOLERANCE and newton_step <= max_newton_step
     message = (
         f"after {len(squared_norms) - 1} steps the squared length of the gradient is"
         f" {squared_norm:.1e}"
     )
-    if squared_norm <= GRADIENT_TOLERANCE and not found:
+    if squared_norm <= GRADIENT_TOLERANCE and not is_critical:
         message += (
             f", but on a plateau: a critical point, if there is one, is {newton_step:.1e} away"
         )
-    elif kernel_share > MIN_FLAT_SHARE and not found:
+    elif kernel_share > MIN_FLAT_SHARE and not is_critical:
         message += (
             f", in a gradient-flat region: {kernel_share:.0%} of it lies in the kernel of the"
             " Hessian; start elsewhere"
         )
-    elif len(squared_norms) > MAX_STEPS and not found:
+    elif len(squared_norms) > MAX_STEPS and not is_critical:
         message += ": search again from `model`, or start elsewhere"
-    elif not found:
+    elif not is_critical:
         message += ", and it gets no smaller: nearly flat, or the loss is not smooth here"
     # The copy's weights are separate tensors again, not views of one vector.
     return CriticalPoint(
-        model=copy.deepcopy(moving_model), objective=objective, found=found, message=message
+        model=copy.deepcopy(moving_model), objective=objective, found=is_critical, message=message
     )

@@ -69,7 +69,8 @@ def extreme_eigenpairs(
         raise UsageError(f"tolerance={tolerance!r}: expected a number between 0 and 1")
     if n <= MAX_DENSE_SIZE:
         values, vectors = torch.linalg.eigh(dense(H))
-        return values[[0, -1]], vectors[:, [0, -1]].to(H.dtype).to(H.device)
+        extremes = [0, -1]
+        return values[extremes], vectors[:, extremes].to(H.dtype).to(H.device)
     signs = random_signs(n, 2, H, 0)
     check_symmetric(H, signs, H @ signs)
 

@@ -164,8 +164,8 @@ class Hessian:
         if vectors.ndim == 1:
             return self._multiply_rows(vectors[None])[0]
         products = torch.empty_like(vectors)
-        for first in range(0, vectors.shape[1], self.at_once):
-            columns = slice(first, first + self.at_once)
+        for start in range(0, vectors.shape[1], self.at_once):
+            columns = slice(start, start + self.at_once)
             products[:, columns] = self._multiply_rows(vectors[:, columns].T).T
         return products
 

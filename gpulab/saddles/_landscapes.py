@@ -271,9 +271,12 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
     check_count("places", places)
     curvatures = saddle.curvature, float(saddle.eigenvalues[-1])
     if not curvatures[0] < 0 < curvatures[1]:
-        ends = "the least curvature is {:.2g} and the greatest {:.2g}".format(*curvatures)
+        found_curvatures = "the least curvature is {:.2g} and the greatest {:.2g}".format(
+            *curvatures
+        )
         raise UsageError(
-            f"{ends}: a saddle has one below and one above zero; see gpulab.saddles.landscape"
+            f"{found_curvatures}: a saddle has one below and one above zero; see"
+            " gpulab.saddles.landscape"
         )
     along = np.linspace(-extent, extent, 2 * places + 1)
     across = along * np.sqrt(min(1.0, -curvatures[0] / curvatures[1]))

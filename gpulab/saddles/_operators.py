@@ -81,11 +81,14 @@ def check_symmetric(
         """What the product of a vector with such a column is, where it points anywhere: their
         lengths over √n.
         """
-        return float(u.norm(dim=0).max()) / len(u) ** 0.5 * float(columns.norm(dim=0).max())
+        vector_length = float(u.norm(dim=0).max())
+        column_length = float(columns.norm(dim=0).max())
+        return vector_length / len(u) ** 0.5 * column_length
 
     if asymmetry <= torch.finfo(vectors.dtype).eps ** 0.5 * typical_product(Av):
         return
-    rounding = typical_product(3 * (A @ (vectors / 3)).to(dtype) / scale - Av)
+    Av_rounded_differently = 3 * (A @ (vectors / 3)).to(dtype) / scale
+    rounding = typical_product(Av_rounded_differently - Av)
     if asymmetry > 100 * rounding:
         difference = asymmetry * float(scale)
         size = typical_product(Av) * float(scale)

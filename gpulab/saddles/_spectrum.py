@@ -150,7 +150,7 @@ class SpectralDensity:
             >>> found.value, round(found.error, 3)  # of eight 8 (0.125² + 0.375²)½
             (3.0, 3.162)
         """
-        threshold = ZERO_SHARE * max(abs(end) for end in self.extremes)
+        threshold = ZERO_SHARE * max(abs(extreme) for extreme in self.extremes)
         negative = self.mass_below(-threshold)
         not_positive = self.mass_below(threshold)
         halfway_negative = negative if self.halfway is None else self.halfway.mass_below(-threshold)

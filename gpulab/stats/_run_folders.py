@@ -371,15 +371,15 @@ def _parse_run_name(run: str) -> tuple[dict[str, Value], list[str]]:
     """
     settings: dict[str, Value] = {}
     remainder: list[str] = []
-    for part in re.split(r"[/\\]|,(?=[^,=/]+=)", run):
-        name, separator, text = part.partition("=")
+    for segment in re.split(r"[/\\]|,(?=[^,=/]+=)", run):
+        name, separator, text = segment.partition("=")
         if separator and name.isidentifier():
             settings[name] = parse_value(text)
             continue
-        match = SEED_PATTERN.search(part)
+        match = SEED_PATTERN.search(segment)
         if match:
             settings["seed"] = int(match[1])
-            part = (part[: match.start()] + part[match.end() :]).strip(" _-=.,:")
-        if part:
-            remainder.append(part)
+            segment = (segment[: match.start()] + segment[match.end() :]).strip(" _-=.,:")
+        if segment:
+            remainder.append(segment)
     return settings, remainder

@@ -206,13 +206,13 @@ class Experiment:
         # A lock detects at once that its holder on this machine has died, and through an expired
         # lease that a holder on another machine has. The same lock object must be polled each time.
         locks = [_lock(self.folder, identity) for identity in identities]
-        done = {
+        finished_runs = {
             number for number, identity in enumerate(identities) if find_run(self.folder, identity)
         }
         failures: dict[int, str] = {}  # error messages, by the number of the run
         clock = RunClock([job["setting"] for job in jobs], self.workers)
         started_at = time.monotonic()
-        for number in done:
+        for number in finished_runs:
             clock.skip(number)
 
         def train_run_if_missing(number: int) -> None:
@@ -223,15 +223,15 @@ class Experiment:
             with files.writing(lock.lock_file), contextlib.suppress(Timeout), lock:
                 try:
                     if not find_run(self.folder, identity):
-                        clock.begin(number)
+                        clock.start_run(number)
                         if workers.run_job(job, share_folder / str(number)) != identity.id:
                             problem = (
                                 "its function or data were changed while the experiment ran; run it"
                                 " again"
                             )
                             raise GpulabError(problem)
-                        clock.end(number)
-                    done.add(number)
+                        clock.end_run(number)
+                    finished_runs.add(number)
                 except Exception as error:
                     prefix = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
                     failures[number] = f"{job['setting']} seed {job['seed']}: {prefix}{error}"
@@ -241,14 +241,14 @@ class Experiment:
             return {
                 number: job
                 for number, job in enumerate(jobs)
-                if number not in done and number not in failures
+                if number not in finished_runs and number not in failures
             }
 
         def update_progress() -> None:
             shares = {
                 number: read_share(share_folder / str(number)) for number in list(clock.started)
             }
-            update_bar(bar, clock, len(done) + len(failures), shares, started_at)
+            update_bar(bar, clock, len(finished_runs) + len(failures), shares, started_at)
 
         bar = Progress(
             total=len(jobs), unit="run", leave=False, disable=not progress, bar_format=BAR_FORMAT

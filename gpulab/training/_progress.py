@@ -69,8 +69,8 @@ class RunClock:
 
     Examples:
         >>> time = iter([0.0, 10.0, 10.0, 10.0, 12.0])
-        >>> clock = RunClock(["cpu", "cpu", "cuda"], n_parallel=1, now=lambda: next(time))
-        >>> clock.begin(0), clock.end(0), clock.begin(1)
+        >>> clock = RunClock(["cpu", "cpu", "cuda"], n_parallel=1, clock=lambda: next(time))
+        >>> clock.start_run(0), clock.end_run(0), clock.start_run(1)
         (None, None, None)
         >>> # Ten for the second run, and as many are guessed for the one under cuda
         >>> clock.seconds_left({1: 0.0})
@@ -80,11 +80,11 @@ class RunClock:
     """
 
     def __init__(
-        self, settings: Sequence[str], n_parallel: int, now: Callable[[], float] = time.monotonic
+        self, settings: Sequence[str], n_parallel: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.settings = list(settings)
         self.n_parallel = n_parallel
-        self.now = now
+        self.clock = clock
         self.started: dict[int, float] = {}
         self.pending = set(range(len(settings)))
         self.seconds: dict[str, list[float]] = {}  # of the runs that ended, by setting
@@ -94,17 +94,17 @@ class RunClock:
         self.pending.discard(number)
         self.started.pop(number, None)
 
-    def begin(self, number: int) -> None:
+    def start_run(self, number: int) -> None:
         """Note that a run begins."""
         self.pending.discard(number)
-        self.started[number] = self.now()
+        self.started[number] = self.clock()
 
-    def end(self, number: int) -> None:
+    def end_run(self, number: int) -> None:
         """Note that a run has ended."""
         started = self.started.pop(number, None)
         self.pending.discard(number)
         if started is not None:
-            self.seconds.setdefault(self.settings[number], []).append(self.now() - started)
+            self.seconds.setdefault(self.settings[number], []).append(self.clock() - started)
 
     def shares(self, reported_shares: dict[int, float]) -> dict[int, float]:
         """How much of each run under way is done: as it has noted, or by the time that such runs
@@ -113,7 +113,7 @@ class RunClock:
         A run under a setting that is new approaches its end ever more slowly, so that its bar
         moves.
         """
-        now = self.now()
+        now = self.clock()
         seconds_by_setting = self._seconds_by_setting(reported_shares, None)
         typical = _mean(seconds_by_setting.values())
         shares = {}
@@ -131,7 +131,7 @@ class RunClock:
 
     def seconds_left(self, reported_shares: dict[int, float]) -> float | None:
         """How long the runs that are not done will take; None where nobody knows yet."""
-        now = self.now()
+        now = self.clock()
         seconds_by_setting = self._seconds_by_setting(reported_shares, now)
         typical = _mean(seconds_by_setting.values())
         if not typical:

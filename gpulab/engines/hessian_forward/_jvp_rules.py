@@ -335,7 +335,9 @@ def max_pool_backward_jvp(b: Builder, g: Tensor, x: Tensor, *arguments: Nested) 
 
 
 def matmul_jvp(b: Builder, x: Tensor, y: Tensor) -> Tangents:
-    return b.add(b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y))
+    by_x = b.apply(lambda t: torch.matmul(t, y), x)
+    by_y = b.apply(lambda t: torch.matmul(x, t), y)
+    return b.add(by_x, by_y)
 
 
 def addmm_jvp(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> Tangents:
@@ -353,16 +355,17 @@ def convolution_jvp(
     if geometry is None:
         return NotImplemented
     shape = b.results.shape
-    ones = [1] * (x.ndim - 2)
     by_input = b.apply(Convolution(geometry, "output", 0, w, shape), x)
     if b.tangent(w) is not None:
         with_bias = b.tangent(bias) is not None
-        return b.add(
-            by_input, b.apply(Convolution(geometry, "output", 1, x, shape, with_bias), w, bias)
-        )
-    return b.add(
-        by_input, b.apply(lambda t: t.reshape(len(t), 1, -1, *ones).expand(len(t), *shape), bias)
-    )
+        weight_map = Convolution(geometry, "output", 1, x, shape, with_bias)
+        return b.add(by_input, b.apply(weight_map, w, bias))
+
+    def broadcast_bias(tangent: Tensor) -> Tensor:
+        column = tangent.reshape(len(tangent), 1, -1, *[1] * (x.ndim - 2))
+        return column.expand(len(tangent), *shape)
+
+    return b.add(by_input, b.apply(broadcast_bias, bias))
 
 
 def convolution_backward_jvp(
