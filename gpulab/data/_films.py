@@ -112,8 +112,7 @@ class Folder(Sequence):
 
 @functools.lru_cache(maxsize=256)  # an experiment asks for its film once a run
 def _inspect_film(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
-    """How many frames a film has, all of which are decoded, and the format of its grey pixels; ""
-    if it has colour.
+    """Decode a film to count its frames; also return its grey pixel format, "" if it has colour.
 
     Raises:
         DataError: For a film with transparent places, or one that ends within a frame.
@@ -151,9 +150,7 @@ def _is_grey(pixels: av.VideoFormat) -> bool:
 
 
 def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
-    """A frame as it is to be shown: a telephone writes down how it was held, and leaves the
-    pixels as they are.
-    """
+    """Rotate a frame for display: phones record their orientation and do not rotate the pixels."""
     from PIL import Image
 
     pixels = frame.to_ndarray(format="rgb24")
@@ -175,9 +172,7 @@ def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
 
 @contextlib.contextmanager
 def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
-    """A film as PyAV's container, which opens nothing but this file, nor frames of more than
-    `MAX_PIXELS`.
-    """
+    """A film as PyAV's container, limited to this one file and to frames of `MAX_PIXELS`."""
     import av
 
     with (
@@ -247,9 +242,7 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
 
 
 def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
-    """Raise `DataError` unless numbers of any size are shades of grey from 0 to 255, as far as
-    can be told.
-    """
+    """Raise `DataError` unless numbers of any size can be taken as shades of grey, 0 to 255."""
     lowest, highest = shades.min(), shades.max()
     # with numbers up to 1, 1 may be white
     if (1 < highest <= 255 and lowest >= 0) or not shades.any():
@@ -261,9 +254,7 @@ def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
 
 
 def _is_transparent(image: PIL.Image.Image) -> bool:
-    """Whether an image lets something be seen that is behind it. Its pixels are read only if
-    they might.
-    """
+    """Whether an image has transparent pixels; they are read only if it may have some."""
     if not image.has_transparency_data:
         return False
     if image.mode in SIXTEEN_BITS:  # one shade of grey stands for nothing
@@ -282,9 +273,7 @@ def _natural_key(file: Path) -> tuple[list[str | int], str]:
 
 @contextlib.contextmanager
 def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
-    """An image whose pixels are read inside the block; whatever is wrong with it is said with
-    its name.
-    """
+    """Open an image for reading inside the block; errors name its file."""
     from PIL import Image
 
     no_image = f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"
@@ -303,9 +292,7 @@ def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
 
 
 def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
-    """(width, height) of an image as it is to be shown: a camera notes (in Exif) how it was
-    held.
-    """
+    """(width, height) of an image as displayed, after the rotation that Exif states."""
     # Pillow says the size of a TIFF so already. Of a PNG without a note before its pixels it would
     # read all of them.
     has_orientation = image.format != "TIFF" and ("exif" in image.info or "xmp" in image.info)
@@ -314,9 +301,7 @@ def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
 
 
 def _crop_and_scale(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
-    """Cut the middle out in the shape of `size` and scale it, as it is to be shown: (C, H, W)
-    bytes.
-    """
+    """Crop the centre of the displayed image to the shape of `size` and scale it to (C, H, W)."""
     from PIL import Image, ImageOps
 
     is_negative = False

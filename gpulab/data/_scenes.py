@@ -1,5 +1,4 @@
-"""Two scenes that the project renders itself, of any length, from a seed: a walk, and moving
-digits.
+"""Two scenes of any length, rendered from a seed: a walk through a town, and moving digits.
 
 The bytes are the same on every platform: only operations that IEEE 754 rounds exactly (+ − × ÷ and
 comparisons, element by element) touch floating-point numbers, so no sum over an axis, no matrix
@@ -43,9 +42,7 @@ def uniform(*key: int, count: int) -> Floats:
 
 
 def sine(angle: Floats) -> Floats:
-    """sin(angle) to about 1e-9, the same bits on every platform (Taylor's series, reduced to
-    ±π/2).
-    """
+    """sin(angle) to about 1e-9, by a Taylor series on ±π/2: the same bits on every platform."""
     turns = np.floor(angle / (2 * np.pi) + 0.5)
     x = angle - turns * (2 * np.pi)
     x = np.where(x > np.pi / 2, np.pi - x, x)
@@ -79,8 +76,7 @@ SKIN_COLOUR = np.array([214, 170, 140], np.uint8)
 
 @dataclass(frozen=True)
 class Walk:
-    """A first-person walk through a textured town, with turns, head-bob and passers-by, in frames
-    of `size`.
+    """A first-person walk through a textured town with turns, head-bob and pedestrians.
 
     At a `speed` of 1 the walker covers a street of four units in about 70 frames.
 
@@ -174,9 +170,7 @@ class Walk:
     def _draw_pedestrians(
         self, image: Bytes, distance: Floats, eye: tuple[Floats, ...], view: tuple[Floats, ...]
     ) -> None:
-        """Draw the people who walk along the same street: the next three who come, and the next
-        three who go.
-        """
+        """Draw the pedestrians of this street: the next three in each direction."""
         position, facing, right = eye
         row, column, depth = view
         is_going = np.repeat([0, 1], 3)
@@ -240,9 +234,7 @@ class Walk:
 
 
 class _Chunk:
-    """Frames that are rendered once, by the thread that asks first; the other threads wait for
-    it.
-    """
+    """Frames rendered once, by the first thread that asks; the other threads wait for it."""
 
     def __init__(self, walk: Walk, start: int, stop: int) -> None:
         self.walk = walk
@@ -264,9 +256,7 @@ _chunk = functools.lru_cache(maxsize=4)(_Chunk)  # some 12 MB, for several who w
 
 @contextlib.contextmanager
 def remembered_chunks(count: int) -> Iterator[None]:
-    """Keep the last so many chunks, of 3 MB each, for trainings that share a film and are not
-    equally far.
-    """
+    """Keep the last chunks, 3 MB each, for trainings that share a film at different positions."""
     global _chunk
     previous_cache = _chunk
     _chunk = functools.lru_cache(maxsize=count)(_Chunk)
@@ -336,8 +326,7 @@ def _position_at(seed: int, distance: Floats) -> tuple[Floats, Floats]:
 def _cast_rays(
     position: Floats, ray: Floats, seed: int
 ) -> tuple[Floats, Floats, Integers, Integers]:
-    """Follow each ray from cell to cell of the grid until it meets a house (Amanatides and Woo
-    1987).
+    """Follow each ray through the grid until it hits a house (Amanatides and Woo 1987).
 
     Of the places, (2, frames, 1), and the rays, (2, frames, width), the first axis is x and y.
     Returns the depth along the view, the place across the wall, the house's number and the side
@@ -378,9 +367,7 @@ def _texel(position: Floats) -> npt.NDArray[np.int32]:
 
 @functools.lru_cache(maxsize=8)
 def _atlas(seed: int) -> npt.NDArray[np.uint32]:
-    """Ground, eight house fronts and the sky, 10·64·64 pixels, the three bytes of each in one
-    number.
-    """
+    """Ground, eight house fronts and the sky: 10·64·64 pixels, three bytes each in one number."""
     noise = [_noise(seed, 2, k) for k in range(2 + HOUSE_TEXTURES)]
     tints = (
         random_bytes(seed, 3, count=3 * HOUSE_TEXTURES).reshape(HOUSE_TEXTURES, 3).astype(np.int64)
@@ -431,8 +418,7 @@ def _noise(*key: int) -> Integers:
 
 
 class MovingDigits:
-    """Two of `digits`, (N, 28, 28) bytes, that drift and bounce by whole pixels (as Srivastava et
-    al. 2015).
+    """Two of `digits`, (N, 28, 28) bytes, that drift and bounce (Srivastava et al. 2015).
 
     Every `LIFE` frames two others appear.
     """

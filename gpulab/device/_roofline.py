@@ -1,5 +1,4 @@
-"""How fast a device can compute and move data, its roofline, and where a training step stands under
-it.
+"""A device's roofline: how fast it computes and moves data, and where a training step lies.
 
 Source: Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
 """
@@ -127,8 +126,7 @@ def roofline(
 
 
 def bounds(frame: pd.DataFrame) -> pd.DataFrame:
-    """Say what holds each layer of the two networks back, memory or arithmetic, by measured
-    ceilings.
+    """State for each layer of the two networks whether memory or arithmetic limits it.
 
     Args:
         frame: A data frame from `gpulab.roofline`, of one setting or several of one machine.
@@ -184,8 +182,7 @@ def recorded_rooflines() -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class Placement(Report):
-    """Where a training step stands under a device's roofline: what `place` returns. `print` says it
-    in sentences.
+    """A training step under a device's roofline, as `place` returns it; `print` explains it.
 
     Attributes:
         setting: The setting that the step was done under.
@@ -251,8 +248,7 @@ class Placement(Report):
 
     @property
     def reached(self) -> float:
-        """The share of the roof that the step reached; more than 1 where caches are faster than the
-        memory measured.
+        """The share of the roof that the step reached; above 1 if caches beat the measured memory.
 
         Arithmetic in the step's precisions sets the roof, or memory at the step's intensity.
         """
@@ -265,9 +261,7 @@ class Placement(Report):
 
     @property
     def bound(self) -> str:
-        """What would take longest, each at its ceiling, of `memory`, `arithmetic` and
-        `launches`.
-        """
+        """Which would take longest at its ceiling: `memory`, `arithmetic` or `launches`."""
         return max(self.at_least, key=self.at_least.__getitem__)
 
     def __str__(self) -> str:
@@ -302,8 +296,7 @@ class Placement(Report):
 def place(
     step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7
 ) -> Placement:
-    """Find out what holds a training step back: memory, arithmetic, or the launching of its
-    operations.
+    """Find out what limits a training step: memory, arithmetic, or launching its operations.
 
     The step's operations and bytes are counted, its time is measured, and both are compared with
     what the device can do at most. The step is done a dozen times and more, and once of these under
@@ -447,9 +440,7 @@ def _precisions(setting: Setting) -> dict[str, Setting]:
 
 
 def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
-    """A product as large as it takes to be at work for a while: some CPUs compute in float16 a
-    number at a time.
-    """
+    """A product large enough to time: some CPUs compute float16 one number at a time."""
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     edge = 32
     seconds = 0.0
@@ -541,9 +532,7 @@ def _precision(name: str, args: Sequence[Nested]) -> str:
 
 
 def _distinct_bytes(values: Nested) -> dict[int, int]:
-    """The bytes of each piece of memory among the tensors of nested values, each once; an
-    expanded one as it lies.
-    """
+    """The bytes of each piece of memory among nested tensors, counted once; unexpanded."""
     sizes: dict[int, int] = {}
     for tensor in find_tensors(values):
         if tensor.layout == torch.strided:

@@ -46,8 +46,7 @@ class WindowEngine(Protocol):
 
 
 class CudaGraphEngine:
-    """An engine that computes windows as another one does, whose updates it captures for each new
-    shape of windows.
+    """An engine that captures another engine's updates as CUDA graphs, one for each window shape.
 
     Of that engine it uses `update` and the window on the device: one that overrides `batches` to
     change frames, or parameters' buffers, cannot be captured.
@@ -67,9 +66,7 @@ class CudaGraphEngine:
         return self.graph[1](window, state)
 
     def _update(self, window: Tensor, state: Nested) -> tuple[Tensor, Nested]:
-        """What is captured: from bytes to losses, with the state left where the next window
-        finds it.
-        """
+        """The captured computation: from bytes to losses, leaving the state for the next window."""
         scaled = self.engine.loader.quotients
         assert scaled is not None, "graphs are captured on a GPU, where quotients are looked up"
         losses, new_state = self.engine.update(

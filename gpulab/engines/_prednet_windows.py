@@ -1,5 +1,4 @@
-"""Backpropagation through time in the published PredNet, written out: losses and gradients without
-autograd.
+"""Analytic backpropagation through time in PredNet: losses and gradients without autograd.
 
 This gives what `PredNet.training_loss` and `backward()` compute, up to rounding, in fewer
 operations. The inputs of the gates are views of one buffer, so nothing is concatenated. The
@@ -40,9 +39,7 @@ pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
 
 
 def is_unmodified(model: nn.Module) -> bool:
-    """Whether a network computes what its class says: no hook sees or changes it, no part has
-    another `forward`.
-    """
+    """Whether a network computes what its class defines: no hooks and no replaced `forward`."""
     is_changed = any(
         "forward" in vars(module) or has_module_hooks(module) for module in model.modules()
     )
@@ -51,8 +48,7 @@ def is_unmodified(model: nn.Module) -> bool:
 
 
 class WindowGradients:
-    """Losses and gradients of windows of one shape. Every call overwrites the gradients of the
-    network's parameters.
+    """Losses and gradients of windows of one shape; each call overwrites the network's gradients.
 
     Args:
         net: A network that `supports` accepts.
@@ -91,9 +87,7 @@ class WindowGradients:
 
     @staticmethod
     def supports(model: nn.Module) -> bool:
-        """Whether these are the formulas of a model on its device; a subclass of `PredNet` may
-        have other formulas.
-        """
+        """Whether these formulas hold for a model on its device; a subclass may have others."""
         if (
             type(model) is not PredNet
             or model.truncation not in SUPPORTED_TRUNCATIONS
@@ -158,9 +152,7 @@ class WindowGradients:
         return losses.detach()
 
     def _backward_step(self, step: int) -> None:
-        """Compute the gradients of a step's units from those of its predictions, down to the
-        previous predictions.
-        """
+        """Backpropagate one step: from its prediction gradients to those of the previous step."""
         for layer in self.layers:
             layer.prediction_backward(step)
         d_above = None
@@ -172,8 +164,7 @@ class WindowGradients:
 
 
 class SideStream:
-    """A stream of a GPU for work that runs concurrently with what follows, until `join`; elsewhere
-    it is done at once.
+    """A GPU stream for work that runs concurrently until `join`; elsewhere it runs at once.
 
     Tensors that are read on the stream have to live until then, because the memory of freed ones
     may be reused at once.
@@ -199,8 +190,7 @@ class SideStream:
 
 
 class WindowLayer:
-    """The buffers of one layer, (steps, batch, channels, height, width), and its forward and
-    backward pass in a step.
+    """The buffers, (steps, batch, channels, height, width), and the passes of one layer.
 
     Buffers of the recurrent state have one step more, the first, for the state before the window.
     Where the channels of a pixel are adjacent, they are padded with zeros: on an H200 cuDNN is up
@@ -372,9 +362,7 @@ class WindowLayer:
         return columns[..., 0] + columns[..., 1]
 
     def errors_backward(self, step: int, from_above: Tensor | None) -> Tensor | None:
-        """Add to the gradient of the previous prediction, and return that of the error units
-        below.
-        """
+        """Add to the previous prediction's gradient; return that of the error units below."""
         d_errors = self.d_errors if from_above is None else from_above.add_(self.d_errors)
         d_positive, d_negative = relu_backward(d_errors, self.errors[step], 0).chunk(2, 1)
         d_target = d_positive - d_negative

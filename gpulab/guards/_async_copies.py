@@ -1,5 +1,4 @@
-"""Asynchronous copies between pinned memory and a GPU, and memory that is touched before the copy
-is known to be done.
+"""Asynchronous copies between pinned memory and a GPU, and memory touched before they end.
 
 With `non_blocking=True` and pinned memory, a copy between the host and a GPU is only queued when
 the call returns. Until it is done, its source may not be written and its destination may not be
@@ -50,9 +49,7 @@ class _Copy:
     was_waited_for: bool = False
 
     def is_complete(self) -> bool:
-        """Whether nothing can go wrong any more: it was waited for and is done, or its memory is
-        gone.
-        """
+        """Whether the copy is safe: it was waited for and is done, or its memory is gone."""
         return self.storage.expired() or (self.was_waited_for and is_event_finished(self.event))
 
     def is_overwritten(self) -> bool:
@@ -120,9 +117,7 @@ class AsyncCopyTracker:
         return self.copies
 
     def check_host_reads(self, tensors: list[Tensor], name: str) -> None:
-        """Tell of tensors of the host that are about to be read and have not arrived, and of
-        what waits have found.
-        """
+        """Report host tensors that are read before their copy has arrived, and overwritten ones."""
         if not self.copies and not self.unreported:
             return
         with self.lock:
@@ -180,7 +175,5 @@ def on_gpu_wait(*_: object) -> None:
 
 @functools.cache
 def _observe_gpu_waits() -> None:
-    """Have torch tell of every wait for a GPU from here on: there is no way to end that, hence
-    once.
-    """
+    """Have torch report every wait for a GPU. It cannot be undone, so it is done only once."""
     register_gpu_wait_callback(on_gpu_wait)

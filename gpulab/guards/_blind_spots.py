@@ -1,5 +1,4 @@
-"""What runs inside a guard and is not watched, or runs otherwise than without it: counted, and said
-in the report.
+"""What runs inside a guard unwatched, or differently because of it, counted for the report.
 
 While a guard is entered, the functions by which a program does such things are replaced by ones
 that count first.
@@ -57,8 +56,7 @@ COUNT_PHRASES = {  # singular and plural
 
 
 class BlindSpots:
-    """Counts what a guard does not watch, between `start` and `stop`, which may be called by
-    several threads.
+    """Counts what a guard does not watch between `start` and `stop`. Threads may share it.
 
     Attributes:
         counts: How often, by what it is: a key of `SENTENCES`.
@@ -139,9 +137,7 @@ class BlindSpots:
         return lambda *_: self.count(kind)
 
     def _record_thread(self, thread: threading.Thread, *_: object) -> None:
-        """Note a thread that the user's program starts, by itself or by a pool; those of
-        libraries do no work of it.
-        """
+        """Record a thread that the user's program or a pool starts; libraries' own do not count."""
         caller = sys._getframe(2)  # beyond the function that was put in the place of `Thread.start`
         if (
             is_user_file(caller.f_code.co_filename)

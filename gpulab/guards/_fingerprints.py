@@ -63,8 +63,7 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
 
 
 def _flatten_in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements in the order in which they lie in memory, each once; a copy only if there are
-    gaps.
+    """The elements in memory order, each once; they are copied only if there are gaps.
 
     >>> (
     ...     _flatten_in_memory_order(torch.arange(6).reshape(2, 3).T).tolist(),
@@ -90,9 +89,7 @@ def host_memory(start: int, stop: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def memory_digest(start: int, stop: int) -> int:
-    """A number of 64 bits that stands for what lies in the host's memory from one address to
-    before another.
-    """
+    """A 64-bit digest of the host's memory from one address up to another, exclusive."""
     return xxhash.xxh3_64_intdigest(host_memory(start, stop))
 
 

@@ -59,8 +59,7 @@ FORBIDDEN = (
 
 @as_guard_work
 def drain_ready_queue() -> None:
-    """Drop what a failed `backward` has left in this thread's ready queue: the next `backward` in
-    the thread does.
+    """Drop what a failed `backward` left in this thread's ready queue, as the next one does.
 
     What stays there keeps its memory. What is there when the thread or Python ends is destroyed by
     torch without Python, and with it the hooks of the guard: with torch 2.15 the process may die of
@@ -160,9 +159,7 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
 
 
 def is_forbidden(error: Exception) -> bool:
-    """Whether an error says that torch forbids the guard's hooks, as inside of
-    `torch.func.grad`.
-    """
+    """Whether an error says that torch forbids saved-tensor hooks, as in `torch.func.grad`."""
     return isinstance(error.__cause__, RuntimeError) and "saved tensor hooks" in str(
         error.__cause__
     )
@@ -229,9 +226,7 @@ class Guard:
 
     @property
     def unwatched(self) -> list[str]:
-        """What ran inside and was not watched, or ran otherwise because of the guard: a sentence
-        each.
-        """
+        """What ran inside unwatched, or differently because of the guard, a sentence each."""
         return self._blind_spots.sentences()
 
     def __len__(self) -> int:
@@ -359,9 +354,7 @@ class Guard:
         )
 
     def _report(self, finding: Overwritten, span: Span, steps: int, time: int) -> None:
-        """Tell of a finding of the backward pass, which may be due to a step of an optimizer
-        after so many others.
-        """
+        """Report a finding of the backward pass, which an optimizer step may have caused."""
         newer_steps = (step for step in self._latest_steps.values() if step.number > steps)
         step = next(
             (
@@ -380,8 +373,7 @@ class Guard:
     def _add_finding(
         self, finding: Overwritten, span: Span = (0, 0), since: int | None = None
     ) -> None:
-        """Keep a finding, with who shares the memory, and end what goes on with an error, if that
-        was wanted.
+        """Store a finding with the holder of its memory; raise or warn as requested.
 
         It is of memory that was right at a time, so the line that wrote there after it is looked
         for.
@@ -448,9 +440,7 @@ class _Saved:
 
 
 def _current_node(caller: types.FrameType | None) -> Node | None:
-    """The operation whose backward pass uses a saved tensor; None for a recomputation, and
-    outside of backward.
-    """
+    """The operation whose backward pass uses a saved tensor; None in recomputation or outside."""
     node = current_node()
     if is_checkpoint_frame(caller) and not isinstance(
         node, torch.autograd.function.BackwardCFunction
@@ -460,9 +450,7 @@ def _current_node(caller: types.FrameType | None) -> Node | None:
 
 
 def _saved_names(node: Node | None, tensor: Tensor, among: Iterable[str] = ()) -> Iterator[str]:
-    """Under which names a node has saved this tensor: what has its shape, and lies where it does
-    in memory.
-    """
+    """The names under which a node saved this tensor, matched by shape and memory address."""
     span = span_of(tensor)
     for name, value in saved_values(node, among):
         with contextlib.suppress(RuntimeError):  # some nested tensors have no shape

@@ -47,9 +47,7 @@ def spans_overlap(first: Span, second: Span) -> bool:
 
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
-    """(frame, name, value) of what the user's frames reach, the innermost first, and one level
-    down in it.
-    """
+    """(frame, name, value) of the user's variables, innermost frame first, and one level inside."""
     for frame in itertools.chain(stack_frames(thread), _suspended_frames()):
         if not is_user_file(frame.f_code.co_filename):
             continue
@@ -68,8 +66,6 @@ def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
 
 
 def _suspended_frames() -> Iterator[types.FrameType]:
-    """The frames of suspended generators: a loader that a `for` loop draws from has no name in
-    any other frame.
-    """
+    """The frames of suspended generators, such as a data loader that a `for` loop iterates over."""
     generators = (thing for thing in gc.get_objects() if type(thing) is types.GeneratorType)
     yield from (generator.gi_frame for generator in generators if generator.gi_suspended)  # type: ignore[misc]

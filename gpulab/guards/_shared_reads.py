@@ -57,9 +57,7 @@ _tracked_lock = threading.Lock()  # held while the notes on tensors over foreign
 
 @dataclass
 class _TrackedBuffer:
-    """A tensor over foreign memory: its memory, its content at the last valid read, and the line
-    that created it.
-    """
+    """A tensor over foreign memory: its memory, its last valid content, and the creating line."""
 
     storage: StorageWeakRef
     memory: Span
@@ -78,9 +76,7 @@ class _TrackedBuffer:
             self.content = bytes(host_memory(*self.memory))
 
     def digest_blocks(self, span: Span) -> dict[int, int]:
-        """The digests of the present content of the blocks that a part of the memory overlaps,
-        by address.
-        """
+        """The digests of the current content of the blocks that a span overlaps, by address."""
         start, stop = self.memory
         first_block = start + (span[0] - start) // BLOCK_BYTES * BLOCK_BYTES
         return {
@@ -103,9 +99,7 @@ class _TrackedBuffer:
         )
 
     def elements(self, tensor: Tensor, source: bytes | ctypes.Array[ctypes.c_char]) -> bytes:
-        """A tensor's elements as bytes, read from `source`: the memory itself, or the copy kept
-        of it.
-        """
+        """A tensor's elements as bytes, read from `source`: the memory itself or a saved copy."""
         width = tensor.element_size()
         strides = tuple(width * stride for stride in tensor.stride())
         offset = tensor.data_ptr() - self.memory[0]
@@ -115,8 +109,7 @@ class _TrackedBuffer:
 
 
 class SharedReads(UncompiledDispatchMode):
-    """Inside, tensors that are made without a copy are noted, and what every operation reads is
-    checked.
+    """Inside, tensors made without a copy are tracked, and what every operation reads is checked.
 
     `report` is called with every stale read, and with every use of memory whose copy from or to a
     GPU goes on. A read takes time in proportion to what is read, whatever the size of the memory.
@@ -180,9 +173,7 @@ class SharedReads(UncompiledDispatchMode):
         return result
 
     def track(self, tensor: Tensor) -> _TrackedBuffer | None:
-        """The tracked buffer under a tensor, tracked from now on; None if torch itself owns the
-        memory.
-        """
+        """Track the buffer under a tensor from now on; None if torch itself owns the memory."""
         if not tensor.is_cpu or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()

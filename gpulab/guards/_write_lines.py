@@ -42,9 +42,7 @@ def next_time() -> int:
 
 @dataclass
 class _WatchedMemory:
-    """A piece of memory, some of its bytes as they were last seen, and the lines that may have
-    changed it since.
-    """
+    """A piece of memory with a sample of its bytes and the lines that may have changed it since."""
 
     span: Span
     storages: list[StorageWeakRef]  # over this memory, any of which keeps it
@@ -87,9 +85,7 @@ class WriteLines:
         self.is_tracing = False
 
     def start(self) -> None:
-        """Follow the lines of this thread, and of those that it starts, once there is something
-        to watch.
-        """
+        """Follow the lines of this thread, and of those it starts, once memory is watched."""
         with self.lock:
             self.start_count += 1
 
@@ -146,9 +142,7 @@ class WriteLines:
                     watched.add_write([line])
 
     def writers_since(self, span: Span, since: int) -> list[Line]:
-        """The lines of which one has written into a piece of memory last, after a time that
-        `next_time` gave.
-        """
+        """The lines, one of which last wrote into a span after a time that `next_time` gave."""
         self._attribute_changes(threading.get_ident())
         writes: list[tuple[int, list[Line]]] = []
         with self.lock:
@@ -178,9 +172,7 @@ class WriteLines:
 
     @uncompiled
     def _trace(self, frame: types.FrameType, event: str, _: object) -> TraceFunction | None:
-        """What Python calls where a function begins, and in those of the user's where a line
-        begins or one returns.
-        """
+        """The trace function: called for every function, and for lines and returns of user code."""
         if not is_user_file(frame.f_code.co_filename):
             return None
         if not self.is_tracing:
@@ -196,9 +188,7 @@ class WriteLines:
     def _attribute_changes(
         self, thread: int, next_line: Line | None = None, has_ended: bool = False
     ) -> None:
-        """Attribute what has changed to the current lines; then `next_line` is this thread's, or
-        none if it ended.
-        """
+        """Attribute changes to the current lines, then set this thread's line to `next_line`."""
         with self.lock:
             for watched in self.watched.values():
                 if watched.has_changed():

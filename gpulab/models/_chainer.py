@@ -43,9 +43,7 @@ Network = TypeVar("Network", bound=_PredNet)
 
 
 def read_chainer(file: str | Path, network: type[Network]) -> Network:
-    """The `network` in a `.model` file; `DataError`, naming the file, for anything that is not
-    one.
-    """
+    """Read the `network` in a `.model` file; `DataError`, naming the file, for anything else."""
     arrays = _read_arrays(Path(file))
     layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
     try:
@@ -80,8 +78,7 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
 
 
 def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Chainer's name → the part of a parameter that it names, of its data or gradient:
-    `select(parameter)`.
+    """Chainer's names and what they refer to: views of each parameter's `select(parameter)`.
 
     Chainer gives each gate a convolution per group of inputs; here one convolution holds them all.
     """

@@ -1,5 +1,4 @@
-"""Training steps of well-known networks, the same on every machine: for `gpulab record` and the
-tests.
+"""Training steps of well-known networks, the same on every machine, for `gpulab record` and tests.
 
     gpulab record gpulab.models.example_steps:resnet18 resnet18.trace --setting cuda:tf32=off
 
@@ -40,9 +39,7 @@ def _sequence_step(model: nn.Module, length: int, batch: int, width: int) -> Ste
 
 
 def _draw_weights(model: nn.Module) -> nn.Module:
-    """Draw matrices and kernels with variance 1 / fan-in; leave vectors of zeros or ones as they
-    are.
-    """
+    """Draw matrices and kernels with variance 1 / fan-in; keep vectors of all zeros or all ones."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:

@@ -41,8 +41,7 @@ KERNEL_WIDTH = 3  # the width of every convolution
 
 
 class PredNet(Trainable):
-    """A network that predicts the next frame of a film from the errors of its last prediction
-    (predictive coding).
+    """Predicts the next frame of a film from the errors of its last prediction (predictive coding).
 
     Call it on frames (T, B, C, H, W) in [0, 1], and on the state that an earlier call returned, or
     none. It returns the predictions, in the same shape, and the new state. Prediction t is made
@@ -233,8 +232,7 @@ class PredNet(Trainable):
             raise UsageError(f"a state of the shapes {shapes}: expected {expected}")
 
     def step(self, frame: Frame, state: PredNetState) -> PredNetState:
-        """Take in one frame: up, where each layer compares its last prediction, and down, where it
-        makes the next.
+        """Process one frame: bottom-up comparison with the predictions, then top-down prediction.
 
         Args:
             frame: (B, C, H, W), numbers in [0, 1].
@@ -266,8 +264,7 @@ class PredNet(Trainable):
         return errors
 
     def top_down(self, errors: list[Tensor], state: PredNetState) -> PredNetState:
-        """Compute the next state, from the top layer down: in each its representation, and from
-        that its prediction.
+        """Compute the next state from the top layer down: representation, then prediction.
 
         Args:
             errors: What `bottom_up` returned.
@@ -300,8 +297,7 @@ class PredNet(Trainable):
     def training_loss(
         self, batch: Float[Tensor, "t b c h w"] | Feed, state: PredNetState | None
     ) -> tuple[Tensor, Tensor, PredNetState | None]:
-        """Predict every frame of the batch but the first, each from the frames before it, and
-        compare.
+        """Predict each frame of the batch but the first from the frames before it, and compare.
 
         Args:
             batch: Frames (T, B, C, H, W), or a `Feed`, which gives them one after the other.
@@ -320,9 +316,7 @@ class PredNet(Trainable):
         return errors.sum(), errors.detach(), detach_state(next_state)
 
     def _chain_to_predictions(self, state: PredNetState) -> PredNetState:
-        """The same numbers, each P but the lowest depending once more on the convolution that
-        made it, not on R.
-        """
+        """Chain each P but the lowest to the convolution that made it, with the same numbers."""
         lowest_layer, *upper_layers = (LayerState(*layer) for layer in state)
         chained_layers = [lowest_layer]
         for conv, layer in zip(self.conv_p[1:], upper_layers, strict=True):
@@ -367,8 +361,7 @@ class PredNet(Trainable):
 def frame_errors(
     predictions: Float[Tensor, "t b c h w"], frames: Float[Tensor, "t b c h w"]
 ) -> Float[Tensor, " t"]:
-    """The loss: the mean squared error of each predicted frame. What is differentiated is their
-    sum.
+    """The mean squared error of each predicted frame; their sum is what is differentiated.
 
     Every engine uses this function and takes its gradient from autograd. As in the published loop,
     the gradient needs the frames again, and reads whatever lies in their memory by then.
@@ -395,9 +388,7 @@ class ConvLSTM(nn.Module):
         )
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """Draw weights as if each gate had a convolution of its own for each group of inputs;
-        biases are zero.
-        """
+        """Draw each gate's weights separately for each group of inputs; biases are zero."""
         for group in self.gates.weight.split(self.groups, dim=1):
             if group.shape[1]:
                 draw_normal_(group, group.shape[1] * KERNEL_WIDTH**2, generator)
@@ -406,9 +397,7 @@ class ConvLSTM(nn.Module):
         nn.init.zeros_(self.gates.bias)  # type: ignore[arg-type]
 
     def forward(self, inputs: list[Tensor], hidden: Frame, cell: Frame) -> tuple[Frame, Frame]:
-        """Compute the new hidden state and cell from the groups of inputs, the hidden state and
-        the cell.
-        """
+        """Compute the new hidden state and cell from the input groups and the old ones."""
         i, f, g, o = self.gates(torch.cat([*inputs, hidden], 1)).chunk(4, dim=1)
         i = i + self.peep_i * cell
         f = f + self.peep_f * cell

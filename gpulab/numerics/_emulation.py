@@ -1,5 +1,4 @@
-"""Another chip's arithmetic on this one: the products of any PyTorch code, rounded and summed as it
-would.
+"""Emulation of another chip's arithmetic: matrix products of PyTorch code, rounded as there.
 
 A chip differs in the format that the factors of a product are rounded to, which makes nearly all of
 the difference and costs little to imitate, and in how the products are summed.
@@ -86,9 +85,7 @@ class Arithmetic:
     channel_tile: int | None = None
 
     def round_factor(self, x: Tensor, kind: int = MATRIX) -> Tensor:
-        """Round a factor to the format; for an 8-bit format it is first scaled to its range, by
-        a power of two.
-        """
+        """Round a factor to the format; 8-bit formats are first scaled by a power of two."""
         if self.format == "float32":
             return x
         if not self.format.startswith("float8"):
@@ -110,9 +107,7 @@ class Arithmetic:
         return self.order is not None or self.slices > 1
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply float32 matrices (…, M, K) and (…, K, N) as they are, and add up in the
-        order.
-        """
+        """Multiply float32 matrices (…, M, K) and (…, K, N) as they are, summing in order."""
         slice_size = max(1, -(-a.shape[-1] // self.slices))
         if self.order == "tensor-core":
             slice_size = -(-slice_size // self.slice_multiple) * self.slice_multiple
@@ -181,8 +176,7 @@ def round_factor_to(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
 
 
 def _multiply_sequentially(a: Tensor, b: Tensor) -> Tensor:
-    """One product after the other, each fused with its addition, as a thread of a GPU's plain cores
-    does.
+    """Sequential fused multiply-adds, as a thread of a GPU computes without tensor cores.
 
     In float64 the product is exact, so that the sum is rounded to float32 all but once.
     """
@@ -197,9 +191,7 @@ def _multiply_sequentially(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _multiply_pairwise(a: Tensor, b: Tensor) -> Tensor:
-    """Neighbours are added, then neighbouring sums, and so on: the first half is a power of two
-    of products.
-    """
+    """Pairwise summation, in which the first half is a power of two of products."""
     terms = a.shape[-1]
     if terms < 2:
         return (a[..., None] * b[..., None, :, :]).sum(-2)
@@ -210,9 +202,7 @@ def _multiply_pairwise(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _multiply_on_tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """A block of products and the sum so far at once: aligned to the largest, cut, added, cut to
-    float32.
-    """
+    """Add a block of products to the running sum at once: align to the largest, truncate, add."""
     matrices = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     rows = max(1, MAX_CHUNK_PRODUCTS // max(1, matrices * arithmetic.block_size * b.shape[-1]))
     return torch.cat(
@@ -221,9 +211,7 @@ def _multiply_on_tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Te
 
 
 def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """The product of matrices (…, M, K) and (…, K, N), as a tensor core adds it up block by
-    block.
-    """
+    """The product of matrices (…, M, K) and (…, K, N), summed in blocks as in a tensor core."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     total = a.new_zeros(*batch, a.shape[-2], b.shape[-1], dtype=torch.float64)
     for start in range(0, a.shape[-1], arithmetic.block_size):
@@ -245,8 +233,7 @@ def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 
 def _exponents(x: Tensor) -> Tensor:
-    """The exponent of each float32 number; that of the smallest normal one for zeros and subnormal
-    numbers.
+    """The exponent of each float32 number; the smallest normal one for zeros and subnormals.
 
     >>> _exponents(torch.tensor([1.0, 6.0, 0.0])).tolist()
     [0, 2, -126]
@@ -272,8 +259,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 def emulate(
     name: str | Arithmetic = "float32", *, order: str | None = None
 ) -> Iterator[Arithmetic]:
-    """Compute matrix products and convolutions inside the `with` block as another chip would
-    compute them.
+    """Compute matrix products and convolutions in the `with` block as another chip would.
 
     That holds for the products of any PyTorch code, forward and backward, on any device, as long as
     the numbers are float32. Recurrent layers are taken apart, and count as matrix products. An
@@ -354,8 +340,7 @@ def active_emulators() -> list[_Emulator]:
 
 @contextlib.contextmanager
 def float32_products() -> Iterator[None]:
-    """Inside the `with` block matrix products and convolutions keep float32, whatever the setting
-    allows.
+    """Keep float32 for matrix products and convolutions in the `with` block, in any setting.
 
     For the one line of a training that needs all digits, while the rest may use TF32 or emulated
     arithmetic. The gradients of what is computed inside are computed later, as the setting says.
@@ -477,8 +462,7 @@ class _UnfusedRecurrentLayers(TorchFunctionMode):
 
 
 def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, compute_mode: int | None) -> bool:
-    """Whether `torch.cdist` computes distances from a matrix product: on request, or by default for
-    many points.
+    """Whether `torch.cdist` uses a matrix product: on request, or by default for many points.
 
     >>> x, y = torch.ones(30, 2), torch.ones(3, 2)
     >>> _uses_matrix_product(x, y, 2.0, None), _uses_matrix_product(x, x, 1.0, None)
@@ -502,9 +486,7 @@ def _allows_tf32(name: str) -> bool:
 
 @functools.cache
 def _product_name(operation: OpOverload) -> str | None:
-    """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None
-    for the others.
-    """
+    """The bare name of a multiplying operation, such as `addmm` for `aten::addmm_`, else None."""
     name = operation_name(operation)
     multiplies = (
         name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS.keys() | COMPOSED_OPERATIONS
@@ -555,9 +537,7 @@ def _convolution(operation: OpOverload, args: Sequence[Nested], arithmetic: Arit
 def _convolution_backward(
     operation: OpOverload, args: Sequence[Nested], arithmetic: Arithmetic
 ) -> list[Tensor | None]:
-    """The gradients that the mask asks for, each alone, because the factors of each are rounded
-    in a way of its own.
-    """
+    """The gradients that the mask asks for, each alone because its factors round differently."""
     *tensors, _, _, _, _, _, _, _, mask = args
     compute: Callable[..., Nested] = operation
     if arithmetic.sums_in_order:
@@ -577,9 +557,7 @@ def _convolution_backward(
 def _gradients_in_order(
     arithmetic: Arithmetic, output_gradient: Tensor, x: Tensor, weight: Tensor, *options: Nested
 ) -> list[Tensor | None]:
-    """The gradient of the input, or that of the weight: whichever the mask, the last option,
-    asks for.
-    """
+    """The gradient of the input or of the weight, as the mask (the last option) selects."""
     _, stride, padding, *geometry, (of_input, _, _) = options
     _check_supported(x, geometry)
     if not of_input:
@@ -613,9 +591,7 @@ def _check_supported(x: Tensor, options: Sequence[Nested]) -> None:
 def _patches(
     x: Tensor, size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
-    """What each output sees: (channels, down and across the kernel, images, down and across the
-    output).
-    """
+    """The input patch of each output: (channels, kernel height and width, images, output size)."""
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     windows = x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1])
     return windows.permute(1, 4, 5, 0, 2, 3)

@@ -21,9 +21,7 @@ from gpulab.errors import GpulabError
 
 
 def _old_interface() -> tuple[bool, str] | None:
-    """What the old interface reports; None after the new one was used, since torch then refuses
-    to read the old one.
-    """
+    """The flags of the old interface; None once the new one was used, as torch then refuses."""
     try:
         return cudnn.allow_tf32, torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -37,9 +35,7 @@ class _HasPrecision(Protocol):
 
 
 def _new_interface() -> dict[str, _HasPrecision]:
-    """What it sets, by the kind of product: all that `set_float32_matmul_precision` sets, too;
-    nothing in torch 2.6.
-    """
+    """The flags of the new interface by the kind of product; nothing in torch 2.6."""
     if not hasattr(torch.backends, "fp32_precision"):
         return {}
     # torch adds these attributes when it runs, so mypy knows none of them
@@ -54,8 +50,7 @@ def _new_interface() -> dict[str, _HasPrecision]:
 
 
 def precision_allowed(product: str) -> str:
-    """What torch allows a GPU for float32 products of a kind, `matmul` or `conv`: `tf32`, or
-    another of its words.
+    """The precision that torch allows for float32 products of a kind, `matmul` or `conv`.
 
     Where there is the new interface it says so, whichever was used.
     """
@@ -77,8 +72,9 @@ def switch_tf32(allowed: bool) -> None:
 
 @contextlib.contextmanager
 def restore_tf32_on_exit() -> Iterator[None]:
-    """Restore both interfaces afterwards. Values that have not changed are not written, because
-    writing pins them.
+    """Restore both interfaces on exit.
+
+    Unchanged values are not written, because writing pins them.
     """
     backends = list(_new_interface().values())
     old_flags = _old_interface()
@@ -99,8 +95,7 @@ def restore_tf32_on_exit() -> Iterator[None]:
 
 
 def switch_denormals(keep_denormals: bool, stack: contextlib.ExitStack) -> None:
-    """Keep denormal numbers in all threads, or flush them to zero, and let the stack restore the
-    flags.
+    """Keep denormal numbers in all threads, or flush them; the stack restores the flags.
 
     Every thread has a flag of its own, and `torch.set_flush_denormal` sets it in the thread that
     calls it alone.

@@ -1,6 +1,4 @@
-"""Number formats: rounding to them, distances in them, and telling that a tensor's numbers were
-rounded.
-"""
+"""Number formats: rounding to them, distances in them, and detecting rounded tensors."""
 
 from __future__ import annotations
 
@@ -112,8 +110,7 @@ def _round_bits(x: Tensor, n_dropped: int, mode: str) -> Tensor:
 
 
 def rounded_format(x: Tensor) -> str | None:
-    """The format that a float32 tensor's numbers were rounded to, judging by their ends: `tf32`,
-    `bfloat16` or None.
+    """The format that a float32 tensor was rounded to, `tf32` or `bfloat16`; otherwise None.
 
     float16 keeps as many bits as `tf32`. Whole numbers and their like are short by nature, and give
     None.
@@ -149,18 +146,14 @@ def rounded_format(x: Tensor) -> str | None:
 
 
 def _significands(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Significands and exponents of float32 numbers that are neither zero nor subnormal, which
-    are short by nature.
-    """
+    """Significands and exponents of the float32 numbers that are neither zero nor subnormal."""
     bits = x.to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy()
     bits = bits[(bits & 0x7F800000) != 0]
     return (bits & 0x7FFFFF) | 0x800000, (bits & 0x7F800000) >> 23
 
 
 def _bit_length(significands: np.ndarray) -> int:
-    """The number of places that significands use, from the first to the last that any of them
-    uses.
-    """
+    """The number of bits from the first to the last that any significand uses."""
     used_bits = int(np.bitwise_or.reduce(significands, initial=0))
     lowest_bit = used_bits & -used_bits
     return used_bits.bit_length() - lowest_bit.bit_length() + 1

@@ -1,6 +1,4 @@
-"""What the instruments measure: rounding along a step, a device's roofline, and a step's place
-under it.
-"""
+"""Figures of measurements: rounding along a step, a device's roofline, a step's place under it."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ ROOFLINE_MARKERS = {
 @draw_registered.register
 @theme.with_theme
 def audit(report: Audit, width: float = theme.PAGE) -> Picture:
-    """The error of each operation of a training step, against the same one in float64 from the same
-    inputs.
+    """The error of each operation of a training step against float64 on the same inputs.
 
     Grey dots are what its rounding may explain; a cross marks a finding.
     """
@@ -79,8 +76,7 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
 
 @theme.with_theme
 def roofline(frame: pd.DataFrame) -> Picture:
-    """Draw a device's roofline: measured rates against arithmetic intensity, under the measured
-    ceilings.
+    """Draw a device's roofline: measured rates against arithmetic intensity, and the ceilings.
 
     The ceilings are the highest bandwidth and the highest rate that were measured. There is a line
     for each machine and setting; filled points were measured here, hollow ones recorded. The title
@@ -166,9 +162,7 @@ def _roof(
 @draw_registered.register
 @theme.with_theme
 def placement(step: Placement) -> Picture:
-    """A step under the roofs of its device, and beside it what its bytes, FLOP and launches take
-    at their ceilings.
-    """
+    """A step under its device's roofs, and how long its bytes, FLOP and launches take at least."""
     frame = step.roofline
     tint = theme.colour(step.setting)
     figure, (left, right) = theme.canvas(2, height=3.4)

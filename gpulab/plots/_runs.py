@@ -1,6 +1,4 @@
-"""Figures of runs under several settings: their losses, the losses along the way, and the
-verdict on them.
-"""
+"""Figures of runs under several settings: final losses, learning curves, and the verdict."""
 
 from __future__ import annotations
 
@@ -77,8 +75,7 @@ def curves(
     baseline_label: str = "",
     factor: str = "setting",
 ) -> Picture:
-    """Draw the loss of every run while it learns, a thin line each, and as a thick line the median
-    over the seeds.
+    """Draw the loss of every run as a thin line, and the median over the seeds as a thick one.
 
     The lines are smoothed: each point is the mean of the last sixtieth of the run's windows up to
     there. Two levels share a panel; of more, each has its own. Runs that repeat another one
@@ -165,8 +162,7 @@ def curves(
 @draw_registered.register
 @theme.with_theme
 def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
-    """An estimation plot: every seed, and beside it the paired differences, or below it on a narrow
-    page.
+    """An estimation plot: every seed, with the paired differences beside it or below it.
 
     Left, the metric of each seed under each level, the same seed joined by a thin line; diverged
     runs are crosses at the right edge. Right, the differences from the reference in standard
@@ -225,8 +221,7 @@ def verdict_title(verdict: Verdict) -> str:
 
 @theme.with_theme
 def differences(verdict: Verdict) -> Picture:
-    """Draw how far each level of a verdict, such as each setting, moves each seed's loss, and how
-    far seeds are apart.
+    """Draw how far each level of a verdict moves each seed's loss, beside the seeds' own spread.
 
     A row for each level has the differences of the same seed from the reference, without their
     signs; the largest stands beside the row. The last row has the differences between seeds under
@@ -293,9 +288,7 @@ def differences(verdict: Verdict) -> Picture:
 
 
 def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Level]) -> pd.Series:
-    """Where each seed is drawn: near the row of its level, the first above and the last below
-    it.
-    """
+    """The height of each seed near the row of its level, from the first down to the last."""
     seeds = frame.groupby(factor)[block]
     offset_in_row = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
     return frame[factor].map([*levels].index).astype(float) + 0.4 * offset_in_row
@@ -304,9 +297,7 @@ def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Leve
 def _draw_seeds(
     axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: TextByLevel
 ) -> None:
-    """A row for each level with every seed, the same seed joined by a thin line; diverged runs
-    at the right edge.
-    """
+    """A row of seeds for each level, joined by thin lines; diverged runs at the right edge."""
     runs = runs.assign(height=_heights(runs, factor, block, tints), tint=runs[factor].map(tints))
     diverged = runs.status == "diverged"
     size = 20 if runs[block].nunique() <= 40 else 5
@@ -354,9 +345,7 @@ def _draw_seeds(
 def _draw_differences(
     axes: Axes, verdict: Verdict, pairs: pd.DataFrame, tints: TextByLevel, unit: float = 1.0
 ) -> None:
-    """A row for each level with the difference of every seed, and beside it the decision and the
-    largest.
-    """
+    """A row of differences for each level, with the decision and the largest beside it."""
     factor = verdict.factor
     pairs = pairs[pairs.difference.notna()]
     heights = _heights(pairs, factor, verdict.block, tints)

@@ -73,8 +73,7 @@ def spectrum(density: SpectralDensity) -> Picture:
 @draw_registered.register
 @theme.with_theme
 def saddle_surface(surface: Surface) -> Picture:
-    """Draw the loss around a saddle, over the directions of the least and of the greatest
-    curvature.
+    """Draw the loss around a saddle in the plane of its least and its greatest curvature.
 
     On the left, contours of the loss in their plane; a white line joins the points whose loss is
     that of the saddle. On the right, the loss along each of the two; dashed, what the curvature at
@@ -254,9 +253,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
 
 
 def _arithmetic_label(setting: str) -> str:
-    """What a setting computes with: `float64`, `float32`, `TF32 products`, or `products of an
-    Ampere card`.
-    """
+    """The arithmetic of a setting: `float64`, `float32`, `TF32 products`, or those of a card."""
     parsed = Setting.parse(setting)
     emulated = parsed.emulate or ("tf32" if parsed.tf32 else "")
     if emulated in TF32_CARDS:

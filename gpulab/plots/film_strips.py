@@ -114,9 +114,7 @@ def frames(data: Data, every: int = 30) -> Picture:
 
 @theme.with_theme
 def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
-    """Rows of pictures (N, C, H, W) of numbers from 0 to 1, by what they show; `titles` stand
-    above the first.
-    """
+    """Rows of pictures (N, C, H, W) in [0, 1], by what they show; `titles` are above the first."""
     count = max(map(len, rows.values()))
     height, width = next(iter(rows.values())).shape[-2:]
     figure, panels = theme.canvas(

@@ -1,5 +1,4 @@
-"""The theme of all figures: colours, filled and hollow markers, axes and legends. seaborn and
-matplotlib draw.
+"""The theme of all figures, on seaborn and matplotlib: colours, markers, axes and legends.
 
 A setting has the same colour in every figure; CPU settings are blue and green, GPU settings orange
 and purple. Runs made on this machine are filled, recorded runs are hollow, emulated runs are
@@ -71,9 +70,7 @@ with_theme: ContextDecorator = rc_context(THEME)
 def canvas(
     panels: int = 1, height: float = 3.6, rows: int = 1, width: float = PAGE, **shared: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure as wide as a page, or `width` inches, with panels side by side, in one row or
-    more.
-    """
+    """A figure of page width, or `width` inches, with panels in one row or more."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, panels, squeeze=False, **shared).flat)
 
@@ -118,8 +115,7 @@ def colour(setting: str) -> str:
 
 
 def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
-    """A colour for each level of a factor: a setting's own, or one after the other, of which none
-    stands for a device.
+    """A colour for each level of a factor: a setting's own, or the next that no device uses.
 
     Blue is a CPU and orange a GPU in all figures.
     """
@@ -132,8 +128,7 @@ def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
 def name_levels(
     frame: pd.DataFrame, factor: str = "setting"
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """The frame with a column `name`, what each level is called, and the colour of each name, for
-    seaborn's `hue`.
+    """The frame with a column `name` for each level, and each name's colour for seaborn's `hue`.
 
     Settings come in the order of the palette, the unknown ones last; other levels as they stand in
     the frame.
@@ -168,9 +163,7 @@ def draw_points(
     is_hollow: ArrayLike = False,
     **style: Any,
 ) -> None:
-    """Points of one colour, or each of its own: filled for what was made here, hollow for what
-    was recorded.
-    """
+    """Points in one colour or one each: filled if made here, hollow if recorded."""
     faces = np.atleast_1d(np.where(is_hollow, "white", tint))
     edges = np.atleast_1d(tint)
     axes.scatter(
@@ -226,9 +219,7 @@ def power_of_ten(value: float, _: float | None = None) -> str:
 
 
 def log_scale(axis: XAxis | YAxis, least: float = 2.0) -> None:
-    """Logarithmic where what is drawn spans a factor of `least` or more; ticks at 1, 2 and 5
-    where they have room.
-    """
+    """Use a log scale if the data span a factor of `least`; ticks at 1, 2 and 5 if they fit."""
     low, high = getattr(axis.axes.dataLim, f"interval{axis.axis_name}")
     if not low > 0 or high / low < least:
         return

@@ -1,5 +1,4 @@
-"""Critical points of any loss: where the gradient vanishes, told apart from where it only cannot
-get smaller.
+"""Critical points of any loss, distinguished from places where the gradient only stalls.
 
 The gradient g is driven to zero by minimising ‖g‖² with the method of Levenberg and Marquardt: the
 step p minimises ‖g + H p‖² + μ‖p‖² (H the Hessian), and the damping μ, proportional to ‖g‖, falls
@@ -53,8 +52,7 @@ MIN_DENOMINATOR = 1e-300
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class CriticalPoint:
-    """A critical point of a loss, or where the search for one ended.
-    `gpulab.saddles.find_critical_point` returns it.
+    """A critical point of a loss, or where the search ended: `find_critical_point` returns it.
 
     Its vectors are all trainable weights, flattened, in the order of the model's parameters, in
     float64. Eigenvalues are those of the whole Hessian, computed when first asked for.
@@ -97,8 +95,7 @@ class CriticalPoint:
 
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
-        """The m negative eigenvalues, (m,), the least first, and their eigenvectors in columns, (n,
-        m).
+        """The m negative eigenvalues (m,), ascending, and their eigenvectors in columns (n, m).
 
         An eigenvalue that was computed counts as negative below −1e-8 of the largest |λ|.
         """

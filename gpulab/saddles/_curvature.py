@@ -1,5 +1,4 @@
-"""The curvature of a loss along a training: how many directions lead down, and how steeply, from
-beginning to end.
+"""The curvature of a loss along a training: how many directions lead down, and how steeply.
 
 The trainings are real ones under a setting; the instrument is the same for all: the Hessian of one
 fixed batch, in float32 without TF32, on the device that trained. The picture is that of Dauphin,
@@ -59,8 +58,7 @@ def curvature_along(
     command: str | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Train a network from several seeds under one or more settings, and measure its loss's
-    curvature along the way.
+    """Train a network from several seeds and settings, and measure the loss's curvature meanwhile.
 
     At moments spaced logarithmically, from before the first update to the end of the training, it
     looks at the Hessian of the training's objective on one fixed batch: 200 training images, or the
@@ -136,8 +134,7 @@ def curvature_along(
 
 
 def recorded_curvature() -> pd.DataFrame:
-    """Read the curvature along trainings that was recorded on other machines and is shipped with
-    gpulab.
+    """Read the curvatures along trainings that were recorded elsewhere and ship with gpulab.
 
     The files are in `data/saddles/curvature`.
 

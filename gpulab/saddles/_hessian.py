@@ -57,8 +57,7 @@ MAX_BATCHED_VECTORS = 10
 
 
 class Hessian:
-    """The Hessian of a loss, the symmetric (n, n) matrix of its second derivatives, as a linear
-    operator.
+    """The Hessian of a loss, the symmetric (n, n) matrix of second derivatives, as an operator.
 
     `gpulab.hessian` makes one. The matrix is never written out, unless `dense` asks for it: `H @ v`
     is its product with a vector (n,), or with k vectors at once (n, k), which costs much less than
@@ -366,9 +365,7 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
 
 @contextlib.contextmanager
 def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
-    """The model holds copies of its tensors, and chooses kernels that can be differentiated
-    twice.
-    """
+    """Bind copies of the model's tensors, and choose kernels that are twice differentiable."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(reparametrized(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -382,9 +379,7 @@ def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
 
 
 class _UnfusedWeightNorm(TorchFunctionMode):
-    """Has a weight's norm computed by operations whose second derivatives are right: torch's of
-    the kernel are not.
-    """
+    """Computes weight norms without torch's fused kernel, whose second derivatives are wrong."""
 
     def __torch_function__(
         self,
@@ -402,9 +397,7 @@ class _UnfusedWeightNorm(TorchFunctionMode):
 def _linearize_by_graph(
     objective: Callable[[], Tensor], points: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], Product]:
-    """The loss, its gradients, and products of tangents (k, …) of the points by autograd's graph
-    of the gradients.
-    """
+    """The loss, its gradients, and products with tangents (k, …) by autograd's graph."""
     try:
         with torch.enable_grad():
             loss = objective()
@@ -442,8 +435,9 @@ def _linearize_by_graph(
 
 
 def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> str:
-    """The user's line whose operation has no second derivative, for the end of an error: torch
-    keeps it if asked to.
+    """The user's line whose operation has no second derivative, for an error message.
+
+    torch records the line only on request.
     """
     with (
         warnings.catch_warnings(record=True, action="always") as caught,

@@ -1,6 +1,4 @@
-"""The loss around a network's weights: along a line, and over the plane of the two directions of
-greatest curvature.
-"""
+"""The loss around a network's weights: along lines, and over the plane of extreme curvatures."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ EIGENPAIR_TOLERANCE = 1e-3  # of an eigenpair: finer than what a picture shows
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Landscape:
-    """The weights of a network, and the directions along which its loss curves down most and up
-    most.
+    """The weights of a network, with the directions of the least and the greatest curvature.
 
     `gpulab.saddles.landscape` makes one. It keeps a copy of the weights.
 
@@ -139,8 +136,7 @@ class Landscape:
 
 
 def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Landscape:
-    """Find the directions from a network's weights along which its loss curves down most and up
-    most.
+    """Find the directions of the least and the greatest curvature at a network's weights.
 
     The loss along lines in their plane can then be computed (`slice`).
 

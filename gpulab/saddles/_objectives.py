@@ -1,6 +1,4 @@
-"""What a loss is computed on: which batches `hessian`, `find_critical_point` and `landscape`
-accept, decided once.
-"""
+"""The objective: which batches `hessian`, `find_critical_point` and `landscape` accept."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from gpulab.numerics._emulation import float32_products
 
 
 class Operator(Protocol):
-    """A symmetric (n, n) matrix that multiplies vectors: a `Hessian`, a dense tensor, or anything
-    with these.
+    """A symmetric (n, n) operator: a `Hessian`, a dense tensor, or anything with these members.
 
     Attributes:
         shape: (n, n).
@@ -56,8 +55,7 @@ def check_products(products: Float[Tensor, "n k"]) -> None:
 def check_symmetric(
     A: Operator, vectors: Float[Tensor, "n k"], products: Float[Tensor, "n k"]
 ) -> None:
-    """`DataError` unless the products are finite, and uᵀ(Av) = vᵀ(Au) for every two of the vectors,
-    but for rounding.
+    """Raise `DataError` unless products are finite and uᵀ(Av) = vᵀ(Au) holds up to rounding.
 
     The numbers uᵀ(Av) of all pairs are a (k, k) matrix, which is symmetric if A is. Its asymmetry
     is compared with two sizes:
@@ -78,9 +76,7 @@ def check_symmetric(
     asymmetry = float((pairs - pairs.T).abs().max())
 
     def typical_product(columns: Tensor) -> float:
-        """What the product of a vector with such a column is, where it points anywhere: their
-        lengths over √n.
-        """
+        """The expected size of a product with a column in a random direction: lengths over √n."""
         vector_length = float(u.norm(dim=0).max())
         column_length = float(columns.norm(dim=0).max())
         return vector_length / len(u) ** 0.5 * column_length

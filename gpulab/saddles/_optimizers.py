@@ -79,8 +79,7 @@ def build_optimizer(
 
 
 def optimizer_name(optimizer: str | OptimizerFactory, built: optim.Optimizer) -> str:
-    """A name for tables: the one given, or the class of what a function built with what is unusual
-    about it.
+    """A name for tables: the given one, or the class of the optimizer with its unusual options.
 
     Examples:
         >>> small_steps = functools.partial(torch.optim.Adam, eps=1e-4)
@@ -161,9 +160,7 @@ class EscapeLaw:
         return 2 * a / (b + (b.square() + 4 * a).sqrt())
 
     def accumulated_push(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-        """What a push adds in the long run, as a multiple of what it does at once: 1 / (1 − μ)
-        for a small ηλ.
-        """
+        """The total effect of a push relative to its first: 1 / (1 − μ) for a small ηλ."""
         growth = self.growth(curvature)
         return growth / (growth - self.momentum)
 
@@ -174,8 +171,7 @@ class EscapeLaw:
         steepest: Float[Tensor, " n"],
         radius: float,
     ) -> float:
-        """The step at which the displacements from `start`, at rest, are together as long as the
-        radius.
+        """The step at which the displacements from `start`, at rest, reach the radius in total.
 
         `start` is along each direction, its absolute value; `curvature` their λ, the largest first;
         `steepest` the unit vector v of the first one.
@@ -196,9 +192,7 @@ class EscapeLaw:
 
 
 def _time_to_radius(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
-    """The step at which displacements that grow by their own rates are together as long as the
-    radius.
-    """
+    """The step at which exponentially growing displacements reach the radius in total."""
     from scipy.optimize import brentq
 
     if not (start > 0).any():
@@ -221,8 +215,7 @@ def step_ratio(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> float:
-    """The step that an optimiser settles to where the gradient stays as it is, over half of the
-    weights' last place.
+    """The optimiser's step in a constant gradient, over half of the weights' last place.
 
     Both are Euclidean lengths over all weights. Far below 1 nothing moves for good. The step is the
     optimiser's in float64, from zero, so that nothing of it is rounded away; the last place is that

@@ -1,6 +1,4 @@
-"""The density of the eigenvalues of a symmetric operator, and its index: how many of them are
-negative.
-"""
+"""The spectral density of a symmetric operator, and how many eigenvalues are negative."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ class Estimate:
 
 @dataclass(frozen=True, repr=False)
 class Index(Estimate):
-    """How many eigenvalues of an operator are negative, further from zero than a threshold; `int`
-    of it is that number.
+    """How many eigenvalues are negative, below minus a threshold; `int(index)` is that number.
 
     Attributes:
         value: How many are below −`threshold`; an estimate may be no whole number.
@@ -73,8 +70,7 @@ class Index(Estimate):
 
 @dataclass(frozen=True, eq=False)
 class SpectralDensity:
-    """An estimate of how an operator's eigenvalues are distributed: for each random probe, nodes
-    and their weights.
+    """An estimate of an operator's eigenvalue distribution: nodes and weights for each probe.
 
     `gpulab.saddles.spectral_density` makes one. Nodes are places on the axis of the eigenvalues.
     For a function f, the sum of weight × f(node) over a probe estimates the mean of f over all
@@ -174,8 +170,7 @@ class SpectralDensity:
 def spectral_density(
     H: Operator, *, probes: int = 10, steps: int = 100, seed: int = 0, progress: bool = True
 ) -> SpectralDensity:
-    """Estimate how the eigenvalues of a symmetric operator are distributed, by stochastic Lanczos
-    quadrature.
+    """Estimate the spectral density of a symmetric operator by stochastic Lanczos quadrature.
 
     It needs products with the operator only, `probes` times `steps` of them. All probes advance
     together, and each needs memory for three vectors. Vectors are not made orthogonal again: in

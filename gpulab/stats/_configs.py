@@ -1,5 +1,4 @@
-"""The configuration that Hydra and Lightning leave beside the tables of a run: settings and seeds
-by name.
+"""Configurations that Hydra and Lightning store beside a run's tables: settings and seeds.
 
 Files are read as plain data. Tags of YAML that stand for Python objects, such as `!!python/tuple`,
 make lists, dictionaries and texts, and nothing is imported or called.
@@ -168,8 +167,7 @@ def _resolve_references(settings: dict[str, Value]) -> dict[str, Value]:
 
 
 def find_settings(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]], list[DataError]]:
-    """The settings of the run whose table this is, each with the file it comes from, and what could
-    not be read.
+    """The settings of a table's run, each with its file, and what could not be read.
 
     Configuration files are looked for in the table's folder and in those above it up to `root`. The
     nearest counts.

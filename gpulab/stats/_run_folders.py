@@ -39,8 +39,7 @@ TableReader = Callable[[Path], tuple[pd.DataFrame, list[str]]]  # a table, and n
 
 
 def is_pattern(name: str | Path) -> bool:
-    """Whether a name stands for several files, such as `outputs/*/metrics.csv`, and is no file
-    itself.
+    """Whether a name is a pattern for several files, such as `outputs/*/metrics.csv`.
 
     >>> is_pattern("outputs/*/metrics.csv"), is_pattern("outputs/metrics.csv")
     (True, False)
@@ -51,8 +50,7 @@ def is_pattern(name: str | Path) -> bool:
 def read_runs(
     names: Sequence[str | Path], read_table: TableReader
 ) -> tuple[pd.DataFrame, list[str]]:
-    """The tables in some folders and files as one, with the settings of each run, and notes on
-    where they are from.
+    """Read the tables of folders and files as one, with each run's settings and notes on sources.
 
     Raises:
         DataError: Where there are no tables, none that can be read, or tables of several names.
@@ -138,9 +136,7 @@ def _common_folder(folders: Iterable[Path]) -> Path:
 
 
 def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]:
-    """The tables that a folder, a file or a pattern stands for, each with its root, and folders
-    of runs without one.
-    """
+    """The tables of a folder, file or pattern, each with its root, and folders without a table."""
     path = Path(name)
     if is_pattern(name):
         matches = sorted(glob.glob(str(name), recursive=True), key=_natural_key)
@@ -185,8 +181,7 @@ def _pattern_root(pattern: Path) -> Path:
 
 
 def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The tables in a folder and those below it, and folders with a configuration of Hydra and no
-    table.
+    """The tables in a folder tree, and its folders with a Hydra configuration but no table.
 
     Raises:
         DataError: For a folder that cannot be read, and tables of several names of which none is
@@ -216,9 +211,7 @@ def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:
-    """The tables with the usual name for logs, or all where they have one name, or lie in one
-    folder.
-    """
+    """The tables with the usual name for logs; all if they share a name or a folder."""
     counts = Counter(table.name for table in tables)
     for name in USUAL_TABLE_NAMES:
         if name in counts and len(counts) > 1:
@@ -253,9 +246,7 @@ def _count_names(names: Iterable[str]) -> str:
 
 
 def _add_run_name(frame: pd.DataFrame, table: Path, base: Path) -> pd.DataFrame:
-    """A table with the name of its run; one of TensorBoard's has a column that is called as its
-    tag.
-    """
+    """Add the run's name to a table; TensorBoard's value column is renamed to its tag."""
     name = table.relative_to(base).as_posix() if table.is_relative_to(base) else table.as_posix()
     run = (
         name.removesuffix(table.suffix)

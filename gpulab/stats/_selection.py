@@ -148,8 +148,7 @@ def choose_rows(
     choice: RowChoice,
     column: MetricColumn,
 ) -> ChosenRows:
-    """Choose a row for each run where runs have several; all rows where they have one, or are mere
-    repetitions.
+    """Choose one row for each run that has several; mere repetitions keep all their rows.
 
     Args:
         frame: The table.
@@ -194,9 +193,7 @@ def choose_rows(
 
 
 class _RunTable:
-    """A table whose rows belong to runs: those with the same level, block and number of the
-    repetition.
-    """
+    """A table whose rows belong to runs, identified by level, block and repetition."""
 
     def __init__(
         self, frame: pd.DataFrame, metric: str, factor: str, block: str, column: MetricColumn
@@ -219,9 +216,7 @@ class _RunTable:
         return bool(pd.Series(self.runs[positions]).duplicated().any())
 
     def counters(self, positions: NDArray[np.intp]) -> list[str]:
-        """The counting columns in which rows of one run differ, epochs before steps, and clocks
-        last.
-        """
+        """The counting columns that vary within a run: epochs before steps, and clocks last."""
         counters = []
         for name in map(str, self.frame.columns):
             if name in (self.metric, self.factor, self.block) or not (
@@ -318,9 +313,7 @@ class _RunTable:
     def _differing_settings(
         self, rows: NDArray[np.intp], ignored_columns: Iterable[str]
     ) -> list[str]:
-        """Columns that do not change inside a run by its name, and differ between the runs of
-        these rows.
-        """
+        """Columns that are constant within runs by name, and differ between these rows' runs."""
         of_rows = self.frame.iloc[rows]
         ignored = (self.metric, self.factor, self.block, *ignored_columns)
         names = [name for name in map(str, of_rows.columns) if name not in ignored]
@@ -335,9 +328,7 @@ class _RunTable:
         ]
 
     def refuse(self, counters: list[str], positions: NDArray[np.intp]) -> None:
-        """Raise `UsageError` that says in which column the rows of a run differ, and both ways
-        to choose one.
-        """
+        """Raise `UsageError` naming the differing column and the two ways to choose a row."""
         values = self.numbers(counters[0])
         assert values is not None
         counts = pd.Series(values[positions]).groupby(self.runs[positions]).nunique()
@@ -359,9 +350,7 @@ class _RunTable:
         is_diverged: NDArray[np.bool_],
         filled_rows: NDArray[np.intp],
     ) -> ChosenRows:
-        """Choose the last row of each run by a counting column, and among several of them by the
-        others.
-        """
+        """Choose each run's last row by a counting column, and resolve ties by the others."""
         counts = self._counter_values(last, filled_rows)
         chosen_rows = self._rows_with_largest_count(filled_rows, counts, counters)
         # several empty cells say no more than one
@@ -402,9 +391,7 @@ class _RunTable:
         counter_values: NDArray[np.float64],
         tie_breakers: Sequence[str],
     ) -> NDArray[np.intp]:
-        """The rows with the largest count in each run; where there are several, the other
-        columns decide.
-        """
+        """The rows with the largest count in each run; the other columns resolve ties."""
         for values in (counter_values, *map(self.numbers, tie_breakers)):
             if values is None:
                 continue
@@ -547,8 +534,7 @@ class _RunTable:
 def growing_columns(
     frame: pd.DataFrame, factor: str, block: str, names: Iterable[str]
 ) -> list[str]:
-    """Those of some columns that grow from row to row in each level and block, and so may count
-    along a training.
+    """The columns that grow from row to row in each level and block, and may count steps.
 
     >>> table = pd.DataFrame(
     ...     {"setting": list("aaabbb"), "seed": 0, "episode": [0, 1, 2] * 2, "x": [3, 1, 2] * 2}
@@ -614,8 +600,7 @@ def is_clock(name: str) -> bool:
 
 
 def direction_of(name: str) -> Mode | None:
-    """Whether the lowest or the highest value of a metric is the best, by its name; None where that
-    does not tell.
+    """Whether the lowest or highest value of a metric is best, by its name; None if unclear.
 
     >>> [
     ...     direction_of(name)

@@ -1,6 +1,4 @@
-"""Tables of runs that other programs wrote: CSV, TSV and Parquet files, exports, and folders of
-runs.
-"""
+"""Tables of runs from other programs: CSV, TSV and Parquet files, exports and folders."""
 
 from __future__ import annotations
 
@@ -127,9 +125,7 @@ def _rename_state(
 
 
 def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The table of a chart of Weights & Biases, which has a column for each run, with a row for
-    each run and step.
-    """
+    """Convert a chart of Weights & Biases, a column for each run, to rows of run and step."""
     counter, *run_columns = map(str, frame.columns)
     matches = [match for match in map(WANDB_CHART.fullmatch, run_columns) if match]
     if not matches or len(matches) < len(run_columns):

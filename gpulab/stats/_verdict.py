@@ -30,8 +30,7 @@ MAX_LOOKS = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class Verdict(VerdictPage):
-    """What `verdict` returns: each level of a factor, such as a setting, compared with a reference
-    on the same seeds.
+    """The result of `verdict`: each level of a factor compared with a reference on the same seeds.
 
     `print(verdict)` says it in sentences, `verdict.plot()` draws it, a notebook shows both, and
     `verdict.save(file)` writes both to an HTML page.
@@ -110,8 +109,7 @@ class Verdict(VerdictPage):
         return describe_with_numbers(self)
 
     def sentences(self, words: TextByLevel | None = None) -> list[str]:
-        """Say what the levels came to, a sentence or two for those of one decision: the effect
-        first.
+        """Summarise the levels in a sentence or two for each decision, effects first.
 
         Args:
             words: What levels and the metric are called, such as `{"cuda": "the GPU", "final_loss":
@@ -141,8 +139,7 @@ def verdict(
     best: str | None = None,
     mode: str | None = None,
 ) -> Verdict:
-    """Decide for each level of a factor, such as a setting, whether it changes a metric, by runs on
-    the same seeds.
+    """Decide for each level of a factor whether it changes a metric, using the same seeds.
 
     Each level is compared with a reference, seed by seed. It gets one of four decisions:
 

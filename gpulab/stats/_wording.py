@@ -83,9 +83,7 @@ def level_sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
 
 
 def describe_with_numbers(verdict: Decisions) -> str:
-    """A line for each level, its decision, sentence and numbers, and then what holds for all of
-    them.
-    """
+    """A line for each level with its decision, sentence and numbers, then the common facts."""
     reference_seeds = f"{verdict.block}s under {_level_name(verdict, verdict.reference)}"
     lines = [_level_paragraph(verdict, row) for row in verdict.rows] or level_sentences(verdict, {})
     lines.append(
@@ -103,9 +101,7 @@ def describe_with_numbers(verdict: Decisions) -> str:
 
 
 def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
-    """Which seeds were left out of the comparison of a level, because one of the two lacks them;
-    empty for none.
-    """
+    """The seeds left out because the level or the reference lacks them; empty for none."""
     factor, block = verdict.factor, verdict.block
     preposition = "under" if factor == "setting" else "with"
     blocks_by_level = verdict.runs.groupby(factor, sort=False)[block]
@@ -206,9 +202,7 @@ def _divergence_facts(verdict: Decisions, row: LevelDecision) -> dict[str, objec
 
 
 def _effect_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
-    """How far a level differs, in how many seeds, what that is compared with, and what would
-    settle it.
-    """
+    """How far a level differs, in how many seeds, against which margin, and what would decide."""
     block = verdict.block
     differences = verdict.pairs[verdict.pairs[verdict.factor] == row.level].difference
     direction = "higher" if row.difference > 0 else "lower"
@@ -234,8 +228,9 @@ def _effect_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
 
 
 def _average_text(verdict: Decisions, row: LevelDecision, direction: str) -> str:
-    """How far a level is from the reference on average, and in which direction, up to the
-    reference's name.
+    """How far, and in which direction, a level is from the reference on average.
+
+    The text ends before the reference's name.
     """
     if row.difference == 0:
         return "the same on average as"
@@ -243,9 +238,7 @@ def _average_text(verdict: Decisions, row: LevelDecision, direction: str) -> str
 
 
 def _amount_text(verdict: Decisions, row: LevelDecision, value: float) -> str:
-    """A difference in per cent of the reference's mean where all values are above zero, or as it
-    is.
-    """
+    """A difference in per cent of the reference's mean if all values are positive, or as it is."""
     if verdict.runs[verdict.metric].min() > 0 and row.margin_relative > 0:
         return f"{100 * value * row.margin_relative / row.margin:.2g} %"
     return f"{value:.2g}"

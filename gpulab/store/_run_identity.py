@@ -1,6 +1,4 @@
-"""The identity of a run: an id that depends on what was run, on which content, and on nothing
-else.
-"""
+"""The identity of a run: an id that depends only on what was run and on which content."""
 
 from __future__ import annotations
 
@@ -61,8 +59,7 @@ def run_id(identity: dict[str, Any]) -> str:
 def replace_path_by_content(
     configuration: dict[str, Any], record: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A configuration in which a film or a folder of frames goes by its content instead of by its
-    place.
+    """Replace the path of a film or a folder of frames in a configuration by its content hash.
 
     >>> replace_path_by_content({"data": "video:walk.mp4", "seed": 0}, {"content": "1c9a"})
     {'data': 'video:1c9a', 'seed': 0}

@@ -1,6 +1,4 @@
-"""The runs of a store as tables: one row for each run, one row for each window of a history, and
-packed files.
-"""
+"""The runs of a store as tables: a row for each run or each window, and packed files."""
 
 from __future__ import annotations
 
@@ -130,8 +128,7 @@ def has_runs(folder: Path) -> bool:
 
 
 def drop_empty_losses(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table of runs without columns of losses that no run has, where runs have metrics of other
-    names.
+    """Drop columns of losses that no run has, if runs have metrics of other names.
 
     >>> import pandas as pd
     >>> nan = float("nan")
@@ -330,9 +327,7 @@ def _build_frame(paths: list[str]) -> pd.DataFrame:
 
 
 def _build_row(entry: RunEntry) -> Row:
-    """Build the row of a run in the table; `DataError`, naming the file, for a record that it
-    cannot be built from.
-    """
+    """Build the table row of a run; `DataError`, naming the file, for an unsuitable record."""
     record = entry.record
     configuration = record["configuration"]
     is_function = "source" in configuration

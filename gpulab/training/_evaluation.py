@@ -43,8 +43,9 @@ class EvaluationEngine(BatchEngine):
 def heldout_loss(
     model: Trainable, data: Data, window: int, setting: Setting, fast: bool = True
 ) -> float:
-    """Return the mean squared error per held-out frame, in windows of `window` frames. Leaves the
-    model in eval mode.
+    """Return the mean squared error per held-out frame; leaves the model in eval mode.
+
+    The frames are predicted in windows of `window` frames.
 
     If `fast` is true, a faster engine may compute the loss; results agree up to rounding.
     """

@@ -1,6 +1,4 @@
-"""Experiments: seeds × settings, each run in a worker process, so that no setting affects
-another.
-"""
+"""Experiments: seeds × settings, isolated from each other in worker processes."""
 
 from __future__ import annotations
 
@@ -44,8 +42,7 @@ LOCK_LEASE_SECONDS = 120.0  # the lifetime of a lock that is not refreshed
 
 
 class Experiment:
-    """Train the same model under several settings from the same seeds, for a comparison by
-    `gpulab.verdict`.
+    """Train a model under several settings from the same seeds, to compare with `gpulab.verdict`.
 
     Each run is trained in a worker process, so that no setting leaks into another. All runs are
     kept in a store; those that it has already are not trained again.
@@ -303,8 +300,7 @@ def seed_runs(
     progress: bool = True,
     **changes: Any,
 ) -> pd.DataFrame:
-    """Train a network of your own from several seeds under one setting, in this process; nothing is
-    kept.
+    """Train your own network from several seeds under one setting in this process, unstored.
 
     The first seed that fails ends it. An `Experiment` keeps runs in a store, and goes on where it
     was interrupted.

@@ -1,5 +1,4 @@
-"""A training of the user's own: any function of a seed, called under a setting, whose numbers are
-kept as a run.
+"""Custom training functions: called with a seed under a setting, their metrics kept as a run.
 
 Which run it is depends on the function's options and on the text of its file, with whatever lies
 beside it that it imports: after an edit, of a comment too, the same seeds are other runs, and those
@@ -49,8 +48,7 @@ DEFAULT_METRIC = "final_loss"  # the name of a number without one
 
 
 class TrainingFunction:
-    """A function `train(seed, setting, …)`, checked: what it is called, its options, and what it
-    was.
+    """A checked function `train(seed, setting, …)`: its name, its options and its source.
 
     Attributes:
         name: `file.py:name`, or the name alone for a function typed into a notebook.
@@ -92,8 +90,7 @@ class TrainingFunction:
         )
 
     def describe_options(self, options: Options) -> tuple[Options, dict[str, str]]:
-        """Return all options as JSON has them, and the digest of the files that they name, if they
-        name any.
+        """Return all options as JSON, and the digest of the files that they name, if any.
 
         Raises:
             UsageError: For an option that the function does not have, or that JSON cannot carry.
@@ -121,8 +118,7 @@ class TrainingFunction:
         return json_options, {"content": files.digest(contents)} if contents else {}
 
     def __call__(self, setting: Setting, seed: int, options: Options) -> dict[str, Any]:
-        """Call the function with the random numbers drawn from the seed; returns its numbers by
-        name.
+        """Call the function with random numbers seeded; returns its metrics by name.
 
         Empty where the training diverged by an `ArithmeticError` or a `LinAlgError`. The setting is
         activated already.
@@ -253,9 +249,7 @@ def _summarize_metrics(metrics: dict[str, Any], seconds: float) -> dict[str, Any
 
 
 def as_training_function(net: object) -> TrainingFunction | None:
-    """The training of the user's own that a function stands for, or the name of one; None for
-    anything else.
-    """
+    """Convert a function, or the name of one, to a `TrainingFunction`; None for anything else."""
     if isinstance(net, TrainingFunction):
         return net
     if isinstance(net, str):

@@ -122,17 +122,13 @@ class PlannedRun(ABC):
 
     @abstractmethod
     def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun | None:
-        """Return the network and the data of a stored run; None if weights are asked for that
-        were not kept.
-        """
+        """Return the network and data of a stored run; None if requested weights are missing."""
 
     # Common to both
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Activate the setting. Random numbers that are drawn inside leave the caller's as they
-        were.
-        """
+        """Activate the setting. The caller's random number generators are left as they were."""
         with self.setting.apply(), torch.random.fork_rng(devices=[]):
             yield
 

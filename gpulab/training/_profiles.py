@@ -51,8 +51,7 @@ PROTOCOLS = {
 
 
 def profile(name: str) -> str:
-    """Choose the profile, which says how large experiments are: `GPULAB_PROFILE` if that is set,
-    else `name`.
+    """Choose the profile, the size of experiments: `GPULAB_PROFILE` if set, else `name`.
 
     Notebooks call it, so that one environment variable makes all of them small for a test.
 

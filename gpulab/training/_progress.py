@@ -23,9 +23,7 @@ LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextlib.contextmanager
 def write_share_to(file: Path | None) -> Iterator[None]:
-    """Have trainings inside write the share that is done to a file, for another process; None
-    writes nothing.
-    """
+    """Have trainings inside write their progress to a file for another process; None for none."""
     written_at = float("-inf")
 
     def write_share(share: float) -> None:
@@ -107,8 +105,7 @@ class RunClock:
             self.seconds.setdefault(self.settings[number], []).append(self.clock() - started)
 
     def shares(self, reported_shares: dict[int, float]) -> dict[int, float]:
-        """How much of each run under way is done: as it has noted, or by the time that such runs
-        take.
+        """The finished share of each active run: as it reports, or estimated from past durations.
 
         A run under a setting that is new approaches its end ever more slowly, so that its bar
         moves.
@@ -156,9 +153,7 @@ class RunClock:
     def _seconds_by_setting(
         self, reported_shares: dict[int, float], now: float | None
     ) -> dict[str, float]:
-        """How long a run takes under each setting of which that is known: from runs that ended,
-        or one under way.
-        """
+        """The duration of a run under each setting, from finished or active runs, where known."""
         seconds_by_setting = {
             setting: sum(seconds) / len(seconds) for setting, seconds in list(self.seconds.items())
         }

@@ -1,5 +1,4 @@
-"""A program that ends the workers of an experiment whose own process has died, with all that they
-have started.
+"""A program that ends an experiment's workers and their children once its process has died.
 
 It reads the ids of workers from its standard input, one a line, and ends when it is killed or has
 done its work. A thread of a worker could not do this: a worker that hangs at its end runs no

@@ -48,8 +48,7 @@ HISTORY_DTYPE = np.dtype(
 
 @dataclass
 class Run:
-    """What one training left: the model, the losses along the way, and the record. `gpulab.train`
-    returns it.
+    """The result of `gpulab.train`: the trained model, the losses along the way, and the record.
 
     `print(run)` says it in one line.
 
@@ -108,8 +107,7 @@ class Run:
 
     @torch.no_grad()
     def predict(self) -> tuple[Tensor, Tensor]:
-        """Compute what the trained model makes of the held-out part of the data, in float32 on the
-        CPU.
+        """Compute the trained model's output on the held-out data, in float32 on the CPU.
 
         Returns:
             Two tensors of numbers in [0, 1]. For a sequence both have the shape (T, 1, C, H, W) and
@@ -320,9 +318,7 @@ def train(
 def _load_stored(
     planned: PlannedRun, folder: Path, identity: Identity, keep_weights: bool
 ) -> Run | None:
-    """Return the run as a store has it; None where the store has none, or lacks weights that are
-    to be kept.
-    """
+    """Return the stored run; None if there is none, or if it lacks weights that are to be kept."""
     stored = find_run(folder, identity)
     restored = planned.restore(stored, keep_weights) if stored else None
     if stored is None or restored is None:

@@ -20,8 +20,7 @@ LOSS_SYNC_SECONDS = (
 
 
 class Supervisor:
-    """Is called after each window of a training: shows progress, calls the user's `watch`, and
-    keeps checkpoints.
+    """Called after each window: shows progress, calls the user's `watch`, and saves checkpoints.
 
     Args:
         training: What is trained.
@@ -81,8 +80,7 @@ def supervise(
     checkpoint: Path | None = None,
     progress: bool = True,
 ) -> None:
-    """Train on the windows, with a progress bar, and keep a checkpoint every ten seconds and when
-    interrupted.
+    """Train with a progress bar; save a checkpoint every ten seconds and on interruption.
 
     Args:
         training: What is trained.

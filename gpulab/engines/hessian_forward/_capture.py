@@ -29,8 +29,7 @@ DETACH = torch.ops.aten.detach.default
 
 @dataclass(frozen=True)
 class CapturedOperation:
-    """One call below autograd: `function(*arguments, **options)` returned `results`, all of them
-    detached.
+    """One call below autograd: `function(*arguments, **options)` and its detached `results`.
 
     Something that overwrites its argument is captured as the function that returns a new tensor
     instead.
@@ -53,8 +52,7 @@ def as_list(results: Nested) -> list[Nested]:
 
 
 class Capture(UncompiledDispatchMode):
-    """Sees every operation, and has `linearize` name the variables that are the tangents of its
-    results.
+    """Records every operation, and has `linearize` number the tangents of its results.
 
     Tensors are told apart as objects, memory by its address. Where memory is overwritten, whatever
     else lies there has a wrong tangent from then on, and must not be used. What earlier operations
@@ -132,9 +130,7 @@ class Capture(UncompiledDispatchMode):
         return results
 
     def tangent(self, tensor: Tensor, function: OpOverload | None = None) -> int | None:
-        """The number of the variable that is the tangent of a tensor, for a function; None for a
-        constant.
-        """
+        """The number of the variable that is a tensor's tangent; None for a constant."""
         if self.overwritten and (tensor.requires_grad or not self.is_forward):
             for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
                 if self.valid_since.get(tensor, 0) < time and _overlap(tensor, overwritten_tensor):
