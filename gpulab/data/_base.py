@@ -42,7 +42,7 @@ class Data(ABC):
     channels: int
     size: tuple[int, int]
     sequential: bool
-    threads: int = 0  # that may make frames ahead, for a device that would wait for them
+    threads: int = 0  # how many may prefetch frames for a device that would wait for them
     stamps: Stamps = {}  # of the files that are read later, as they were when the data were loaded
 
     @property

@@ -50,7 +50,7 @@ TRANSPARENT_IMAGE = (
 )
 SIXTEEN_BITS = {"I;16", "I;16L", "I;16B", "I;16N"}  # modes of Pillow
 GREY_MODES = {"1", "L", "LA", "La", "I", "F"}  # of Pillow, without what follows a semicolon
-UNREADABLE_MODES = {  # whose numbers do not say how they are to be shown
+UNREADABLE_MODES = {  # their numbers do not determine a shade
     "CMYK": (
         "holds amounts of ink (CMYK), and a screen's colours depend on the printer; save it as RGB"
     ),
@@ -161,7 +161,9 @@ def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
         # buffers.
         a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()  # type: ignore[call-overload]
         if not (a or d):
-            pixels, a, d = pixels.swapaxes(0, 1), c, b
+            pixels = pixels.swapaxes(0, 1)
+            a = c
+            d = b
         elif b or c:
             raise DataError(
                 f"{file}: is to be shown turned by {frame.rotation}°; quarter turns can be read"
@@ -243,8 +245,9 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
 
 def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
     """Raise `DataError` unless numbers of any size can be taken as shades of grey, 0 to 255."""
-    lowest, highest = shades.min(), shades.max()
-    # with numbers up to 1, 1 may be white
+    lowest = shades.min()
+    highest = shades.max()
+    # If no number exceeds 1, white may be 1.
     if (1 < highest <= 255 and lowest >= 0) or not shades.any():
         return
     raise DataError(

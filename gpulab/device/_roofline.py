@@ -412,7 +412,9 @@ def _operations(setting: Setting) -> Iterator[Work]:
         return torch.randn(shape).to(setting.device, setting.dtype)
 
     count = COPY_BYTES[setting.kind] // setting.dtype.itemsize
-    source, second_source, target = random(count), random(count), random(count)
+    source = random(count)
+    second_source = random(count)
+    target = random(count)
     yield Work("copy", "memory", lambda: target.copy_(source))
     yield Work("add", "memory", lambda: torch.add(source, second_source, out=target), count)
     for edge in (2**power for power in range(4, MAX_MATRIX_SIZE[setting.kind].bit_length())):

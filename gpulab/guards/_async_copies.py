@@ -80,7 +80,8 @@ class AsyncCopyTracker:
     ) -> None:
         """Look at an operation that was just run: is it a copy that goes on after it?"""
         if operation is TO_COPY and kwargs.get("non_blocking"):
-            target, source = result, args[0]
+            target = result
+            source = args[0]
         elif operation is torch.ops.aten.copy_.default and (
             kwargs.get("non_blocking") or args[2:] == (True,)
         ):
@@ -89,10 +90,12 @@ class AsyncCopyTracker:
             return
         if target.is_cuda:
             cause = "leaving"
-            host, device = source, target
+            host = source
+            device = target
         else:
             cause = "arriving"
-            host, device = target, source
+            host = target
+            device = source
         is_asynchronous = device.is_cuda and host.is_cpu and is_plain(host) and host.is_pinned()
         if not is_asynchronous or torch.cuda.is_current_stream_capturing():
             return

@@ -94,11 +94,11 @@ def memory_digest(start: int, stop: int) -> int:
 
 
 def content_digest(tensor: Tensor) -> int:
-    """A number of 64 bits that stands for the content of an ordinary tensor.
+    """A 64-bit digest of the content of an ordinary tensor.
 
-    A large tensor has one on a CPU and another on a GPU, where it is not worth to be brought from.
+    A large tensor has different digests on a CPU and on a GPU, since it is not copied to the host.
 
-    >>> # Which the names of recorded values come from
+    >>> # The names of recorded values come from these numbers.
     >>> (
     ...     content_digest(torch.arange(3.0)),
     ...     content_digest(torch.arange(2**24 + 1)),
@@ -106,7 +106,9 @@ def content_digest(tensor: Tensor) -> int:
     (7541795801147682588, 12559343085713087326)
     """
     ordered = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return int(fingerprint(ordered if ordered.numel() > MAX_HASHED_ON_HOST else ordered.cpu()))  # type: ignore[arg-type]
+    if ordered.numel() <= MAX_HASHED_ON_HOST:
+        ordered = ordered.cpu()
+    return int(fingerprint(ordered))  # type: ignore[arg-type]
 
 
 def _digest(tensor: Tensor, level: int = 0) -> Tensor:

@@ -208,10 +208,10 @@ class Guard:
         self._latest_steps: dict[int, OptimizerStep] = {}  # by the identity of the optimizer
         self._findings: dict[tuple[object, ...], Overwritten] = {}
         self._lock = threading.RLock()
-        self._threads: list[int] = []  # who is inside the block
-        self._holders: dict[Line, Holder | None] = {}  # who shared the memory of what a line saved
-        # What was compared on an accelerator, and what tells of a difference, by autograd's number
-        # of a backward pass.
+        self._threads: list[int] = []  # the threads inside the block
+        self._holders: dict[Line, Holder | None] = {}  # of the memory that a line saved
+        # The digests of an accelerator and the function that reports a difference, by autograd's
+        # number of a backward pass.
         self._pending: dict[int, list[tuple[Tensor, Tensor, Callable[[], None]]]] = {}
 
     @property
@@ -272,7 +272,7 @@ class Guard:
         if not self._threads:
             self._step_hook.remove()
         if self.reads == "any":
-            self._shared_reads.__exit__(kind, error, trace)  # which may raise
+            self._shared_reads.__exit__(kind, error, trace)  # this may raise
         if error is not None or self._findings:
             drain_ready_queue()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):

@@ -46,11 +46,11 @@ from gpulab.guards._fingerprints import host_memory, memory_digest
 from gpulab.guards._torch_patches import add_listener, is_copying, is_listening, remove_listener
 from gpulab.guards._write_lines import WriteLines, next_time
 
-# by `from_numpy` and `as_tensor`, whatever name they were imported by
+# `from_numpy` and `as_tensor` call it under any name they are imported by.
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
-OVERWRITING_OPERATIONS = {"copy_", "fill_", "zero_"}  # whose first argument is not read
-BLOCK_BYTES = 1 << 16  # bytes that have one number
-PRUNE_INTERVAL = 1000  # pieces of memory, after which those are dropped that are gone
+OVERWRITING_OPERATIONS = {"copy_", "fill_", "zero_"}  # their first argument is not read
+BLOCK_BYTES = 1 << 16  # covered by one digest
+PRUNE_INTERVAL = 1000  # tracked buffers between two removals of freed ones
 
 _tracked_lock = threading.Lock()  # held while the notes on tensors over foreign memory change
 

@@ -97,7 +97,8 @@ def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str
         weights, biases = (tensor.chunk(4) for tensor in weight_and_bias(cell.gates))
         for gate, weight, bias in zip(GATES, weights, biases, strict=True):
             *inputs, hidden = weight.split(cell.groups, dim=1)
-            views[f"{prefix}/h_{gate}/W"], views[f"{prefix}/h_{gate}/b"] = hidden, bias
+            views[f"{prefix}/h_{gate}/W"] = hidden
+            views[f"{prefix}/h_{gate}/b"] = bias
             for number, group in enumerate(inputs):
                 if group.shape[1]:
                     views[f"{prefix}/x_{gate}{number}/W"] = group

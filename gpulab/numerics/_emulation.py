@@ -180,7 +180,8 @@ def _multiply_sequentially(a: Tensor, b: Tensor) -> Tensor:
 
     In float64 the product is exact, so that the sum is rounded to float32 all but once.
     """
-    a, b = a.double(), b.double()
+    a = a.double()
+    b = b.double()
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     total = a.new_zeros(*batch, a.shape[-2], b.shape[-1])
     for k in range(a.shape[-1]):
@@ -414,11 +415,10 @@ class _Emulator(UncompiledDispatchMode):
         if self.is_paused:
             return operation(*args, **kwargs)
         if has_wrapper_subclass(types):
-            return (
-                NotImplemented  # such as a nested tensor, whose class calls operations on its parts
-            )
+            # The class of a nested tensor, for instance, calls operations on its parts.
+            return NotImplemented
         name = _product_name(operation)
-        # a composite one comes here in inference mode
+        # Composite operations arrive here in inference mode.
         if name in COMPOSED_OPERATIONS or is_composite(operation):
             with self:
                 return call_composite_kernel(
@@ -509,7 +509,8 @@ def _matrix_product(
             out if arithmetic.result == "float32" else out.copy_(round_to(out, arithmetic.result))
         )
     if name == "addbmm":  # the sum runs over the batch as well
-        a, b = a.transpose(0, 1).flatten(1), b.flatten(0, 1)
+        a = a.transpose(0, 1).flatten(1)
+        b = b.flatten(0, 1)
     out = arithmetic.multiply(torch.atleast_2d(a), b if b.dim() > 1 else b[:, None])
     out = out if b.dim() > 1 else out.reshape(a.shape[:-1])
     if name in SUMS_WITH_PRODUCTS:
@@ -602,7 +603,8 @@ def _correlation(
 ) -> Tensor:
     """What torch calls a convolution of (N, C, H, W) with (O, C, h, w)."""
     patches = _patches(x, weight.shape[2:], stride, padding)
-    rows, columns = weight.flatten(1)[None], patches.flatten(3).flatten(0, 2)[None]
+    rows = weight.flatten(1)[None]
+    columns = patches.flatten(3).flatten(0, 2)[None]
     if arithmetic.order == "tensor-core":
         # A GPU runs through a tile of channels at each of the kernel's places, then through the
         # next tile.
@@ -610,10 +612,10 @@ def _correlation(
         order = torch.cat(
             [tile.T.flatten() for tile in terms.split(arithmetic.channel_tile or len(terms))]
         )
-        rows, columns = rows[:, :, order], columns[:, order]
-    return (
-        arithmetic.multiply(rows, columns).reshape(len(weight), *patches.shape[3:]).transpose(0, 1)
-    )
+        rows = rows[:, :, order]
+        columns = columns[:, order]
+    product = arithmetic.multiply(rows, columns)
+    return product.reshape(len(weight), *patches.shape[3:]).transpose(0, 1)
 
 
 CONVOLUTIONS = {"convolution": _convolution, "convolution_backward": _convolution_backward}

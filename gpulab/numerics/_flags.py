@@ -40,7 +40,8 @@ def _new_interface() -> dict[str, _HasPrecision]:
         return {}
     # torch adds these attributes when it runs, so mypy knows none of them
     backends: Any = torch.backends
-    conv, rnn = backends.cudnn.conv, backends.cudnn.rnn
+    conv = backends.cudnn.conv
+    rnn = backends.cudnn.rnn
     return {
         "matmul": backends.cuda.matmul,
         "conv": conv,

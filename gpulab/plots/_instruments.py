@@ -45,7 +45,7 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
         ("b", report.b, colour_b if colour_b != colour_a else INK),
     ):
         words = trace.title.replace(trace.setting, setting_words(trace.setting))
-        size = 6 if side == "a" else 3.5  # where both have the same error, both are seen
+        size = 6 if side == "a" else 3.5  # Both are visible where they have the same error.
         label = textwrap.fill(words, MAX_LEGEND_CHARACTERS)
         axes.plot(
             table.index, drawn_errors[f"error_{side}"], "o", ms=size, mew=0, color=tint, label=label
@@ -106,9 +106,8 @@ def roofline(frame: pd.DataFrame) -> Picture:
     frame = frame[frame.kind.isin(ROOFLINE_KINDS)]
     frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
     for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
-        label = (
-            f"{setting_words(setting)}, {f'{machine} (recorded)' if machine else 'this machine'}"
-        )
+        machine_name = f"{machine} (recorded)" if machine else "this machine"
+        label = f"{setting_words(setting)}, {machine_name}"
         tint = theme.colour(setting)
         _roof(axes, device, device.gflops.max(), 3000.0, color=tint, lw=1.5, label=label)
         for kind, rows in device[device.flop > 0].groupby("kind"):
@@ -172,7 +171,7 @@ def placement(step: Placement) -> Picture:
     for precision, peak in peaks.items():
         shade = tint if precision in step.flop else FAINT
         _roof(left, frame, peak, max_intensity, color=shade)
-        label_height = max(peak, 1.5 * label_height)  # where labels would lie on each other
+        label_height = max(peak, 1.5 * label_height)  # Labels must not overlap.
         left.annotate(
             precision,
             (max_intensity, label_height),

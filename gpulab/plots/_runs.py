@@ -170,7 +170,9 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
     its interval, as a thicker line the one that equivalence is decided by, and the margin as a
     band. Source: Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
     """
-    factor, metric, table = verdict.factor, verdict.metric, verdict.table
+    factor = verdict.factor
+    metric = verdict.metric
+    table = verdict.table
     levels = [verdict.reference, *table[factor]]
     level_names = names(levels, factor)
     tints = theme.level_colours(factor, levels)
@@ -194,9 +196,8 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
         half_range = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
         right.set_xlim(-half_range, half_range)
     right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
-    right.set_xlabel(
-        f"difference ({f'sd between {verdict.block}s' if unit != 1 else left.get_xlabel()})"
-    )
+    unit_words = f"sd between {verdict.block}s" if unit != 1 else left.get_xlabel()
+    right.set_xlabel(f"difference ({unit_words})")
     alt = f"{metric} of each {verdict.block} under {'; '.join(level_names.values())}"
     alt += (
         f"; and the differences from {level_names[verdict.reference]} with intervals and the"
@@ -246,7 +247,9 @@ def differences(verdict: Verdict) -> Picture:
         >>> print(picture.alt.partition(". ")[0])
         Change of final_loss against CPU: GPU; and between seeds
     """
-    factor, metric, reference = verdict.factor, verdict.metric, verdict.reference
+    factor = verdict.factor
+    metric = verdict.metric
+    reference = verdict.reference
     reruns = verdict.reruns.assign(**{factor: f"{reference}{RERUN_SUFFIX}"})
     base = verdict.runs[verdict.runs[factor] == reference][metric].dropna().to_numpy(float)
     seed_differences = (base[:, None] - base)[np.triu_indices(len(base), 1)]

@@ -95,7 +95,10 @@ def saddle_surface(surface: Surface) -> Picture:
         >>> print(picture.alt.partition(". ")[0])
         A saddle at loss 2.222: 1 of 6 directions lead down
     """
-    along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
+    along = surface.along
+    across = surface.across
+    losses = surface.losses
+    loss = surface.loss
     figure, (left, right) = theme.canvas(2, height=3.9)
     quantiles = np.unique(np.quantile(losses, np.linspace(0.02, 0.98, 13)))
     contours = left.contourf(along, across, losses, levels=quantiles, cmap="cividis", extend="both")

@@ -44,10 +44,13 @@ COLOURS = {
     "cuda:deterministic=on": "#882255",
     "cuda:precision=float64": "#AA4499",
 }
-OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
+OTHER_CPU = ("#44AA99", "#117733", "#88CCEE")
+OTHER_GPU = ("#AA4499", "#DDCC77", "#CC6677")
 PAGE = 7.2  # inches, the width of a figure
-INK, FAINT = "#262626", "#999999"
-ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
+INK = "#262626"
+FAINT = "#999999"
+ON_CPU = COLOURS["cpu"]  # the colours of a device under any setting
+ON_GPU = COLOURS["cuda:tf32=off"]
 Style = dict[str, Any]  # keywords of matplotlib, whose values have every type
 RIGHT_OF_AXES: Style = {
     "xycoords": ("axes fraction", "data"),

@@ -43,7 +43,7 @@ STALL_RATIO = 0.99
 MIN_GAIN_RATIO = (
     1e-4  # the least share of the predicted decrease of ‖g‖² that a step has to achieve
 )
-MAX_DAMPING = 1e30  # where a step this short does not make the gradient smaller, none does
+MAX_DAMPING = 1e30  # if a step this short does not make the gradient smaller, none does
 MAX_NEWTON_SHARE = (
     1e-2  # a Newton step longer than this share of the weights: the critical point is elsewhere
 )
@@ -133,10 +133,8 @@ class CriticalPoint:
         return torch.linalg.eigh(self.hessian().dense())
 
     def __repr__(self) -> str:
-        return (
-            f"{'Critical' if self.found else 'No critical'} point at loss {self.loss:.6g}:"
-            f" {self.message}"
-        )
+        kind = "Critical" if self.found else "No critical"
+        return f"{kind} point at loss {self.loss:.6g}: {self.message}"
 
 
 def find_critical_point(

@@ -228,7 +228,8 @@ def _measure(
         spectrum = spectral_density(
             H, probes=measuring["probes"], steps=measuring["steps"], progress=False
         )
-    index, (smallest, largest) = spectrum.index(), spectrum.extremes
+    index = spectrum.index()
+    smallest, largest = spectrum.extremes
     return {
         "loss": float(losses.double().mean()),
         "index_fraction": index.value / index.size,

@@ -267,9 +267,14 @@ def escape(
 
     name = optimizer_name(optimizer, descent.optimizer)
     law = descent.law
-    patience, extra_steps, tolerated_steps = SETTLING_STEPS, 2 * SETTLING_STEPS, SETTLING_STEPS
     if name == "sgd":
-        patience, extra_steps, tolerated_steps = HELD_STEPS, 100, 0
+        patience = HELD_STEPS
+        extra_steps = 100
+        tolerated_steps = 0
+    else:
+        patience = SETTLING_STEPS
+        extra_steps = 2 * SETTLING_STEPS
+        tolerated_steps = SETTLING_STEPS
     noise = descent.equivalent_displacement()
     steepest = descent.unstable_directions[:, 0]
     initial_weights = descent.saddle + perturbation * steepest
@@ -420,7 +425,8 @@ class EscapeTable(Report):
         return float(fit.slope), float(fit.slope - half_width), float(fit.slope + half_width)
 
     def __str__(self) -> str:
-        left_count, held_count = int(self.table.escaped.sum()), int(self.table.stalled.sum())
+        left_count = int(self.table.escaped.sum())
+        held_count = int(self.table.stalled.sum())
         return (
             f"{len(self.table)} trainings from a saddle: {left_count} left, {held_count} were held"
             " there"

@@ -45,7 +45,8 @@ except ModuleNotFoundError as error:  # everything works without that folder, on
 
 Product = Callable[..., list[Tensor]]
 Linearize = Callable[[Callable[[], Tensor], list[Tensor]], tuple[Tensor, list[Tensor], Product]]
-FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
+FORWARD = "forward over reverse"
+REVERSE = "reverse over reverse"
 SECOND_DERIVATIVES = {  # how to have them, by a word of torch's error
     "attention": (
         "use the math kernel: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"

@@ -87,8 +87,10 @@ class Landscape:
         Returns:
             The second derivative of the loss along it.
         """
-        cosine, sine = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-        return cosine**2 * self.curvatures[0] + sine**2 * self.curvatures[1]
+        least, greatest = self.curvatures
+        cosine = math.cos(math.radians(angle))
+        sine = math.sin(math.radians(angle))
+        return cosine**2 * least + sine**2 * greatest
 
     def slice(
         self, angle: float = 0.0, extent: float | None = None, places: int = 41

@@ -179,7 +179,7 @@ class EscapeLaw:
         if start.isnan().any():
             return math.nan
         length = float(steepest.abs().sum())
-        # Where the mean weight's gradient along v reaches saturation.
+        # The displacement at which the mean weight's gradient along v saturates.
         corner = self.saturation_gradient * len(steepest) / (float(curvature[0]) * length)
         growth = self.growth(curvature)
         amplitude = start * (growth - self.momentum) / (growth - self.momentum / growth)

@@ -228,8 +228,7 @@ def spectral_density(
         product = torch.addcmul(product, vector, alpha.to(H.dtype), value=-1)
         product.addcmul_(previous, beta.to(H.dtype), value=-1)
         beta = torch.linalg.vector_norm(product, dim=0, dtype=dtype)
-        # Where β is zero the Krylov space is exhausted: a vector of zeros adds nodes without
-        # weight.
+        # The Krylov space is exhausted if β is zero: a vector of zeros adds nodes without weight.
         previous = vector
         vector = product * torch.where(beta > 0, 1 / beta, 0.0).to(H.dtype)
         alphas.append(alpha)

@@ -182,14 +182,18 @@ class LinearAutoencoderSaddle(CriticalPoint):
         a, b, low = (
             float(entries[component, unit]) for entries in (*self._blocks[:2], self._spectrum[0])
         )
-        p, q = b, low - a
+        p = b
+        q = low - a
         if p == 0 and q == 0:
-            p, q = 1.0, 0.0
+            p = 1.0
+            q = 0.0
         if is_higher:
             p, q = -q, p
-        row, column = unit, component
+        row = unit
+        column = component
         if component in self.components and unit < len(self.components):
-            row, column = self.components.index(component), self.components[unit]
+            row = self.components.index(component)
+            column = self.components[unit]
         decoder, encoder = (
             torch.zeros_like(layer.weight) for layer in (self.model.decoder, self.model.encoder)
         )

@@ -104,7 +104,7 @@ def _flatten(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
             return
         name, node, depth = pending.pop()
         if isinstance(node, dict) and name and "value" in node and set(node) <= {"value", "desc"}:
-            node = node["value"]  # as in the files of Weights & Biases
+            node = node["value"]  # the form of files of Weights & Biases
         if not isinstance(node, dict):
             yield name, as_cell_value(node)
             continue

@@ -455,7 +455,7 @@ def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, is_bina
     ... ]
     [14.0, inf]
     """
-    from statsmodels.stats.power import ttest_power  # which imports all of scipy.stats
+    from statsmodels.stats.power import ttest_power  # it imports all of scipy.stats
 
     if math.isnan(sd):
         return math.nan

@@ -182,7 +182,7 @@ def sign_flip_p(differences: ArrayLike) -> float:
         ...     sign_flip_p([1.0, 2.0, -4.0]),
         ... )
         (0.25, 1.0)
-        >>> sign_flip_p([0.0] * 5), sign_flip_p([0.1, 0.2, -0.3])  # which sums to 5.6e-17, not to 0
+        >>> sign_flip_p([0.0] * 5), sign_flip_p([0.1, 0.2, -0.3])  # the sum is 5.6e-17, not 0
         (1.0, 1.0)
         >>> round(sign_flip_p([1] * 15 + [-1] * 5 + [0] * 100), 4)  # of one size: McNemar's test
         0.0414
@@ -231,10 +231,9 @@ def sign_test_p(positive: int, n: int) -> float:
 def equivalence_p(differences: ArrayLike, margin: float) -> float:
     """The p of two one-sided tests that the mean of differences is within ±margin.
 
-    The differences have shape (n,). Source: Schuirmann 1987.
-
-    Each is by `skewed_t`. It is 0 or 1 where the differences are all the same, and 0 where all are
-    zero, whatever the margin.
+    The differences have shape (n,), and each test is by `skewed_t` (Schuirmann 1987).
+    It is 0 or 1 where the differences are all the same, and 0 where all are zero, whatever the
+    margin.
 
     Examples:
         >>> round(equivalence_p([-0.1, 0.0, 0.1, 0.05, -0.05], margin=0.2), 4)
@@ -297,7 +296,8 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
         return math.nan, math.nan
     means = []
     for positive in sign_flips(n):
-        sums, sizes = positive @ values, positive.sum(axis=1)
+        sums = positive @ values
+        sizes = positive.sum(axis=1)
         with np.errstate(invalid="ignore"):  # a subset of none has no mean
             means += [sums / sizes, (total - sums) / (n - sizes)]
     with_nan = np.concatenate(means)
@@ -311,7 +311,8 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
     rank = int(alpha * n_flips) - n_unflipped
     if rank < 0:
         return math.nan, math.nan
-    low, high = float(subset_means[rank]), float(subset_means[-1 - rank])
+    low = float(subset_means[rank])
+    high = float(subset_means[-1 - rank])
     if sign_flip_p(values) > alpha:  # only what was drawn, and rounding, can make the two disagree
         return min(low, 0.0), max(high, 0.0)
     if total > 0:
@@ -336,7 +337,7 @@ def sd_lower_limit(values: ArrayLike) -> float:
 
 
 def sd_lower_limits(values: ArrayLike, n: ArrayLike, confidence: float = SD_CONFIDENCE) -> Floats:
-    """The limits of n values that have this sample's standard deviation and kurtosis.
+    """The limits for samples of n values with this sample's standard deviation and kurtosis.
 
     >>> sd_lower_limits([1, 2, 3, 4], n=[4, 40]).round(4).tolist()
     [0.3521, 1.0267]

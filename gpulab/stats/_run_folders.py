@@ -69,7 +69,7 @@ def read_runs(
         expected = f"expected files such as {USUAL_TABLE_NAMES[0]}"
         raise DataError(f"{names_text}: neither runs of gpulab nor tables in it; {expected}")
     base = _common_folder(roots.values())
-    if len(names) > 1:  # as a shell makes them of a pattern
+    if len(names) > 1:  # a shell has expanded a pattern
         roots = {table: base if base in table.parents else root for table, root in roots.items()}
     frames: list[pd.DataFrame] = []
     origins: dict[str, set[str]] = {}  # the names of files that settings came from, by setting

@@ -616,7 +616,8 @@ def direction_of(name: str) -> Mode | None:
     words = [re.sub(r"\d+$", "", word) for word in _word_list(name)]
     while len(words) > 1 and words[-1] in SUBSET_WORDS:
         words.pop()
-    lower, higher = LOWER_IS_BETTER & set(words), HIGHER_IS_BETTER & set(words)
+    lower = LOWER_IS_BETTER & set(words)
+    higher = HIGHER_IS_BETTER & set(words)
     if (
         not words
         or INVERTING_WORDS & set(words)

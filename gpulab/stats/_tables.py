@@ -153,7 +153,8 @@ def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _read_text(text: str) -> pd.DataFrame:
-    comments = re.match(r"(#.*\n)*", text)  # as before the header of a monitor of Stable-Baselines3
+    # A monitor of Stable-Baselines3 has comments before its header.
+    comments = re.match(r"(#.*\n)*", text)
     text = (
         text[comments.end() :]
         if comments and "," in text[comments.end() :].partition("\n")[0]

@@ -102,7 +102,8 @@ def describe_with_numbers(verdict: Decisions) -> str:
 
 def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
     """The seeds left out because the level or the reference lacks them; empty for none."""
-    factor, block = verdict.factor, verdict.block
+    factor = verdict.factor
+    block = verdict.block
     preposition = "under" if factor == "setting" else "with"
     blocks_by_level = verdict.runs.groupby(factor, sort=False)[block]
     seeds_by_level = {level: list(dict.fromkeys(blocks)) for level, blocks in blocks_by_level}

@@ -262,9 +262,8 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
     """
     frame = runs(store) if isinstance(store, str | Path) else store
     if frame.empty:
-        raise DataError(
-            f"{file}: not written: there are no runs in {'the table' if store is frame else store}"
-        )
+        source = "the table" if store is frame else store
+        raise DataError(f"{file}: not written: there are no runs in {source}")
     records, histories = zip(*read_histories(frame), strict=True)
     recorded.write_packed(Path(file), list(records), list(histories))
     return len(frame)

@@ -103,15 +103,18 @@ class Experiment:
         variants: Iterable[Options] = ({},),
         registered: str | Path | None = None,
     ) -> None:
-        self.model, self.profile = model, profile
+        self.model = model
+        self.profile = profile
         self.function = as_training_function(model)
         self.settings = _parse_settings(settings)
         default_seeds = DEFAULT_SEEDS if self.function else protocol(str(model), profile).seeds
         seeds = default_seeds if seeds is None else seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
-        self.options, self.variants = dict(options or {}), list(variants)
+        self.options = dict(options or {})
+        self.variants = list(variants)
         self.folder = store_folder(store)
-        self.reruns, self.workers = reruns, workers
+        self.reruns = reruns
+        self.workers = workers
         self.registered = registered
         check_count("reruns", reruns)
         check_count("workers", workers)

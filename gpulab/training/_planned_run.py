@@ -167,7 +167,8 @@ class PlannedRun(ABC):
             parts += ["--rerun", str(self.rerun)]
         for flag, options in self._command_flags().items():
             for name, value in options.items():
-                parts += [flag, f"{name}={value if isinstance(value, str) else as_json(value)}"]
+                text = value if isinstance(value, str) else as_json(value)
+                parts += [flag, f"{name}={text}"]
         return shlex.join(parts)
 
     def _command_profile(self) -> list[str]:

@@ -138,7 +138,8 @@ class Run:
         return inputs[1:, None], predicted
 
     def __repr__(self) -> str:
-        record, summary = self.record, self.record["summary"]
+        record = self.record
+        summary = record["summary"]
         identity = f"{record['experiment']} under {record['setting']}, seed {record['seed']}"
         if self.status == "diverged":
             step = record.get("diverged_at")  # a function does not say
@@ -146,7 +147,8 @@ class Run:
             computed = (
                 f" ({n_later} more windows were computed before it was noticed)" if n_later else ""
             )
-            return f"{identity}: diverged{f' at step {step}' if step else ''}{computed}"
+            place = f" at step {step}" if step else ""
+            return f"{identity}: diverged{place}{computed}"
         numbers = [f"{name} {value:.5g}" for name, value in self.metrics.items()]
         losses = [f"final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}"]
         speed = (

@@ -215,7 +215,7 @@ class Reaper:
                     command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
                 )
             assert self.process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # where somebody has killed it
+            with contextlib.suppress(BrokenPipeError):  # somebody may have killed it
                 self.process.stdin.write("".join(f"{worker}\n" for worker in workers).encode())
 
     def stop(self) -> None:

@@ -44,9 +44,7 @@ NUMBERS = [
 
 @dataclass(frozen=True, eq=False)
 class CheckedSentences(Report):
-    """What was found, by heading: a sentence each. `print` says them; a notebook has the
-    statistics behind a fold.
-    """
+    """Findings by heading, a sentence each; notebooks show the statistics behind a fold."""
 
     parts: Sequence[tuple[str, Part]]
     numbers: Sequence[str] = ()  # lines of statistics, beside those of verdicts and tables
@@ -103,8 +101,7 @@ def finding(
     numbers: Sequence[str] = (),
     folded: Container[str] = (),
 ) -> CheckedSentences:
-    """A sentence for each of several results, under a heading of its own; `numbers` are lines
-    behind the fold.
+    """A sentence for each of several results, each with a heading; `numbers` are folded away.
 
     What stands under the headings `folded` is behind another one.
 
@@ -148,9 +145,7 @@ def by_decision(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def names_in_text(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
-    """What each level of a factor is called within a sentence, which has commas of its own: `GPU
-    (TF32)`.
-    """
+    """The name of each level of a factor inside a sentence with commas: `GPU (TF32)`."""
     return {level: _bracketed(words) for level, words in names(levels, factor).items()}
 
 
