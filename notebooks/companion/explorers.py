@@ -320,14 +320,14 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
             lw=2.2,
             zorder=2,
         )
-        look: Style = {
+        style: Style = {
             "ls": "",
             "marker": "o",
             "ms": 5,
             "color": DECIDED[decision],
             "label": decision,
         }
-        axes.plot(decision_rows["count"], decision_rows.difference, zorder=3, **look)
+        axes.plot(decision_rows["count"], decision_rows.difference, zorder=3, **style)
     # of the margin what there is room for
     reach = 1.2 * np.nanmax(rows[["low", "high", "difference"]].abs())
     axes.set(xlim=(0.5, max(counts[-1], 10) + 0.5), ylim=(-reach, reach) if reach > 0 else None)

@@ -129,9 +129,9 @@ class BitExplorer(Explorer):
         wrapped = ipywidgets.Layout(flex_flow="row wrap", margin="0 6px 0 0")
         self.bits, self.meanings, groups = [], [], []
         for name, (colour, count) in PARTS.items():
-            look = {"font_weight": "bold", "text_color": colour, "button_color": "white"}
+            style = {"font_weight": "bold", "text_color": colour, "button_color": "white"}
             bits = [
-                ipywidgets.Button(description="0", tooltip=name, layout=layout, style=look)
+                ipywidgets.Button(description="0", tooltip=name, layout=layout, style=style)
                 for _ in range(count)
             ]
             self.bits += bits
