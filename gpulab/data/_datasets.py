@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
 
 def _load_digits(_: Request) -> Images:
-    # each caller gets its own copy
+    # Each caller gets its own copy.
     return Images("digits", *map(np.copy, np.split(digits(), [1500])))
 
 

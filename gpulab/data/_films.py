@@ -279,10 +279,10 @@ def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
     """Open an image for reading inside the block; errors name its file."""
     from PIL import Image
 
-    no_image = f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"
-    # of sizes below the bound, and of what surrounds the pixels
+    not_an_image = f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"
+    # Pillow warns of sizes below the bound and of metadata.
     no_warnings = warnings.catch_warnings(action="ignore")
-    with reading(file, no_image), no_warnings, Image.open(file, formats=IMAGE_FORMATS) as image:
+    with reading(file, not_an_image), no_warnings, Image.open(file, formats=IMAGE_FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise DataError(
                 f"{file}: has {image.width:,}×{image.height:,} pixels; it may have {MAX_PIXELS:,}"

@@ -114,7 +114,7 @@ def mnist(folder: str) -> Images:
 def _find_mnist(folder: Path) -> list[Path]:
     """The files of MNIST's training and test images that exist in one of the usual folders."""
     check_folder(folder, "'mnist:DIR' reads a folder with MNIST's files, 'mnist' downloads them")
-    # the latter two are torchvision's
+    # The last two are the folders of torchvision.
     for location in (
         folder,
         folder / "raw",

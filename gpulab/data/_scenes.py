@@ -173,7 +173,7 @@ class Walk:
         """Draw the pedestrians of this street: the next three in each direction."""
         position, facing, right = eye
         row, column, depth = view
-        is_going = np.repeat([0, 1], 3)
+        walks_away = np.repeat([0, 1], 3)
         pace = np.repeat([-0.6, 0.45], 3)
         spacing = np.repeat([3.7, 6.1], 3)
         distances = distance[:, None]  # (frames, 1), beside six people
@@ -182,8 +182,8 @@ class Walk:
             + 1
             + np.tile(np.arange(3), 2)
         )
-        person = np.abs(encounter * 2 + is_going)
-        jitter = ((encounter * 2654435761 + self.seed * 97 + is_going * 31) % 1009) / 1009.0
+        person = np.abs(encounter * 2 + walks_away)
+        jitter = ((encounter * 2654435761 + self.seed * 97 + walks_away * 31) % 1009) / 1009.0
         offset = np.where(encounter % 2 == 0, 0.35, -0.35) + 0.3 * (jitter - 0.5)
         path_distance = encounter * spacing + jitter + distances * pace
         relative, heading = _position_at(self.seed, path_distance)
@@ -199,10 +199,10 @@ class Walk:
         for order in np.argsort(-forward, axis=1, kind="stable").T:  # the nearest last
             person_number = person[frame, order]
             z = forward[frame, order]
-            safe = np.maximum(z, 0.2)
+            clipped_z = np.maximum(z, 0.2)
             phase = distance * 9.0 + person_number * 1.7
             # Height above the ground in units, 0 at the feet and 0.56 at the crown.
-            height_above_ground = EYE_HEIGHT - row * safe[:, None]
+            height_above_ground = EYE_HEIGHT - row * clipped_z[:, None]
             legs = 0.05 + 0.03 * sine(phase)[:, None] * (0.26 - height_above_ground) * 4.0
             from_face = height_above_ground - 0.49
             head = 0.8 * np.sqrt(np.maximum(0.0049 - from_face * from_face, 0.0))
@@ -211,10 +211,10 @@ class Walk:
             )
             half_width = np.where((height_above_ground < 0) | (z < 0.25)[:, None], 0.0, half_width)
             lateral_distance = (
-                np.abs(column - (lateral[frame, order] / safe)[:, None]) * safe[:, None]
+                np.abs(column - (lateral[frame, order] / clipped_z)[:, None]) * clipped_z[:, None]
             )
-            # a house stands before them
-            lateral_distance = np.where(depth < safe[:, None], 9.0, lateral_distance)
+            # A house hides these pedestrians.
+            lateral_distance = np.where(depth < clipped_z[:, None], 9.0, lateral_distance)
             visible_rows = np.flatnonzero(half_width.any(0))
             visible_columns = np.flatnonzero((lateral_distance < half_width.max()).any(0))
             if not (len(visible_rows) and len(visible_columns)):
@@ -452,7 +452,7 @@ class MovingDigits:
 
 def _bounce(start: float, velocity: float, age: float, extent: int) -> int:
     """The position in 0…extent of something that moves at ±1 to 3 pixels a frame and bounces."""
-    # with no extent the position is a fraction of a pixel, which is rounded to 0
+    # Without an extent the position is a fraction of a pixel, which is rounded to 0.
     period = 2 * extent or 1
     position = (start * 2 * extent + (1.0 + 2.0 * velocity) * age) % period
     return int(extent - abs(position - extent))

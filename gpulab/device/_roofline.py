@@ -43,7 +43,7 @@ from gpulab.store.recorded import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
 MAX_MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
-# what should have a formula
+# Operations of these names should have a formula.
 PRODUCT_NAMES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")
 MIN_PRODUCT_SECONDS = 0.02  # of a product that is large enough
 ROOFLINE_KINDS = ("memory", "matrix", "network")  # what the setting's own ceilings are drawn over
@@ -365,7 +365,7 @@ def place(
             prepared_step()
 
         seconds, spread = time_calls(setting, run_step, repeats)
-        # after a first step, which alone makes such things as Adam's moments
+        # The counted step is not the first, which also creates Adam's moments, for instance.
         with OperationCounter() as counter:
             run_step()
     flop = dict(counter.flop.most_common())

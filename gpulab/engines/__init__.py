@@ -51,7 +51,7 @@ class FastestEngine:
         supported_loaders = ("window", "copied", "imitated") if self.on_gpu else ("window",)
         self.supports_loader = self.loader.name in supported_loaders
         self.analytic_engine = AnalyticEngine(autograd_engine, streams=has_exclusive_device)
-        # by the engine whose updates each captures
+        # Each is stored under the engine whose updates it captures.
         self.graph_engines: dict[WindowEngine, CudaGraphEngine] = {}
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:

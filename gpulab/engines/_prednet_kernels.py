@@ -21,7 +21,7 @@ PEEPHOLE_GATES = (0, 1, 3)  # the input, forget and output gates, among the four
 MIN_PRODUCT_WEIGHTS = 300_000
 
 
-# the number of channels of each group, and that number after padding
+# Each group is a number of channels and that number after padding.
 Groups = Sequence[tuple[int, int]]
 
 

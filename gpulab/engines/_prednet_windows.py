@@ -390,7 +390,7 @@ class WindowLayer:
         first_prediction = 0 if span.start == 0 else span.start + 1
         predictions_slice = slice(first_prediction, span.stop + 1)
         self.weight_stream.join()
-        # in place of those of the last call, which are freed
+        # These replace the tensors of the last call, which are freed.
         self.side_stream_inputs = (
             self.d_gates,
             self.d_unpooled,

@@ -158,14 +158,14 @@ class OperationCallers:
     """
 
     def __init__(self) -> None:
-        self.made_by: dict[int, tuple[str, str]] = {}  # by autograd's number of a node
+        self.creators: dict[int, tuple[str, str]] = {}  # by autograd's number of a node
 
     def caller_of_operation(self, module: str = "") -> tuple[str, str, str]:
         """The phase, the module and the line (`file:line: text`) of the current operation."""
         node = current_node()
         if node is not None:
-            return "backward", *self.made_by.get(node_number(node), ("", ""))
+            return "backward", *self.creators.get(node_number(node), ("", ""))
         line = innermost_line()
         # The newest node is this operation's, if it has one; else it is known already.
-        self.made_by.setdefault(newest_node_number(), (module, line))
+        self.creators.setdefault(newest_node_number(), (module, line))
         return "forward", module, line

@@ -16,7 +16,7 @@ MAX_ROW_WORDS = 1 << 16  # random numbers, one for each place in a row of words
 # words in a row; a tensor that would have shorter ones is filled up with zeros
 MIN_ROW_WORDS = 1 << 6
 MAX_CHUNK_WORDS = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
-# by their bytes: the widest that a tensor consists of
+# The integer type of each word size; a tensor is read in the widest that fits.
 WORD_DTYPES = {
     1: torch.uint8,
     2: torch.int16,
@@ -124,7 +124,7 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
             torch.stack([_digest(chunk, level) for chunk in words.split(MAX_CHUNK_WORDS)]),
             level + 2,
         )
-    # the largest power of two that leaves no rest
+    # The largest power of two that divides the number of words.
     width = min(len(words) & -len(words), MAX_ROW_WORDS)
     if width < MIN_ROW_WORDS:
         words = torch.nn.functional.pad(words, (0, -len(words) % MAX_ROW_WORDS))

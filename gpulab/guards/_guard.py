@@ -379,7 +379,7 @@ class Guard:
         for.
         """
         with self._lock:
-            # what findings have in common that are told as one
+            # Findings with the same key are reported as one.
             key = (
                 finding.operation,
                 *finding.lines.items(),

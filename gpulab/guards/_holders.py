@@ -67,5 +67,5 @@ def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
 
 def _suspended_frames() -> Iterator[types.FrameType]:
     """The frames of suspended generators, such as a data loader that a `for` loop iterates over."""
-    generators = (thing for thing in gc.get_objects() if type(thing) is types.GeneratorType)
+    generators = (value for value in gc.get_objects() if type(value) is types.GeneratorType)
     yield from (generator.gi_frame for generator in generators if generator.gi_suspended)  # type: ignore[misc]

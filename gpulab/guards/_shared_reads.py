@@ -63,7 +63,7 @@ class _TrackedBuffer:
     memory: Span
     version: int
     line: Line
-    # for each block of the memory, by its address
+    # The digest of each block of the memory, by address.
     digests: dict[int, int] = field(default_factory=dict)
     content: bytes = b""  # of a small memory
     time: int = field(default_factory=next_time)  # when its content was last remembered
@@ -90,7 +90,7 @@ class _TrackedBuffer:
         Of a memory above `BLOCK_BYTES` bytes only digests are kept: there a change beside the
         tensor counts, too.
         """
-        # no block has changed
+        # No block has changed.
         if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():
             return False
         current_memory = host_memory(*self.memory)
@@ -123,7 +123,7 @@ class SharedReads(UncompiledDispatchMode):
         self.checked = 0
         self.unchecked = 0
         self.write_lines = WriteLines()
-        # by address: the buffers that are alive, and the latest
+        # The living buffers and the latest one at each address.
         self.tracked: dict[int, list[_TrackedBuffer]] = {}
 
     def __enter__(self) -> Self:

@@ -47,7 +47,7 @@ class _WatchedMemory:
     span: Span
     storages: list[StorageWeakRef]  # over this memory, any of which keeps it
     sample: bytes = b""  # every so many bytes of the memory
-    # the time, and the lines that may have written
+    # Each write has a time and the lines that may have written.
     writes: list[tuple[int, list[Line]]] = field(default_factory=list)
 
     def has_changed(self) -> bool:

@@ -158,13 +158,13 @@ def find_arithmetic(name: str = "float32", order: str | None = None) -> Arithmet
             f"order {order!r}: expected {', '.join(ORDERS)} or split-N (N sums, added in turn; N"
             f" from 1 to 9999), or both, such as {ORDERS[-1]}+split-4"
         )
-    within_slice, slices = words.groups()
-    if within_slice == "tensor-core" and name == "float32":
+    slice_order, slices = words.groups()
+    if slice_order == "tensor-core" and name == "float32":
         raise UsageError(
             f"order {order!r}: there are no tensor cores for {name}; tf32, ampere or hopper have"
             " them"
         )
-    return replace(ARITHMETICS[name], order=within_slice, slices=int(slices or 1))
+    return replace(ARITHMETICS[name], order=slice_order, slices=int(slices or 1))
 
 
 def round_factor_to(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
@@ -312,8 +312,8 @@ def emulate(
         7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909).
     """
     arithmetic = name if isinstance(name, Arithmetic) else find_arithmetic(name, order)
-    asks_program = name in CHIPS and arithmetic.format == "tf32"
-    without_tf32 = replace(arithmetic, format="float32") if asks_program else arithmetic
+    follows_tf32_flags = name in CHIPS and arithmetic.format == "tf32"
+    without_tf32 = replace(arithmetic, format="float32") if follows_tf32_flags else arithmetic
     with contextlib.ExitStack() as stack:
         for mode in active_emulators():
             stack.callback(setattr, mode, "is_paused", False)
@@ -367,7 +367,7 @@ def float32_products() -> Iterator[None]:
 # --- which operations -----------------------------------------------------------------------------
 
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
-# what is added stands before the two factors
+# The first argument of these is the summand, followed by the two factors.
 SUMS_WITH_PRODUCTS = {
     "addmm",
     "addmv",
@@ -480,8 +480,8 @@ def _line_phrase() -> str:
 
 def _allows_tf32(name: str) -> bool:
     """Whether the program allows it for this product."""
-    by_cudnn = name.startswith("convolution") and torch.backends.cudnn.enabled
-    return precision_allowed("conv" if by_cudnn else "matmul") == "tf32"
+    uses_cudnn = name.startswith("convolution") and torch.backends.cudnn.enabled
+    return precision_allowed("conv" if uses_cudnn else "matmul") == "tf32"
 
 
 @functools.cache

@@ -118,7 +118,7 @@ def _keeps_denormals(threads: int) -> bool | None:
     >>> _keeps_denormals(2)
     True
     """
-    # long enough for all threads to compute a part
+    # The tensor is large enough for each thread to compute a part.
     numbers = torch.full((threads << 16,), 1e-30, dtype=torch.float32)
     is_kept = (numbers * 1e-10).ne(0)
     return bool(is_kept[0]) if is_kept.min() == is_kept.max() else None
@@ -136,7 +136,7 @@ def _flush_denormals(flush: bool) -> None:
 
     for library in threadpool_info():
         if library["user_api"] == "openmp":
-            # a runtime without it: whether all has been switched is checked
+            # Some runtimes lack the function; the caller checks all threads.
             with contextlib.suppress(AttributeError):
                 ctypes.CDLL(library["filepath"]).GOMP_parallel(
                     flush_in_thread, None, torch.get_num_threads(), 0

@@ -103,9 +103,9 @@ def _round_bits(x: Tensor, n_dropped: int, mode: str) -> Tensor:
     half = {"nearest": (1 << (n_dropped - 1)) - 1, "away": 1 << (n_dropped - 1), "truncate": 0}[
         mode
     ]
-    # the last bit that stays
-    even = (bits >> n_dropped).bitwise_and_(1) if mode == "nearest" else 0
-    rounded = (bits + half).add_(even).bitwise_and_(-(1 << n_dropped)).view(torch.float32)
+    # This bit decides ties: they are rounded to even.
+    last_kept_bit = (bits >> n_dropped).bitwise_and_(1) if mode == "nearest" else 0
+    rounded = (bits + half).add_(last_kept_bit).bitwise_and_(-(1 << n_dropped)).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)  # a NaN whose payload carries over would be a number
 
 
@@ -135,7 +135,7 @@ def rounded_format(x: Tensor) -> str | None:
     if significands.size < 4:
         return None
     length = _bit_length(significands)
-    # the exponent of the last place of all numbers
+    # The least exponent of a set bit in all numbers.
     lowest = (exponents + np.log2(significands & -significands)).min()
     if exponents.max() + 24 - lowest <= length + 2:
         # whole numbers and other multiples of one number: short without having been rounded

@@ -50,7 +50,7 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
         axes.plot(
             table.index, drawn_errors[f"error_{side}"], "o", ms=size, mew=0, color=tint, label=label
         )
-    # what has no error has no height
+    # Operations without an error have no height.
     heights = drawn_errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]
     axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
     for position in table.index[table.phase == "backward"][:1]:

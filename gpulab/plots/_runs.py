@@ -113,7 +113,7 @@ def curves(
     figure, panel_axes = theme.canvas(
         min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True
     )
-    # of an odd number of panels; the one above shows the numbers then
+    # An odd number leaves one panel empty; the one above it shows the tick labels then.
     for axes in panel_axes[len(panels) :]:
         axes.remove()
     for axes, panel_names in zip(panel_axes, panels, strict=False):

@@ -49,7 +49,7 @@ def spectrum(density: SpectralDensity) -> Picture:
     zero = ZERO_SHARE * max(map(abs, density.extremes))
     figure, (axes,) = theme.canvas(height=3.4)
     axes.set_xscale("symlog", linthresh=zero)
-    # a node stands for so many eigenvalues
+    # The number of eigenvalues that each node represents.
     counts = density.weights * density.size / len(density.nodes)
     sns.histplot(x=density.nodes.ravel(), weights=counts.ravel(), bins=40, color=ON_CPU, ax=axes)
     axes.axvspan(
@@ -192,7 +192,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     low = min(1e-8, shown.x.min())
     figure, (axes,) = theme.canvas(height=4.4)
     axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, label="theory: ln(r/δ)")
-    # a colour, a shape and a ring mean one thing each, so that each has one key
+    # A colour, a shape and a ring mean one thing each, so each has one key.
     keys: dict[str, Style] = {}
     for (kind, device, recorded), rows in shown[shown.escaped].groupby(
         ["kind", "device", "recorded"]

@@ -243,7 +243,7 @@ def _measure(
     }
 
 
-# a record is JSON from a file
+# `Any`, because a record is JSON from a file.
 def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
     """The rows of a training as a file keeps them, with what is common to them."""
     shape = record["looked"]["probes"], record["looked"]["steps"]

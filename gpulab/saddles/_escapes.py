@@ -188,7 +188,7 @@ class Descent:
         eigenvalues, eigenvectors = saddle.unstable
         self.unstable_values = eigenvalues.to(weights.float64_device)
         self.unstable_directions = eigenvectors.to(weights.float64_device)
-        # of each step, the share of the weights that it changed
+        # The share of the weights that each step changed.
         self.changed_shares: list[float] = []
 
     def batches(self) -> Iterator[InputsTargets]:
@@ -202,8 +202,8 @@ class Descent:
             if size is None:
                 yield from itertools.repeat((inputs[order], targets[order]))
             else:  # whole batches only: a few left over would be noisier than all the others
-                for chosen in order[: count - count % size].split(size):
-                    yield inputs[chosen], targets[chosen]
+                for indices in order[: count - count % size].split(size):
+                    yield inputs[indices], targets[indices]
 
     def gradient(self, batch: InputsTargets) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The loss of a batch and its gradients."""
@@ -516,7 +516,7 @@ def escape_table(
     machine_passport = passport()
     seed_values = range(seeds) if isinstance(seeds, int) else seeds
     rates = optimizers if isinstance(optimizers, Mapping) else dict.fromkeys(optimizers, (None,))
-    chosen = [
+    optimizers_and_rates = [
         (optimizer, rate)
         for optimizer, optimizer_rates in rates.items()
         for rate in optimizer_rates
@@ -524,7 +524,9 @@ def escape_table(
     mixed = saddle.mixed if isinstance(saddle, LinearAutoencoderSaddle) else lambda _: saddle
     starts = [(seed, mixed(seed)) for seed in seed_values]
     parsed = [Setting.parse(setting) for setting in settings]
-    combinations = list(itertools.product(starts, parsed, chosen, perturbations, batch_sizes))
+    combinations = list(
+        itertools.product(starts, parsed, optimizers_and_rates, perturbations, batch_sizes)
+    )
     if not combinations:
         raise UsageError(
             "settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more"

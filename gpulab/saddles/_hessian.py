@@ -256,11 +256,11 @@ def hessian(
                 f"{name or 'the model'} shortens its own weights when it is used"
                 f" (max_norm={module.max_norm})"
             )
-            cure = (
+            remedy = (
                 "shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm ="
                 " None"
             )
-            raise UsageError(f"{reason}: {cure}")
+            raise UsageError(f"{reason}: {remedy}")
         has_dropout = isinstance(module, DropoutModule) and module.p > 0
         has_dropout = has_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
         if module.training and (has_dropout or isinstance(module, BatchNormModule)):
@@ -333,7 +333,7 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
     selected = trainable
     if names is not None:
         selected_ids: set[int] = set()
-        # a tied one has several names
+        # A tied parameter has several names.
         aliases = list(model.named_parameters(remove_duplicate=False))
         for prefix in [names] if isinstance(names, str) else names:
             matching = {
@@ -427,9 +427,9 @@ def _linearize_by_graph(
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         line = _line_of_failure(objective, points)
-        cure = next(words for cause, words in SECOND_DERIVATIVES.items() if cause in reason)
+        remedy = next(words for cause, words in SECOND_DERIVATIVES.items() if cause in reason)
         message = (
-            f"the loss has no second derivatives that torch can compute: {reason}; {cure}{line}"
+            f"the loss has no second derivatives that torch can compute: {reason}; {remedy}{line}"
         )
         raise UsageError(message) from error
     return loss.detach(), [gradient.detach() for gradient in gradients], product

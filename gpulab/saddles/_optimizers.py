@@ -115,7 +115,7 @@ class EscapeLaw:
     rate: float  # η, or η/ε
     momentum: float = 0.0
     max_step: float = math.inf  # about how far one step can move a weight
-    # the gradient of a weight at which the step reaches `max_step`
+    # The gradient of a weight at which its step reaches `max_step`.
     saturation_gradient: float = math.inf
 
     @classmethod
@@ -180,13 +180,15 @@ class EscapeLaw:
             return math.nan
         length = float(steepest.abs().sum())
         # The displacement at which the mean weight's gradient along v saturates.
-        corner = self.saturation_gradient * len(steepest) / (float(curvature[0]) * length)
+        saturation_radius = (
+            self.saturation_gradient * len(steepest) / (float(curvature[0]) * length)
+        )
         growth = self.growth(curvature)
         amplitude = start * (growth - self.momentum) / (growth - self.momentum / growth)
         steps = _time_to_radius(
-            amplitude, torch.log1p(self.growth_minus_one(curvature)), min(corner, radius)
+            amplitude, torch.log1p(self.growth_minus_one(curvature)), min(saturation_radius, radius)
         )
-        return steps + max(0.0, radius - max(corner, float(start.norm()))) / (
+        return steps + max(0.0, radius - max(saturation_radius, float(start.norm()))) / (
             self.max_step * length
         )
 

@@ -304,7 +304,7 @@ def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Ten
     moments = ascending_moments.flip(0)
     basis = ascending_basis.flip(1)
     rounding = 100 * len(moments) * torch.finfo(moments.dtype).eps * float(moments[0])
-    # what differs by rounding is equal, or an index would count noise
+    # Eigenvalues that differ by rounding are made equal; otherwise an index would count noise.
     for i in range(1, len(moments)):
         if moments[i - 1] - moments[i] <= rounding:
             moments[i] = moments[i - 1]

@@ -118,7 +118,7 @@ class LevelDecision:
     seeds_needed: float = math.nan
 
 
-# after the factor's
+# These columns follow the factor's column.
 DECISION_COLUMNS = tuple(field.name for field in fields(LevelDecision) if field.name != "level")
 
 
@@ -429,7 +429,7 @@ def _equivalence_interval(
     """The interval of the test of equivalence."""
     if not is_binary or len(differences) < 2:
         return inference.skewed_t_interval(differences, 2 * alpha)
-    # the share of discordant pairs bounds the difference of the rates
+    # The share of discordant pairs bounds the difference of the rates.
     limit = inference.clopper_pearson_upper(
         int(np.count_nonzero(differences)), len(differences), alpha
     )

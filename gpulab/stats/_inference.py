@@ -300,12 +300,12 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
         sizes = positive.sum(axis=1)
         with np.errstate(invalid="ignore"):  # a subset of none has no mean
             means += [sums / sizes, (total - sums) / (n - sizes)]
-    with_nan = np.concatenate(means)
-    subset_means = np.sort(with_nan[~np.isnan(with_nan)])
+    all_means = np.concatenate(means)
+    subset_means = np.sort(all_means[~np.isnan(all_means)])
     is_exact = n <= MAX_EXACT_DIFFERENCES
     n_flips = 2.0 ** (n - 1) if is_exact else 1 + N_DRAWN_FLIPS
     # A subset of none (NaN) is the unflipped sample, which counts; drawn flips do not include it.
-    n_unflipped = len(with_nan) - len(subset_means)
+    n_unflipped = len(all_means) - len(subset_means)
     if not is_exact:
         n_unflipped += 1
     rank = int(alpha * n_flips) - n_unflipped
@@ -363,7 +363,7 @@ def sample_sd(values: ArrayLike) -> float:
     values = np.asarray(values, float)
     if len(values) < 2:
         return math.nan
-    # for equal ones NumPy's is not always zero
+    # NumPy's result for equal values is not always zero.
     return float(values.std(ddof=1)) if np.ptp(values) else 0.0
 
 

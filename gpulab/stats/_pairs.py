@@ -54,7 +54,7 @@ class PairedRuns:
         other_levels = dict.fromkeys(
             level for level in self.runs[self.factor] if level != self.reference
         )
-        # a common type, as in a table column: 1 beside 2.5 becomes 1.0
+        # Levels get a common type, as in a table column: 1 becomes 1.0 beside 2.5.
         levels = pd.Series([*other_levels]).tolist()
         return {level: self.pairs[self.pairs[self.factor] == level] for level in levels}
 
@@ -231,7 +231,7 @@ def _find_reference(
     if reference is None:
         return "cpu" if "cpu" in levels else levels[0]
     for level in levels:
-        # on the command line a number is text
+        # A number given on the command line is text.
         if str(reference) in (
             str(level),
             level_text(level, factor),
@@ -363,7 +363,7 @@ def _as_plain_levels(column: pd.Series) -> pd.Series:
         raise UsageError(
             f"column {column.name!r} is empty in {column.isna().sum()} rows; fill or drop them"
         )
-    # without categories, Arrow's types and those with NA
+    # This removes categories, Arrow's types and nullable types.
     return column.astype(object).infer_objects()
 
 

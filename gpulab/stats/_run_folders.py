@@ -55,9 +55,9 @@ def read_runs(
     Raises:
         DataError: Where there are no tables, none that can be read, or tables of several names.
     """
-    # each table, and the folder up to which its settings are looked for
+    # Each table has a folder at which the search for its settings stops.
     roots: dict[Path, Path] = {}
-    unread: list[str] = []
+    read_errors: list[str] = []
     empty_folders: list[Path] = []
     for name in names:
         tables, folders_without_table = _find_tables(name)
@@ -78,11 +78,11 @@ def read_runs(
         try:
             frame, table_notes = read_table(table)
         except DataError as error:
-            unread.append(str(error))
+            read_errors.append(str(error))
             continue
         notes += table_notes
         settings, errors = find_settings(table, root)
-        unread += [str(error) for error in errors]
+        read_errors += [str(error) for error in errors]
         frame = _add_run_name(frame, table, base)
         frame, columns = _add_settings(
             frame, {name: value for name, (value, _) in settings.items()}
@@ -93,11 +93,11 @@ def read_runs(
         frames.append(frame)
     if not frames:
         raise DataError(
-            f"none of {len(roots)} tables can be read: {'; '.join(unread[:MAX_NAMED_FILES])}"
+            f"none of {len(roots)} tables can be read: {'; '.join(read_errors[:MAX_NAMED_FILES])}"
         )
     frame = pd.concat(frames, ignore_index=True)
-    tables_were = "1 table was" if len(frames) == 1 else f"{len(frames)} tables were"
-    sentences = [f"{tables_were} read ({_count_names(table.name for table in roots)})."]
+    tables_phrase = "1 table was" if len(frames) == 1 else f"{len(frames)} tables were"
+    sentences = [f"{tables_phrase} read ({_count_names(table.name for table in roots)})."]
     sentences += dict.fromkeys(notes)
     frame = _add_seed(frame, origins, sentences)
     sentences += _origin_notes(origins)
@@ -115,9 +115,9 @@ def read_runs(
         if len(empty_folders) > MAX_NAMED_FILES:
             folders_text += f" and {len(empty_folders) - MAX_NAMED_FILES} more"
         sentences.append(f"Without a table, and so left out: {folders_text}.")
-    if unread:
-        unread_text = "; ".join(unread[:MAX_NAMED_FILES])
-        if len(unread) > MAX_NAMED_FILES:
+    if read_errors:
+        unread_text = "; ".join(read_errors[:MAX_NAMED_FILES])
+        if len(read_errors) > MAX_NAMED_FILES:
             unread_text += "; …"
         sentences.append(f"Left out, because it cannot be read: {unread_text}.")
         warnings.warn(f"left out, because it cannot be read: {unread_text}", stacklevel=4)
@@ -198,8 +198,10 @@ def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
             if ".hydra" in folders:
                 configured.append(Path(parent))
             folders[:] = [name for name in folders if not name.startswith(".")]
-            visible = [name for name in names if not name.startswith(".")]
-            tables += [Path(parent, name) for name in visible if name.endswith(TABLE_SUFFIXES)]
+            visible_names = [name for name in names if not name.startswith(".")]
+            tables += [
+                Path(parent, name) for name in visible_names if name.endswith(TABLE_SUFFIXES)
+            ]
             if len(tables) > MAX_TABLES:
                 raise DataError(
                     f"{folder}: more than {MAX_TABLES:,} tables; give a pattern such as"
@@ -308,10 +310,10 @@ def _config_name(file: Path) -> str:
 
 def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
     """Yield sentences on which settings came from which files."""
-    by_files: dict[str, list[str]] = {}
+    columns_by_files: dict[str, list[str]] = {}
     for column, names in origins.items():
-        by_files.setdefault(" and ".join(sorted(names)), []).append(column)
-    for origin, columns in by_files.items():
+        columns_by_files.setdefault(" and ".join(sorted(names)), []).append(column)
+    for origin, columns in columns_by_files.items():
         columns_text = ", ".join(sorted(columns)[:MAX_NAMED_SETTINGS])
         if len(columns) > MAX_NAMED_SETTINGS:
             columns_text += f" and {len(columns) - MAX_NAMED_SETTINGS} more"

@@ -44,7 +44,7 @@ QUALIFIER_WORDS = word_set(
     " overall absolute abs simulation sim communication federated server val valid validation eval"
     " test"
 )
-# before a slash
+# Words that may precede a slash in a metric's name.
 FOLDER_WORDS = QUALIFIER_WORDS | word_set("time timers progress rollout counters charts metrics")
 CLOCK_NAMES = frozenset({"timestamp", "wall time", "relative time process", "relative time wall"})
 # columns that say which run a row belongs to
@@ -274,11 +274,11 @@ class _RunTable:
 
     def rows_with_metric(self, is_diverged: NDArray[np.bool_]) -> NDArray[np.intp]:
         """The rows in which the metric is given, and one row of each run that has none of them."""
-        is_given = np.isfinite(self.column.values) | is_diverged
+        has_value = np.isfinite(self.column.values) | is_diverged
         has_any = np.zeros(self.runs.max() + 1, bool)
-        has_any[self.runs[is_given]] = True
+        has_any[self.runs[has_value]] = True
         is_last = ~pd.Series(self.runs).duplicated(keep="last").to_numpy()
-        return np.flatnonzero(is_given | (is_last & ~has_any[self.runs]))
+        return np.flatnonzero(has_value | (is_last & ~has_any[self.runs]))
 
     def check_one_run_each(self, positions: NDArray[np.intp]) -> None:
         """Raise `UsageError` where rows of one level and block belong to several runs by name."""
@@ -314,17 +314,21 @@ class _RunTable:
         self, rows: NDArray[np.intp], ignored_columns: Iterable[str]
     ) -> list[str]:
         """Columns that are constant within runs by name, and differ between these rows' runs."""
-        of_rows = self.frame.iloc[rows]
+        selected_rows = self.frame.iloc[rows]
         ignored = (self.metric, self.factor, self.block, *ignored_columns)
-        names = [name for name in map(str, of_rows.columns) if name not in ignored]
-        texts = of_rows[names].astype(str)
-        by_run = texts.groupby(
-            next(of_rows[name].astype(str) for name in RUN_NAME_COLUMNS if name in of_rows)
+        names = [name for name in map(str, selected_rows.columns) if name not in ignored]
+        texts = selected_rows[names].astype(str)
+        texts_by_run = texts.groupby(
+            next(
+                selected_rows[name].astype(str)
+                for name in RUN_NAME_COLUMNS
+                if name in selected_rows
+            )
         )
         return [
             name
             for name in names
-            if texts[name].nunique() > 1 and (by_run[name].nunique() == 1).all()
+            if texts[name].nunique() > 1 and (texts_by_run[name].nunique() == 1).all()
         ]
 
     def refuse(self, counters: list[str], positions: NDArray[np.intp]) -> None:
@@ -371,8 +375,8 @@ class _RunTable:
             raise UsageError(
                 f"last={name!r}: expected a column of numbers, such as epochs or steps"
             )
-        is_given = np.isfinite(self.column.values[positions])
-        n_empty = np.count_nonzero(np.isnan(counts[positions]) & is_given)
+        has_value = np.isfinite(self.column.values[positions])
+        n_empty = np.count_nonzero(np.isnan(counts[positions]) & has_value)
         if n_empty:
             alternatives = [
                 repr(counter) for counter in self.counters(positions) if counter != name

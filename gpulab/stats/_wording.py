@@ -78,8 +78,8 @@ def level_sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
             f"Only {_level_name(verdict, verdict.reference, words)} was run, so there is nothing to"
             " compare."
         ]
-    by_level = [_level_sentence(verdict, row, words) for row in verdict.rows]
-    return [*by_level, *_outlier_sentences(verdict), *_looks_sentences(verdict)]
+    sentences = [_level_sentence(verdict, row, words) for row in verdict.rows]
+    return [*sentences, *_outlier_sentences(verdict), *_looks_sentences(verdict)]
 
 
 def describe_with_numbers(verdict: Decisions) -> str:

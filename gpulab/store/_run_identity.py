@@ -74,10 +74,10 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """The SHA-256 of weights by name: equal for equal bits."""
     import torch
 
-    sha = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        sha.update(name.encode())
-        sha.update(
+        hasher.update(name.encode())
+        hasher.update(
             tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         )
-    return sha.hexdigest()
+    return hasher.hexdigest()

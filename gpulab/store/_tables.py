@@ -228,10 +228,10 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     windows = np.repeat([record["configuration"].get("window", 1) for record in records], lengths)
     histories = pa.concat_tables(tables).to_pandas()
     histories["frames_seen"] = (histories["window"] + 1) * windows
-    of_run = frame[
+    run_frame = frame[
         ["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]
     ]
-    repeated = of_run.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
+    repeated = run_frame.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
     return pd.concat([histories, repeated], axis=1)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow
 
-# of all that is kept: documents, tables, packed runs, and in a store runs, results and checkpoints
+# The version of all files: documents, tables, packed runs, runs, results and checkpoints.
 FORMAT_VERSION = 3
 PACKAGE_FOLDER = Path(__file__).parents[1]
 DATA_FOLDER = (
@@ -191,7 +191,7 @@ def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyar
     }
     columns["seconds"] = [(seconds * 1024).round() / 1024 for seconds in columns["seconds"]]
     rows = pyarrow.table({"record": [json.dumps(record) for record in records], **columns})
-    # to split their bytes makes a file smaller by a sixth
+    # Splitting their bytes makes a file smaller by a sixth.
     numbers = [
         "loss.list.element",
         "seconds.list.element",
@@ -231,7 +231,7 @@ def check_history(file: str | Path, columns: Columns, row: int | None = None) ->
             for name in HISTORY_TYPES
         }
         history = pyarrow.table(values)
-        # a loss that is not a number is written as NaN
+        # A loss that is not a number is written as NaN, so cells are never empty.
         if any(column.null_count for column in history.columns):
             raise DataError(f"{file}: a history with empty cells")
         return history.cast(pyarrow.schema(HISTORY_TYPES.items()))

@@ -57,6 +57,6 @@ def heldout_loss(
         per_frame, state = engine.train_window(frames, None if restart else state)
         # a CUDA graph writes those of the next window into the same memory
         losses.append(per_frame.clone())
-    # one synchronisation with the device instead of one per window
+    # This synchronises with the device once instead of once per window.
     values = torch.cat(losses).tolist()
     return math.fsum(values) / len(values)

@@ -294,13 +294,13 @@ def _check_parameters(train: Callable[..., Any], name: str) -> dict[str, inspect
         for n, p in signature.parameters.items()
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
-    without_default = [
+    required_parameters = [
         n for n, p in parameters.items() if n not in FILLED_PARAMETERS and p.default is p.empty
     ]
-    if without_default or "seed" not in parameters:
+    if required_parameters or "seed" not in parameters:
         problem = "it takes no seed"
-        if without_default:
-            problem = f"{without_default[0]} without a default, which says what was trained"
+        if required_parameters:
+            problem = f"{required_parameters[0]} without a default, which says what was trained"
         raise UsageError(
             f"train {name}{signature}: {problem}; expected, by name and in any order, seed, where"
             " wanted setting, and options"

@@ -216,7 +216,7 @@ class NetworkRun(PlannedRun):
                 setattr(
                     self.model, attribute, self.setting.compiled(getattr(self.model, attribute))
                 )
-                # a copy of the model would call this one's
+                # Otherwise a copy of the model would call this model's compiled function.
                 stack.callback(delattr, self.model, attribute)
             yield
 
@@ -251,7 +251,7 @@ class NetworkRun(PlannedRun):
     ) -> TrainingOutcome:
         """Train the network with gpulab's loop and evaluate it on the held-out data."""
         training = self.init_training()
-        resumed = resume_checkpoint(training, checkpoint)
+        is_resumed = resume_checkpoint(training, checkpoint)
         resumed_at = len(training.history)
         training.loss_sync_interval = (
             LOSS_SYNC_SECONDS if watch is None and self.setting.kind != "cpu" else 0.0
@@ -267,7 +267,7 @@ class NetworkRun(PlannedRun):
             progress=progress,
         )
         results = self.summarize(training, self.evaluate(training))
-        if resumed:
+        if is_resumed:
             results = {"resumed_at": resumed_at} | results
         self.data.check_unchanged()
         self.model.fresh = False

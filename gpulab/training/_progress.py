@@ -31,7 +31,7 @@ def write_share_to(file: Path | None) -> Iterator[None]:
         now = time.monotonic()
         if file is not None and now - written_at >= REPORT_SECONDS:
             written_at = now
-            # a bar that stands still is no reason to end a training
+            # A failure to report progress must not end a training.
             with contextlib.suppress(OSError):
                 file.write_text(f"{share:.6f}")
 

@@ -322,10 +322,12 @@ def _load_stored(
 ) -> Run | None:
     """Return the stored run; None if there is none, or if it lacks weights that are to be kept."""
     stored = find_run(folder, identity)
-    restored = planned.restore(stored, keep_weights) if stored else None
-    if stored is None or restored is None:
+    restored_run = planned.restore(stored, keep_weights) if stored else None
+    if stored is None or restored_run is None:
         return None
-    return Run(restored.model, restored.data, stored.history, stored.record, folder / identity.id)
+    return Run(
+        restored_run.model, restored_run.data, stored.history, stored.record, folder / identity.id
+    )
 
 
 def _train_planned(

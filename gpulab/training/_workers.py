@@ -57,7 +57,7 @@ class Workers(contextlib.AbstractContextManager):
         self.count = count
         self.stop_requested = threading.Event()
 
-        # by thread and setting, of one process each
+        # One process for each thread and setting.
         self.pools: dict[tuple[int, str], ProcessPoolExecutor] = {}
         self.reaper = Reaper()
 

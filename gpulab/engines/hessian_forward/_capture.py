@@ -73,7 +73,7 @@ class Capture(UncompiledDispatchMode):
         )
         # tensor -> the time from which on its tangent is valid
         self.valid_since = WeakTensorKeyDictionary()
-        # of the forward pass, other than what autograd saves
+        # Results of the forward pass other than those that autograd saves.
         self.results = WeakTensorKeyDictionary()
         # By address: the tensors that captured operations refer to, and the time and target of each
         # write.

@@ -123,8 +123,10 @@ class Convolution:
         shape = list(self.shape)
         shape[axis] *= k
         is_in_batch = self.target == "output" or (self.target == "input" and axis == 0)
-        folded = tangent.flatten(0, 1) if is_in_batch else tangent.movedim(0, 1).flatten(1, 2)
-        factors = (folded, self.constant) if axis == 0 else (self.constant, folded)
+        folded_tangent = (
+            tangent.flatten(0, 1) if is_in_batch else tangent.movedim(0, 1).flatten(1, 2)
+        )
+        factors = (folded_tangent, self.constant) if axis == 0 else (self.constant, folded_tangent)
         result = convolve(self.geometry, self.target, *factors, shape)
         if bias is not None:
             result += bias.reshape(-1, *[1] * (len(shape) - 2))

@@ -171,7 +171,7 @@ def merge_weight_gradients(
         if number in used_once and producers[number].is_addition
     }
     next_variable = max(producers, default=0) + 1
-    # each with the new instructions that can follow it
+    # Each list is an instruction and the new ones that are inserted after it.
     rewritten = [[instruction] for instruction in instructions]
     concatenated: dict[tuple[int, ...], int] = {}
     for index, root in enumerate(instructions):
@@ -192,13 +192,13 @@ def merge_weight_gradients(
         ]
         for batch in _batches((instruction.function.key, instruction) for instruction in gradients):
             inputs = tuple(member.inputs[0] for member in batch)
-            following = rewritten[max(positions.get(number, 0) for number in inputs)]
+            successors = rewritten[max(positions.get(number, 0) for number in inputs)]
             if inputs not in concatenated:
-                following.append(Instruction(_concatenate, inputs, (next_variable,)))
+                successors.append(Instruction(_concatenate, inputs, (next_variable,)))
                 concatenated[inputs] = next_variable
                 next_variable += 1
             function = batch[0].function.join([member.function for member in batch], constants)
-            following.append(Instruction(function, (concatenated[inputs],), (next_variable,)))
+            successors.append(Instruction(function, (concatenated[inputs],), (next_variable,)))
             replaced = {member.outputs[0] for member in batch}
             addends = [*(number for number in addends if number not in replaced), next_variable]
             next_variable += 1
