@@ -22,8 +22,8 @@ HELDOUT_WINDOW = 20  # frames of a window in which losses to compare with are co
 
 
 def check_folder(folder: Path, expected: str) -> None:
-    """Raise `DataError`, which says what is expected, unless this is a folder."""
-    if not os.path.isdir(folder):  # a name too long for one is none, too
+    """Raise `DataError`, stating what is expected, unless this is a folder."""
+    if not os.path.isdir(folder):  # also false for a name that is too long
         problem = "a file, not a folder" if os.path.isfile(folder) else "no such folder"
         raise DataError(f"{folder}: {problem}; {expected}")
 
@@ -65,7 +65,7 @@ class Data(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many frames or images there are to train on."""
+        """The number of training frames or images."""
 
     def options(self) -> dict[str, JSON]:
         """What, besides the name, makes this data: JSON-ready, for the record of a run."""

@@ -18,7 +18,7 @@ from gpulab.settings import Setting
 
 
 class _Batching(Protocol):
-    """What a loader needs of a network. The networks are in a layer above this module."""
+    """The interface that a loader needs of a network; networks are in a higher layer."""
 
     @property
     def sequential(self) -> bool: ...

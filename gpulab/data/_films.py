@@ -144,7 +144,7 @@ def _has_alpha(pixels: av.VideoFormat) -> bool:
 
 
 def _is_grey(pixels: av.VideoFormat) -> bool:
-    """Whether pixels of this format have a brightness alone."""
+    """Whether pixels of this format have only a brightness."""
     colours = [component for component in pixels.components if not component.is_alpha]
     return len(colours) == 1 and not pixels.has_palette and not pixels.is_rgb
 

@@ -300,8 +300,8 @@ def place(
 
     The step's operations and bytes are counted, its time is measured, and both are compared with
     what the device can do at most. The step is done a dozen times and more, and once of these under
-    torch's FLOP counter. A `Step` is left as it was, and begins without gradients each time. Of a
-    function of your own, the model trains on.
+    torch's FLOP counter. A `Step` is left as it was, and begins without gradients each time. With a
+    function of your own, the model is trained further.
 
     Args:
         step: A `Step`, or a function that does one training step, as for `gpulab.record`.
@@ -434,7 +434,7 @@ def _operations(setting: Setting) -> Iterator[Work]:
 
 
 def _precisions(setting: Setting) -> dict[str, Setting]:
-    """What a device can multiply in, and the setting under which it does."""
+    """The precisions of a device's products, each with its setting."""
     settings = dict.fromkeys(["float32", "bfloat16", "float16"], setting)
     if setting.kind == "cuda":
         settings |= {"float32": replace(setting, tf32=False), "tf32": replace(setting, tf32=True)}

@@ -55,7 +55,7 @@ class FastestEngine:
         self.graph_engines: dict[WindowEngine, CudaGraphEngine] = {}
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
-        """As of `gpulab.training.loop.Engine`."""
+        """Train on one window: see `gpulab.training.loop.Engine`."""
         engine = self.choose_engine(state)
         self.autograd_engine.used_methods |= engine.gradient_methods
         return engine.train_window(frames, state)
@@ -115,7 +115,7 @@ class AnalyticEngine:
         )
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
-        """As of `gpulab.training.loop.Engine`. The frames of every loader come in one tensor."""
+        """Train on one window, whose frames are one tensor: see `gpulab.training.loop.Engine`."""
         return self.update(self.model.batches(self.loader.window(frames)), state)
 
     def gradients(self, batch: Tensor, state: Nested) -> tuple[Tensor, Nested]:

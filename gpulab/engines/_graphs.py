@@ -23,7 +23,7 @@ CAPTURE_LOCK = threading.Lock()
 
 
 class WindowEngine(Protocol):
-    """What the fast engines use of an engine whose windows they compute.
+    """The interface of an engine whose windows the fast engines compute.
 
     Attributes:
         gradient_methods: How it computes gradients, such as `autograd`.
@@ -58,7 +58,7 @@ class CudaGraphEngine:
         self.graph: tuple[torch.Size, Graph] | None = None  # for windows of the last shape
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
-        """As of `Engine`; losses and state are valid until the next call."""
+        """Train on one window; losses and state are valid until the next call."""
         window = torch.from_numpy(frames)
         if self.graph is None or self.graph[0] != window.shape:
             arguments = (window.to(self.engine.loader.device), state)
@@ -134,7 +134,7 @@ class Graph:
             clear_cublas_workspaces()
 
     def __call__(self, *inputs: Nested) -> Nested:
-        """What the function returns for inputs of the same shapes, valid until the next call."""
+        """Return the results for inputs of the same shapes, valid until the next call."""
         _copy_into(self.inputs, inputs)
         self.graph.replay()
         return self.outputs

@@ -250,7 +250,7 @@ def uses_tf32(like: Tensor) -> bool:
 
 
 def add_gradient(parameter: Tensor | None, gradient: Tensor) -> None:
-    """Add a gradient to the parameter's `.grad`, or set it where there is none yet."""
+    """Add a gradient to the parameter's `.grad`, or set it if there is none yet."""
     if parameter is not None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 

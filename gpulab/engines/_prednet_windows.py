@@ -175,7 +175,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Launch what is done inside on this stream."""
+        """Launch the work inside the block on this stream."""
         if self.stream is None:
             yield
         else:

@@ -53,12 +53,12 @@ class _Copy:
         return self.storage.expired() or (self.was_waited_for and is_event_finished(self.event))
 
     def is_overwritten(self) -> bool:
-        """Whether the source holds something else than when the copy was asked for."""
+        """Whether the source has changed since the copy was requested."""
         return self.finding.cause == "leaving" and memory_digest(*self.span) != self.content
 
 
 class AsyncCopyTracker:
-    """What is being copied, as far as operations that are given to `record_copy` have asked for it.
+    """Tracks the asynchronous copies requested by the operations passed to `record_copy`.
 
     `report` is called with every finding. A finding of a wait is reported by the next
     `check_host_reads` or `flush`, because torch lets nothing be raised while it waits.
@@ -78,7 +78,7 @@ class AsyncCopyTracker:
         kwargs: dict[str, Nested],
         result: Nested,
     ) -> None:
-        """Look at an operation that was just run: is it a copy that goes on after it?"""
+        """Track an operation that has just run if it is an asynchronous copy."""
         if operation is TO_COPY and kwargs.get("non_blocking"):
             target = result
             source = args[0]
@@ -115,7 +115,7 @@ class AsyncCopyTracker:
             )
 
     def pending_copies(self) -> list[_Copy]:
-        """The copies with which something can still go wrong; the others are forgotten."""
+        """The copies that are not complete; complete ones are dropped."""
         self.copies = [copy for copy in self.copies if not copy.is_complete()]
         return self.copies
 
@@ -140,19 +140,19 @@ class AsyncCopyTracker:
                 copy.was_waited_for = True
 
     def check_overwritten(self, name: str, copies: list[_Copy]) -> None:
-        """Find what has been overwritten among copies that are under way."""
+        """Find overwritten memory among the pending copies."""
         for copy in copies:
             if copy.is_overwritten():
                 self.add_finding(copy, name)
 
     def add_finding(self, copy: _Copy, name: str) -> None:
-        """Keep a finding until it can be told, once for each copy."""
+        """Store a finding until it can be reported, once for each copy."""
         self.copies = [other_copy for other_copy in self.copies if other_copy is not copy]
         lines = {**copy.finding.lines, f"met by {name} in": user_line()}
         self.unreported.append(replace(copy.finding, operation=name, function=name, lines=lines))
 
     def flush(self) -> None:
-        """Tell what was found."""
+        """Report the stored findings."""
         with self.lock:
             findings = self.unreported
             self.unreported = []

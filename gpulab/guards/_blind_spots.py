@@ -91,7 +91,7 @@ class BlindSpots:
                     self._listen_to_compiler()
 
     def stop(self) -> None:
-        """End what one call of `start` began."""
+        """Undo one call of `start`."""
         with self._lock:
             self._entry_count -= 1
             if not self._entry_count:
@@ -99,7 +99,7 @@ class BlindSpots:
                 self._is_listening_to_compiler = False
 
     def sentences(self) -> list[str]:
-        """What was not watched, or ran otherwise, a sentence each."""
+        """A sentence for each thing that was not watched, or ran differently."""
         counts = dict(self.counts)
         unguarded = [
             thread for thread in self._started_threads if thread.ident not in self.guarded_threads

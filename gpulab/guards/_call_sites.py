@@ -47,7 +47,7 @@ class Line(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The source of the line, empty where there is none."""
+        """The source text of the line; empty if it is unavailable."""
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a guard finds, and the words for it."""
+"""The findings of a guard, and how they are phrased."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class Overwritten:
         return next(iter(self.lines.values()))
 
     def with_cause(self, cause: str) -> Overwritten:
-        """The same finding, in the words of another cause."""
+        """The same finding, phrased for another cause."""
         _, explanation, remedy = CAUSES[cause]
         return replace(self, cause=cause, explanation=explanation, remedy=remedy)
 

@@ -1,4 +1,4 @@
-"""A guard around a training step: nothing that autograd saved may be overwritten before it is used.
+"""A guard that detects tensors overwritten after autograd saved them and before it uses them.
 
 Autograd counts the in-place operations that torch itself does. It does not see NumPy writing into a
 buffer that a tensor shares, a write through `.data`, or a loader that fills one buffer again and
@@ -71,7 +71,7 @@ def drain_ready_queue() -> None:
 
 
 class _ThreadState(threading.local):
-    """What each thread has of its own, made when it first enters a guard or uses what one saved."""
+    """The state of each thread, created when it first enters a guard or uses a saved tensor."""
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
@@ -166,7 +166,7 @@ def is_forbidden(error: Exception) -> bool:
 
 
 class Guard:
-    """What `guard` returns: a context manager, and at the same time the report of what it found.
+    """The result of `guard`: a context manager, and at the same time the report of its findings.
 
     `len` is the number of findings, so a report is true when something was found; `print` says
     them. A guard may be entered again, inside itself, and in several threads. On an accelerator the
@@ -216,7 +216,7 @@ class Guard:
 
     @property
     def findings(self) -> list[Overwritten]:
-        """What was found so far: one for each line and operation."""
+        """The findings so far, one for each line and operation."""
         return list(self._findings.values())
 
     @property
@@ -332,7 +332,7 @@ class Guard:
 
     @as_guard_work
     def _report_pending(self, task: int) -> None:
-        """Report what has changed of what a backward pass used on an accelerator."""
+        """Report the changed tensors among those that a backward pass used on an accelerator."""
         digests_used, digests_saved, reports = zip(*self._pending.pop(task), strict=True)
         device = digests_used[0].device
         used_digests = torch.stack([digest.to(device) for digest in digests_used])
@@ -402,7 +402,7 @@ class Guard:
             raise OverwrittenError(finding)
 
     def _warn(self) -> None:
-        """Warn once of what has been found since the last warning."""
+        """Warn once of all findings since the last warning."""
         findings = self.findings[self._warned_count :]
         self._warned_count += len(findings)
         if findings and self.on == "warn":
@@ -410,7 +410,7 @@ class Guard:
 
 
 class _Saved:
-    """What autograd keeps in place of a tensor."""
+    """The object that autograd saves in place of a tensor."""
 
     __slots__ = ("digest", "is_parameter", "line", "span", "steps", "tensor", "time", "version")
 
@@ -430,7 +430,7 @@ class _Saved:
         self.span = span_of(self.tensor)
 
     def finding(self, node: Node | None, cause: str, name_operand: bool = True) -> Overwritten:
-        """What is known without asking who shares the memory."""
+        """The finding before the holder of the memory is searched for."""
         is_backward = current_backward_pass() >= 0
         operation = "recomputation" if is_backward else "no operation"
         if node is not None:

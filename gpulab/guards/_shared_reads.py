@@ -69,7 +69,7 @@ class _TrackedBuffer:
     time: int = field(default_factory=next_time)  # when its content was last remembered
 
     def remember(self, span: Span) -> None:
-        """Take what is in a part of the memory now for right."""
+        """Remember the current content of a part of the memory as valid."""
         self.time = next_time()
         self.digests |= self.digest_blocks(span)
         if self.memory[1] - self.memory[0] <= BLOCK_BYTES:
@@ -87,8 +87,8 @@ class _TrackedBuffer:
     def differs(self, tensor: Tensor) -> bool:
         """Whether a tensor's content is another than is remembered.
 
-        Of a memory above `BLOCK_BYTES` bytes only digests are kept: there a change beside the
-        tensor counts, too.
+        Above `BLOCK_BYTES` bytes only digests are kept, so a change beside the tensor in the same
+        block also counts.
         """
         # No block has changed.
         if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():
@@ -211,7 +211,7 @@ class SharedReads(UncompiledDispatchMode):
         self.check([tensor], function)
 
     def check(self, tensors: list[Tensor], name: str) -> None:
-        """Look at what an operation of this name is about to read."""
+        """Check the memory that an operation of this name is about to read."""
         self.unchecked += sum(not is_plain(tensor) for tensor in tensors)
         buffers = [self.track(tensor) for tensor in tensors]
         addresses = [buffer.memory[0] for buffer in buffers if buffer]

@@ -25,7 +25,7 @@ StreamOrEvent: TypeAlias = torch.cuda.Stream | torch.cuda.Event
 
 
 class Listener(Protocol):
-    """What is told of the calls."""
+    """An object that is notified of the calls."""
 
     def on_tensor_created(self, tensor: Tensor) -> None:
         """A tensor was created that may share the memory of another library."""

@@ -36,7 +36,7 @@ _clock = itertools.count()
 
 
 def next_time() -> int:
-    """A number that grows from call to call, to say what came before what."""
+    """Return a number that grows with each call, which orders events in time."""
     return next(_clock)
 
 
@@ -69,7 +69,7 @@ class _WatchedMemory:
 
 
 class WriteLines:
-    """The lines that wrote, as far as they are known; `writers_since` tells them.
+    """Records the lines that wrote into watched memory, for `writers_since`.
 
     Attributes:
         is_tracing: Whether lines of the user's program are followed, so that writes of NumPy can be
@@ -90,7 +90,7 @@ class WriteLines:
             self.start_count += 1
 
     def stop(self) -> None:
-        """End what one call of `start` began."""
+        """Undo one call of `start`."""
         with self.lock:
             self.start_count -= 1
             if self.start_count or not self.is_tracing:
@@ -104,7 +104,7 @@ class WriteLines:
                 frame.f_trace = None
 
     def watch(self, storage: StorageWeakRef, span: Span) -> None:
-        """Notice from now on what changes a piece of memory of the host."""
+        """Watch a piece of host memory for changes from now on."""
         with self.lock:
             watched = self.watched.pop(span[0], None)
             if watched is None or watched.span != span:

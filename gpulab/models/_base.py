@@ -1,4 +1,4 @@
-"""What the training loop asks of a model, and the part that gpulab's own models share."""
+"""The interface of models for the training loop, and what gpulab's own models share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Trainable(nn.Module):
     fresh: bool = True
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Tensor]:
-        """Cut a window into the pieces after each of which the weights are updated.
+        """Split a window into batches; the weights are updated after each of them.
 
         Args:
             window: Frames (T, C, H, W), numbers in [0, 1].

@@ -20,14 +20,14 @@ MAX_FILE_BYTES = 1 << 31  # of a file, packed and unpacked
 
 
 class _Cell(Protocol):
-    """What is read of a `ConvLSTM`, besides its peepholes."""
+    """The attributes that are read of a `ConvLSTM`, besides its peepholes."""
 
     groups: tuple[int, ...]
     gates: nn.Conv2d
 
 
 class _PredNet(Protocol):
-    """What is read of a `PredNet`, whose module imports this one."""
+    """The attributes that are read of a `PredNet`, whose module imports this one."""
 
     fresh: bool
     conv_a: Sequence[nn.Conv2d]

@@ -174,7 +174,7 @@ class LinearAutoencoder(nn.Module):
         decoder: The second layer, whose weight is (features, hidden).
 
     Raises:
-        UsageError: For a width that is no whole number from 1.
+        UsageError: If a width is not a positive integer.
 
     Examples:
         >>> import torch
@@ -250,8 +250,8 @@ class Whitener(_Images):
         covariance: How the covariance is computed.
 
     Raises:
-        UsageError: For an unknown `covariance`, for widths or a size that are no whole numbers from
-            1, and for a batch that is not larger than the code.
+        UsageError: For an unknown `covariance`, for widths or sizes that are not
+            positive integers, and for a batch that is not larger than the code.
 
     Examples:
         >>> import torch

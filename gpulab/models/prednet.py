@@ -22,7 +22,7 @@ Frame = Float[Tensor, "b c h w"]
 
 
 class LayerState(NamedTuple):
-    """What a layer of PredNet remembers from frame to frame, each (B, C, H, W).
+    """The state of a layer of PredNet between frames, each (B, C, H, W).
 
     Attributes:
         r: The representation R, the hidden state of the layer's LSTM.
@@ -74,7 +74,7 @@ class PredNet(Trainable):
 
     Raises:
         UsageError: For a size that cannot be halved so often (the message names the nearest that
-            can), for channels or a size that are no whole numbers from 1, and for an unknown
+            can), for channels or sizes that are not positive integers, and for an unknown
             truncation.
 
     Examples:
@@ -197,7 +197,7 @@ class PredNet(Trainable):
         return torch.stack(predictions), state
 
     def initial_state(self, frame: Frame) -> PredNetState:
-        """Make a state in which everything is zero.
+        """Make a state of zeros.
 
         Args:
             frame: One frame (B, C, H, W), which says how many films there are, the type of the
@@ -406,7 +406,7 @@ class ConvLSTM(nn.Module):
 
 
 def detach_state(state: PredNetState) -> PredNetState:
-    """The same state, cut off from the graph that made it."""
+    """The same state, detached from the graph that made it."""
     return [LayerState(*(tensor.detach() for tensor in layer)) for layer in state]
 
 

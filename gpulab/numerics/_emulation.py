@@ -243,7 +243,7 @@ def _exponents(x: Tensor) -> Tensor:
 
 
 def _truncate(x: Tensor, bits: int) -> Tensor:
-    """Float64 numbers without what lies below so many significant bits, in float32's range."""
+    """Truncate float64 numbers to `bits` significant bits, in float32's range."""
     step = _power_of_two(torch.frexp(x).exponent.clamp_min(-125) - bits)
     return (torch.trunc(x / step) * step).float().double()
 

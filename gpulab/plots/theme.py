@@ -184,12 +184,12 @@ def draw_points(
 
 
 def legend_key(label: str, **style: Any) -> Line2D:
-    """A line, or with `ls=""` and a `marker` a point, and what it means."""
+    """A legend entry: a line, or with `ls=""` and a `marker` a point."""
     return Line2D([], [], label=label, **style)
 
 
 def origin_keys(frame: pd.DataFrame) -> list[Line2D]:
-    """What is filled and what is hollow, with the machines where it was made."""
+    """Legend entries for filled and hollow markers, with the machines of the runs."""
     recorded = is_recorded(frame)
     keys = []
     for is_hollow in sorted(recorded.unique()):

@@ -61,8 +61,8 @@ class CriticalPoint:
         model: A copy of the network, in float64, with the weights of that place.
         objective: The loss as a function of a model, with what it is computed on in float64.
         found: Whether it is a critical point: whether the gradient is zero, but for rounding.
-        message: Which it is or how it was found; or why it is none, such as a gradient-flat region,
-            where the gradient is not zero and yet cannot get smaller.
+        message: How it was found, or why it is not a critical point, such as a gradient-flat
+            region, where the gradient is not zero and yet cannot get smaller.
 
     Examples:
         >>> import torch

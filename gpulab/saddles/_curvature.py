@@ -99,7 +99,7 @@ def curvature_along(
 
     Raises:
         UsageError: For an unknown network, profile or setting, for no setting or no seed, and for
-            numbers that are no whole numbers from 1.
+            numbers that are not positive integers.
         DataError: For a damaged file in the store; the message names it.
         GpulabError: For a setting that cannot run here.
 
@@ -155,7 +155,7 @@ def recorded_curvature() -> pd.DataFrame:
 def _curvature_of_training(
     planned: NetworkRun, measuring: dict[str, int], store: str | Path | None, command: str | None
 ) -> pd.DataFrame:
-    """The rows of one training: those that are kept, or new ones."""
+    """The rows of one training: stored ones, or new ones."""
     machine_passport = passport()
     planned.draw_weights()
     identity = planned.identity(machine_passport).record
@@ -210,7 +210,7 @@ def _train_and_measure(planned: NetworkRun, measuring: dict[str, int]) -> tuple[
 def _measure(
     planned: NetworkRun, state: dict[str, Tensor], measuring: dict[str, int]
 ) -> dict[str, float | np.ndarray]:
-    """What the instrument says of these weights."""
+    """Measure the loss and the spectrum of its Hessian at these weights."""
     device = planned.setting.device
     with Setting.parse(
         INSTRUMENT_SETTINGS.get(planned.setting.kind, "{}").format(device)
@@ -245,7 +245,7 @@ def _measure(
 
 # `Any`, because a record is JSON from a file.
 def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows of a training as a file keeps them, with what is common to them."""
+    """The rows of a training as stored in a file, with their common columns."""
     shape = record["looked"]["probes"], record["looked"]["steps"]
     spectra = {
         name: [np.resize(row, shape).astype(float) for row in table[name]]

@@ -565,7 +565,7 @@ def check_start(
     batch_sizes: Sequence[int | None],
     steps: int | None,
 ) -> None:
-    """`UsageError` for a point from which there is no escape, and for numbers out of range."""
+    """Raise `UsageError` for a point without an escape, and for numbers out of range."""
     if not saddle.index:
         least = saddle.curvature
         raise UsageError(

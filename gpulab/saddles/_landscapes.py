@@ -247,8 +247,8 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
         A `gpulab.saddles.Surface` of (2 · places + 1) × (2 · places + 1) losses.
 
     Raises:
-        UsageError: For `places` that are no whole number from 1, and for a minimum or a maximum,
-            which has no such plane.
+        UsageError: If `places` is not a positive integer, and for a minimum or a maximum, which has
+            no such plane.
 
     Examples:
         >>> import torch

@@ -90,7 +90,7 @@ class Objective:
         return value
 
     def double(self) -> Objective:
-        """The same on numbers in float64."""
+        """The same objective with its batches in float64."""
         batches = tree_map_only(
             Tensor, lambda x: x.double() if x.is_floating_point() else x, self.batches
         )
@@ -98,7 +98,7 @@ class Objective:
 
 
 def _accepts_arguments(loss: Loss, count: int) -> bool:
-    """Whether a function takes so many arguments; yes where it does not say."""
+    """Whether a function accepts `count` arguments; true if it has no signature."""
     try:
         inspect.signature(getattr(loss, "forward", loss)).bind(*range(count))
     except TypeError:

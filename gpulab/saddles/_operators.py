@@ -61,7 +61,7 @@ def check_symmetric(
     is compared with two sizes:
 
     1. The size that these numbers have where u and Av point anywhere. An asymmetry below half of
-      its digits is none.
+      its digits is ignored.
     2. The size that rounding has. Three times the product with a third of a vector is the product
        with the vector, rounded otherwise; an asymmetry a hundred times as large as the difference
        between these two is no rounding.

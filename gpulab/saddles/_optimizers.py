@@ -58,7 +58,7 @@ UNMODELLED_OPTIONS = ("weight_decay", "dampening", "nesterov", "centered", "amsg
 def build_optimizer(
     optimizer: str | OptimizerFactory, weights: Sequence[Tensor], rate: float
 ) -> optim.Optimizer:
-    """An optimiser of these weights; `UsageError` for an unknown name and for what is none."""
+    """Build an optimiser of these weights; `UsageError` for an unknown name or type."""
     prefix = f"optimizer={optimizer!r}:"
     factory = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
     if factory is None:
@@ -104,7 +104,7 @@ def optimizer_name(optimizer: str | OptimizerFactory, built: optim.Optimizer) ->
 
 @dataclass(frozen=True)
 class EscapeLaw:
-    """How displacements along directions that lead down grow, to first order.
+    """The growth of displacements along descent directions, to first order.
 
     Examples:
         >>> # The larger root of ρ² − 1.95 ρ + 0.9 = 0
@@ -120,7 +120,7 @@ class EscapeLaw:
 
     @classmethod
     def of_optimizer(cls, optimizer: optim.Optimizer) -> EscapeLaw | None:
-        """The law of one of torch's optimisers; None where there is none.
+        """The law of one of torch's optimisers; None if its options are not modelled.
 
         >>> weights = [torch.zeros(2, requires_grad=True)]
         >>> EscapeLaw.of_optimizer(optim.Adam(weights, lr=0.25, betas=(0.5, 0.9), eps=0.125))
@@ -243,7 +243,7 @@ def step_ratio(
 
 
 def _half_place(weights: Tensor) -> Tensor:
-    """Half of what separates each weight from the next number of its format, in float64."""
+    """Half the distance from each weight to the next number of its format, in float64."""
     limits = torch.finfo(weights.dtype)
     exponent = torch.frexp(weights.detach().double()).exponent
     return (limits.eps * torch.exp2(exponent.double() - 2)).where(weights != 0, 0.0)

@@ -39,7 +39,7 @@ class Index(Estimate):
     """How many eigenvalues are negative, below minus a threshold; `int(index)` is that number.
 
     Attributes:
-        value: How many are below −`threshold`; an estimate may be no whole number.
+        value: How many are below −`threshold`; an estimate need not be an integer.
         error: The standard error of an estimate, of that number alone: the signs of those that
             count as `zero` are unknown. 0 where they were counted.
         exact: Whether they were counted.
@@ -131,7 +131,7 @@ class SpectralDensity:
         )
 
     def index(self) -> Index:
-        """Estimate how many eigenvalues stand out below zero: see `gpulab.saddles.index`.
+        """Estimate how many eigenvalues are negative: see `gpulab.saddles.index`.
 
         Returns:
             The estimate, with how many eigenvalues are too close to zero to tell their signs.
@@ -191,7 +191,7 @@ def spectral_density(
 
     Raises:
         UsageError: For an operator that is not square, or not float32 or float64, and for `probes`
-            or `steps` that are no whole numbers from 1.
+            or `steps` that are not positive integers.
         DataError: For an operator that is not symmetric (two probes or more show it), or whose
             products are not finite.
 

@@ -229,8 +229,8 @@ def linear_autoencoder_saddle(
         A `gpulab.saddles.LinearAutoencoderSaddle`.
 
     Raises:
-        UsageError: For components that are no whole numbers from 0 to D − 1 or are named twice, and
-            for fewer units than components.
+        UsageError: For components that are not integers from 0 to D − 1 or are named twice, and for
+            fewer units than components.
         DataError: For data that are no finite matrix.
 
     Examples:

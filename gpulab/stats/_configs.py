@@ -133,7 +133,7 @@ def as_cell_value(value: Node) -> Value:
 
 
 def _parse_overrides(lines: list[Node]) -> Iterator[tuple[str, Value]]:
-    """Yield what was given on Hydra's command line, such as `optimizer=adam` and `+seed=3`."""
+    """Yield the overrides of Hydra's command line, such as `optimizer=adam` and `+seed=3`."""
     for line in lines:
         name, separator, text = str(line).partition("=")
         if separator and not name.startswith("~"):
@@ -141,7 +141,7 @@ def _parse_overrides(lines: list[Node]) -> Iterator[tuple[str, Value]]:
 
 
 def parse_value(text: str) -> Value:
-    """A value that stands behind `name=`.
+    """Parse the value behind `name=`.
 
     >>> [parse_value(text) for text in ("3", "1e-3", "adam", "true", "[1,2]", "{")]
     [3, 0.001, 'adam', True, '[1, 2]', '{']

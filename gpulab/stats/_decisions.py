@@ -265,7 +265,7 @@ def sd_confidence(looks: int) -> float:
 
 @dataclass(frozen=True)
 class _LevelTests:
-    """The tests of one level alone: fields of `LevelDecision`."""
+    """The uncorrected tests of one level, as fields of `LevelDecision`."""
 
     p_different: float
     p_equivalent: float

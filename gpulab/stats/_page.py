@@ -125,7 +125,7 @@ class VerdictPage(Decisions, Report):
 
 
 def _title_text(verdict: Decisions) -> str:
-    """What was compared."""
+    """The title: the levels, the reference and the metric."""
     levels = [level_text(row.level, verdict.factor) for row in verdict.rows]
     reference = level_text(verdict.reference, verdict.factor)
     metric = metric_label(verdict.metric)
@@ -160,7 +160,7 @@ def _describe_source(verdict: Decisions) -> list[str]:
 
 
 def _count_decisions(verdict: Decisions) -> str:
-    """How many levels came to which decision."""
+    """The number of levels for each decision."""
     counts = Counter(row.decision for row in verdict.rows)
     counted_decisions = ", ".join(
         f"{counts[decision]} {decision}" for decision in DECISIONS if counts[decision]

@@ -37,7 +37,7 @@ COLUMN_ADVICE = (
 
 @dataclass(frozen=True, eq=False)
 class PairedRuns:
-    """Runs put side by side by seed: what a `Verdict` begins with."""
+    """Runs paired by seed, from which a `Verdict` is computed."""
 
     metric: str
     factor: str

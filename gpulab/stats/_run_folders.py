@@ -125,7 +125,7 @@ def read_runs(
 
 
 def _common_folder(folders: Iterable[Path]) -> Path:
-    """The lowest folder that holds all of these; the current one where there is none."""
+    """The lowest common folder of these paths; the current one if there is none."""
     try:
         return Path(os.path.commonpath([str(folder) for folder in folders]))
     except ValueError:  # some are absolute and others relative, or on several drives
@@ -164,7 +164,7 @@ def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]
 
 
 def _pattern_root(pattern: Path) -> Path:
-    """The folder above the first part of a pattern that stands for several names.
+    """The folder above the first part of a pattern that has wildcards.
 
     >>> (
     ...     _pattern_root(Path("outputs/a/*/metrics.csv")).as_posix(),
@@ -234,7 +234,7 @@ def _natural_key(path: str | Path) -> list[tuple[int, str]]:
 
 
 def _count_names(names: Iterable[str]) -> str:
-    """How often names occur, the most frequent first."""
+    """The names with their counts in words, the most frequent first."""
     counts = Counter(names).most_common()
     count_texts = []
     for name, count in counts[:MAX_NAMED_FILES]:
@@ -265,7 +265,7 @@ def _add_run_name(frame: pd.DataFrame, table: Path, base: Path) -> pd.DataFrame:
 def _add_settings(
     frame: pd.DataFrame, settings: dict[str, Value]
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """A table with a column for each setting, and what the columns are called.
+    """Add a column for each setting to a table, and return the columns' names too.
 
     A setting whose name is that of a column of the table, or means something to a verdict, has
     `config.` before it.
@@ -321,7 +321,7 @@ def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
 
 
 def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table with what the names of its runs say: `optimizer=adam,seed=3`, `adam/seed_3`.
+    """Add columns parsed from the names of runs: `optimizer=adam,seed=3`, `adam/seed_3`.
 
     What remains of a name without its seed, and is not the same for all, is the column `group`.
 
@@ -357,7 +357,7 @@ def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parse_run_name(run: str) -> tuple[dict[str, Value], list[str]]:
-    """The settings that a run's name says, and what remains of it.
+    """Parse the settings in a run's name, and return the remaining parts too.
 
     >>> _parse_run_name("optimizer=adam,seed=3"), _parse_run_name("adam-seed3/version_0")
     (({'optimizer': 'adam', 'seed': 3}, []), ({'seed': 3}, ['adam', 'version_0']))

@@ -75,7 +75,7 @@ MAX_NAMED_RUNS = 5  # runs in one sentence
 
 @dataclass(frozen=True)
 class RowChoice:
-    """Which row of a run is compared, where a run has several.
+    """The choice of the row that is compared if a run has several.
 
     Attributes:
         last: The counting column whose last value is taken, such as `epoch`; None for none.
@@ -111,7 +111,7 @@ ALL_ROWS = RowChoice()
 
 @dataclass(frozen=True)
 class MetricColumn:
-    """The metric's column as numbers, and what is known of those that are not finite.
+    """The metric's column as numbers, with the status of those that are not finite.
 
     Attributes:
         values: The numbers, shape (rows,).
@@ -229,7 +229,7 @@ class _RunTable:
         return sorted(counters, key=lambda name: (is_clock(name), "epoch" not in name.lower()))
 
     def numbers(self, name: str) -> NDArray[np.float64] | None:
-        """A column as numbers, NaN where it is empty; None for a column of anything else."""
+        """A column as numbers, with NaN for empty cells; None if it is not numeric."""
         column = self.frame[name]
         if is_bool_dtype(column.dtype):
             return None
@@ -249,7 +249,7 @@ class _RunTable:
         )
 
     def find_diverged(self, counters: Sequence[str]) -> NDArray[np.bool_]:
-        """Which rows say that their run diverged.
+        """Which rows record that their run diverged.
 
         A NaN that may be an empty cell says so at the end of a run, where other runs have numbers
         at the same epoch.
@@ -494,7 +494,7 @@ class _RunTable:
         positions: NDArray[np.intp],
         is_diverged: NDArray[np.bool_],
     ) -> str:
-        """Say what was taken of each run, and where runs ended before the others."""
+        """Describe the rows that were chosen, and the runs that ended before the others."""
         text = (
             f"Of {len(self.frame):,} rows {description} was taken for each {self.factor} and"
             f" {self.block}"
@@ -529,7 +529,7 @@ class _RunTable:
             return str(value)
 
     def _run_text(self, row: int) -> str:
-        """What a run is called: its level and its block."""
+        """The name of a run: its level and its block."""
         level = level_text(self.frame[self.factor].iloc[row], self.factor)
         name = level if "=" in level else f"{self.factor} {level}"
         return f"{name} {self.block} {self.frame[self.block].iloc[row]}"
@@ -635,7 +635,7 @@ def direction_of(name: str) -> Mode | None:
 
 
 def _choose_direction(best: str, mode: str | None) -> Mode:
-    """The direction as asked for, or by the name; `UsageError` where that does not tell."""
+    """The requested direction, or that of the metric's name; `UsageError` if it is unclear."""
     valid_mode = next((candidate for candidate in MODES if candidate == mode), None)
     direction = valid_mode or direction_of(best)
     if direction is None:

@@ -84,7 +84,7 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
 
 
 def read_file(file: Path) -> pd.DataFrame:
-    """A table as it stands in a file; `DataError` where it cannot be read or has no rows."""
+    """Read the table in a file; `DataError` if it cannot be read or has no rows."""
     content = files.read(file)
     with files.reading(file, "cannot be read as a table"):
         is_parquet = file.suffix == ".parquet"

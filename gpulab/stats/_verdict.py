@@ -87,7 +87,7 @@ class Verdict(VerdictPage):
       likewise at 95 %.
     - `p_diverged`: The p value of the test that both diverge equally often.
     - `unpaired`: How many runs have no partner of the same seed.
-    - `seeds_needed`: About how many seeds such a comparison needs: with so many, four times in
+    - `seeds_needed`: About how many seeds such a comparison needs: with this number, four times in
       five, no difference is shown to be none, and about as often one as large as the margin is
       shown. It is for normal differences, and alpha / the number of levels. Where the decision is
       inconclusive it is above the seeds that there are; infinite where 100,000 are not enough, and
@@ -121,7 +121,7 @@ class Verdict(VerdictPage):
         return level_sentences(self, words or {})
 
     def picture(self) -> Picture | None:
-        """The figure of every run and every difference; None where there is nothing to compare."""
+        """The figure of every run and every difference; None if there is nothing to compare."""
         return self.plot() if self.rows else None
 
 
@@ -214,7 +214,7 @@ def verdict(
         >>> found.decision  # of four looks, six seeds show nothing
         'inconclusive'
 
-        Of a table with a row for each epoch, the last or the best row of each run is compared:
+        If a table has a row for each epoch, the last or the best row of each run is compared:
 
         >>> epochs = pd.concat([pd.concat([cpu, cuda]).assign(epoch=epoch) for epoch in range(3)])
         >>> print(gl.verdict(epochs, last="epoch").notes[0])

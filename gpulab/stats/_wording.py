@@ -138,7 +138,7 @@ def _join_values(values: list[Level]) -> str:
 
 
 def _level_name(verdict: Decisions, level: Level, words: TextByLevel | None = None) -> str:
-    """What a level is called."""
+    """The name of a level in sentences."""
     return (words or {}).get(level, level_text(level, verdict.factor))
 
 
@@ -148,7 +148,7 @@ def p_text(value: float) -> str:
 
 
 def _level_sentence(verdict: Decisions, row: LevelDecision, words: TextByLevel) -> str:
-    """What a level came to."""
+    """The sentence on the result of a level."""
     case = _sentence_key(verdict, row)
     facts = _name_facts(verdict, row, words)
     if case == "diverged":
@@ -264,7 +264,7 @@ def _margin_meaning(verdict: Decisions) -> str:
 
 
 def _open_conditions(verdict: Decisions, row: LevelDecision) -> Iterator[str]:
-    """What would settle it."""
+    """The conditions that leave the question open, and what would settle it."""
     block = verdict.block
     min_pairs = min_significant_pairs(1 - row.confidence)
     if may_diverge_discordantly(row):
@@ -298,7 +298,7 @@ def _outlier_sentences(verdict: Decisions) -> Iterator[str]:
 
 
 def _looks_sentences(verdict: Decisions) -> Iterator[str]:
-    """How often the question may be asked, where more than once."""
+    """The number of looks for which the tests are corrected, if there are several."""
     if verdict.looks == 1 or not verdict.rows:
         return
     all_looks = f"{100 * verdict.alpha:.3g} %"

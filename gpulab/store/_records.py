@@ -37,7 +37,7 @@ class _RequiredRecord(TypedDict):
 
 
 class RunRecord(_RequiredRecord, total=False):
-    """What a store keeps of a run beside its history and weights.
+    """The stored record of a run, besides its history and weights.
 
     Factors that have another than their usual value (`gpulab.run_options.FACTORS`) are further
     keys.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Identity(NamedTuple):
-    """What makes a run this run.
+    """The values that identify a run.
 
     Attributes:
         id: Its name, which depends on what was run, on what, and on nothing else.
@@ -44,7 +44,7 @@ def identify_run(
 
 
 def run_id(identity: dict[str, Any]) -> str:
-    """A name for a run that depends on this and on nothing else."""
+    """The id of a run, which depends only on these values."""
     words = (
         identity["experiment"],
         identity["profile"],

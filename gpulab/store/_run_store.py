@@ -1,4 +1,4 @@
-"""One run in a store: how it is written, found and read, and what becomes of a damaged one.
+"""One run in a store: writing, finding and reading it, and the quarantine of damaged ones.
 
 A store is a folder. A run in it is a folder with `run.json`, which says what was run and what came
 of it, and `results.safetensors`, its history and, where they are kept, its weights. A run is

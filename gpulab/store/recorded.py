@@ -89,7 +89,7 @@ def make_measurement(device: str, **tables: Any) -> dict[str, Any]:
 
 
 def read_measured(kind: str) -> list[dict[str, Any]]:
-    """What was measured of a kind: the documents `data/measured/KIND-*.json`."""
+    """Read the measurements of a kind: the documents `data/measured/KIND-*.json`."""
     return [
         read_document(file) for file in sorted(recorded_folder("measured").glob(f"{kind}-*.json"))
     ]

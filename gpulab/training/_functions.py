@@ -161,7 +161,7 @@ class FunctionRun(PlannedRun):
     def plan(
         cls, function: TrainingFunction, setting: Setting, seed: int, rerun: int, options: Options
     ) -> FunctionRun:
-        """Check what a training by a function was asked for.
+        """Check the arguments of a training by a function.
 
         Raises:
             UsageError: For an option that the function does not have, or that JSON cannot carry.
@@ -235,7 +235,7 @@ class FunctionRun(PlannedRun):
 
 
 def _summarize_metrics(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What the record says of the end of a training that gave these numbers."""
+    """The record's summary of a training with these metrics."""
     if not all(map(math.isfinite, metrics.values())):
         metrics = {}
     if "loss" in metrics:

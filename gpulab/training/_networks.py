@@ -95,7 +95,7 @@ class NetworkRun(PlannedRun):
         model_options: Options | None = None,
         **factors: Any,
     ) -> NetworkRun:
-        """Check what a training of a network was asked for, make the model and load the data.
+        """Check the arguments of a network's training, make the model and load the data.
 
         Args:
             net: A name of `gpulab.models.MODELS`, or such a network.

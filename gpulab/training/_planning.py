@@ -28,7 +28,7 @@ def plan_run(
     rerun: int = 0,
     **factors: Any,
 ) -> NetworkRun | FunctionRun:
-    """Check what `gpulab.train` was asked for; its arguments have the same names there.
+    """Check the arguments of `gpulab.train`, which have the same names there.
 
     Returns:
         A `NetworkRun`, with the model made and the data loaded, or a `FunctionRun`.

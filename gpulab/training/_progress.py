@@ -1,4 +1,4 @@
-"""How far the runs of an experiment are, and how long the others will take."""
+"""The progress of an experiment's runs, and the time that remains."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def report_share(share: float) -> None:
 
 
 def read_share(file: Path) -> float:
-    """What a run has written; 0 where it has not written yet, or is writing now."""
+    """Read the progress that a run has written; 0 if it has not written yet, or is writing now."""
     try:
         return min(1.0, max(0.0, float(file.read_text())))
     except (OSError, ValueError):
@@ -127,7 +127,7 @@ class RunClock:
         return shares
 
     def seconds_left(self, reported_shares: dict[int, float]) -> float | None:
-        """How long the runs that are not done will take; None where nobody knows yet."""
+        """The estimated time for the unfinished runs; None if it is unknown yet."""
         now = self.clock()
         seconds_by_setting = self._seconds_by_setting(reported_shares, now)
         typical = _mean(seconds_by_setting.values())

@@ -35,7 +35,7 @@ def main(parent: int) -> None:
 
 
 def end_workers(workers: list[psutil.Process]) -> None:
-    """Have workers save checkpoints and end; then kill what is left of their process groups."""
+    """Have workers save checkpoints and end; then kill the rest of their process groups."""
     # `is_running` is false for another process that has since received the same id.
     running = [worker for worker in workers if worker.is_running()]
     leaders = []

@@ -231,8 +231,7 @@ def train(
         keep_weights: Whether the store keeps the trained weights.
         watch: A function that is called with the model and the number of updates, before the first
             update and after each window. For gpulab's own loop in this process only.
-        progress: Whether to show a progress bar. Of a training of your own nobody knows how far it
-            is.
+        progress: Whether to show a progress bar. Custom training functions report no progress.
         registered: A file that was written before the first run and says what is asked, and how it
             will be answered, such as those in `data/registered`. Its name and SHA-256 are noted in
             the record of a run that is made now, not of one that the store has already.

@@ -1,4 +1,4 @@
-"""What surrounds the training loop: progress, checkpoints from time to time, and interruptions."""
+"""The surroundings of the training loop: progress, periodic checkpoints and interruptions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Supervisor:
             self.watch(self.training.model, self.training.step)
 
     def after_window(self) -> None:
-        """Show and keep what the window has changed."""
+        """Update the progress bar and save a checkpoint if one is due."""
         history = self.training.history
         self.bar.set_postfix(loss=f"{history[-1].loss:.3g}", refresh=False)
         self.bar.update(len(history) * self.window - self.bar.n)

@@ -47,7 +47,7 @@ class CapturedOperation:
 
 
 def as_list(results: Nested) -> list[Nested]:
-    """What an operation returned, one or several."""
+    """The results of an operation as a list."""
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
@@ -87,7 +87,7 @@ class Capture(UncompiledDispatchMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        """Run an operation, and linearize it where something variable enters."""
+        """Run an operation, and linearize it if one of its inputs is variable."""
         self.time += 1
         leaves, spec = tree_flatten((tuple(args), kwargs or {}))
         # autograd saves results as something detached

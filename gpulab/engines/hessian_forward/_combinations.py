@@ -34,7 +34,7 @@ class Combination:
 
     @property
     def input_count(self) -> int:
-        """How many tensors it reads."""
+        """The number of tensors that it reads."""
         return len(self.coefficients) + sum(isinstance(c, Tensor) for c in self.coefficients)
 
     def fuse(self, position: int, inner: Combination) -> Combination | None:

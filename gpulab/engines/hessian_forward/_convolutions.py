@@ -22,7 +22,7 @@ Constants = dict[tuple[object, ...], Tensor]  # batches of several, by their ide
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a convolution without groups is called with besides its tensors."""
+    """The options of a convolution without groups."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]

@@ -167,7 +167,7 @@ class TorchJvp:
             ) from error
 
     def _factors(self) -> list[Tensor]:
-        """What each argument's tangent is multiplied by.
+        """The factor of each argument's tangent.
 
         No element depends on another, so that the gradient of the result's sum has every derivative
         in its place.

@@ -233,7 +233,7 @@ def _batch_order(instruction: Instruction) -> int:
 
 
 def fuse(instructions: Sequence[Instruction], results: ResultVariables) -> list[Instruction]:
-    """Combinations of combinations as one, where nothing else needs the inner one."""
+    """Fuse combinations of combinations, if nothing else needs the inner one."""
     use_counts = _count_uses(instructions, results)
     combinations: dict[int, Instruction] = {}  # by the variable that they compute
     rewritten = []
