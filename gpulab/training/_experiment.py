@@ -42,7 +42,7 @@ LOCK_LEASE_SECONDS = 120.0  # the lifetime of a lock that is not refreshed
 
 
 class Experiment:
-    """Train a model under several settings from the same seeds, to compare with `gpulab.verdict`.
+    """Train a model under several settings from the same seeds, for `gpulab.verdict` to compare.
 
     Each run is trained in a worker process, so that no setting leaks into another. All runs are
     kept in a store; those that it has already are not trained again.
