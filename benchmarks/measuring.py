@@ -31,9 +31,7 @@ WARM_UP = 3  # steps of each way before any is timed
 
 @dataclass
 class Way:
-    """One way of doing something: its step, the seconds of a step in every round, and on a GPU
-    the peak of bytes.
-    """
+    """One way of doing something: its step, its seconds in each round, and its peak GPU memory."""
 
     step: Step
     memory: int | None = None
@@ -54,8 +52,7 @@ def race(
     label: str = "",
     failed: dict[str, str] | None = None,
 ) -> dict[str, Way]:
-    """Several ways of doing something side by side: each is made and warmed up, then they take
-    turns.
+    """Time several ways of doing something: each is made and warmed up, then they take turns.
 
     So a machine that warms up or slows down favours none.
 

@@ -156,9 +156,7 @@ def step_of(seed: int) -> tuple[str, Callable[..., object]]:
 
 
 def audits(seeds: int, devices: list[str]) -> pd.DataFrame:
-    """A row for each audit: network, device, format, the kind of the first finding, and whether
-    it says bug.
-    """
+    """A row for each audit: network, device, format, first finding, and whether it is a bug."""
     rows = []
     for seed in tqdm(range(seeds), leave=False, disable=None):
         for device in devices:

@@ -192,9 +192,7 @@ def error_rates() -> pd.DataFrame:
 
 
 def skewed() -> pd.DataFrame:
-    """Errors about the mean where differences are skewed or jump, by sign flips or t alone and
-    as corrected.
-    """
+    """Errors about the mean of skewed or jumping differences, by each test and as corrected."""
     rows = []
     for (name, draw), n in tqdm(
         [*product(DIFFERENCES.items(), (6, 10, 20, 32, 50))], desc="skewed"
@@ -235,8 +233,7 @@ def rejected_at_planned_looks(test: Test, level: float) -> float:
 
 
 def rejected_at_chosen_looks(test: Test, level: float, sides: int) -> float:
-    """The same where the results so far choose when to look again: with as many seeds as make a
-    rejection likeliest.
+    """The same where the results so far choose the time of the next look in the worst way.
 
     If z is short of the quantile c, that is (c / z)² times as many (Proschan and Hunsberger 1995),
     up to `MOST_SEEDS`.
@@ -266,9 +263,7 @@ def errors_over_looks(test: Test, sides: int) -> dict[str, float]:
 
 
 def tests_on_losses(draw: Draw) -> Iterator[tuple[str, Test, int]]:
-    """What is asked of losses of which both settings draw alike, or with a difference as large
-    as the margin.
-    """
+    """The tests of losses that both settings draw alike, or with a difference of one margin."""
     generator, shape = np.random.default_rng(3), (REPEATS, MOST_SEEDS)
     base, noise = (
         draw(generator, shape),
@@ -329,8 +324,7 @@ def repeated_looks() -> pd.DataFrame:
 
 
 def worst_error(looks: int, growth: float, sides: int, level: float) -> float:
-    """The error over several looks, each at `level`, for the worst rule of when to look: what was
-    seen may decide.
+    """The error over several looks, each at `level`, for the worst data-dependent rule.
 
     z is the sum of the differences over the root of its variance. If the variance has grown from 1
     to r between two looks, the second z is normal with mean z / √r and variance 1 − 1 / r. The
@@ -344,9 +338,7 @@ def worst_error(looks: int, growth: float, sides: int, level: float) -> float:
     z, log_seeds = (edges[1:] + edges[:-1]) / 2, np.linspace(0, np.log(growth), 48)
 
     def transition(r: float, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """From each z the chances that the next is beyond the edges, and in each cell between
-        them.
-        """
+        """From each z, the chances that the next is beyond the edges, and in each cell."""
         below = stats.norm.cdf((edges - start[:, None] / np.sqrt(r)) / np.sqrt(1 - 1 / r))
         rejects = 1 - below[:, -1] + (below[:, 0] if sides == 2 else 0)
         if sides == 1:
@@ -373,9 +365,7 @@ def worst_error(looks: int, growth: float, sides: int, level: float) -> float:
 
 
 def worst_times() -> pd.DataFrame:
-    """Errors over several looks if what was seen decides when to look again, in the limit of
-    normal sums.
-    """
+    """Errors over several data-dependent looks, in the limit of normal sums."""
     assert (
         abs(worst_error(2, 1e6, 1, ALPHA) - (ALPHA + np.exp(-(stats.norm.isf(ALPHA) ** 2) / 2) / 4))
         < 0.002

@@ -1,5 +1,4 @@
-"""Products of a real GPU beside the emulated ones: how much of what the chip does does the
-emulation explain?
+"""Products of a real GPU beside emulated ones: how much of the chip is emulated?
 
 A case is one matrix product or convolution on inputs that any machine can make again from their
 seed. What a GPU computed is kept in `data/measured/products-*`, so that every machine can compare.
@@ -89,9 +88,7 @@ class Case:
 
     @cached_property
     def operands(self) -> tuple[Tensor, Tensor]:
-        """The two float32 factors: matrices; input and weight; gradient and weight; gradient and
-        input.
-        """
+        """The two float32 factors: matrices, or a convolution's input, weight or gradient."""
         generator = np.random.default_rng(
             [INPUTS.index(self.inputs), self.shape, OPERATIONS.index(self.operation)]
         )
@@ -193,8 +190,7 @@ def recorded_samples() -> dict[Case, Tensor]:
 
 
 def found_arithmetic() -> dict[Case, Arithmetic]:
-    """The arithmetic of every case: of the rounding, tile and slices that were found to come
-    closest to its result.
+    """The arithmetic of each case, with the rounding, tile and slices closest to its result.
 
     A library chooses its kernel by the shape, not by the numbers: those found for normal ones stand
     for all.
@@ -217,8 +213,7 @@ def found_arithmetic() -> dict[Case, Arithmetic]:
 def compare_products(
     results: Mapping[Case, Tensor], arithmetic: Mapping[Case, Arithmetic]
 ) -> pd.DataFrame:
-    """Compare a GPU's products, a sample of each case as float64, with the emulated ones: a row a
-    case.
+    """Compare samples of a GPU's products, as float64, with emulated ones: a row for each case.
 
     `used` is the format that the kernel multiplied in: `float32` where the library left TF32
     unused. `error` is the GPU's relative distance from the exact result; `explained` the share of
@@ -259,9 +254,7 @@ def compared(case: Case, result: Tensor, how: Arithmetic) -> dict[str, Any]:
 
 
 def explained(result: Tensor, emulated: Tensor, exact: Tensor) -> float:
-    """The share of a result's squared deviation from the exact one that the emulation makes as
-    well.
-    """
+    """The share of a result's squared deviation from the exact one that emulation explains."""
     deviation = finite_norm(result - exact)
     return 1 - (finite_norm(result - emulated) / deviation) ** 2 if deviation else float("nan")
 

@@ -1,5 +1,4 @@
-"""Whole training programs computed in two ways: whether an audit calls right ones right, and finds
-and places faults.
+"""Whole training programs computed in two ways: does an audit find faults and clear correct ones?
 
     python benchmarks/correctness/compare_programs.py --write benchmarks/results/programs.md
 

@@ -1,5 +1,4 @@
-"""Public questions of the kind "compiled and not compiled differ", and whether the audit's first
-line answers them.
+"""Public questions of the kind "compiled and not compiled differ", and the audit's first line.
 
     python benchmarks/correctness/compiled_cases.py --write benchmarks/results/compiled_cases.md
 
@@ -58,9 +57,7 @@ Change = Callable[[torch.fx.Graph, torch.fx.Node], None]
 
 
 def planted(name: str, line: str, target: str, change: Change) -> None:
-    """Register a backend that runs torch's own operations, and changes those of one name that
-    come from a line.
-    """
+    """Register a backend of torch's operations that alters one operation called on a line."""
 
     def backend(program: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         for node in list(program.graph.nodes):
@@ -215,9 +212,7 @@ class Mixture(nn.Module):
 
 
 def network(*modules: nn.Module, inputs: Tensor | None = None) -> gl.Step:
-    """A step of a network with a linear layer before and after the modules, of weights that seed
-    0 draws.
-    """
+    """A step of linear layers before and after the modules, with weights from seed 0."""
     layers = [nn.Linear(16, 16), *modules, nn.LazyLinear(4)]
     model = nn.Sequential(*layers)
     given = batch(8, 16) if inputs is None else inputs

@@ -1,5 +1,4 @@
-"""Programs whose copies from and to a GPU go on while they go on, wrongly and rightly, under the
-guard. Needs CUDA.
+"""Correct and faulty programs with asynchronous GPU copies, under the guard. Needs CUDA.
 
     python benchmarks/correctness/copies_under_way_cases.py --write
     benchmarks/results/copies_under_way.md

@@ -84,9 +84,7 @@ def program(
 
 
 class Draw:
-    """Random numbers from a seeded generator on the CPU, moved to the device and the type of a
-    setting.
-    """
+    """Random numbers from a seeded CPU generator, moved to a setting's device and type."""
 
     def __init__(self, setting: Setting, seed: int) -> None:
         self.setting = setting
@@ -109,9 +107,7 @@ class Draw:
         return torch.randint(low, high, shape, generator=self.generator).to(self.setting.device)
 
     def weight(self, *shape: int, scale: float | None = None) -> Tensor:
-        """Normal numbers that need a gradient, by default of a scale that fits the first
-        dimension.
-        """
+        """Normal numbers that need a gradient, scaled by default to the first dimension."""
         return self.normal(
             *shape, scale=shape[0] ** -0.5 if scale is None else scale
         ).requires_grad_()
@@ -1292,9 +1288,7 @@ def results(each: Program, variant: str, setting: Setting) -> dict[str, Tensor]:
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference between results of the same name, as a share of the largest number
-    there.
-    """
+    """The largest difference between results of one name, relative to the largest number."""
     largest = 0.0
     for name in ours.keys() & theirs.keys():
         a, b = ours[name].double(), theirs[name].double()

@@ -1,5 +1,4 @@
-"""How many planted faults an audit detects, names and places correctly, and how many correct steps
-it suspects.
+"""How many planted faults an audit detects and places, and how many correct steps it suspects.
 
     python benchmarks/correctness/planted_faults.py --write benchmarks/results/planted_faults.md
 

@@ -1,5 +1,4 @@
-"""Public questions of the kind "CPU and GPU differ", and whether the audit's first line answers
-them.
+"""Public questions of the kind "CPU and GPU differ", and whether the audit answers them first.
 
     python benchmarks/correctness/public_cases.py --write benchmarks/results/public_cases.md
 
@@ -52,9 +51,7 @@ DENORMALS = None, ("cpu:threads=1", "cpu:threads=1,denormals=off")
 
 @dataclass(frozen=True)
 class Case:
-    """A public question: the step, where it was asked, why it differs, and what the audit should
-    say first.
-    """
+    """A public question: the step, its source, the cause, and the audit's expected first line."""
 
     name: str
     thread: str
@@ -65,9 +62,7 @@ class Case:
     function: Callable[..., Any]
 
     def step(self) -> Callable[..., Any]:
-        """What is audited: the function itself or, of one without a parameter, the `gpulab.Step`
-        that it makes.
-        """
+        """The audited step: the function itself, or the `gpulab.Step` that it makes."""
         return self.function if inspect.signature(self.function).parameters else self.function()
 
 
@@ -115,9 +110,7 @@ def network(
 
 
 def second(setting: gl.Setting) -> bool:
-    """Whether this is the setting whose library has another implementation: the GPU, or one
-    thread in its place.
-    """
+    """Whether the setting has another implementation: the GPU, or one thread in its place."""
     return setting.kind == "cuda" or setting.threads == 1
 
 
@@ -701,9 +694,7 @@ def target_changed_through_numpy(setting: gl.Setting) -> Tensor | None:
 
 
 def compared(one: Case) -> tuple[str, str] | None:
-    """The pair of settings to be run: on a GPU where there is one and the case has such a pair;
-    or None.
-    """
+    """The settings to run: on a GPU if there is one and the case has such a pair; or None."""
     cuda, cpu = one.pairs
     return (cuda if torch.cuda.is_available() else None) or cpu
 

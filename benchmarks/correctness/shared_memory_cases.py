@@ -1,5 +1,4 @@
-"""Programs that share memory, wrongly and rightly, under `gl.guard(reads="any")`: caught, placed,
-false alarms.
+"""Correct and faulty programs that share memory, under `gl.guard(reads="any")`.
 
     python benchmarks/correctness/shared_memory_cases.py --write benchmarks/results/shared_memory.md
 

@@ -84,9 +84,7 @@ _weights: ContextVar[list[Tensor] | None] = ContextVar("_weights", default=None)
 
 
 class Draws:
-    """Numbers drawn on the CPU in float32, whatever the setting, and then moved to the setting's
-    device and type.
-    """
+    """Numbers drawn on the CPU in float32, then moved to the setting's device and type."""
 
     def __init__(self, setting: Setting, seed: int):
         self.device, self.dtype = setting.device, setting.dtype
@@ -109,9 +107,7 @@ class Draws:
         return watched(self.normal(*shape, scale=math.prod(shape[1:]) ** -0.5).requires_grad_())
 
     def module(self, module: Module) -> Module:
-        """A network, moved, with all its weights drawn anew; scales of normalizations are close
-        to one.
-        """
+        """A moved network with newly drawn weights; scales of normalizations are close to one."""
         module.to(self.device, self.dtype)
         with torch.no_grad():
             for name, weight in module.named_parameters():
@@ -934,9 +930,7 @@ def results(each: Program, variant: Variant, setting: Setting) -> list[Tensor]:
 
 
 def largest_difference(ones: list[Tensor], others: list[Tensor]) -> float:
-    """The largest difference between tensors of two programs, relative to the largest number of
-    the tensor.
-    """
+    """The largest difference between tensors of two programs, relative to the largest number."""
     pairs = list(zip(ones, others, strict=True))
     if any(one.shape != other.shape for one, other in pairs):
         raise ValueError("two variants return tensors of different shapes")

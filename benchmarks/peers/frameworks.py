@@ -1,5 +1,4 @@
-"""The library as a factor: PyTorch, JAX and Keras from the same weights, on the same frames, by the
-same protocol.
+"""The library as a factor: PyTorch, JAX and Keras with the same weights, frames and protocol.
 
     python benchmarks/peers/frameworks.py cpu:threads=1 --write benchmarks/results/frameworks.md
     python benchmarks/peers/frameworks.py cuda:tf32=off --size paper
@@ -50,8 +49,7 @@ def one_step(
     size: str = "quick",
     libraries: Sequence[str] = LIBRARIES,
 ) -> pd.DataFrame:
-    """The first window of a training, before any update, in other libraries against torch: a row a
-    library.
+    """The first window of a training, before any update, in other libraries and in torch.
 
     The relative distances of its losses and of its gradient to torch's (`loss_difference`,
     `gradient_difference`), and the same in units of `torch.finfo(…).eps`, the relative distance of
@@ -120,9 +118,7 @@ def library_speeds(
 
 
 def libraries(setting: Setting, size: str) -> Iterator[Row]:
-    """Images a second of the autoencoder's training, one image a batch, in PyTorch, JAX and
-    Keras: for notebook 07.
-    """
+    """Images a second of the autoencoder in PyTorch, JAX and Keras, one image a batch."""
     # JAX would take most of a GPU's memory
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     for library in (TORCH, *LIBRARIES) if size != "paper" else ():  # one image is one image
@@ -136,9 +132,7 @@ def libraries(setting: Setting, size: str) -> Iterator[Row]:
 
 
 def _in(library: str) -> Any:
-    """The module of a library's trainings; `GpulabError`, which says how to install it, where it
-    is not there.
-    """
+    """The module of a library's trainings; `GpulabError` with advice if it is not installed."""
     if library not in LIBRARIES:
         raise UsageError(f"library {library!r}: expected one of {', '.join(LIBRARIES)}")
     return importlib.import_module(f"in_{library}")

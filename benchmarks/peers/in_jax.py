@@ -1,6 +1,4 @@
-"""PredNet and the autoencoder in JAX: pure functions of the weights, which go by their names in
-torch.
-"""
+"""PredNet and the autoencoder in JAX: pure functions of the weights, named as in torch."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ def conv(weights: Weights, name: str, x: Array) -> Array:
 
 
 def as_product(x: Array, kernel: Array) -> Array:
-    """The same as one product, of the kernel (O, I, k, k) and copies of x, shifted to each of
-    its places.
-    """
+    """The same as one product of the kernel (O, I, k, k) with shifted copies of x."""
     out, into, k, _ = kernel.shape
     (_, _, height, width), edge = x.shape, k // 2
     wide = jnp.pad(x, ((0, 0), (0, 0), (edge, edge), (edge, edge)))
@@ -60,9 +56,7 @@ def as_product(x: Array, kernel: Array) -> Array:
 
 
 def conv_lstm(weights: Weights, name: str, inputs: list[Array], cell: Array) -> tuple[Array, Array]:
-    """The new hidden state and cell of a convolutional LSTM with peepholes; the last of its
-    inputs is the old one.
-    """
+    """The new hidden state and cell of a convolutional LSTM; its last input is the old state."""
     i, f, g, o = jnp.split(conv(weights, f"{name}.gates", jnp.concatenate(inputs, 1)), 4, axis=1)
     peep_i, peep_f, peep_o = (weights[f"{name}.peep_{gate}"] for gate in "ifo")
     new_cell = sigmoid(i + peep_i * cell) * jnp.tanh(g) + sigmoid(f + peep_f * cell) * cell
@@ -92,9 +86,7 @@ def max_pool(x: Array) -> Array:
 
 
 def chained(weights: Weights, state: State) -> State:
-    """The same numbers, each P but the lowest depending once more on the convolution that made
-    it: see `PredNet`.
-    """
+    """The same numbers, with each P but the lowest chained to its convolution: see `PredNet`."""
     lowest, *above = state
     again = [conv(weights, f"conv_p.{layer}", r) for layer, (r, _, _) in enumerate(above, 1)]
     again = [made - lax.stop_gradient(made) for made in again]
@@ -107,9 +99,7 @@ def chained(weights: Weights, state: State) -> State:
 def prednet_loss(
     truncation: str, weights: Weights, state: State, frames: Array
 ) -> tuple[Array, tuple[Array, State]]:
-    """The sum of the mean squared errors of frames (T, B, C, H, W), each of them, and the state
-    after the last.
-    """
+    """The summed and the separate errors of frames (T, B, C, H, W), and the state after them."""
     state = {"loss": chained, "state": lambda _, before: before}[truncation](weights, state)
     state, predictions = lax.scan(functools.partial(predict, weights), state, frames[:-1])
     errors = jnp.square(predictions - frames[1:]).mean((1, 2, 3, 4))
@@ -133,9 +123,7 @@ def autoencoder_loss(
 
 
 def adam(weights: Weights, moments: Any, gradient: Weights, rate: float) -> tuple[Weights, Any]:
-    """The weights after an update by Adam, and its moments: the step, the means of the gradient
-    and of its square.
-    """
+    """The weights and moments after an update by Adam: the step and the two running means."""
     step, mean, square = moments
     step, (beta1, beta2) = step + 1, BETAS
     mean = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, mean, gradient)
@@ -153,9 +141,7 @@ def adam(weights: Weights, moments: Any, gradient: Weights, rate: float) -> tupl
 
 @functools.partial(jax.jit, static_argnums=0)
 def train_window(loss: Any, carried: Any, window: Array, rate: float) -> tuple[Any, Array]:
-    """An update for each batch of a window. `carried` are weights, moments and state; the losses
-    come with them.
-    """
+    """An update for each batch of a window: `carried` weights, moments and state, and losses."""
 
     def update(carried: Any, batch: Array) -> tuple[Any, Array]:
         weights, moments, state = carried
@@ -183,18 +169,14 @@ def losses_of(spec: NetworkRun, loss: Any) -> Iterator[float]:
 
 
 def blank(weights: Weights) -> State:
-    """PredNet's state before the first frame of a batch of one, all zero; none for the
-    autoencoder.
-    """
+    """PredNet's state before the first frame, all zero; none for the autoencoder."""
     zeros = [jnp.zeros_like(array) for name, array in weights.items() if name.endswith("peep_i")]
     return [(zero, zero, zero) for zero in zeros]
 
 
 @contextlib.contextmanager
 def on(setting: Setting) -> Iterator[None]:
-    """Compute on the setting's device, in its precision, with its threads; `GpulabError` where
-    that cannot be.
-    """
+    """Compute on the setting's device, in its precision and threads, or raise `GpulabError`."""
     if os.environ.get("NPROC") != (wanted := str(setting.threads) if setting.threads else NPROC):
         try:
             # To change this is refused once JAX has begun, which is when it reads NPROC.
@@ -227,8 +209,7 @@ def on(setting: Setting) -> Iterator[None]:
 
 
 def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = "loss") -> float:
-    """Train the published PredNet as `gpulab.train("prednet")` does: the same weights, frames and
-    protocol.
+    """Train the published PredNet with the weights, frames and protocol of `gpulab.train`.
 
     The settings are `cpu` and `cuda`, with `threads`, `tf32` and `precision` (float32 or float64);
     others are refused.

@@ -1,6 +1,4 @@
-"""PredNet and the autoencoder in Keras 3 on TensorFlow: layers, a tape, and Keras's Adam. Frames
-are channels-last.
-"""
+"""PredNet and the autoencoder in Keras 3 on TensorFlow, with channels-last frames."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ class PredNet(keras.Model):
         return following
 
     def chained(self, state: State) -> State:
-        """The same numbers, each P but the lowest depending once more on its convolution: see
-        `gpulab`'s PredNet.
-        """
+        """The same numbers, with each P but the lowest chained to its convolution."""
         lowest, *above = state
         again = [conv(r) for conv, (r, _, _) in zip(self.conv_p[1:], above, strict=True)]
         again = [made - ops.stop_gradient(made) for made in again]
@@ -117,9 +113,7 @@ class PredNet(keras.Model):
         ]
 
     def window_loss(self, state: State, frames: Any) -> tuple[Any, Any, State]:
-        """The sum of the mean squared errors of frames (T, B, H, W, C), each of them, and the
-        state after the last.
-        """
+        """The summed and the separate errors of frames (T, B, H, W, C), and the final state."""
         state = {"loss": self.chained, "state": lambda before: before}[self.truncation](state)
         states = tf.scan(self, frames[:-1], state)  # of every frame
         predictions, state = states[0][2], tf.nest.map_structure(lambda each: each[-1], states)
@@ -151,8 +145,7 @@ class Autoencoder(keras.Sequential):
 
 
 class Adam(keras.optimizers.Adam):
-    """Adam whose epsilon is added to √v̂, as in torch and in Kingma and Ba's algorithm 1; Keras
-    adds it to √v.
+    """Adam with epsilon added to √v̂ as in torch and algorithm 1 of the paper, unlike Keras's.
 
     The rest is Keras's own, which rounds β to float32 before 1 − βᵗ is taken: its first steps are
     off by some 1e-5.
@@ -215,9 +208,7 @@ def channels_last(frames: npt.NDArray[Any]) -> Any:
 
 @contextlib.contextmanager
 def on(setting: Setting) -> Iterator[None]:
-    """Compute on the setting's device, in its precision, with its threads; `GpulabError` where
-    that cannot be.
-    """
+    """Compute on the setting's device, in its precision and threads, or raise `GpulabError`."""
     kind, _, number = setting.device.partition(":")
     name = f"{'gpu' if kind == 'cuda' else kind}:{number or 0}"
     try:
@@ -282,9 +273,7 @@ def windows(net: str, seed: int, setting: Setting, size: str, **options: str) ->
 def first_window(
     net: str, setting: Setting | str = "cpu", seed: int = 0, size: str = "quick"
 ) -> Computed:
-    """The losses and the gradient of the first window before any update, as
-    `in_jax.first_window`.
-    """
+    """The losses and gradient of the first window, before any update, as in `in_jax`."""
     spec = begun(net, seed, Setting.parse(setting), size)
     with on(spec.setting):
         model, (window, _) = begin(spec), next(batches(spec))

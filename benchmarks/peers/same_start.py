@@ -1,6 +1,4 @@
-"""What a training in another library shares with gpulab's own: weights, frames, protocol, and
-what it refuses.
-"""
+"""What a training in another library shares with gpulab's own: weights, frames and protocol."""
 
 from __future__ import annotations
 

@@ -51,9 +51,7 @@ SWITCHES = {
 
 
 def chainer() -> Any:
-    """The module `chainer`. Raises `GpulabError`, which says how to install it, where it is not
-    there.
-    """
+    """Import `chainer`; raises `GpulabError` with advice if it is not installed."""
     if "chainer" in sys.modules:
         return sys.modules["chainer"]
     if importlib.util.find_spec("chainer") is None:

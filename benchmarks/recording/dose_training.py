@@ -1,6 +1,4 @@
-"""What is trained in a cell of dose and response, of which there are twelve: lengths of window
-and speeds of motion.
-"""
+"""The training of a cell of dose and response: twelve lengths of window and speeds of motion."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ def gradient(spec: NetworkRun, training: Training, window: Window, loader: str) 
 
 
 def final_loss(spec: NetworkRun, look: Callable[[Training], None] = lambda _: None) -> float:
-    """Train to the end, with a look before the first window and after each; NaN for a training
-    that diverged.
-    """
+    """Train with a look before the first window and after each; NaN if the training diverged."""
     training = spec.init_training()
     look(training)
     loop.train(

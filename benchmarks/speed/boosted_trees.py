@@ -1,5 +1,4 @@
-"""Gradient-boosted trees (XGBoost, which needs the extra trees): one of the sections that notebook
-07 shows.
+"""Gradient-boosted trees (XGBoost, in the extra `trees`): a section of notebook 07.
 
 python benchmarks/recording/record.py speed cpu:threads=2 --parts trees --write
 data/measured/speed-my-cpu.json
@@ -19,9 +18,7 @@ TABLE_ROWS = {"smoke": 2_000, "quick": 50_000, "paper": 1_000_000}
 
 
 def trees(setting: Setting, size: str) -> Iterator[Row]:
-    """Fifty gradient-boosted trees (XGBoost) on a table of random numbers, from the table in the
-    host's memory.
-    """
+    """Fifty gradient-boosted trees (XGBoost) on a random table in the host's memory."""
     try:
         import xgboost
     except ImportError:

@@ -1,5 +1,6 @@
-"""gpulab's Hessian beside curvlinops, hessian-eigenthings and PyHessian: time, memory on a GPU, and
-accuracy.
+"""gpulab's Hessian beside other libraries: time, GPU memory and accuracy.
+
+The others are curvlinops, hessian-eigenthings and PyHessian.
 
     pip install curvlinops-for-pytorch==3.0.1 hessian-eigenthings==1.0.0a5 PyHessian==0.1 python
     benchmarks/speed/hessian_speed.py --size quick --record data/measured/hessian_speed-my-cpu.json
@@ -81,16 +82,18 @@ def curvlinops(net: gl.models.PredNet, window: Tensor) -> Product:
 
 
 def hessian_eigenthings(net: gl.models.PredNet, window: Tensor) -> Product:
-    """https://noahgolmant.github.io/pytorch-hessian-eigenthings: both backward passes anew for
-    each product.
+    """Both backward passes are repeated for each product.
+
+    https://noahgolmant.github.io/pytorch-hessian-eigenthings
     """
     library = importlib.import_module("hessian_eigenthings")
     return library.HessianOperator(net, [window], window_loss).__matmul__
 
 
 def pyhessian(net: gl.models.PredNet, window: Tensor) -> Product:
-    """https://github.com/amirgholami/PyHessian: each product goes back through the kept graph of
-    one gradient.
+    """Each product goes back through the kept graph of one gradient.
+
+    https://github.com/amirgholami/PyHessian
     """
     library = importlib.import_module("pyhessian")
     hessian = library.hessian(
@@ -159,9 +162,7 @@ def measure(
     def work(
         what: str, which: Sequence[str], rounds: int, given: Callable[[], Tensor]
     ) -> dict[str, list[float]]:
-        """Each library is made anew for a kind of work, so that what it holds counts as that
-        work's memory.
-        """
+        """Each library is made anew for a kind of work, so that its memory counts for that work."""
         failed: dict[str, str] = {}
         made = {
             name: lambda name=name: partial(lambda product: product(given()), make_first(name))

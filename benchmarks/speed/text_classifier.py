@@ -57,8 +57,7 @@ SLOW = 4.0  # a format whose products take this much longer than float32's is no
 
 @functools.cache
 def docstrings() -> tuple[list[str], list[str]]:
-    """What the standard library says of itself: docstrings, each once, and the package that each
-    stands in.
+    """Docstrings of the standard library, each once, with the packages that contain them.
 
     Read from the source, which is not executed.
 
@@ -87,8 +86,7 @@ def docstrings() -> tuple[list[str], list[str]]:
 
 
 def as_words(texts: Iterable[str], length: int) -> Int[Tensor, "b t"]:
-    """The first words of each text as numbers from 1, by a hash that is the same everywhere; 0
-    behind the last.
+    """The first words of each text as numbers from 1, by a fixed hash, padded with 0.
 
     Examples:
         >>> as_words(["a b", "a"], 3).tolist()[1]
@@ -115,8 +113,7 @@ def split(length: int, every: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def text(setting: Setting, size: str) -> Iterator[Row]:
-    """A Transformer trained to name the package of a docstring, in each precision, from the same
-    seeds.
+    """A Transformer that names a docstring's package, in each precision, from the same seeds.
 
     Of each training the seconds, the joules where the device counts them, the mean loss of the last
     epoch, and the accuracy on texts held out.
@@ -153,8 +150,7 @@ def text(setting: Setting, size: str) -> Iterator[Row]:
 
 
 def precisions(setting: Setting) -> dict[str, str]:
-    """The precisions that one may train in, each with what speaks against it on this device, or
-    nothing.
+    """The precisions for training, each with what rules it out on this device, or nothing.
 
     Examples:
         >>> precisions(Setting.parse("cpu"))["float32"]
@@ -236,8 +232,7 @@ def trained(
 
 
 def joules(setting: Setting) -> float | None:
-    """The energy that a GPU has used since its driver was loaded, by NVML's counter; None where
-    nobody counts.
+    """The energy used by a GPU since its driver was loaded (NVML); None if not counted.
 
     Examples:
         >>> joules(Setting.parse("cpu")) is None

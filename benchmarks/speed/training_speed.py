@@ -111,8 +111,9 @@ def of_a_port(net: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
 
 
 def leidos(folder: Path, shape: Shape, setting: Setting) -> Step:
-    """https://github.com/leido/pytorch-prednet, as its kitti_train.py trains it, on the lowest
-    error units.
+    """The port as its kitti_train.py trains it, on the lowest error units.
+
+    https://github.com/leido/pytorch-prednet
     """
     batch, count, height, width, channels = shape
     if setting.kind == "cpu":  # it moves everything to a GPU
@@ -144,9 +145,7 @@ def authors_port(folder: Path, shape: Shape, setting: Setting) -> Step:
 
 
 def module_of(folder: Path, name: str) -> Any:
-    """A module of a folder that is no package; those of the same names from elsewhere are
-    forgotten.
-    """
+    """Load a module of a folder that is no package, and forget others of the same name."""
     for known in ("prednet", "convlstmcell", "debug"):
         sys.modules.pop(known, None)
     sys.path.insert(0, str(folder))
@@ -186,9 +185,7 @@ def autoencoder_window(setting: Setting, fast: bool) -> Step:
 
 
 def usual_loop(setting: Setting, look: bool) -> Step:
-    """The loop that everybody writes; a `look` at every loss makes each update wait for the
-    device.
-    """
+    """The usual loop; a `look` at every loss makes each update wait for the device."""
     widths = (784, 128, 32, 128, 784)
     layers = [part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
     net = nn.Sequential(*layers[:-1], nn.Sigmoid()).to(setting.device)
@@ -294,9 +291,7 @@ def race_ways(
     record: Record = None,
     write: Write = None,
 ) -> None:
-    """Training by gpulab, plain and fast, beside ports to PyTorch that lie in a folder, or
-    beside the usual loop.
-    """
+    """Training by gpulab, plain and fast, beside ports in a folder or beside the usual loop."""
     rows: list[dict[str, Any]] = []
     peaks = {}
     for text in settings:
@@ -334,9 +329,7 @@ SCENES = itertools.count()
 
 
 def end_to_end_row(size: str, setting: Setting, data: str, count: int) -> dict[str, Any]:
-    """A training on so many frames, its step alone, and its data alone; seconds are those of a
-    window.
-    """
+    """A training on some frames, its step alone, and its data alone, in seconds a window."""
     _, window, height, width, channels = SIZES[size]
     step = prednet_step((1, window, height, width, channels), setting, True)
     for _ in range(WARM_WINDOWS):
@@ -394,9 +387,7 @@ def measure_end_to_end(
     record: Record = None,
     write: Write = None,
 ) -> None:
-    """What `gl.train("prednet")` takes for a window, data and record included, beside the
-    captured step alone.
-    """
+    """The time of `gl.train("prednet")` for a window, beside the captured step alone."""
     rows = []
     for text, one, film in itertools.product(settings, size, data):
         with gl.setting(text) as setting:

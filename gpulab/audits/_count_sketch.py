@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpulab._torch_internals import Nested, component_tensors, find_tensors
-from gpulab.guards._fingerprints import content
+from gpulab.guards._fingerprints import content_digest
 
 # The numbers of a sketch. A tensor with as many numbers or fewer is kept as it is. Distances
 # between sketches are accurate to about a fifth.
@@ -57,7 +57,7 @@ def content_id(tensor: Tensor, digest: int | None = None) -> str:
     >>> content_id(torch.arange(3.0))  # which traces that were recorded name it by
     '1cb49f68f94f8002eb0f1fdf'
     """
-    digest = content(tensor) if digest is None else digest
+    digest = content_digest(tensor) if digest is None else digest
     text = f"{tensor.dtype}{tuple(tensor.shape)}{digest}"
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 

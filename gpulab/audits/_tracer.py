@@ -52,7 +52,7 @@ from gpulab.audits._rounding import forward_error
 from gpulab.audits._traces import RESULT, Operation, as_json
 from gpulab.audits._values import Slabs, Value
 from gpulab.guards._call_sites import OperationCallers
-from gpulab.guards._fingerprints import content
+from gpulab.guards._fingerprints import content_digest
 from gpulab.guards._reentrancy import as_guard_work, is_guard_running
 from gpulab.numerics._emulation import COMPOSED_OPERATIONS
 from gpulab.steps import Snapshot
@@ -465,7 +465,7 @@ class Tracer(UncompiledDispatchMode):
             maker: The operation that made it, where that is the one that is being noted.
         """
         memory = self.references.memory(tensor)
-        digest = content(tensor)
+        digest = content_digest(tensor)
         key = _value_key(tensor, memory.serial, memory.version)
         name = self.names.get(key)
         if name is not None and sketches.content_id(tensor, digest) == self.values[name].content:

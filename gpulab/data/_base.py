@@ -1,6 +1,4 @@
-"""What data are: streams of frames of any length, or sets of images, as bytes, with a training
-and a held-out part.
-"""
+"""Data: streams of frames or sets of images, as bytes, with a training and a held-out part."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ HELDOUT_WINDOW = 20  # frames of a window in which losses to compare with are co
 
 
 def check_folder(folder: Path, expected: str) -> None:
-    """Raise `DataError`, which says what is expected, unless this is a folder."""
-    if not os.path.isdir(folder):  # a name too long for one is none, too
+    """Raise `DataError`, stating what is expected, unless this is a folder."""
+    if not os.path.isdir(folder):  # also false for a name that is too long
         problem = "a file, not a folder" if os.path.isfile(folder) else "no such folder"
         raise DataError(f"{folder}: {problem}; {expected}")
 
@@ -44,21 +42,17 @@ class Data(ABC):
     channels: int
     size: tuple[int, int]
     sequential: bool
-    threads: int = 0  # that may make frames ahead, for a device that would wait for them
+    threads: int = 0  # how many may prefetch frames for a device that would wait for them
     stamps: Stamps = {}  # of the files that are read later, as they were when the data were loaded
 
     @property
     def content(self) -> str | None:
-        """A SHA-256 (hex) of what the frames are made from; `""` if from no file, `None` if that
-        cannot be known.
-        """
+        """The SHA-256 (hex) of the sources: `""` without a file, `None` if it cannot be known."""
         # Of the images of a folder the names count, too: they say in which order the frames come.
         return content_digest(self.stamps) if self.stamps else None
 
     def check_unchanged(self) -> None:
-        """Raise `DataError`, naming the file, if one that is read has changed since the data
-        were loaded.
-        """
+        """Raise `DataError`, with the file's name, if a source has changed since loading."""
         check_unchanged(self.stamps)
 
     @abstractmethod
@@ -71,7 +65,7 @@ class Data(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many frames or images there are to train on."""
+        """The number of training frames or images."""
 
     def options(self) -> dict[str, JSON]:
         """What, besides the name, makes this data: JSON-ready, for the record of a run."""
@@ -87,8 +81,7 @@ class Data(ABC):
 
 
 class Sequence(Data):
-    """Frames in order, (C, H, W) each: `frames` to train on, then `heldout_count` that are held
-    out.
+    """Frames (C, H, W) in order: `frames` to train on, then `heldout_count` held-out ones.
 
     As in the published loop, the first window of a pass has `length` frames, and each later one
     begins with the last frame of the one before. A sequence shorter than the training is passed
@@ -135,16 +128,13 @@ class Sequence(Data):
         )
 
     def repeat_loss(self) -> float:
-        """The mean squared error, of frames in [0, 1], of repeating the last held-out frame: to
-        be beaten.
-        """
+        """The mean squared error, in [0, 1], of repeating the last held-out frame."""
         frames = (window.frames / 255 for window in self.heldout(HELDOUT_WINDOW))
         losses = [np.square(np.diff(window, axis=0)).mean((1, 2, 3)) for window in frames]
         return float(np.concatenate(losses).mean())
 
     def missing_colour_loss(self) -> float:
-        """The least mean squared error, over the held-out frames, that a network with one dead
-        output channel has.
+        """The least held-out loss of a network with one dead output channel.
 
         >>> import gpulab as gl
         >>> walk = gl.load("walk", frames=300, size=(24, 32))
@@ -164,9 +154,7 @@ class Sequence(Data):
     def _iterate_windows(
         self, length: int, first_window: int, stop: int, offset: int
     ) -> Iterator[Window]:
-        """Windows number `first_window` to `stop` of the frames from `offset` on, with `length`
-        new frames each.
-        """
+        """Windows `first_window` to `stop` of `length` new frames each, from frame `offset` on."""
         frames = self.stream(offset + max(0, first_window * length - 1), offset + stop * length)
         window = [next(frames)] if first_window else []
         for number in range(first_window, stop):

@@ -19,9 +19,7 @@ from gpulab.files import JSON
 
 
 class OptionGroup(NamedTuple):
-    """Options of `load` that only some kinds of data take: their defaults, and what they are
-    for, as errors say it.
-    """
+    """Options of `load` that only some kinds of data take: their defaults and their purpose."""
 
     defaults: Mapping[str, float]
     purpose: str
@@ -52,9 +50,7 @@ class Rendered(Sequence):
 
 
 class Request(NamedTuple):
-    """What `load` was asked for, besides the kind of data; `location` is what follows the colon
-    of the name.
-    """
+    """The arguments of `load` except the kind; `location` is the text after the colon."""
 
     location: str
     frames: int | None
@@ -65,7 +61,7 @@ class Request(NamedTuple):
 
 
 def _load_digits(_: Request) -> Images:
-    # each caller gets its own copy
+    # Each caller gets its own copy.
     return Images("digits", *map(np.copy, np.split(digits(), [1500])))
 
 
@@ -96,9 +92,7 @@ def _load_folder(request: Request) -> Folder:
 
 
 class Kind(NamedTuple):
-    """A kind of data: its names, its loader, and the options that it takes besides `frames` and
-    `size`.
-    """
+    """A kind of data: its names, its loader, and its options besides `frames` and `size`."""
 
     names: tuple[str, ...]
     load: Callable[[Request], Data]
@@ -127,8 +121,7 @@ def load(
     speed: float = 1.0,
     grey: bool = False,
 ) -> Data:
-    """Load a data set by its name: images or films to learn from, in a training part and a held-out
-    part.
+    """Load a data set by its name: images or films, with a training and a held-out part.
 
     - `digits`: scikit-learn's 1,797 handwritten digits, enlarged to 28×28, the last 297 of them
       held out.
@@ -208,9 +201,7 @@ def load(
 
 
 def _check_options(name: str, data_kind: Kind, options: Mapping[str, float]) -> None:
-    """Raise `UsageError` for options that this kind of data does not take, unless they have
-    their default values.
-    """
+    """Raise `UsageError` for options other than the defaults that this kind does not take."""
     for group in (RENDERING, READING):
         option_values = {option: options[option] for option in group.defaults}
         if group != data_kind.options and option_values != group.defaults:

@@ -1,6 +1,4 @@
-"""How frames reach the device: a window copied at once, or frame by frame through one buffer on
-the host.
-"""
+"""How frames reach the device: as whole windows, or frame by frame through a host buffer."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from gpulab.settings import Setting
 
 
 class _Batching(Protocol):
-    """What a loader needs of a network. The networks are in a layer above this module."""
+    """The interface that a loader needs of a network; networks are in a higher layer."""
 
     @property
     def sequential(self) -> bool: ...
@@ -29,9 +27,7 @@ class _Batching(Protocol):
 
 
 class Feed:
-    """Frames, (1, C, H, W) each, read through a buffer on the host when asked for; `to_device`
-    makes tensors of it.
-    """
+    """Frames (1, C, H, W), read on demand through a host buffer and converted by `to_device`."""
 
     def __init__(
         self, frames: np.ndarray, buffer: np.ndarray, to_device: Callable[[np.ndarray], Tensor]
@@ -124,8 +120,7 @@ def has_exclusive_device(setting: Setting) -> bool:
 
 
 def prefetch(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[Window]:
-    """The windows of data; if another device computes, several threads make the next one in the
-    meantime.
+    """The windows of data; for another device, several threads prepare the next one in advance.
 
     Trainings that share a device need no such threads: while one makes a window, others keep the
     device busy.
@@ -141,9 +136,7 @@ def prefetch(windows: Iterator[Window], setting: Setting, data: Data) -> Iterato
 
 
 def _prefetch_in_thread(windows: Iterator[Window]) -> Iterator[Window]:
-    """The same windows, each made while this thread waits for the device to finish the previous
-    one.
-    """
+    """The same windows, each prepared while this thread waits for the device."""
     with ThreadPoolExecutor(1) as pool:
         window = pool.submit(next, windows, None).result()
         while window is not None:

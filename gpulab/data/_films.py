@@ -50,7 +50,7 @@ TRANSPARENT_IMAGE = (
 )
 SIXTEEN_BITS = {"I;16", "I;16L", "I;16B", "I;16N"}  # modes of Pillow
 GREY_MODES = {"1", "L", "LA", "La", "I", "F"}  # of Pillow, without what follows a semicolon
-UNREADABLE_MODES = {  # whose numbers do not say how they are to be shown
+UNREADABLE_MODES = {  # their numbers do not determine a shade
     "CMYK": (
         "holds amounts of ink (CMYK), and a screen's colours depend on the printer; save it as RGB"
     ),
@@ -112,8 +112,7 @@ class Folder(Sequence):
 
 @functools.lru_cache(maxsize=256)  # an experiment asks for its film once a run
 def _inspect_film(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
-    """How many frames a film has, all of which are decoded, and the format of its grey pixels; ""
-    if it has colour.
+    """Decode a film to count its frames; also return its grey pixel format, "" if it has colour.
 
     Raises:
         DataError: For a film with transparent places, or one that ends within a frame.
@@ -145,15 +144,13 @@ def _has_alpha(pixels: av.VideoFormat) -> bool:
 
 
 def _is_grey(pixels: av.VideoFormat) -> bool:
-    """Whether pixels of this format have a brightness alone."""
+    """Whether pixels of this format have only a brightness."""
     colours = [component for component in pixels.components if not component.is_alpha]
     return len(colours) == 1 and not pixels.has_palette and not pixels.is_rgb
 
 
 def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
-    """A frame as it is to be shown: a telephone writes down how it was held, and leaves the
-    pixels as they are.
-    """
+    """Rotate a frame for display: phones record their orientation and do not rotate the pixels."""
     from PIL import Image
 
     pixels = frame.to_ndarray(format="rgb24")
@@ -164,7 +161,9 @@ def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
         # buffers.
         a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()  # type: ignore[call-overload]
         if not (a or d):
-            pixels, a, d = pixels.swapaxes(0, 1), c, b
+            pixels = pixels.swapaxes(0, 1)
+            a = c
+            d = b
         elif b or c:
             raise DataError(
                 f"{file}: is to be shown turned by {frame.rotation}°; quarter turns can be read"
@@ -175,9 +174,7 @@ def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
 
 @contextlib.contextmanager
 def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
-    """A film as PyAV's container, which opens nothing but this file, nor frames of more than
-    `MAX_PIXELS`.
-    """
+    """A film as PyAV's container, limited to this one file and to frames of `MAX_PIXELS`."""
     import av
 
     with (
@@ -247,11 +244,10 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
 
 
 def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
-    """Raise `DataError` unless numbers of any size are shades of grey from 0 to 255, as far as
-    can be told.
-    """
-    lowest, highest = shades.min(), shades.max()
-    # with numbers up to 1, 1 may be white
+    """Raise `DataError` unless numbers of any size can be taken as shades of grey, 0 to 255."""
+    lowest = shades.min()
+    highest = shades.max()
+    # If no number exceeds 1, white may be 1.
     if (1 < highest <= 255 and lowest >= 0) or not shades.any():
         return
     raise DataError(
@@ -261,9 +257,7 @@ def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
 
 
 def _is_transparent(image: PIL.Image.Image) -> bool:
-    """Whether an image lets something be seen that is behind it. Its pixels are read only if
-    they might.
-    """
+    """Whether an image has transparent pixels; they are read only if it may have some."""
     if not image.has_transparency_data:
         return False
     if image.mode in SIXTEEN_BITS:  # one shade of grey stands for nothing
@@ -273,22 +267,23 @@ def _is_transparent(image: PIL.Image.Image) -> bool:
 
 def _natural_key(file: Path) -> tuple[list[str | int], str]:
     """Sorts names by the numbers in them: 2.png comes before 10.png."""
-    parts = re.split("([0-9]+)", file.name)
-    return [int(part) if number % 2 else part for number, part in enumerate(parts)], file.name
+    key: list[str | int] = []
+    for position, text in enumerate(re.split("([0-9]+)", file.name)):
+        is_number = position % 2 == 1
+        key.append(int(text) if is_number else text)
+    return key, file.name
 
 
 @contextlib.contextmanager
 def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
-    """An image whose pixels are read inside the block; whatever is wrong with it is said with
-    its name.
-    """
+    """Open an image for reading inside the block; errors name its file."""
     from PIL import Image
 
-    no_image = f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"
-    # of sizes below the bound, and of what surrounds the pixels
+    not_an_image = f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"
+    # Pillow warns of sizes below the bound and of metadata.
     no_warnings = warnings.catch_warnings(action="ignore")
     with (
-        convert_read_errors(file, no_image),
+        convert_read_errors(file, not_an_image),
         no_warnings,
         Image.open(file, formats=IMAGE_FORMATS) as image,
     ):
@@ -304,9 +299,7 @@ def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
 
 
 def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
-    """(width, height) of an image as it is to be shown: a camera notes (in Exif) how it was
-    held.
-    """
+    """(width, height) of an image as displayed, after the rotation that Exif states."""
     # Pillow says the size of a TIFF so already. Of a PNG without a note before its pixels it would
     # read all of them.
     has_orientation = image.format != "TIFF" and ("exif" in image.info or "xmp" in image.info)
@@ -315,9 +308,7 @@ def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
 
 
 def _crop_and_scale(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
-    """Cut the middle out in the shape of `size` and scale it, as it is to be shown: (C, H, W)
-    bytes.
-    """
+    """Crop the centre of the displayed image to the shape of `size` and scale it to (C, H, W)."""
     from PIL import Image, ImageOps
 
     is_negative = False

@@ -91,18 +91,15 @@ def digits() -> Bytes:
         "sklearn/datasets/data/digits.csv.gz"
     )
     table = np.loadtxt(str(file), delimiter=",")
-    small_digits = map(
-        Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8)
-    )
-    return np.stack(
-        [np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small_digits]
-    )[:, None]
+    shades = table[:, :64].reshape(-1, 8, 8)
+    pixels = np.minimum(shades * 16, 255).astype(np.uint8)
+    small_digits = map(Image.fromarray, pixels)
+    large_digits = [digit.resize((28, 28), Image.Resampling.BICUBIC) for digit in small_digits]
+    return np.stack([np.asarray(digit) for digit in large_digits])[:, None]
 
 
 def mnist(folder: str) -> Images:
-    """MNIST's images: both splits, or the test split alone, as found in a folder; with none,
-    downloaded.
-    """
+    """Load MNIST's images, both splits or the test split, from a folder, or download them."""
     files = _find_mnist(Path(folder)) if folder else list(map(_download, SHA256))
     parts = [_read_idx(file) for file in files]
     if len(parts) == 1:
@@ -115,11 +112,9 @@ def mnist(folder: str) -> Images:
 
 
 def _find_mnist(folder: Path) -> list[Path]:
-    """The files of the training and of the test images, as far as they are there, in one of
-    their usual places.
-    """
+    """The files of MNIST's training and test images that exist in one of the usual folders."""
     check_folder(folder, "'mnist:DIR' reads a folder with MNIST's files, 'mnist' downloads them")
-    # the latter two are torchvision's
+    # The last two are the folders of torchvision.
     for location in (
         folder,
         folder / "raw",
@@ -141,9 +136,7 @@ def _find_mnist(folder: Path) -> list[Path]:
 
 
 def _download(name: str) -> Path:
-    """A file of MNIST in the user's cache, fetched from the first mirror that has it if it is
-    not there yet.
-    """
+    """Return a file of MNIST from the user's cache; download it from a mirror if it is missing."""
     import pooch
 
     folder = pooch.os_cache("gpulab") / "mnist"

@@ -1,5 +1,4 @@
-"""Two scenes that the project renders itself, of any length, from a seed: a walk, and moving
-digits.
+"""Two scenes of any length, rendered from a seed: a walk through a town, and moving digits.
 
 The bytes are the same on every platform: only operations that IEEE 754 rounds exactly (+ − × ÷ and
 comparisons, element by element) touch floating-point numbers, so no sum over an axis, no matrix
@@ -43,12 +42,11 @@ def uniform(*key: int, count: int) -> Floats:
 
 
 def sine(angle: Floats) -> Floats:
-    """sin(angle) to about 1e-9, the same bits on every platform (Taylor's series, reduced to
-    ±π/2).
-    """
+    """sin(angle) to about 1e-9, by a Taylor series on ±π/2: the same bits on every platform."""
     turns = np.floor(angle / (2 * np.pi) + 0.5)
     x = angle - turns * (2 * np.pi)
-    x = np.where(x > np.pi / 2, np.pi - x, np.where(x < -np.pi / 2, -np.pi - x, x))
+    x = np.where(x > np.pi / 2, np.pi - x, x)
+    x = np.where(x < -np.pi / 2, -np.pi - x, x)
     square = x * x
     series = np.ones_like(x)
     for k in (13, 11, 9, 7, 5, 3):
@@ -78,8 +76,7 @@ SKIN_COLOUR = np.array([214, 170, 140], np.uint8)
 
 @dataclass(frozen=True)
 class Walk:
-    """A first-person walk through a textured town, with turns, head-bob and passers-by, in frames
-    of `size`.
+    """A first-person walk through a textured town with turns, head-bob and pedestrians.
 
     At a `speed` of 1 the walker covers a street of four units in about 70 frames.
 
@@ -173,12 +170,10 @@ class Walk:
     def _draw_pedestrians(
         self, image: Bytes, distance: Floats, eye: tuple[Floats, ...], view: tuple[Floats, ...]
     ) -> None:
-        """Draw the people who walk along the same street: the next three who come, and the next
-        three who go.
-        """
+        """Draw the pedestrians of this street: the next three in each direction."""
         position, facing, right = eye
         row, column, depth = view
-        is_going = np.repeat([0, 1], 3)
+        walks_away = np.repeat([0, 1], 3)
         pace = np.repeat([-0.6, 0.45], 3)
         spacing = np.repeat([3.7, 6.1], 3)
         distances = distance[:, None]  # (frames, 1), beside six people
@@ -187,8 +182,8 @@ class Walk:
             + 1
             + np.tile(np.arange(3), 2)
         )
-        person = np.abs(encounter * 2 + is_going)
-        jitter = ((encounter * 2654435761 + self.seed * 97 + is_going * 31) % 1009) / 1009.0
+        person = np.abs(encounter * 2 + walks_away)
+        jitter = ((encounter * 2654435761 + self.seed * 97 + walks_away * 31) % 1009) / 1009.0
         offset = np.where(encounter % 2 == 0, 0.35, -0.35) + 0.3 * (jitter - 0.5)
         path_distance = encounter * spacing + jitter + distances * pace
         relative, heading = _position_at(self.seed, path_distance)
@@ -204,10 +199,10 @@ class Walk:
         for order in np.argsort(-forward, axis=1, kind="stable").T:  # the nearest last
             person_number = person[frame, order]
             z = forward[frame, order]
-            safe = np.maximum(z, 0.2)
+            clipped_z = np.maximum(z, 0.2)
             phase = distance * 9.0 + person_number * 1.7
             # Height above the ground in units, 0 at the feet and 0.56 at the crown.
-            height_above_ground = EYE_HEIGHT - row * safe[:, None]
+            height_above_ground = EYE_HEIGHT - row * clipped_z[:, None]
             legs = 0.05 + 0.03 * sine(phase)[:, None] * (0.26 - height_above_ground) * 4.0
             from_face = height_above_ground - 0.49
             head = 0.8 * np.sqrt(np.maximum(0.0049 - from_face * from_face, 0.0))
@@ -216,10 +211,10 @@ class Walk:
             )
             half_width = np.where((height_above_ground < 0) | (z < 0.25)[:, None], 0.0, half_width)
             lateral_distance = (
-                np.abs(column - (lateral[frame, order] / safe)[:, None]) * safe[:, None]
+                np.abs(column - (lateral[frame, order] / clipped_z)[:, None]) * clipped_z[:, None]
             )
-            # a house stands before them
-            lateral_distance = np.where(depth < safe[:, None], 9.0, lateral_distance)
+            # A house hides these pedestrians.
+            lateral_distance = np.where(depth < clipped_z[:, None], 9.0, lateral_distance)
             visible_rows = np.flatnonzero(half_width.any(0))
             visible_columns = np.flatnonzero((lateral_distance < half_width.max()).any(0))
             if not (len(visible_rows) and len(visible_columns)):
@@ -239,9 +234,7 @@ class Walk:
 
 
 class _Chunk:
-    """Frames that are rendered once, by the thread that asks first; the other threads wait for
-    it.
-    """
+    """Frames rendered once, by the first thread that asks; the other threads wait for it."""
 
     def __init__(self, walk: Walk, start: int, stop: int) -> None:
         self.walk = walk
@@ -263,9 +256,7 @@ _chunk = functools.lru_cache(maxsize=4)(_Chunk)  # some 12 MB, for several who w
 
 @contextlib.contextmanager
 def remembered_chunks(count: int) -> Iterator[None]:
-    """Keep the last so many chunks, of 3 MB each, for trainings that share a film and are not
-    equally far.
-    """
+    """Keep the last chunks, 3 MB each, for trainings that share a film at different positions."""
     global _chunk
     previous_cache = _chunk
     _chunk = functools.lru_cache(maxsize=count)(_Chunk)
@@ -293,7 +284,9 @@ def _path_pieces(seed: int, blocks: int) -> tuple[Floats, Integers, Integers, In
         )
         % 3
     )
-    turns = np.stack([np.zeros(len(sides), np.int64), np.array([0, -1, 1])[sides]], axis=1).ravel()
+    street_turns = np.zeros(len(sides), np.int64)
+    crossing_turns = np.array([0, -1, 1])[sides]
+    turns = np.stack([street_turns, crossing_turns], axis=1).ravel()
     headings = 1 + np.cumsum(turns) - turns
     lengths = np.where(turns == 0, STREET_WIDTH, 1)
     lengths[::2] = BLOCK_PERIOD - STREET_WIDTH
@@ -333,8 +326,7 @@ def _position_at(seed: int, distance: Floats) -> tuple[Floats, Floats]:
 def _cast_rays(
     position: Floats, ray: Floats, seed: int
 ) -> tuple[Floats, Floats, Integers, Integers]:
-    """Follow each ray from cell to cell of the grid until it meets a house (Amanatides and Woo
-    1987).
+    """Follow each ray through the grid until it hits a house (Amanatides and Woo 1987).
 
     Of the places, (2, frames, 1), and the rays, (2, frames, width), the first axis is x and y.
     Returns the depth along the view, the place across the wall, the house's number and the side
@@ -375,9 +367,7 @@ def _texel(position: Floats) -> npt.NDArray[np.int32]:
 
 @functools.lru_cache(maxsize=8)
 def _atlas(seed: int) -> npt.NDArray[np.uint32]:
-    """Ground, eight house fronts and the sky, 10·64·64 pixels, the three bytes of each in one
-    number.
-    """
+    """Ground, eight house fronts and the sky: 10·64·64 pixels, three bytes each in one number."""
     noise = [_noise(seed, 2, k) for k in range(2 + HOUSE_TEXTURES)]
     tints = (
         random_bytes(seed, 3, count=3 * HOUSE_TEXTURES).reshape(HOUSE_TEXTURES, 3).astype(np.int64)
@@ -401,7 +391,8 @@ def _atlas(seed: int) -> npt.NDArray[np.uint32]:
             axis=-1,
         )
     )
-    red, green, blue = np.clip(np.concatenate(textures), 0, 255).astype(np.uint32).reshape(-1, 3).T
+    pixels = np.clip(np.concatenate(textures), 0, 255).astype(np.uint32).reshape(-1, 3)
+    red, green, blue = pixels.T
     return red | green << np.uint32(8) | blue << np.uint32(16)
 
 
@@ -413,10 +404,12 @@ def _noise(*key: int) -> Integers:
             random_bytes(*key, octave, count=cells * cells).reshape(cells, cells).astype(np.int64)
         )
         scale = TEXTURE_SIZE // cells
-        low, part = np.divmod(np.arange(TEXTURE_SIZE)[:, None], scale)
+        cell, offset = np.divmod(np.arange(TEXTURE_SIZE)[:, None], scale)
         column = np.arange(cells)
-        # whole numbers, as all here
-        weights = (scale - part) * (column == low) + part * (column == (low + 1) % cells)
+        # The weights are integers, like everything in this module.
+        is_cell = column == cell
+        is_next_cell = column == (cell + 1) % cells
+        weights = (scale - offset) * is_cell + offset * is_next_cell
         total += weights @ grid @ weights.T // scale**2 * (16 >> octave)
     return total // 31
 
@@ -425,8 +418,7 @@ def _noise(*key: int) -> Integers:
 
 
 class MovingDigits:
-    """Two of `digits`, (N, 28, 28) bytes, that drift and bounce by whole pixels (as Srivastava et
-    al. 2015).
+    """Two of `digits`, (N, 28, 28) bytes, that drift and bounce (Srivastava et al. 2015).
 
     Every `LIFE` frames two others appear.
     """
@@ -460,7 +452,7 @@ class MovingDigits:
 
 def _bounce(start: float, velocity: float, age: float, extent: int) -> int:
     """The position in 0…extent of something that moves at ±1 to 3 pixels a frame and bounces."""
-    # with no extent the position is a fraction of a pixel, which is rounded to 0
+    # Without an extent the position is a fraction of a pixel, which is rounded to 0.
     period = 2 * extent or 1
     position = (start * 2 * extent + (1.0 + 2.0 * velocity) * age) % period
     return int(extent - abs(position - extent))

@@ -1,4 +1,4 @@
-"""What a device does: how fast it is, and where a training step stands under that."""
+"""The speed of a device, and where a training step is below it."""
 
 import lazy_loader
 

@@ -1,5 +1,4 @@
-"""How fast a device can compute and move data, its roofline, and where a training step stands under
-it.
+"""A device's roofline: how fast it computes and moves data, and where a training step lies.
 
 Source: Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
 """
@@ -44,7 +43,7 @@ from gpulab.store.recorded import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
 MAX_MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
-# what should have a formula
+# Operations of these names should have a formula.
 PRODUCT_NAMES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")
 MIN_PRODUCT_SECONDS = 0.02  # of a product that is large enough
 ROOFLINE_KINDS = ("memory", "matrix", "network")  # what the setting's own ceilings are drawn over
@@ -127,8 +126,7 @@ def roofline(
 
 
 def bounds(frame: pd.DataFrame) -> pd.DataFrame:
-    """Say what holds each layer of the two networks back, memory or arithmetic, by measured
-    ceilings.
+    """State for each layer of the two networks whether memory or arithmetic limits it.
 
     Args:
         frame: A data frame from `gpulab.roofline`, of one setting or several of one machine.
@@ -184,8 +182,7 @@ def recorded_rooflines() -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class Placement(Report):
-    """Where a training step stands under a device's roofline: what `place` returns. `print` says it
-    in sentences.
+    """A training step under a device's roofline, as `place` returns it; `print` explains it.
 
     Attributes:
         setting: The setting that the step was done under.
@@ -251,8 +248,7 @@ class Placement(Report):
 
     @property
     def reached(self) -> float:
-        """The share of the roof that the step reached; more than 1 where caches are faster than the
-        memory measured.
+        """The share of the roof that the step reached; above 1 if caches beat the measured memory.
 
         Arithmetic in the step's precisions sets the roof, or memory at the step's intensity.
         """
@@ -265,9 +261,7 @@ class Placement(Report):
 
     @property
     def bound(self) -> str:
-        """What would take longest, each at its ceiling, of `memory`, `arithmetic` and
-        `launches`.
-        """
+        """Which would take longest at its ceiling: `memory`, `arithmetic` or `launches`."""
         return max(self.at_least, key=self.at_least.__getitem__)
 
     def __str__(self) -> str:
@@ -302,13 +296,12 @@ class Placement(Report):
 def place(
     step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7
 ) -> Placement:
-    """Find out what holds a training step back: memory, arithmetic, or the launching of its
-    operations.
+    """Find out what limits a training step: memory, arithmetic, or launching its operations.
 
     The step's operations and bytes are counted, its time is measured, and both are compared with
     what the device can do at most. The step is done a dozen times and more, and once of these under
-    torch's FLOP counter. A `Step` is left as it was, and begins without gradients each time. Of a
-    function of your own, the model trains on.
+    torch's FLOP counter. A `Step` is left as it was, and begins without gradients each time. With a
+    function of your own, the model is trained further.
 
     Args:
         step: A `Step`, or a function that does one training step, as for `gpulab.record`.
@@ -372,7 +365,7 @@ def place(
             prepared_step()
 
         seconds, spread = time_calls(setting, run_step, repeats)
-        # after a first step, which alone makes such things as Adam's moments
+        # The counted step is not the first, which also creates Adam's moments, for instance.
         with OperationCounter() as counter:
             run_step()
     flop = dict(counter.flop.most_common())
@@ -382,7 +375,8 @@ def place(
             f"products in {', '.join(flop)}: there are ceilings of {', '.join(peaks.index)} alone"
         )
     at_least = {
-        "memory": counter.moved / (1e9 * frame[frame.kind == "memory"].gigabytes_per_second.max()),
+        "memory": counter.moved_bytes
+        / (1e9 * frame[frame.kind == "memory"].gigabytes_per_second.max()),
         "arithmetic": sum(number / (1e9 * peaks[precision]) for precision, number in flop.items()),
         "launches": counter.operations * frame[frame.operation == "launch"].seconds.iloc[0],
     }
@@ -390,7 +384,7 @@ def place(
         setting=str(setting),
         operations=counter.operations,
         flop=flop,
-        moved=counter.moved,
+        moved=counter.moved_bytes,
         seconds=seconds,
         spread=spread,
         at_least=at_least,
@@ -418,7 +412,9 @@ def _operations(setting: Setting) -> Iterator[Work]:
         return torch.randn(shape).to(setting.device, setting.dtype)
 
     count = COPY_BYTES[setting.kind] // setting.dtype.itemsize
-    source, second_source, target = random(count), random(count), random(count)
+    source = random(count)
+    second_source = random(count)
+    target = random(count)
     yield Work("copy", "memory", lambda: target.copy_(source))
     yield Work("add", "memory", lambda: torch.add(source, second_source, out=target), count)
     for edge in (2**power for power in range(4, MAX_MATRIX_SIZE[setting.kind].bit_length())):
@@ -438,7 +434,7 @@ def _operations(setting: Setting) -> Iterator[Work]:
 
 
 def _precisions(setting: Setting) -> dict[str, Setting]:
-    """What a device can multiply in, and the setting under which it does."""
+    """The precisions of a device's products, each with its setting."""
     settings = dict.fromkeys(["float32", "bfloat16", "float16"], setting)
     if setting.kind == "cuda":
         settings |= {"float32": replace(setting, tf32=False), "tf32": replace(setting, tf32=True)}
@@ -446,9 +442,7 @@ def _precisions(setting: Setting) -> dict[str, Setting]:
 
 
 def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
-    """A product as large as it takes to be at work for a while: some CPUs compute in float16 a
-    number at a time.
-    """
+    """A product large enough to time: some CPUs compute float16 one number at a time."""
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     edge = 32
     seconds = 0.0
@@ -488,7 +482,7 @@ def _count_work(work: Work) -> tuple[float, float, str]:
     with OperationCounter() as counter:
         work.call()
     precision = "".join(counter.flop) if work.kind in ("matrix", "precision") else ""
-    return float(counter.flop.total() + work.additions), float(counter.moved), precision
+    return float(counter.flop.total() + work.additions), float(counter.moved_bytes), precision
 
 
 class OperationCounter(UncompiledDispatchMode):
@@ -498,7 +492,7 @@ class OperationCounter(UncompiledDispatchMode):
         super().__init__()
         self.formulas = flop_formulas()
         self.operations = 0
-        self.moved = 0  # bytes
+        self.moved_bytes = 0
         self.flop: Counter[str] = Counter()
         self.unknown: set[str] = set()
 
@@ -522,7 +516,7 @@ class OperationCounter(UncompiledDispatchMode):
         if is_view or only_allocates(name):
             return out
         self.operations += 1
-        self.moved += sum(read_bytes.values()) + sum(written_bytes.values())
+        self.moved_bytes += sum(read_bytes.values()) + sum(written_bytes.values())
         formula = self.formulas.get(operation.overloadpacket)
         if formula is not None:
             self.flop[_precision(name, args)] += formula(*args, **kwargs, out_val=out)
@@ -540,9 +534,7 @@ def _precision(name: str, args: Sequence[Nested]) -> str:
 
 
 def _distinct_bytes(values: Nested) -> dict[int, int]:
-    """The bytes of each piece of memory among the tensors of nested values, each once; an
-    expanded one as it lies.
-    """
+    """The bytes of each piece of memory among nested tensors, counted once; unexpanded."""
     sizes: dict[int, int] = {}
     for tensor in find_tensors(values):
         if tensor.layout == torch.strided:

@@ -1,5 +1,6 @@
-"""Optional, faster engines. Without this package everything works, only slower
-(`tests/engines/test_without_engines.py`).
+"""Optional, faster engines.
+
+Without this package everything works, only slower (`tests/engines/test_without_engines.py`).
 
 `fastest` computes the windows of a training: PredNet's gradient by formulas in fewer operations
 (`_prednet_windows`, `_prednet_kernels`), and on a GPU a window's updates as one CUDA graph
@@ -33,8 +34,7 @@ class NotingEngine(WindowEngine, Protocol):
 
 
 class FastestEngine:
-    """Computes each window by the fastest engine that gives the same up to rounding, and notes
-    which it was.
+    """Computes each window by the fastest engine that agrees up to rounding, and records which.
 
     Args:
         autograd_engine: The engine that computes windows as they were published, with its `model`,
@@ -51,19 +51,17 @@ class FastestEngine:
         supported_loaders = ("window", "copied", "imitated") if self.on_gpu else ("window",)
         self.supports_loader = self.loader.name in supported_loaders
         self.analytic_engine = AnalyticEngine(autograd_engine, streams=has_exclusive_device)
-        # by the engine whose updates each captures
+        # Each is stored under the engine whose updates it captures.
         self.graph_engines: dict[WindowEngine, CudaGraphEngine] = {}
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
-        """As of `gpulab.training.loop.Engine`."""
+        """Train on one window: see `gpulab.training.loop.Engine`."""
         engine = self.choose_engine(state)
         self.autograd_engine.used_methods |= engine.gradient_methods
         return engine.train_window(frames, state)
 
     def choose_engine(self, state: Nested) -> WindowEngine | CudaGraphEngine:
-        """The engine for the next window, which begins from `state`; it may change when an
-        observer is activated.
-        """
+        """Choose the engine of the next window; it may change once an observer is activated."""
         engine = self.choose_uncaptured_engine()
         if not self.on_gpu or not self.may_be_fast():
             return engine
@@ -117,13 +115,11 @@ class AnalyticEngine:
         )
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
-        """As of `gpulab.training.loop.Engine`. The frames of every loader come in one tensor."""
+        """Train on one window, whose frames are one tensor: see `gpulab.training.loop.Engine`."""
         return self.update(self.model.batches(self.loader.window(frames)), state)
 
     def gradients(self, batch: Tensor, state: Nested) -> tuple[Tensor, Nested]:
-        """Put the gradients of a batch's loss into `.grad`: the loss of each frame, and the
-        state after it.
-        """
+        """Add the gradients of a batch to `.grad`; return each frame's loss and the new state."""
         if self.windows is None or self.windows[0] != batch.shape:
             assert isinstance(self.model, PredNet), "`WindowGradients` follows no other network"
             self.windows = (

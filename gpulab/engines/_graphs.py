@@ -23,7 +23,7 @@ CAPTURE_LOCK = threading.Lock()
 
 
 class WindowEngine(Protocol):
-    """What the fast engines use of an engine whose windows they compute.
+    """The interface of an engine whose windows the fast engines compute.
 
     Attributes:
         gradient_methods: How it computes gradients, such as `autograd`.
@@ -46,8 +46,7 @@ class WindowEngine(Protocol):
 
 
 class CudaGraphEngine:
-    """An engine that computes windows as another one does, whose updates it captures for each new
-    shape of windows.
+    """An engine that captures another engine's updates as CUDA graphs, one for each window shape.
 
     Of that engine it uses `update` and the window on the device: one that overrides `batches` to
     change frames, or parameters' buffers, cannot be captured.
@@ -59,7 +58,7 @@ class CudaGraphEngine:
         self.graph: tuple[torch.Size, Graph] | None = None  # for windows of the last shape
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
-        """As of `Engine`; losses and state are valid until the next call."""
+        """Train on one window; losses and state are valid until the next call."""
         window = torch.from_numpy(frames)
         if self.graph is None or self.graph[0] != window.shape:
             arguments = (window.to(self.engine.loader.device), state)
@@ -67,9 +66,7 @@ class CudaGraphEngine:
         return self.graph[1](window, state)
 
     def _update(self, window: Tensor, state: Nested) -> tuple[Tensor, Nested]:
-        """What is captured: from bytes to losses, with the state left where the next window
-        finds it.
-        """
+        """The captured computation: from bytes to losses, leaving the state for the next window."""
         scaled = self.engine.loader.quotients
         assert scaled is not None, "graphs are captured on a GPU, where quotients are looked up"
         losses, new_state = self.engine.update(
@@ -137,7 +134,7 @@ class Graph:
             clear_cublas_workspaces()
 
     def __call__(self, *inputs: Nested) -> Nested:
-        """What the function returns for inputs of the same shapes, valid until the next call."""
+        """Return the results for inputs of the same shapes, valid until the next call."""
         _copy_into(self.inputs, inputs)
         self.graph.replay()
         return self.outputs

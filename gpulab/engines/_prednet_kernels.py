@@ -1,6 +1,4 @@
-"""What the written-out gradient of PredNet is made of: a convolution and the cell of the LSTM,
-forward and back.
-"""
+"""The parts of PredNet's analytic gradient: a convolution and the LSTM cell, both directions."""
 
 from __future__ import annotations
 
@@ -23,14 +21,12 @@ PEEPHOLE_GATES = (0, 1, 3)  # the input, forget and output gates, among the four
 MIN_PRODUCT_WEIGHTS = 300_000
 
 
-# the number of channels of each group, and that number after padding
+# Each group is a number of channels and that number after padding.
 Groups = Sequence[tuple[int, int]]
 
 
 def pad_group(count: int, by_pixel: bool) -> tuple[int, int]:
-    """A group of `count` channels, padded to a multiple of four where the channels of a pixel
-    are adjacent.
-    """
+    """A group of `count` channels, padded to a multiple of four in channels-last layout."""
     return count, -(-count // 4) * 4 if by_pixel else count
 
 
@@ -51,9 +47,7 @@ def channel_indices(groups: Groups) -> Tensor:
 
 
 class LstmCell:
-    """Forward and backward pass of the LSTM's cell, from gates before their nonlinearities and
-    without peepholes.
-    """
+    """Forward and backward pass of the LSTM cell, from pre-activation gates, without peepholes."""
 
     def __init__(self, peepholes: Float[Tensor, "1 4 c h w"]) -> None:
         self.peepholes = peepholes
@@ -79,9 +73,7 @@ class LstmCell:
         saved: tuple[Tensor, ...],
         buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of the gates, in `buffer` if one is given, and of `cell_before`.
-        Overwrites `d_r`.
-        """
+        """The gradients of the gates (in `buffer` if given) and `cell_before`; overwrites `d_r`."""
         gates, tanh = saved
         d_gates = torch.empty_like(gates) if buffer is None else buffer
         i, f, g, o = gates.chunk(4, 1)
@@ -253,14 +245,12 @@ def split_gates(gates: Float[Tensor, "b 4c h w"]) -> Float[Tensor, "b 4 c h w"]:
 
 
 def uses_tf32(like: Tensor) -> bool:
-    """Whether convolutions of such a tensor on a GPU are allowed to be TF32, which is faster
-    pixel by pixel.
-    """
+    """Whether TF32, which is faster in channels-last layout, is allowed for such a tensor."""
     return like.is_cuda and like.dtype == torch.float32 and precision_allowed("conv") == "tf32"
 
 
 def add_gradient(parameter: Tensor | None, gradient: Tensor) -> None:
-    """Add a gradient to the parameter's `.grad`, or set it where there is none yet."""
+    """Add a gradient to the parameter's `.grad`, or set it if there is none yet."""
     if parameter is not None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
@@ -268,9 +258,7 @@ def add_gradient(parameter: Tensor | None, gradient: Tensor) -> None:
 def empty_maps(
     like: Tensor, shape: tuple[int, int, int, int, int], by_pixel: bool
 ) -> Float[Tensor, "t b c h w"]:
-    """Maps in which the channels of a pixel lie side by side (`by_pixel`), or the pixels of a
-    channel do.
-    """
+    """Empty feature maps, in channels-last layout if `by_pixel`, otherwise channels-first."""
     if not by_pixel:
         return like.new_empty(shape)
     t, b, c, h, w = shape

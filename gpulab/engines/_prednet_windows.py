@@ -1,5 +1,4 @@
-"""Backpropagation through time in the published PredNet, written out: losses and gradients without
-autograd.
+"""Analytic backpropagation through time in PredNet: losses and gradients without autograd.
 
 This gives what `PredNet.training_loss` and `backward()` compute, up to rounding, in fewer
 operations. The inputs of the gates are views of one buffer, so nothing is concatenated. The
@@ -40,9 +39,7 @@ pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
 
 
 def is_unmodified(model: nn.Module) -> bool:
-    """Whether a network computes what its class says: no hook sees or changes it, no part has
-    another `forward`.
-    """
+    """Whether a network computes what its class defines: no hooks and no replaced `forward`."""
     is_changed = any(
         "forward" in vars(module) or has_module_hooks(module) for module in model.modules()
     )
@@ -51,8 +48,7 @@ def is_unmodified(model: nn.Module) -> bool:
 
 
 class WindowGradients:
-    """Losses and gradients of windows of one shape. Every call overwrites the gradients of the
-    network's parameters.
+    """Losses and gradients of windows of one shape; each call overwrites the network's gradients.
 
     Args:
         net: A network that `supports` accepts.
@@ -91,9 +87,7 @@ class WindowGradients:
 
     @staticmethod
     def supports(model: nn.Module) -> bool:
-        """Whether these are the formulas of a model on its device; a subclass of `PredNet` may
-        have other formulas.
-        """
+        """Whether these formulas hold for a model on its device; a subclass may have others."""
         if (
             type(model) is not PredNet
             or model.truncation not in SUPPORTED_TRUNCATIONS
@@ -121,8 +115,8 @@ class WindowGradients:
             layer.start_window(r, c, p)
         self._forward_window(self.layers[0].pad_channels(frames))
         losses = self._losses(frames)
-        for first in reversed(range(0, self.steps, self.gradient_span)):
-            span = range(first, min(first + self.gradient_span, self.steps))
+        for start in reversed(range(0, self.steps, self.gradient_span)):
+            span = range(start, min(start + self.gradient_span, self.steps))
             for step in reversed(span):
                 self._backward_step(step)
             for layer in self.layers:
@@ -137,9 +131,9 @@ class WindowGradients:
             errors = frames[step]
             for layer in self.layers:
                 errors = layer.compute_errors(step, errors)
-            above = None
+            representation = None
             for layer in reversed(self.layers):
-                above = layer.update_representation(step, above)
+                representation = layer.update_representation(step, representation)
         for layer in self.layers:
             layer.prediction_stream.join()
 
@@ -158,9 +152,7 @@ class WindowGradients:
         return losses.detach()
 
     def _backward_step(self, step: int) -> None:
-        """Compute the gradients of a step's units from those of its predictions, down to the
-        previous predictions.
-        """
+        """Backpropagate one step: from its prediction gradients to those of the previous step."""
         for layer in self.layers:
             layer.prediction_backward(step)
         d_above = None
@@ -172,8 +164,7 @@ class WindowGradients:
 
 
 class SideStream:
-    """A stream of a GPU for work that runs concurrently with what follows, until `join`; elsewhere
-    it is done at once.
+    """A GPU stream for work that runs concurrently until `join`; elsewhere it runs at once.
 
     Tensors that are read on the stream have to live until then, because the memory of freed ones
     may be reused at once.
@@ -184,7 +175,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Launch what is done inside on this stream."""
+        """Launch the work inside the block on this stream."""
         if self.stream is None:
             yield
         else:
@@ -199,8 +190,7 @@ class SideStream:
 
 
 class WindowLayer:
-    """The buffers of one layer, (steps, batch, channels, height, width), and its forward and
-    backward pass in a step.
+    """The buffers, (steps, batch, channels, height, width), and the passes of one layer.
 
     Buffers of the recurrent state have one step more, the first, for the state before the window.
     Where the channels of a pixel are adjacent, they are padded with zeros: on an H200 cuDNN is up
@@ -209,9 +199,9 @@ class WindowLayer:
     """
 
     def __init__(
-        self, net: PredNet, below: list[WindowLayer], steps: int, like: Tensor, streams: bool
+        self, net: PredNet, layers_below: list[WindowLayer], steps: int, like: Tensor, streams: bool
     ) -> None:
-        number = len(below)
+        number = len(layers_below)
         self.lstm = net.lstm[number]
         self.steps = steps
         self.is_chained = net.truncation == "loss" and number > 0
@@ -229,10 +219,10 @@ class WindowLayer:
         self.prediction_conv = PaddedConvolution(
             net.conv_p[number], [self.group], [self.group], by_pixel
         )
-        self.below = below[-1] if below else None
+        self.layer_below = layers_below[-1] if layers_below else None
         self.target_conv: PaddedConvolution | None = None  # from the errors of the layer below
-        if self.below:
-            inputs_below = 2 * [self.below.group]
+        if self.layer_below:
+            inputs_below = 2 * [self.layer_below.group]
             self.target_conv = PaddedConvolution(
                 net.conv_a[number - 1], [self.group], inputs_below, by_pixel
             )
@@ -248,7 +238,7 @@ class WindowLayer:
         self.buffer = buffer
         self.group_sizes = (2 * self.padded_channels, group_above[1], self.padded_channels, n_spare)
         self.inputs = buffer(steps + 1, sum(self.group_sizes)).zero_()
-        self.errors, self.above, self.hidden, _ = self.inputs.split(self.group_sizes, 2)
+        self.errors, self.inputs_above, self.hidden, _ = self.inputs.split(self.group_sizes, 2)
         self.cells, self.d_predictions = (
             buffer(2 * (steps + 1), self.padded_channels).zero_().chunk(2)
         )
@@ -303,13 +293,13 @@ class WindowLayer:
         n_spare = self.padded_channels - self.n_channels
         return F.pad(maps, (0, 0, 0, 0, 0, n_spare)) if n_spare else maps
 
-    def compute_errors(self, step: int, below: Tensor) -> Tensor:
+    def compute_errors(self, step: int, errors_below: Tensor) -> Tensor:
         """The error units, from the frame, or from the error units of the layer below."""
-        target = below
+        target = errors_below
         if self.target_conv:
             # On a GPU the bias is a separate operation, which takes a quarter of the time after the
             # pooling.
-            unpooled = self.target_conv.forward(below, not self.is_fused)
+            unpooled = self.target_conv.forward(errors_below, not self.is_fused)
             pooled, pooling_indices = F.max_pool2d(unpooled, 2, return_indices=True)
             del unpooled
             if self.is_fused:
@@ -324,11 +314,11 @@ class WindowLayer:
         torch.clamp(difference.neg_(), min=0, out=errors[:, self.padded_channels :])
         return errors
 
-    def update_representation(self, step: int, above: Tensor | None) -> Tensor:
+    def update_representation(self, step: int, representation_above: Tensor | None) -> Tensor:
         """Compute R from the representation of the layer above, and then the prediction from R."""
-        if above is not None:
-            blocks = self.above[step].unflatten(2, (-1, 2)).unflatten(4, (-1, 2))
-            blocks.copy_(above[:, :, :, None, :, None])
+        if representation_above is not None:
+            blocks = self.inputs_above[step].unflatten(2, (-1, 2)).unflatten(4, (-1, 2))
+            blocks.copy_(representation_above[:, :, :, None, :, None])
         gates = self.gate_conv.forward(self.inputs[step], not self.is_fused)
         r = self.hidden[step + 1]
         self.saved.append(self.cell.forward(gates, self.cells[step], self.cells[step + 1], r))
@@ -372,9 +362,7 @@ class WindowLayer:
         return columns[..., 0] + columns[..., 1]
 
     def errors_backward(self, step: int, from_above: Tensor | None) -> Tensor | None:
-        """Add to the gradient of the previous prediction, and return that of the error units
-        below.
-        """
+        """Add to the previous prediction's gradient; return that of the error units below."""
         d_errors = self.d_errors if from_above is None else from_above.add_(self.d_errors)
         d_positive, d_negative = relu_backward(d_errors, self.errors[step], 0).chunk(2, 1)
         d_target = d_positive - d_negative
@@ -402,7 +390,7 @@ class WindowLayer:
         first_prediction = 0 if span.start == 0 else span.start + 1
         predictions_slice = slice(first_prediction, span.stop + 1)
         self.weight_stream.join()
-        # in place of those of the last call, which are freed
+        # These replace the tensors of the last call, which are freed.
         self.side_stream_inputs = (
             self.d_gates,
             self.d_unpooled,
@@ -418,10 +406,10 @@ class WindowLayer:
             for gate, letter in zip(PEEPHOLE_GATES, "ifo", strict=True):
                 gradient = peephole_gradients[:, gate, : self.n_channels].contiguous()
                 add_gradient(getattr(self.lstm, f"peep_{letter}"), gradient)
-            if self.target_conv and self.below:
+            if self.target_conv and self.layer_below:
                 d_unpooled = concatenate_steps(self.d_unpooled, self.unpooled_gradient_buffer)
                 self.target_conv.add_gradients(
-                    self.below.errors[inputs_slice].flatten(0, 1), d_unpooled
+                    self.layer_below.errors[inputs_slice].flatten(0, 1), d_unpooled
                 )
             initial_gradient = self.d_predictions[0]
             if span.start == 0 and self.is_chained:

@@ -1,6 +1,4 @@
-"""The guard: refuses tensors that something overwrites before autograd uses them. It needs torch
-alone.
-"""
+"""The guard: detects tensors that are overwritten before autograd uses them. Needs only torch."""
 
 import lazy_loader
 

@@ -1,5 +1,4 @@
-"""Asynchronous copies between pinned memory and a GPU, and memory that is touched before the copy
-is known to be done.
+"""Asynchronous copies between pinned memory and a GPU, and memory touched before they end.
 
 With `non_blocking=True` and pinned memory, a copy between the host and a GPU is only queued when
 the call returns. Until it is done, its source may not be written and its destination may not be
@@ -35,7 +34,7 @@ from gpulab._torch_internals import (
 from gpulab.guards._call_sites import user_line
 from gpulab.guards._findings import Overwritten
 from gpulab.guards._fingerprints import memory_digest
-from gpulab.guards._holders import overlap
+from gpulab.guards._holders import spans_overlap
 
 
 @dataclass
@@ -50,18 +49,16 @@ class _Copy:
     was_waited_for: bool = False
 
     def is_complete(self) -> bool:
-        """Whether nothing can go wrong any more: it was waited for and is done, or its memory is
-        gone.
-        """
+        """Whether the copy is safe: it was waited for and is done, or its memory is gone."""
         return self.storage.expired() or (self.was_waited_for and is_event_finished(self.event))
 
     def is_overwritten(self) -> bool:
-        """Whether the source holds something else than when the copy was asked for."""
+        """Whether the source has changed since the copy was requested."""
         return self.finding.cause == "leaving" and memory_digest(*self.span) != self.content
 
 
 class AsyncCopyTracker:
-    """What is being copied, as far as operations that are given to `record_copy` have asked for it.
+    """Tracks the asynchronous copies requested by the operations passed to `record_copy`.
 
     `report` is called with every finding. A finding of a wait is reported by the next
     `check_host_reads` or `flush`, because torch lets nothing be raised while it waits.
@@ -81,9 +78,10 @@ class AsyncCopyTracker:
         kwargs: dict[str, Nested],
         result: Nested,
     ) -> None:
-        """Look at an operation that was just run: is it a copy that goes on after it?"""
+        """Track an operation that has just run if it is an asynchronous copy."""
         if operation is TO_COPY and kwargs.get("non_blocking"):
-            target, source = result, args[0]
+            target = result
+            source = args[0]
         elif operation is torch.ops.aten.copy_.default and (
             kwargs.get("non_blocking") or args[2:] == (True,)
         ):
@@ -92,10 +90,12 @@ class AsyncCopyTracker:
             return
         if target.is_cuda:
             cause = "leaving"
-            host, device = source, target
+            host = source
+            device = target
         else:
             cause = "arriving"
-            host, device = target, source
+            host = target
+            device = source
         is_asynchronous = device.is_cuda and host.is_cpu and is_plain(host) and host.is_pinned()
         if not is_asynchronous or torch.cuda.is_current_stream_capturing():
             return
@@ -108,28 +108,26 @@ class AsyncCopyTracker:
         finding = Overwritten.of(cause, name, host, {"copied by": user_line()})
         with self.lock:
             self.check_overwritten(
-                name, [copy for copy in self.pending_copies() if overlap(copy.span, span)]
+                name, [copy for copy in self.pending_copies() if spans_overlap(copy.span, span)]
             )
             self.copies.append(
                 _Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event)
             )
 
     def pending_copies(self) -> list[_Copy]:
-        """The copies with which something can still go wrong; the others are forgotten."""
+        """The copies that are not complete; complete ones are dropped."""
         self.copies = [copy for copy in self.copies if not copy.is_complete()]
         return self.copies
 
     def check_host_reads(self, tensors: list[Tensor], name: str) -> None:
-        """Tell of tensors of the host that are about to be read and have not arrived, and of
-        what waits have found.
-        """
+        """Report host tensors that are read before their copy has arrived, and overwritten ones."""
         if not self.copies and not self.unreported:
             return
         with self.lock:
             spans = [span_of(tensor) for tensor in tensors]
             for copy in self.pending_copies():
                 if copy.finding.cause == "arriving" and any(
-                    overlap(copy.span, span) for span in spans
+                    spans_overlap(copy.span, span) for span in spans
                 ):
                     self.add_finding(copy, name)
         self.flush()
@@ -142,19 +140,19 @@ class AsyncCopyTracker:
                 copy.was_waited_for = True
 
     def check_overwritten(self, name: str, copies: list[_Copy]) -> None:
-        """Find what has been overwritten among copies that are under way."""
+        """Find overwritten memory among the pending copies."""
         for copy in copies:
             if copy.is_overwritten():
                 self.add_finding(copy, name)
 
     def add_finding(self, copy: _Copy, name: str) -> None:
-        """Keep a finding until it can be told, once for each copy."""
+        """Store a finding until it can be reported, once for each copy."""
         self.copies = [other_copy for other_copy in self.copies if other_copy is not copy]
         lines = {**copy.finding.lines, f"met by {name} in": user_line()}
         self.unreported.append(replace(copy.finding, operation=name, function=name, lines=lines))
 
     def flush(self) -> None:
-        """Tell what was found."""
+        """Report the stored findings."""
         with self.lock:
             findings = self.unreported
             self.unreported = []
@@ -180,7 +178,5 @@ def on_gpu_wait(*_: object) -> None:
 
 @functools.cache
 def _observe_gpu_waits() -> None:
-    """Have torch tell of every wait for a GPU from here on: there is no way to end that, hence
-    once.
-    """
+    """Have torch report every wait for a GPU. It cannot be undone, so it is done only once."""
     register_gpu_wait_callback(on_gpu_wait)

@@ -1,5 +1,4 @@
-"""What runs inside a guard and is not watched, or runs otherwise than without it: counted, and said
-in the report.
+"""What runs inside a guard unwatched, or differently because of it, counted for the report.
 
 While a guard is entered, the functions by which a program does such things are replaced by ones
 that count first.
@@ -57,8 +56,7 @@ COUNT_PHRASES = {  # singular and plural
 
 
 class BlindSpots:
-    """Counts what a guard does not watch, between `start` and `stop`, which may be called by
-    several threads.
+    """Counts what a guard does not watch between `start` and `stop`. Threads may share it.
 
     Attributes:
         counts: How often, by what it is: a key of `SENTENCES`.
@@ -93,7 +91,7 @@ class BlindSpots:
                     self._listen_to_compiler()
 
     def stop(self) -> None:
-        """End what one call of `start` began."""
+        """Undo one call of `start`."""
         with self._lock:
             self._entry_count -= 1
             if not self._entry_count:
@@ -101,7 +99,7 @@ class BlindSpots:
                 self._is_listening_to_compiler = False
 
     def sentences(self) -> list[str]:
-        """What was not watched, or ran otherwise, a sentence each."""
+        """A sentence for each thing that was not watched, or ran differently."""
         counts = dict(self.counts)
         unguarded = [
             thread for thread in self._started_threads if thread.ident not in self.guarded_threads
@@ -120,7 +118,7 @@ class BlindSpots:
             self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def _call_before(
-        self, owner: type | types.ModuleType, name: str, before: Callable[..., None]
+        self, owner: type | types.ModuleType, name: str, observer: Callable[..., None]
     ) -> None:
         """Have a function called before another one, with its arguments."""
         original = vars(owner).get(name)
@@ -129,7 +127,7 @@ class BlindSpots:
 
         @functools.wraps(original)
         def wrapper(*args: Nested, **kwargs: Nested) -> Nested:
-            before(*args)
+            observer(*args)
             return original(*args, **kwargs)
 
         setattr(owner, name, uncompiled(wrapper))
@@ -139,9 +137,7 @@ class BlindSpots:
         return lambda *_: self.count(kind)
 
     def _record_thread(self, thread: threading.Thread, *_: object) -> None:
-        """Note a thread that the user's program starts, by itself or by a pool; those of
-        libraries do no work of it.
-        """
+        """Record a thread that the user's program or a pool starts; libraries' own do not count."""
         caller = sys._getframe(2)  # beyond the function that was put in the place of `Thread.start`
         if (
             is_user_file(caller.f_code.co_filename)

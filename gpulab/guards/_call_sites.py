@@ -30,8 +30,7 @@ STEP_CALLER_FILE = os.path.join(PACKAGE, "audits", "_recording.py")
 
 
 def is_notebook_cell(file: str) -> bool:
-    """Whether a file of source is a notebook's cell, to which a kernel gives the name of a
-    temporary file.
+    """Whether a source file is a notebook cell, which a kernel names as a temporary file.
 
     >>> is_notebook_cell("/home/ada/train.py"), is_notebook_cell("/tmp/ipykernel_171/1402239833.py")
     (False, True)
@@ -48,7 +47,7 @@ class Line(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The source of the line, empty where there is none."""
+        """The source text of the line; empty if it is unavailable."""
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
@@ -64,8 +63,9 @@ class Line(NamedTuple):
 
 @functools.cache
 def is_user_file(file: str) -> bool:
-    """Whether a file is neither the guard nor installed; gpulab's own models and loops count as
-    a user's.
+    """Whether a file is the user's: neither the guard nor installed.
+
+    Models and loops of gpulab count as the user's.
     """
     return not file.startswith((*GUARD_FILES, "<frozen")) and (
         file.startswith(PACKAGE) or not file.startswith(INSTALLED)
@@ -82,9 +82,7 @@ def stack_frames(thread: int = 0) -> Iterator[types.FrameType]:
 
 
 def user_line(thread: int = 0) -> Line:
-    """The user's line that is at work in this thread, or else in another; if there is none, the
-    line outside torch.
-    """
+    """The innermost user line of this thread, else of another one, else the line outside torch."""
     ignored = (*GUARD_FILES, TORCH)
     user_frames = (
         frame for frame in stack_frames(thread) if is_user_file(frame.f_code.co_filename)
@@ -103,9 +101,7 @@ def line_of(frame: types.FrameType) -> Line:
 
 
 def innermost_line() -> str:
-    """The innermost line of this thread that is neither torch's nor gpulab's, its models apart:
-    `file:line: text`.
-    """
+    """This thread's innermost line (`file:line: text`) outside torch and gpulab but its models."""
     frames = itertools.takewhile(
         lambda frame: frame.f_code.co_filename != STEP_CALLER_FILE, stack_frames()
     )
@@ -113,8 +109,7 @@ def innermost_line() -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """The innermost line of an error's traceback that is neither torch's nor gpulab's, its models
-    apart.
+    """The innermost line of an error's traceback outside torch and gpulab, except its models.
 
     Returns:
         `file:line: text`; empty where there is none.
@@ -130,9 +125,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def _first_reported_line(places: Iterable[tuple[str, int]]) -> str:
-    """The first of some lines, by file and number, that is neither torch's nor gpulab's, its
-    models apart.
-    """
+    """The first of several lines, by file and number, outside torch and gpulab but its models."""
     for file, number in places:
         is_internal = file.startswith((TORCH + os.sep, PACKAGE, "<frozen", "<eval_with_key>"))
         if not is_internal or file.startswith(PACKAGE + "models"):
@@ -142,8 +135,7 @@ def _first_reported_line(places: Iterable[tuple[str, int]]) -> str:
 
 
 def line_of_forward_call(traceback_text: str) -> str:
-    r"""The innermost of the user's lines in a traceback that torch's anomaly detection keeps:
-    `file:line: text`.
+    r"""The innermost user line (`file:line: text`) of a traceback kept by anomaly detection.
 
     >>> line_of_forward_call('  File "train.py", line 7, in step\n    y = f(x)\n')
     'train.py:7: y = f(x)'
@@ -160,23 +152,20 @@ def line_of_forward_call(traceback_text: str) -> str:
 
 
 class OperationCallers:
-    """Follows who calls operations below autograd: the phase, a module that it is told, and the
-    user's line.
+    """Tracks who calls operations below autograd: the phase, the module and the user's line.
 
     An operation of a backward pass has the module and the line of what it differentiates.
     """
 
     def __init__(self) -> None:
-        self.made_by: dict[int, tuple[str, str]] = {}  # by autograd's number of a node
+        self.creators: dict[int, tuple[str, str]] = {}  # by autograd's number of a node
 
     def caller_of_operation(self, module: str = "") -> tuple[str, str, str]:
-        """The phase, the module and the line (`file:line: text`) of the operation that is being
-        called.
-        """
+        """The phase, the module and the line (`file:line: text`) of the current operation."""
         node = current_node()
         if node is not None:
-            return "backward", *self.made_by.get(node_number(node), ("", ""))
+            return "backward", *self.creators.get(node_number(node), ("", ""))
         line = innermost_line()
         # The newest node is this operation's, if it has one; else it is known already.
-        self.made_by.setdefault(newest_node_number(), (module, line))
+        self.creators.setdefault(newest_node_number(), (module, line))
         return "forward", module, line

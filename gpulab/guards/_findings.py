@@ -1,4 +1,4 @@
-"""What a guard finds, and the words for it."""
+"""The findings of a guard, and how they are phrased."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ class OptimizerStep(NamedTuple):
 
 @functools.cache
 def _function_name(operation: str) -> str:
-    """`mse_loss` for `MseLossBackward0`; the class itself for a `torch.autograd.Function`; else
-    the operation.
-    """
+    """The operation's name: `mse_loss` for `MseLossBackward0`, or a `Function`'s own class name."""
     match = re.fullmatch(r"(.*)Backward\d+", operation)
     if match:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
@@ -110,8 +108,7 @@ def _function_name(operation: str) -> str:
 
 @dataclass(frozen=True)
 class Overwritten:
-    """One finding of a guard: an operation used memory that something else had changed, or was
-    still to change.
+    """A finding of a guard: an operation used memory that was, or was about to be, overwritten.
 
     `print` says it in lines.
 
@@ -191,7 +188,7 @@ class Overwritten:
         return next(iter(self.lines.values()))
 
     def with_cause(self, cause: str) -> Overwritten:
-        """The same finding, in the words of another cause."""
+        """The same finding, phrased for another cause."""
         _, explanation, remedy = CAUSES[cause]
         return replace(self, cause=cause, explanation=explanation, remedy=remedy)
 
@@ -206,18 +203,14 @@ class Overwritten:
         )
 
     def with_writers(self, writers: list[Line], was_followed: bool) -> Overwritten:
-        """The same finding, with the lines of which one has written; without any, it says what
-        is known.
-        """
+        """The same finding with the candidate lines; without any, it says what is known."""
         if writers:
             return replace(self, writers=tuple(writers))
         unknown = WRITER_UNKNOWN if was_followed else WRITER_UNKNOWN + WRITER_HINT
         return replace(self, explanation=self.explanation + unknown)
 
     def with_holder(self, holder: Holder) -> Overwritten:
-        """The same finding, with the variable that shares the memory; a NumPy array that does
-        has written there.
-        """
+        """The same finding with the variable that shares the memory; a NumPy array has written."""
         finding = self.with_cause("numpy") if holder.array and self.cause == "data" else self
         return replace(
             finding,

@@ -16,7 +16,7 @@ MAX_ROW_WORDS = 1 << 16  # random numbers, one for each place in a row of words
 # words in a row; a tensor that would have shorter ones is filled up with zeros
 MIN_ROW_WORDS = 1 << 6
 MAX_CHUNK_WORDS = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
-# by their bytes: the widest that a tensor consists of
+# The integer type of each word size; a tensor is read in the widest that fits.
 WORD_DTYPES = {
     1: torch.uint8,
     2: torch.int16,
@@ -57,18 +57,17 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
             digests = [_digest(component) for component in ordinary]
             return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))
         hashed = xxhash.xxh3_64()
-        for flat in map(_flat, ordinary):
-            hashed.update(memory(flat.data_ptr(), flat.data_ptr() + flat.nbytes))
+        for flat in map(_flatten_in_memory_order, ordinary):
+            hashed.update(host_memory(flat.data_ptr(), flat.data_ptr() + flat.nbytes))
         return hashed.intdigest()
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements in the order in which they lie in memory, each once; a copy only if there are
-    gaps.
+def _flatten_in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements in memory order, each once; they are copied only if there are gaps.
 
     >>> (
-    ...     _flat(torch.arange(6).reshape(2, 3).T).tolist(),
-    ...     _flat(torch.ones(1, 1).expand(4, 1)).tolist(),
+    ...     _flatten_in_memory_order(torch.arange(6).reshape(2, 3).T).tolist(),
+    ...     _flatten_in_memory_order(torch.ones(1, 1).expand(4, 1)).tolist(),
     ... )
     ([0, 1, 2, 3, 4, 5], [1.0])
     """
@@ -83,58 +82,58 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def memory(begin: int, end: int) -> ctypes.Array[ctypes.c_char]:
+def host_memory(start: int, stop: int) -> ctypes.Array[ctypes.c_char]:
     """The host's memory from one address to before another, as it is whenever it is read."""
     # Not through .numpy(), after which torch would refuse to resize the tensor.
-    return (ctypes.c_char * (end - begin)).from_address(begin)
+    return (ctypes.c_char * (stop - start)).from_address(start)
 
 
-def memory_digest(begin: int, end: int) -> int:
-    """A number of 64 bits that stands for what lies in the host's memory from one address to
-    before another.
-    """
-    return xxhash.xxh3_64_intdigest(memory(begin, end))
+def memory_digest(start: int, stop: int) -> int:
+    """A 64-bit digest of the host's memory from one address up to another, exclusive."""
+    return xxhash.xxh3_64_intdigest(host_memory(start, stop))
 
 
-def content(tensor: Tensor) -> int:
-    """A number of 64 bits that stands for the content of an ordinary tensor.
+def content_digest(tensor: Tensor) -> int:
+    """A 64-bit digest of the content of an ordinary tensor.
 
-    A large tensor has one on a CPU and another on a GPU, where it is not worth to be brought from.
+    A large tensor has different digests on a CPU and on a GPU, since it is not copied to the host.
 
-    >>> # Which the names of recorded values come from
+    >>> # The names of recorded values come from these numbers.
     >>> (
-    ...     content(torch.arange(3.0)),
-    ...     content(torch.arange(2**24 + 1)),
+    ...     content_digest(torch.arange(3.0)),
+    ...     content_digest(torch.arange(2**24 + 1)),
     ... )
     (7541795801147682588, 12559343085713087326)
     """
     ordered = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return int(fingerprint(ordered if ordered.numel() > MAX_HASHED_ON_HOST else ordered.cpu()))  # type: ignore[arg-type]
+    if ordered.numel() <= MAX_HASHED_ON_HOST:
+        ordered = ordered.cpu()
+    return int(fingerprint(ordered))  # type: ignore[arg-type]
 
 
 def _digest(tensor: Tensor, level: int = 0) -> Tensor:
     """Few kernels: on a GPU it is their launching that costs."""
-    flat = _flat(tensor)
+    flat = _flatten_in_memory_order(tensor)
     size = flat.element_size()
     words = flat.view(WORD_DTYPES[math.gcd(4, size * len(flat), size * flat.storage_offset())])
-    table = _table(str(words.device), level)
+    multipliers = _random_multipliers(str(words.device), level)
     if len(words) <= MAX_ROW_WORDS:
-        return (words * table[: len(words)]).sum()
+        return (words * multipliers[: len(words)]).sum()
     if len(words) > MAX_CHUNK_WORDS:
         return _digest(
             torch.stack([_digest(chunk, level) for chunk in words.split(MAX_CHUNK_WORDS)]),
             level + 2,
         )
-    # the largest power of two that leaves no rest
+    # The largest power of two that divides the number of words.
     width = min(len(words) & -len(words), MAX_ROW_WORDS)
     if width < MIN_ROW_WORDS:
         words = torch.nn.functional.pad(words, (0, -len(words) % MAX_ROW_WORDS))
         width = MAX_ROW_WORDS
-    return _digest((words.view(-1, width) * table[:width]).sum(1), level + 1)
+    return _digest((words.view(-1, width) * multipliers[:width]).sum(1), level + 1)
 
 
 @functools.cache
-def _table(device: str, level: int) -> Tensor:
+def _random_multipliers(device: str, level: int) -> Tensor:
     generator = torch.Generator().manual_seed(level)  # the user's random numbers are left alone
     return torch.randint(-(1 << 63), (1 << 63) - 1, (MAX_ROW_WORDS,), generator=generator).to(
         device

@@ -1,4 +1,4 @@
-"""A guard around a training step: nothing that autograd saved may be overwritten before it is used.
+"""A guard that detects tensors overwritten after autograd saved them and before it uses them.
 
 Autograd counts the in-place operations that torch itself does. It does not see NumPy writing into a
 buffer that a tensor shares, a write through `.data`, or a loader that fills one buffer again and
@@ -46,7 +46,7 @@ from gpulab.guards._blind_spots import BlindSpots
 from gpulab.guards._call_sites import Line, user_line
 from gpulab.guards._findings import OptimizerStep, Overwritten
 from gpulab.guards._fingerprints import fingerprint
-from gpulab.guards._holders import Holder, nearest_holder, overlap
+from gpulab.guards._holders import Holder, nearest_holder, spans_overlap
 from gpulab.guards._reentrancy import as_guard_work, is_guard_running
 from gpulab.guards._shared_reads import SharedReads
 from gpulab.guards._write_lines import next_time
@@ -59,8 +59,7 @@ FORBIDDEN = (
 
 @as_guard_work
 def drain_ready_queue() -> None:
-    """Drop what a failed `backward` has left in this thread's ready queue: the next `backward` in
-    the thread does.
+    """Drop what a failed `backward` left in this thread's ready queue, as the next one does.
 
     What stays there keeps its memory. What is there when the thread or Python ends is destroyed by
     torch without Python, and with it the hooks of the guard: with torch 2.15 the process may die of
@@ -72,7 +71,7 @@ def drain_ready_queue() -> None:
 
 
 class _ThreadState(threading.local):
-    """What each thread has of its own, made when it first enters a guard or uses what one saved."""
+    """The state of each thread, created when it first enters a guard or uses a saved tensor."""
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
@@ -160,16 +159,14 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
 
 
 def is_forbidden(error: Exception) -> bool:
-    """Whether an error says that torch forbids the guard's hooks, as inside of
-    `torch.func.grad`.
-    """
+    """Whether an error says that torch forbids saved-tensor hooks, as in `torch.func.grad`."""
     return isinstance(error.__cause__, RuntimeError) and "saved tensor hooks" in str(
         error.__cause__
     )
 
 
 class Guard:
-    """What `guard` returns: a context manager, and at the same time the report of what it found.
+    """The result of `guard`: a context manager, and at the same time the report of its findings.
 
     `len` is the number of findings, so a report is true when something was found; `print` says
     them. A guard may be entered again, inside itself, and in several threads. On an accelerator the
@@ -211,15 +208,15 @@ class Guard:
         self._latest_steps: dict[int, OptimizerStep] = {}  # by the identity of the optimizer
         self._findings: dict[tuple[object, ...], Overwritten] = {}
         self._lock = threading.RLock()
-        self._threads: list[int] = []  # who is inside the block
-        self._holders: dict[Line, Holder | None] = {}  # who shared the memory of what a line saved
-        # What was compared on an accelerator, and what tells of a difference, by autograd's number
-        # of a backward pass.
+        self._threads: list[int] = []  # the threads inside the block
+        self._holders: dict[Line, Holder | None] = {}  # of the memory that a line saved
+        # The digests of an accelerator and the function that reports a difference, by autograd's
+        # number of a backward pass.
         self._pending: dict[int, list[tuple[Tensor, Tensor, Callable[[], None]]]] = {}
 
     @property
     def findings(self) -> list[Overwritten]:
-        """What was found so far: one for each line and operation."""
+        """The findings so far, one for each line and operation."""
         return list(self._findings.values())
 
     @property
@@ -229,9 +226,7 @@ class Guard:
 
     @property
     def unwatched(self) -> list[str]:
-        """What ran inside and was not watched, or ran otherwise because of the guard: a sentence
-        each.
-        """
+        """What ran inside unwatched, or differently because of the guard, a sentence each."""
         return self._blind_spots.sentences()
 
     def __len__(self) -> int:
@@ -245,8 +240,8 @@ class Guard:
             )
         lines = list(map(str, self.findings)) or [f"nothing was overwritten in {uses}"]
         if self.unchecked:
-            why = "because torch does not give the tensor's content away"
-            lines.append(f"not compared: {self.unchecked} others, {why}")
+            reason = "because torch does not give the tensor's content away"
+            lines.append(f"not compared: {self.unchecked} others, {reason}")
         return "\n".join([*lines, *self.unwatched])
 
     @uncompiled
@@ -277,7 +272,7 @@ class Guard:
         if not self._threads:
             self._step_hook.remove()
         if self.reads == "any":
-            self._shared_reads.__exit__(kind, error, trace)  # which may raise
+            self._shared_reads.__exit__(kind, error, trace)  # this may raise
         if error is not None or self._findings:
             drain_ready_queue()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
@@ -337,12 +332,13 @@ class Guard:
 
     @as_guard_work
     def _report_pending(self, task: int) -> None:
-        """Report what has changed of what a backward pass used on an accelerator."""
+        """Report the changed tensors among those that a backward pass used on an accelerator."""
         digests_used, digests_saved, reports = zip(*self._pending.pop(task), strict=True)
         device = digests_used[0].device
-        used = torch.stack([digest.to(device) for digest in digests_used])
-        saved = torch.stack([digest.to(device) for digest in digests_saved])
-        for report in itertools.compress(reports, (used != saved).tolist()):
+        used_digests = torch.stack([digest.to(device) for digest in digests_used])
+        saved_digests = torch.stack([digest.to(device) for digest in digests_saved])
+        has_changed = (used_digests != saved_digests).tolist()
+        for report in itertools.compress(reports, has_changed):
             report()
 
     @as_guard_work
@@ -358,15 +354,13 @@ class Guard:
         )
 
     def _report(self, finding: Overwritten, span: Span, steps: int, time: int) -> None:
-        """Tell of a finding of the backward pass, which may be due to a step of an optimizer
-        after so many others.
-        """
+        """Report a finding of the backward pass, which an optimizer step may have caused."""
         newer_steps = (step for step in self._latest_steps.values() if step.number > steps)
         step = next(
             (
                 step
                 for step in newer_steps
-                if any(overlap(span, changed) for changed in step.changed)
+                if any(spans_overlap(span, changed) for changed in step.changed)
             ),
             None,
         )
@@ -379,14 +373,13 @@ class Guard:
     def _add_finding(
         self, finding: Overwritten, span: Span = (0, 0), since: int | None = None
     ) -> None:
-        """Keep a finding, with who shares the memory, and end what goes on with an error, if that
-        was wanted.
+        """Store a finding with the holder of its memory; raise or warn as requested.
 
         It is of memory that was right at a time, so the line that wrote there after it is looked
         for.
         """
         with self._lock:
-            # what findings have in common that are told as one
+            # Findings with the same key are reported as one.
             key = (
                 finding.operation,
                 *finding.lines.items(),
@@ -396,7 +389,7 @@ class Guard:
                 finding = replace(previous_finding, count=previous_finding.count + 1)
             else:
                 holder = self._holders.get(finding.line)
-                if not holder or not overlap(holder.span, span):
+                if not holder or not spans_overlap(holder.span, span):
                     holder = nearest_holder(span, self._last_thread)
                 if holder:
                     finding = finding.with_holder(holder)
@@ -409,7 +402,7 @@ class Guard:
             raise OverwrittenError(finding)
 
     def _warn(self) -> None:
-        """Warn once of what has been found since the last warning."""
+        """Warn once of all findings since the last warning."""
         findings = self.findings[self._warned_count :]
         self._warned_count += len(findings)
         if findings and self.on == "warn":
@@ -417,7 +410,7 @@ class Guard:
 
 
 class _Saved:
-    """What autograd keeps in place of a tensor."""
+    """The object that autograd saves in place of a tensor."""
 
     __slots__ = ("digest", "is_parameter", "line", "span", "steps", "tensor", "time", "version")
 
@@ -437,7 +430,7 @@ class _Saved:
         self.span = span_of(self.tensor)
 
     def finding(self, node: Node | None, cause: str, name_operand: bool = True) -> Overwritten:
-        """What is known without asking who shares the memory."""
+        """The finding before the holder of the memory is searched for."""
         is_backward = current_backward_pass() >= 0
         operation = "recomputation" if is_backward else "no operation"
         if node is not None:
@@ -447,9 +440,7 @@ class _Saved:
 
 
 def _current_node(caller: types.FrameType | None) -> Node | None:
-    """The operation whose backward pass uses a saved tensor; None for a recomputation, and
-    outside of backward.
-    """
+    """The operation whose backward pass uses a saved tensor; None in recomputation or outside."""
     node = current_node()
     if is_checkpoint_frame(caller) and not isinstance(
         node, torch.autograd.function.BackwardCFunction
@@ -459,9 +450,7 @@ def _current_node(caller: types.FrameType | None) -> Node | None:
 
 
 def _saved_names(node: Node | None, tensor: Tensor, among: Iterable[str] = ()) -> Iterator[str]:
-    """Under which names a node has saved this tensor: what has its shape, and lies where it does
-    in memory.
-    """
+    """The names under which a node saved this tensor, matched by shape and memory address."""
     span = span_of(tensor)
     for name, value in saved_values(node, among):
         with contextlib.suppress(RuntimeError):  # some nested tensors have no shape

@@ -28,7 +28,7 @@ def nearest_holder(span: Span, thread: int) -> Holder | None:
     for frame, name, value in _variables(thread) if span[1] else ():
         array = name if isinstance(value, np.ndarray) else ""
         value_span = np.lib.array_utils.byte_bounds(value) if array else span_of(value)
-        if overlap(value_span, span):
+        if spans_overlap(value_span, span):
             kind = "NumPy array" if array else "tensor"
             words = (
                 f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in"
@@ -41,15 +41,13 @@ def nearest_holder(span: Span, thread: int) -> Holder | None:
     return nearest_tensor
 
 
-def overlap(first: Span, second: Span) -> bool:
+def spans_overlap(first: Span, second: Span) -> bool:
     """Whether two pieces of memory have an address in common."""
     return first[0] < second[1] and second[0] < first[1]
 
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
-    """(frame, name, value) of what the user's frames reach, the innermost first, and one level
-    down in it.
-    """
+    """(frame, name, value) of the user's variables, innermost frame first, and one level inside."""
     for frame in itertools.chain(stack_frames(thread), _suspended_frames()):
         if not is_user_file(frame.f_code.co_filename):
             continue
@@ -68,8 +66,6 @@ def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
 
 
 def _suspended_frames() -> Iterator[types.FrameType]:
-    """The frames of suspended generators: a loader that a `for` loop draws from has no name in
-    any other frame.
-    """
-    generators = (thing for thing in gc.get_objects() if type(thing) is types.GeneratorType)
+    """The frames of suspended generators, such as a data loader that a `for` loop iterates over."""
+    generators = (value for value in gc.get_objects() if type(value) is types.GeneratorType)
     yield from (generator.gi_frame for generator in generators if generator.gi_suspended)  # type: ignore[misc]

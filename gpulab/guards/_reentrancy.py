@@ -11,16 +11,12 @@ _thread = threading.local()
 
 
 def is_guard_running() -> bool:
-    """Whether the guard itself is running in this thread, so that torch's operations are not the
-    user's.
-    """
+    """Whether the guard itself runs in this thread, and torch's operations are not the user's."""
     return getattr(_thread, "is_guard_running", False)
 
 
 def as_guard_work(function: Function) -> Function:
-    """While the function runs, `is_guard_running` is true in its thread, which may be one of
-    autograd's.
-    """
+    """Set `is_guard_running` while the function runs in its thread, which may be autograd's."""
 
     @functools.wraps(function)
     def wrapper(*args: Nested, **kwargs: Nested) -> Nested:

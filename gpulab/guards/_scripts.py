@@ -51,7 +51,7 @@ def run_script(
 
 
 def remove_guard_frames(error: BaseException) -> None:
-    """Leave in the traceback of a script's error what it would have without runpy and the guard.
+    """Remove the frames of runpy and the guard from the traceback of a script's error.
 
     The guard calls the operations that it watches, and torch calls them through a module of its
     own.

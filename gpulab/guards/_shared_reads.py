@@ -42,67 +42,64 @@ from gpulab._torch_internals import (
 from gpulab.guards._async_copies import AsyncCopyTracker
 from gpulab.guards._call_sites import Line, user_line
 from gpulab.guards._findings import Overwritten
-from gpulab.guards._fingerprints import memory, memory_digest
+from gpulab.guards._fingerprints import host_memory, memory_digest
 from gpulab.guards._torch_patches import add_listener, is_copying, is_listening, remove_listener
 from gpulab.guards._write_lines import WriteLines, next_time
 
-# by `from_numpy` and `as_tensor`, whatever name they were imported by
+# `from_numpy` and `as_tensor` call it under any name they are imported by.
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
-OVERWRITING_OPERATIONS = {"copy_", "fill_", "zero_"}  # whose first argument is not read
-BLOCK_BYTES = 1 << 16  # bytes that have one number
-PRUNE_INTERVAL = 1000  # pieces of memory, after which those are dropped that are gone
+OVERWRITING_OPERATIONS = {"copy_", "fill_", "zero_"}  # their first argument is not read
+BLOCK_BYTES = 1 << 16  # covered by one digest
+PRUNE_INTERVAL = 1000  # tracked buffers between two removals of freed ones
 
 _tracked_lock = threading.Lock()  # held while the notes on tensors over foreign memory change
 
 
 @dataclass
 class _TrackedBuffer:
-    """A tensor over foreign memory: its memory, its content at the last valid read, and the line
-    that created it.
-    """
+    """A tensor over foreign memory: its memory, its last valid content, and the creating line."""
 
     storage: StorageWeakRef
     memory: Span
     version: int
     line: Line
-    # for each block of the memory, by its address
+    # The digest of each block of the memory, by address.
     digests: dict[int, int] = field(default_factory=dict)
     content: bytes = b""  # of a small memory
     time: int = field(default_factory=next_time)  # when its content was last remembered
 
     def remember(self, span: Span) -> None:
-        """Take what is in a part of the memory now for right."""
+        """Remember the current content of a part of the memory as valid."""
         self.time = next_time()
         self.digests |= self.digest_blocks(span)
         if self.memory[1] - self.memory[0] <= BLOCK_BYTES:
-            self.content = bytes(memory(*self.memory))
+            self.content = bytes(host_memory(*self.memory))
 
     def digest_blocks(self, span: Span) -> dict[int, int]:
-        """The digests of the present content of the blocks that a part of the memory overlaps,
-        by address.
-        """
-        begin, end = self.memory
-        begins = range(begin + (span[0] - begin) // BLOCK_BYTES * BLOCK_BYTES, span[1], BLOCK_BYTES)
-        return {begin: memory_digest(begin, min(begin + BLOCK_BYTES, end)) for begin in begins}
+        """The digests of the current content of the blocks that a span overlaps, by address."""
+        start, stop = self.memory
+        first_block = start + (span[0] - start) // BLOCK_BYTES * BLOCK_BYTES
+        return {
+            block: memory_digest(block, min(block + BLOCK_BYTES, stop))
+            for block in range(first_block, span[1], BLOCK_BYTES)
+        }
 
     def differs(self, tensor: Tensor) -> bool:
         """Whether a tensor's content is another than is remembered.
 
-        Of a memory above `BLOCK_BYTES` bytes only digests are kept: there a change beside the
-        tensor counts, too.
+        Above `BLOCK_BYTES` bytes only digests are kept, so a change beside the tensor in the same
+        block also counts.
         """
-        # no block has changed
+        # No block has changed.
         if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():
             return False
-        current_memory = memory(*self.memory)
+        current_memory = host_memory(*self.memory)
         return not self.content or self.elements(tensor, current_memory) != self.elements(
             tensor, self.content
         )
 
     def elements(self, tensor: Tensor, source: bytes | ctypes.Array[ctypes.c_char]) -> bytes:
-        """A tensor's elements as bytes, read from `source`: the memory itself, or the copy kept
-        of it.
-        """
+        """A tensor's elements as bytes, read from `source`: the memory itself or a saved copy."""
         width = tensor.element_size()
         strides = tuple(width * stride for stride in tensor.stride())
         offset = tensor.data_ptr() - self.memory[0]
@@ -112,8 +109,7 @@ class _TrackedBuffer:
 
 
 class SharedReads(UncompiledDispatchMode):
-    """Inside, tensors that are made without a copy are noted, and what every operation reads is
-    checked.
+    """Inside, tensors made without a copy are tracked, and what every operation reads is checked.
 
     `report` is called with every stale read, and with every use of memory whose copy from or to a
     GPU goes on. A read takes time in proportion to what is read, whatever the size of the memory.
@@ -127,7 +123,7 @@ class SharedReads(UncompiledDispatchMode):
         self.checked = 0
         self.unchecked = 0
         self.write_lines = WriteLines()
-        # by address: the buffers that are alive, and the latest
+        # The living buffers and the latest one at each address.
         self.tracked: dict[int, list[_TrackedBuffer]] = {}
 
     def __enter__(self) -> Self:
@@ -177,9 +173,7 @@ class SharedReads(UncompiledDispatchMode):
         return result
 
     def track(self, tensor: Tensor) -> _TrackedBuffer | None:
-        """The tracked buffer under a tensor, tracked from now on; None if torch itself owns the
-        memory.
-        """
+        """Track the buffer under a tensor from now on; None if torch itself owns the memory."""
         if not tensor.is_cpu or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -217,7 +211,7 @@ class SharedReads(UncompiledDispatchMode):
         self.check([tensor], function)
 
     def check(self, tensors: list[Tensor], name: str) -> None:
-        """Look at what an operation of this name is about to read."""
+        """Check the memory that an operation of this name is about to read."""
         self.unchecked += sum(not is_plain(tensor) for tensor in tensors)
         buffers = [self.track(tensor) for tensor in tensors]
         addresses = [buffer.memory[0] for buffer in buffers if buffer]

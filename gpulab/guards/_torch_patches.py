@@ -25,7 +25,7 @@ StreamOrEvent: TypeAlias = torch.cuda.Stream | torch.cuda.Event
 
 
 class Listener(Protocol):
-    """What is told of the calls."""
+    """An object that is notified of the calls."""
 
     def on_tensor_created(self, tensor: Tensor) -> None:
         """A tensor was created that may share the memory of another library."""
@@ -49,16 +49,12 @@ def is_listening(listener: Listener) -> bool:
 
 
 def is_copying() -> bool:
-    """Whether this thread is inside `torch.tensor`, which creates a tensor over foreign memory
-    only to copy it.
-    """
+    """Whether this thread is inside `torch.tensor`, which wraps foreign memory only to copy it."""
     return getattr(_thread, "is_copying", False)
 
 
 def add_listener(listener: Listener) -> None:
-    """Tell a listener of the calls from now on. Threads may remove listeners in another order
-    than they add them.
-    """
+    """Notify a listener of all further calls. Threads may remove listeners in any order."""
     with _lock:
         if not _listeners:
             for owner, name, replacement in REPLACEMENTS:
@@ -69,9 +65,7 @@ def add_listener(listener: Listener) -> None:
 
 
 def remove_listener(listener: Listener) -> None:
-    """End what one call of `add_listener` began. Without any listener, torch has its own
-    functions again.
-    """
+    """Undo one call of `add_listener`. Without listeners, torch's own functions are restored."""
     with _lock:
         _listeners.remove(listener)
         if not _listeners:

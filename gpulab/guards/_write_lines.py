@@ -21,8 +21,8 @@ from torch import Tensor
 
 from gpulab._torch_internals import Span, StorageWeakRef, span_of, storage_alive, uncompiled
 from gpulab.guards._call_sites import Line, is_user_file, line_of, stack_frames, user_line
-from gpulab.guards._fingerprints import memory
-from gpulab.guards._holders import overlap
+from gpulab.guards._fingerprints import host_memory
+from gpulab.guards._holders import spans_overlap
 
 COMPARED_BYTES = 128  # of a memory that are compared
 MAX_KEPT_WRITES = 8  # of each memory, the latest
@@ -36,20 +36,18 @@ _clock = itertools.count()
 
 
 def next_time() -> int:
-    """A number that grows from call to call, to say what came before what."""
+    """Return a number that grows with each call, which orders events in time."""
     return next(_clock)
 
 
 @dataclass
 class _WatchedMemory:
-    """A piece of memory, some of its bytes as they were last seen, and the lines that may have
-    changed it since.
-    """
+    """A piece of memory with a sample of its bytes and the lines that may have changed it since."""
 
     span: Span
     storages: list[StorageWeakRef]  # over this memory, any of which keeps it
     sample: bytes = b""  # every so many bytes of the memory
-    # the time, and the lines that may have written
+    # Each write has a time and the lines that may have written.
     writes: list[tuple[int, list[Line]]] = field(default_factory=list)
 
     def has_changed(self) -> bool:
@@ -58,11 +56,11 @@ class _WatchedMemory:
         storage = next(filter(None, map(storage_alive, self.storages)), None)
         if storage is None:
             return False
-        begin, end = self.span
+        start, stop = self.span
         # odd, so that not always the same byte of a number is seen
-        step = (end - begin) // COMPARED_BYTES | 1
+        step = (stop - start) // COMPARED_BYTES | 1
         previous_sample = self.sample
-        self.sample = bytes(memoryview(memory(begin, end))[::step])
+        self.sample = bytes(memoryview(host_memory(start, stop))[::step])
         return bool(previous_sample) and previous_sample != self.sample
 
     def add_write(self, lines: list[Line]) -> None:
@@ -71,7 +69,7 @@ class _WatchedMemory:
 
 
 class WriteLines:
-    """The lines that wrote, as far as they are known; `writers_since` tells them.
+    """Records the lines that wrote into watched memory, for `writers_since`.
 
     Attributes:
         is_tracing: Whether lines of the user's program are followed, so that writes of NumPy can be
@@ -87,14 +85,12 @@ class WriteLines:
         self.is_tracing = False
 
     def start(self) -> None:
-        """Follow the lines of this thread, and of those that it starts, once there is something
-        to watch.
-        """
+        """Follow the lines of this thread, and of those it starts, once memory is watched."""
         with self.lock:
             self.start_count += 1
 
     def stop(self) -> None:
-        """End what one call of `start` began."""
+        """Undo one call of `start`."""
         with self.lock:
             self.start_count -= 1
             if self.start_count or not self.is_tracing:
@@ -108,14 +104,14 @@ class WriteLines:
                 frame.f_trace = None
 
     def watch(self, storage: StorageWeakRef, span: Span) -> None:
-        """Notice from now on what changes a piece of memory of the host."""
+        """Watch a piece of host memory for changes from now on."""
         with self.lock:
             watched = self.watched.pop(span[0], None)
             if watched is None or watched.span != span:
                 watched = _WatchedMemory(span, [])
             watched.storages = [
                 storage,
-                *(known for known in watched.storages if not known.expired()),
+                *(reference for reference in watched.storages if not reference.expired()),
             ]
             if watched.has_changed():  # the previous content is gone
                 watched.add_write(self._candidate_lines(threading.get_ident()))
@@ -139,21 +135,22 @@ class WriteLines:
                     itertools.islice(self.torch_writes.items(), MAX_WRITES // 2, None)
                 )
             for watched in self.watched.values():
-                if any(overlap(watched.span, span) for span in spans) and watched.has_changed():
+                if (
+                    any(spans_overlap(watched.span, span) for span in spans)
+                    and watched.has_changed()
+                ):
                     watched.add_write([line])
 
     def writers_since(self, span: Span, since: int) -> list[Line]:
-        """The lines of which one has written into a piece of memory last, after a time that
-        `next_time` gave.
-        """
+        """The lines, one of which last wrote into a span after a time that `next_time` gave."""
         self._attribute_changes(threading.get_ident())
         writes: list[tuple[int, list[Line]]] = []
         with self.lock:
             for watched in self.watched.values():
-                if overlap(watched.span, span):
+                if spans_overlap(watched.span, span):
                     writes += watched.writes
             for written_span, (time, line) in self.torch_writes.items():
-                if overlap(written_span, span):
+                if spans_overlap(written_span, span):
                     writes.append((time, [line]))
         time, lines = max(writes, key=lambda write: write[0], default=(-1, []))
         return lines if time > since else []
@@ -175,9 +172,7 @@ class WriteLines:
 
     @uncompiled
     def _trace(self, frame: types.FrameType, event: str, _: object) -> TraceFunction | None:
-        """What Python calls where a function begins, and in those of the user's where a line
-        begins or one returns.
-        """
+        """The trace function: called for every function, and for lines and returns of user code."""
         if not is_user_file(frame.f_code.co_filename):
             return None
         if not self.is_tracing:
@@ -193,9 +188,7 @@ class WriteLines:
     def _attribute_changes(
         self, thread: int, next_line: Line | None = None, has_ended: bool = False
     ) -> None:
-        """Attribute what has changed to the current lines; then `next_line` is this thread's, or
-        none if it ended.
-        """
+        """Attribute changes to the current lines, then set this thread's line to `next_line`."""
         with self.lock:
             for watched in self.watched.values():
                 if watched.has_changed():

@@ -1,4 +1,4 @@
-"""What the training loop asks of a model, and the part that gpulab's own models share."""
+"""The interface of models for the training loop, and what gpulab's own models share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Trainable(nn.Module):
     fresh: bool = True
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Tensor]:
-        """Cut a window into the pieces after each of which the weights are updated.
+        """Split a window into batches; the weights are updated after each of them.
 
         Args:
             window: Frames (T, C, H, W), numbers in [0, 1].
@@ -74,8 +74,7 @@ class Trainable(nn.Module):
         raise NotImplementedError
 
     def check_state(self, state: ModelState) -> None:
-        """Check a state that comes from a file, such as a checkpoint, before training goes on from
-        it.
+        """Check a state that was read from a file, such as a checkpoint, before resuming from it.
 
         A tensor of another shape may broadcast, and then nothing else would notice. By default
         every state is taken.
@@ -114,9 +113,7 @@ class Trainable(nn.Module):
 
 
 def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:
-    """Fill with a normal of variance 1 / fan_in (LeCun et al. 1998), drawn on the generator's
-    device in float32.
-    """
+    """Fill with a normal of variance 1 / fan_in (LeCun et al. 1998), drawn in float32."""
     normal_values = torch.randn(
         parameter.shape, generator=generator, dtype=torch.float32, device=generator.device
     ).cpu()
@@ -134,8 +131,7 @@ def draw_linear_(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def flip_bit(model: Model, weight: int = 0) -> Model:
-    """Change the last bit of one weight of a model in place, the smallest change that there is.
-    Twice undoes it.
+    """Flip the last bit of one weight in place, the smallest possible change; twice restores it.
 
     Args:
         model: A network with float32 weights.

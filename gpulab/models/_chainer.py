@@ -20,14 +20,14 @@ MAX_FILE_BYTES = 1 << 31  # of a file, packed and unpacked
 
 
 class _Cell(Protocol):
-    """What is read of a `ConvLSTM`, besides its peepholes."""
+    """The attributes that are read of a `ConvLSTM`, besides its peepholes."""
 
     groups: tuple[int, ...]
     gates: nn.Conv2d
 
 
 class _PredNet(Protocol):
-    """What is read of a `PredNet`, whose module imports this one."""
+    """The attributes that are read of a `PredNet`, whose module imports this one."""
 
     fresh: bool
     conv_a: Sequence[nn.Conv2d]
@@ -43,9 +43,7 @@ Network = TypeVar("Network", bound=_PredNet)
 
 
 def read_chainer(file: str | Path, network: type[Network]) -> Network:
-    """The `network` in a `.model` file; `DataError`, naming the file, for anything that is not
-    one.
-    """
+    """Read the `network` in a `.model` file; `DataError`, naming the file, for anything else."""
     arrays = _read_arrays(Path(file))
     layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
     try:
@@ -81,8 +79,7 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
 
 
 def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Chainer's name → the part of a parameter that it names, of its data or gradient:
-    `select(parameter)`.
+    """Chainer's names and what they refer to: views of each parameter's `select(parameter)`.
 
     Chainer gives each gate a convolution per group of inputs; here one convolution holds them all.
     """
@@ -98,10 +95,11 @@ def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str
         views[f"ConvP{layer}/W"], views[f"ConvP{layer}/b"] = weight_and_bias(conv)
     for layer, cell in enumerate(net.lstm):
         prefix = f"ConvLSTM{layer}"
-        weights, biases = (part.chunk(4) for part in weight_and_bias(cell.gates))
+        weights, biases = (tensor.chunk(4) for tensor in weight_and_bias(cell.gates))
         for gate, weight, bias in zip(GATES, weights, biases, strict=True):
             *inputs, hidden = weight.split(cell.groups, dim=1)
-            views[f"{prefix}/h_{gate}/W"], views[f"{prefix}/h_{gate}/b"] = hidden, bias
+            views[f"{prefix}/h_{gate}/W"] = hidden
+            views[f"{prefix}/h_{gate}/b"] = bias
             for number, group in enumerate(inputs):
                 if group.shape[1]:
                     views[f"{prefix}/x_{gate}{number}/W"] = group

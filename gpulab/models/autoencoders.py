@@ -1,6 +1,4 @@
-"""Autoencoders for images: the paper's control experiment, a linear one, and one whose code is
-whitened.
-"""
+"""Autoencoders for images: the paper's control experiment, a linear one, and a whitening one."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ EPSILON = 1e-5  # added to every variance, as batch normalisation does
 
 
 class _Images(Trainable):
-    """A network of linear layers for images of one `size`, trained on the mean squared error of
-    reconstructing them.
-    """
+    """A network of linear layers that reconstructs images of one `size` in mean squared error."""
 
     size: Size
     threads: ClassVar[int | None] = (
@@ -130,8 +126,7 @@ class Autoencoder(_Images):
         return self.layers(self.flat(images)).view_as(images)
 
     def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
-        """Cut a window of images into pieces of `batch_size`; the last one is smaller where the
-        window leaves a rest.
+        """Split a window of images into batches of `batch_size`; the last one may be smaller.
 
         Args:
             window: (T, 1, height, width).
@@ -165,8 +160,7 @@ class Autoencoder(_Images):
 
 
 class LinearAutoencoder(nn.Module):
-    """A linear autoencoder without biases: it maps x to decoder(encoder(x)), features → hidden →
-    features.
+    """A linear autoencoder without biases: decoder(encoder(x)), features → hidden → features.
 
     `gpulab.saddles.linear_autoencoder_saddle` builds critical points of its mean squared error in
     closed form. A new object has weights drawn from seed 0.
@@ -180,7 +174,7 @@ class LinearAutoencoder(nn.Module):
         decoder: The second layer, whose weight is (features, hidden).
 
     Raises:
-        UsageError: For a width that is no whole number from 1.
+        UsageError: If a width is not a positive integer.
 
     Examples:
         >>> import torch
@@ -223,8 +217,7 @@ class LinearAutoencoder(nn.Module):
 
 
 class Whitener(_Images):
-    """An autoencoder that whitens its code: over a batch its numbers become uncorrelated, and of
-    variance one.
+    """An autoencoder whose code is whitened over each batch: uncorrelated, with unit variance.
 
     The layers are fully connected, by default 784 → 128 → 24 → 128 → 784. The two hidden layers end
     in a ReLU, the code and the output in a sigmoid. Because of the whitening, no number of the code
@@ -257,8 +250,8 @@ class Whitener(_Images):
         covariance: How the covariance is computed.
 
     Raises:
-        UsageError: For an unknown `covariance`, for widths or a size that are no whole numbers from
-            1, and for a batch that is not larger than the code.
+        UsageError: For an unknown `covariance`, for widths or sizes that are not
+            positive integers, and for a batch that is not larger than the code.
 
     Examples:
         >>> import torch
@@ -348,8 +341,7 @@ class Whitener(_Images):
         return whiten(codes, covariance(codes, self.covariance))
 
     def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
-        """Cut a window into nearly equal pieces of at least `batch_size` images, so that each can
-        be whitened.
+        """Split a window into nearly equal batches of at least `batch_size` images each.
 
         Args:
             window: (T, 1, height, width). One with fewer than `batch_size` images stays one piece.
@@ -391,9 +383,7 @@ def covariance(codes: Float[Tensor, "b k"], method: str) -> Float[Tensor, "k k"]
 
 
 def whiten(codes: Float[Tensor, "b k"], covariance: Float[Tensor, "k k"]) -> Float[Tensor, "b k"]:
-    """Codes, uncorrelated and of variance one; all NaN where the covariance has no Cholesky
-    factor.
-    """
+    """Whitened codes, uncorrelated with unit variance; all NaN if the Cholesky factor fails."""
     regularized = covariance + EPSILON * torch.eye(
         len(covariance), dtype=covariance.dtype, device=covariance.device
     )

@@ -1,5 +1,4 @@
-"""Training steps of well-known networks, the same on every machine: for `gpulab record` and the
-tests.
+"""Training steps of well-known networks, the same on every machine, for `gpulab record` and tests.
 
     gpulab record gpulab.models.example_steps:resnet18 resnet18.trace --setting cuda:tf32=off
 
@@ -24,14 +23,14 @@ from gpulab.models.prednet import PredNet
 from gpulab.steps import Step
 
 
-def _image_step(make: Callable[[Any], nn.Module], size: int, batch: int) -> Step:
-    """A step of a network that `make` takes from `torchvision.models`, on square images."""
+def _image_step(make_network: Callable[[Any], nn.Module], size: int, batch: int) -> Step:
+    """A step of a network from `torchvision.models`, on square images."""
     with extra("notebooks"):
         from torchvision import models
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(batch, 3, size, size, generator=generator)
     labels = torch.randint(0, 1000, (batch,), generator=generator)
-    return Step(_draw_weights(make(models)), (images, labels), F.cross_entropy)
+    return Step(_draw_weights(make_network(models)), (images, labels), F.cross_entropy)
 
 
 def _sequence_step(model: nn.Module, length: int, batch: int, width: int) -> Step:
@@ -40,9 +39,7 @@ def _sequence_step(model: nn.Module, length: int, batch: int, width: int) -> Ste
 
 
 def _draw_weights(model: nn.Module) -> nn.Module:
-    """Draw matrices and kernels with variance 1 / fan-in; leave vectors of zeros or ones as they
-    are.
-    """
+    """Draw matrices and kernels with variance 1 / fan-in; keep vectors of all zeros or all ones."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:

@@ -22,7 +22,7 @@ Frame = Float[Tensor, "b c h w"]
 
 
 class LayerState(NamedTuple):
-    """What a layer of PredNet remembers from frame to frame, each (B, C, H, W).
+    """The state of a layer of PredNet between frames, each (B, C, H, W).
 
     Attributes:
         r: The representation R, the hidden state of the layer's LSTM.
@@ -41,8 +41,7 @@ KERNEL_WIDTH = 3  # the width of every convolution
 
 
 class PredNet(Trainable):
-    """A network that predicts the next frame of a film from the errors of its last prediction
-    (predictive coding).
+    """Predicts the next frame of a film from the errors of its last prediction (predictive coding).
 
     Call it on frames (T, B, C, H, W) in [0, 1], and on the state that an earlier call returned, or
     none. It returns the predictions, in the same shape, and the new state. Prediction t is made
@@ -75,7 +74,7 @@ class PredNet(Trainable):
 
     Raises:
         UsageError: For a size that cannot be halved so often (the message names the nearest that
-            can), for channels or a size that are no whole numbers from 1, and for an unknown
+            can), for channels or sizes that are not positive integers, and for an unknown
             truncation.
 
     Examples:
@@ -198,7 +197,7 @@ class PredNet(Trainable):
         return torch.stack(predictions), state
 
     def initial_state(self, frame: Frame) -> PredNetState:
-        """Make a state in which everything is zero.
+        """Make a state of zeros.
 
         Args:
             frame: One frame (B, C, H, W), which says how many films there are, the type of the
@@ -233,8 +232,7 @@ class PredNet(Trainable):
             raise UsageError(f"a state of the shapes {shapes}: expected {expected}")
 
     def step(self, frame: Frame, state: PredNetState) -> PredNetState:
-        """Take in one frame: up, where each layer compares its last prediction, and down, where it
-        makes the next.
+        """Process one frame: bottom-up comparison with the predictions, then top-down prediction.
 
         Args:
             frame: (B, C, H, W), numbers in [0, 1].
@@ -266,8 +264,7 @@ class PredNet(Trainable):
         return errors
 
     def top_down(self, errors: list[Tensor], state: PredNetState) -> PredNetState:
-        """Compute the next state, from the top layer down: in each its representation, and from
-        that its prediction.
+        """Compute the next state from the top layer down: representation, then prediction.
 
         Args:
             errors: What `bottom_up` returned.
@@ -300,8 +297,7 @@ class PredNet(Trainable):
     def training_loss(
         self, batch: Float[Tensor, "t b c h w"] | Feed, state: PredNetState | None
     ) -> tuple[Tensor, Tensor, PredNetState | None]:
-        """Predict every frame of the batch but the first, each from the frames before it, and
-        compare.
+        """Predict each frame of the batch but the first from the frames before it, and compare.
 
         Args:
             batch: Frames (T, B, C, H, W), or a `Feed`, which gives them one after the other.
@@ -320,9 +316,7 @@ class PredNet(Trainable):
         return errors.sum(), errors.detach(), detach_state(next_state)
 
     def _chain_to_predictions(self, state: PredNetState) -> PredNetState:
-        """The same numbers, each P but the lowest depending once more on the convolution that
-        made it, not on R.
-        """
+        """Chain each P but the lowest to the convolution that made it, with the same numbers."""
         lowest_layer, *upper_layers = (LayerState(*layer) for layer in state)
         chained_layers = [lowest_layer]
         for conv, layer in zip(self.conv_p[1:], upper_layers, strict=True):
@@ -367,8 +361,7 @@ class PredNet(Trainable):
 def frame_errors(
     predictions: Float[Tensor, "t b c h w"], frames: Float[Tensor, "t b c h w"]
 ) -> Float[Tensor, " t"]:
-    """The loss: the mean squared error of each predicted frame. What is differentiated is their
-    sum.
+    """The mean squared error of each predicted frame; their sum is what is differentiated.
 
     Every engine uses this function and takes its gradient from autograd. As in the published loop,
     the gradient needs the frames again, and reads whatever lies in their memory by then.
@@ -395,9 +388,7 @@ class ConvLSTM(nn.Module):
         )
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """Draw weights as if each gate had a convolution of its own for each group of inputs;
-        biases are zero.
-        """
+        """Draw each gate's weights separately for each group of inputs; biases are zero."""
         for group in self.gates.weight.split(self.groups, dim=1):
             if group.shape[1]:
                 draw_normal_(group, group.shape[1] * KERNEL_WIDTH**2, generator)
@@ -406,9 +397,7 @@ class ConvLSTM(nn.Module):
         nn.init.zeros_(self.gates.bias)  # type: ignore[arg-type]
 
     def forward(self, inputs: list[Tensor], hidden: Frame, cell: Frame) -> tuple[Frame, Frame]:
-        """Compute the new hidden state and cell from the groups of inputs, the hidden state and
-        the cell.
-        """
+        """Compute the new hidden state and cell from the input groups and the old ones."""
         i, f, g, o = self.gates(torch.cat([*inputs, hidden], 1)).chunk(4, dim=1)
         i = i + self.peep_i * cell
         f = f + self.peep_f * cell
@@ -417,7 +406,7 @@ class ConvLSTM(nn.Module):
 
 
 def detach_state(state: PredNetState) -> PredNetState:
-    """The same state, cut off from the graph that made it."""
+    """The same state, detached from the graph that made it."""
     return [LayerState(*(tensor.detach() for tensor in layer)) for layer in state]
 
 

@@ -1,5 +1,4 @@
-"""Another chip's arithmetic on this one: the products of any PyTorch code, rounded and summed as it
-would.
+"""Emulation of another chip's arithmetic: matrix products of PyTorch code, rounded as there.
 
 A chip differs in the format that the factors of a product are rounded to, which makes nearly all of
 the difference and costs little to imitate, and in how the products are summed.
@@ -86,9 +85,7 @@ class Arithmetic:
     channel_tile: int | None = None
 
     def round_factor(self, x: Tensor, kind: int = MATRIX) -> Tensor:
-        """Round a factor to the format; for an 8-bit format it is first scaled to its range, by
-        a power of two.
-        """
+        """Round a factor to the format; 8-bit formats are first scaled by a power of two."""
         if self.format == "float32":
             return x
         if not self.format.startswith("float8"):
@@ -110,9 +107,7 @@ class Arithmetic:
         return self.order is not None or self.slices > 1
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply float32 matrices (…, M, K) and (…, K, N) as they are, and add up in the
-        order.
-        """
+        """Multiply float32 matrices (…, M, K) and (…, K, N) as they are, summing in order."""
         slice_size = max(1, -(-a.shape[-1] // self.slices))
         if self.order == "tensor-core":
             slice_size = -(-slice_size // self.slice_multiple) * self.slice_multiple
@@ -163,13 +158,13 @@ def find_arithmetic(name: str = "float32", order: str | None = None) -> Arithmet
             f"order {order!r}: expected {', '.join(ORDERS)} or split-N (N sums, added in turn; N"
             f" from 1 to 9999), or both, such as {ORDERS[-1]}+split-4"
         )
-    within_slice, slices = words.groups()
-    if within_slice == "tensor-core" and name == "float32":
+    slice_order, slices = words.groups()
+    if slice_order == "tensor-core" and name == "float32":
         raise UsageError(
             f"order {order!r}: there are no tensor cores for {name}; tf32, ampere or hopper have"
             " them"
         )
-    return replace(ARITHMETICS[name], order=within_slice, slices=int(slices or 1))
+    return replace(ARITHMETICS[name], order=slice_order, slices=int(slices or 1))
 
 
 def round_factor_to(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
@@ -181,24 +176,23 @@ def round_factor_to(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
 
 
 def _multiply_sequentially(a: Tensor, b: Tensor) -> Tensor:
-    """One product after the other, each fused with its addition, as a thread of a GPU's plain cores
-    does.
+    """Sequential fused multiply-adds, as a thread of a GPU computes without tensor cores.
 
     In float64 the product is exact, so that the sum is rounded to float32 all but once.
     """
-    a, b = a.double(), b.double()
-    total = a.new_zeros(
-        *torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]
-    )
+    a = a.double()
+    b = b.double()
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    total = a.new_zeros(*batch, a.shape[-2], b.shape[-1])
     for k in range(a.shape[-1]):
-        total = torch.addcmul(total, a[..., :, k : k + 1], b[..., k : k + 1, :]).float().double()
+        column = a[..., :, k : k + 1]
+        row = b[..., k : k + 1, :]
+        total = torch.addcmul(total, column, row).float().double()
     return total.float()
 
 
 def _multiply_pairwise(a: Tensor, b: Tensor) -> Tensor:
-    """Neighbours are added, then neighbouring sums, and so on: the first half is a power of two
-    of products.
-    """
+    """Pairwise summation, in which the first half is a power of two of products."""
     terms = a.shape[-1]
     if terms < 2:
         return (a[..., None] * b[..., None, :, :]).sum(-2)
@@ -209,9 +203,7 @@ def _multiply_pairwise(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _multiply_on_tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """A block of products and the sum so far at once: aligned to the largest, cut, added, cut to
-    float32.
-    """
+    """Add a block of products to the running sum at once: align to the largest, truncate, add."""
     matrices = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     rows = max(1, MAX_CHUNK_PRODUCTS // max(1, matrices * arithmetic.block_size * b.shape[-1]))
     return torch.cat(
@@ -220,16 +212,15 @@ def _multiply_on_tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Te
 
 
 def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """The product of matrices (…, M, K) and (…, K, N), as a tensor core adds it up block by
-    block.
-    """
+    """The product of matrices (…, M, K) and (…, K, N), summed in blocks as in a tensor core."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     total = a.new_zeros(*batch, a.shape[-2], b.shape[-1], dtype=torch.float64)
     for start in range(0, a.shape[-1], arithmetic.block_size):
         span = slice(start, start + arithmetic.block_size)
-        left, right = a[..., span, None], b[..., None, span, :]
-        products = left.double() * right.double()  # (…, M, block, N), exact
-        largest = (_exponents(left) + _exponents(right)).amax(-2)
+        columns = a[..., span, None]
+        rows = b[..., None, span, :]
+        products = columns.double() * rows.double()  # (…, M, block, N), exact
+        largest = (_exponents(columns) + _exponents(rows)).amax(-2)
         largest = torch.maximum(largest, _exponents(total.float()))
         last_place = _power_of_two(largest - arithmetic.fraction_bits)
         aligned = torch.trunc(products / last_place[..., None, :]).sum(-2) + torch.trunc(
@@ -243,8 +234,7 @@ def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 
 def _exponents(x: Tensor) -> Tensor:
-    """The exponent of each float32 number; that of the smallest normal one for zeros and subnormal
-    numbers.
+    """The exponent of each float32 number; the smallest normal one for zeros and subnormals.
 
     >>> _exponents(torch.tensor([1.0, 6.0, 0.0])).tolist()
     [0, 2, -126]
@@ -253,7 +243,7 @@ def _exponents(x: Tensor) -> Tensor:
 
 
 def _truncate(x: Tensor, bits: int) -> Tensor:
-    """Float64 numbers without what lies below so many significant bits, in float32's range."""
+    """Truncate float64 numbers to `bits` significant bits, in float32's range."""
     step = _power_of_two(torch.frexp(x).exponent.clamp_min(-125) - bits)
     return (torch.trunc(x / step) * step).float().double()
 
@@ -270,8 +260,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 def emulate(
     name: str | Arithmetic = "float32", *, order: str | None = None
 ) -> Iterator[Arithmetic]:
-    """Compute matrix products and convolutions inside the `with` block as another chip would
-    compute them.
+    """Compute matrix products and convolutions in the `with` block as another chip would.
 
     That holds for the products of any PyTorch code, forward and backward, on any device, as long as
     the numbers are float32. Recurrent layers are taken apart, and count as matrix products. An
@@ -323,8 +312,8 @@ def emulate(
         7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909).
     """
     arithmetic = name if isinstance(name, Arithmetic) else find_arithmetic(name, order)
-    asks_program = name in CHIPS and arithmetic.format == "tf32"
-    without_tf32 = replace(arithmetic, format="float32") if asks_program else arithmetic
+    follows_tf32_flags = name in CHIPS and arithmetic.format == "tf32"
+    without_tf32 = replace(arithmetic, format="float32") if follows_tf32_flags else arithmetic
     with contextlib.ExitStack() as stack:
         for mode in active_emulators():
             stack.callback(setattr, mode, "is_paused", False)
@@ -352,8 +341,7 @@ def active_emulators() -> list[_Emulator]:
 
 @contextlib.contextmanager
 def float32_products() -> Iterator[None]:
-    """Inside the `with` block matrix products and convolutions keep float32, whatever the setting
-    allows.
+    """Keep float32 for matrix products and convolutions in the `with` block, in any setting.
 
     For the one line of a training that needs all digits, while the rest may use TF32 or emulated
     arithmetic. The gradients of what is computed inside are computed later, as the setting says.
@@ -379,7 +367,7 @@ def float32_products() -> Iterator[None]:
 # --- which operations -----------------------------------------------------------------------------
 
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
-# what is added stands before the two factors
+# The first argument of these is the summand, followed by the two factors.
 SUMS_WITH_PRODUCTS = {
     "addmm",
     "addmv",
@@ -427,18 +415,19 @@ class _Emulator(UncompiledDispatchMode):
         if self.is_paused:
             return operation(*args, **kwargs)
         if has_wrapper_subclass(types):
-            return (
-                NotImplemented  # such as a nested tensor, whose class calls operations on its parts
-            )
+            # The class of a nested tensor, for instance, calls operations on its parts.
+            return NotImplemented
         name = _product_name(operation)
-        # a composite one comes here in inference mode
+        # Composite operations arrive here in inference mode.
         if name in COMPOSED_OPERATIONS or is_composite(operation):
             with self:
                 return call_composite_kernel(
                     operation, args, kwargs, is_explicit=name in COMPOSED_OPERATIONS
                 )
-        first = 1 if name in SUMS_WITH_PRODUCTS else 0
-        factors = [factor for factor in args[first : first + 2] if isinstance(factor, Tensor)]
+        first_factor = 1 if name in SUMS_WITH_PRODUCTS else 0
+        factors = [
+            factor for factor in args[first_factor : first_factor + 2] if isinstance(factor, Tensor)
+        ]
         if name is None or not all(
             x.dtype == torch.float32 and x.layout == torch.strided for x in factors
         ):
@@ -472,16 +461,15 @@ class _UnfusedRecurrentLayers(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
 
 
-def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, how: int | None) -> bool:
-    """Whether `torch.cdist` computes distances from a matrix product: on request, or by default for
-    many points.
+def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, compute_mode: int | None) -> bool:
+    """Whether `torch.cdist` uses a matrix product: on request, or by default for many points.
 
     >>> x, y = torch.ones(30, 2), torch.ones(3, 2)
     >>> _uses_matrix_product(x, y, 2.0, None), _uses_matrix_product(x, x, 1.0, None)
     (True, False)
     """
     is_large = a.shape[-2] > 25 or b.shape[-2] > 25
-    return exponent == 2 and (how == 1 or (not how and is_large))
+    return exponent == 2 and (compute_mode == 1 or (not compute_mode and is_large))
 
 
 def _line_phrase() -> str:
@@ -492,15 +480,13 @@ def _line_phrase() -> str:
 
 def _allows_tf32(name: str) -> bool:
     """Whether the program allows it for this product."""
-    by_cudnn = name.startswith("convolution") and torch.backends.cudnn.enabled
-    return precision_allowed("conv" if by_cudnn else "matmul") == "tf32"
+    uses_cudnn = name.startswith("convolution") and torch.backends.cudnn.enabled
+    return precision_allowed("conv" if uses_cudnn else "matmul") == "tf32"
 
 
 @functools.cache
 def _product_name(operation: OpOverload) -> str | None:
-    """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None
-    for the others.
-    """
+    """The bare name of a multiplying operation, such as `addmm` for `aten::addmm_`, else None."""
     name = operation_name(operation)
     multiplies = (
         name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS.keys() | COMPOSED_OPERATIONS
@@ -515,15 +501,16 @@ def _matrix_product(
     kwargs: dict[str, Nested],
     arithmetic: Arithmetic,
 ) -> Tensor:
-    first = 1 if name in SUMS_WITH_PRODUCTS else 0
-    a, b = map(arithmetic.round_factor, args[first : first + 2])
+    first_factor = 1 if name in SUMS_WITH_PRODUCTS else 0
+    a, b = map(arithmetic.round_factor, args[first_factor : first_factor + 2])
     if not arithmetic.sums_in_order:
-        out = operation(*args[:first], a, b, *args[first + 2 :], **kwargs)
+        out = operation(*args[:first_factor], a, b, *args[first_factor + 2 :], **kwargs)
         return (
             out if arithmetic.result == "float32" else out.copy_(round_to(out, arithmetic.result))
         )
     if name == "addbmm":  # the sum runs over the batch as well
-        a, b = a.transpose(0, 1).flatten(1), b.flatten(0, 1)
+        a = a.transpose(0, 1).flatten(1)
+        b = b.flatten(0, 1)
     out = arithmetic.multiply(torch.atleast_2d(a), b if b.dim() > 1 else b[:, None])
     out = out if b.dim() > 1 else out.reshape(a.shape[:-1])
     if name in SUMS_WITH_PRODUCTS:
@@ -551,9 +538,7 @@ def _convolution(operation: OpOverload, args: Sequence[Nested], arithmetic: Arit
 def _convolution_backward(
     operation: OpOverload, args: Sequence[Nested], arithmetic: Arithmetic
 ) -> list[Tensor | None]:
-    """The gradients that the mask asks for, each alone, because the factors of each are rounded
-    in a way of its own.
-    """
+    """The gradients that the mask asks for, each alone because its factors round differently."""
     *tensors, _, _, _, _, _, _, _, mask = args
     compute: Callable[..., Nested] = operation
     if arithmetic.sums_in_order:
@@ -573,11 +558,9 @@ def _convolution_backward(
 def _gradients_in_order(
     arithmetic: Arithmetic, output_gradient: Tensor, x: Tensor, weight: Tensor, *options: Nested
 ) -> list[Tensor | None]:
-    """The gradient of the input, or that of the weight: whichever the mask, the last option,
-    asks for.
-    """
-    _, stride, padding, *others, (of_input, _, _) = options
-    _check_supported(x, others)
+    """The gradient of the input or of the weight, as the mask (the last option) selects."""
+    _, stride, padding, *geometry, (of_input, _, _) = options
+    _check_supported(x, geometry)
     if not of_input:
         columns = _patches(x, weight.shape[2:], stride, padding).flatten(3).flatten(0, 2)
         rows = output_gradient.transpose(0, 1).flatten(1)
@@ -609,11 +592,10 @@ def _check_supported(x: Tensor, options: Sequence[Nested]) -> None:
 def _patches(
     x: Tensor, size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
-    """What each output sees: (channels, down and across the kernel, images, down and across the
-    output).
-    """
+    """The input patch of each output: (channels, kernel height and width, images, output size)."""
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    return x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1]).permute(1, 4, 5, 0, 2, 3)
+    windows = x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1])
+    return windows.permute(1, 4, 5, 0, 2, 3)
 
 
 def _correlation(
@@ -621,7 +603,8 @@ def _correlation(
 ) -> Tensor:
     """What torch calls a convolution of (N, C, H, W) with (O, C, h, w)."""
     patches = _patches(x, weight.shape[2:], stride, padding)
-    rows, columns = weight.flatten(1)[None], patches.flatten(3).flatten(0, 2)[None]
+    rows = weight.flatten(1)[None]
+    columns = patches.flatten(3).flatten(0, 2)[None]
     if arithmetic.order == "tensor-core":
         # A GPU runs through a tile of channels at each of the kernel's places, then through the
         # next tile.
@@ -629,10 +612,10 @@ def _correlation(
         order = torch.cat(
             [tile.T.flatten() for tile in terms.split(arithmetic.channel_tile or len(terms))]
         )
-        rows, columns = rows[:, :, order], columns[:, order]
-    return (
-        arithmetic.multiply(rows, columns).reshape(len(weight), *patches.shape[3:]).transpose(0, 1)
-    )
+        rows = rows[:, :, order]
+        columns = columns[:, order]
+    product = arithmetic.multiply(rows, columns)
+    return product.reshape(len(weight), *patches.shape[3:]).transpose(0, 1)
 
 
 CONVOLUTIONS = {"convolution": _convolution, "convolution_backward": _convolution_backward}

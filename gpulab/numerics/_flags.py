@@ -21,9 +21,7 @@ from gpulab.errors import GpulabError
 
 
 def _old_interface() -> tuple[bool, str] | None:
-    """What the old interface reports; None after the new one was used, since torch then refuses
-    to read the old one.
-    """
+    """The flags of the old interface; None once the new one was used, as torch then refuses."""
     try:
         return cudnn.allow_tf32, torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -37,14 +35,13 @@ class _HasPrecision(Protocol):
 
 
 def _new_interface() -> dict[str, _HasPrecision]:
-    """What it sets, by the kind of product: all that `set_float32_matmul_precision` sets, too;
-    nothing in torch 2.6.
-    """
+    """The flags of the new interface by the kind of product; nothing in torch 2.6."""
     if not hasattr(torch.backends, "fp32_precision"):
         return {}
     # torch adds these attributes when it runs, so mypy knows none of them
     backends: Any = torch.backends
-    conv, rnn = backends.cudnn.conv, backends.cudnn.rnn
+    conv = backends.cudnn.conv
+    rnn = backends.cudnn.rnn
     return {
         "matmul": backends.cuda.matmul,
         "conv": conv,
@@ -54,8 +51,7 @@ def _new_interface() -> dict[str, _HasPrecision]:
 
 
 def precision_allowed(product: str) -> str:
-    """What torch allows a GPU for float32 products of a kind, `matmul` or `conv`: `tf32`, or
-    another of its words.
+    """The precision that torch allows for float32 products of a kind, `matmul` or `conv`.
 
     Where there is the new interface it says so, whichever was used.
     """
@@ -77,8 +73,9 @@ def switch_tf32(allowed: bool) -> None:
 
 @contextlib.contextmanager
 def restore_tf32_on_exit() -> Iterator[None]:
-    """Restore both interfaces afterwards. Values that have not changed are not written, because
-    writing pins them.
+    """Restore both interfaces on exit.
+
+    Unchanged values are not written, because writing pins them.
     """
     backends = list(_new_interface().values())
     old_flags = _old_interface()
@@ -98,19 +95,19 @@ def restore_tf32_on_exit() -> Iterator[None]:
 # --- denormal numbers -----------------------------------------------------------------------------
 
 
-def switch_denormals(kept: bool, stack: contextlib.ExitStack) -> None:
-    """Keep denormal numbers in all threads, or flush them to zero, and let the stack restore the
-    flags.
+def switch_denormals(keep_denormals: bool, stack: contextlib.ExitStack) -> None:
+    """Keep denormal numbers in all threads, or flush them; the stack restores the flags.
 
     Every thread has a flag of its own, and `torch.set_flush_denormal` sets it in the thread that
     calls it alone.
     """
     stack.callback(_flush_denormals, not _keeps_denormals(1))
-    _flush_denormals(not kept)
+    _flush_denormals(not keep_denormals)
     threads = torch.get_num_threads()
-    if _keeps_denormals(threads) != kept:
+    if _keeps_denormals(threads) != keep_denormals:
+        value = "on" if keep_denormals else "off"
         raise GpulabError(
-            f"denormals={'on' if kept else 'off'}: this machine cannot switch denormal numbers off"
+            f"denormals={value}: this machine cannot switch denormal numbers off"
             f" in all of its {threads} threads; one may be enough: add threads=1"
         )
 
@@ -121,7 +118,7 @@ def _keeps_denormals(threads: int) -> bool | None:
     >>> _keeps_denormals(2)
     True
     """
-    # long enough for all threads to compute a part
+    # The tensor is large enough for each thread to compute a part.
     numbers = torch.full((threads << 16,), 1e-30, dtype=torch.float32)
     is_kept = (numbers * 1e-10).ne(0)
     return bool(is_kept[0]) if is_kept.min() == is_kept.max() else None
@@ -139,7 +136,7 @@ def _flush_denormals(flush: bool) -> None:
 
     for library in threadpool_info():
         if library["user_api"] == "openmp":
-            # a runtime without it: whether all has been switched is checked
+            # Some runtimes lack the function; the caller checks all threads.
             with contextlib.suppress(AttributeError):
                 ctypes.CDLL(library["filepath"]).GOMP_parallel(
                     flush_in_thread, None, torch.get_num_threads(), 0

@@ -1,6 +1,4 @@
-"""Number formats: rounding to them, distances in them, and telling that a tensor's numbers were
-rounded.
-"""
+"""Number formats: rounding to them, distances in them, and detecting rounded tensors."""
 
 from __future__ import annotations
 
@@ -105,15 +103,14 @@ def _round_bits(x: Tensor, n_dropped: int, mode: str) -> Tensor:
     half = {"nearest": (1 << (n_dropped - 1)) - 1, "away": 1 << (n_dropped - 1), "truncate": 0}[
         mode
     ]
-    # the last bit that stays
-    even = (bits >> n_dropped).bitwise_and_(1) if mode == "nearest" else 0
-    rounded = (bits + half).add_(even).bitwise_and_(-(1 << n_dropped)).view(torch.float32)
+    # This bit decides ties: they are rounded to even.
+    last_kept_bit = (bits >> n_dropped).bitwise_and_(1) if mode == "nearest" else 0
+    rounded = (bits + half).add_(last_kept_bit).bitwise_and_(-(1 << n_dropped)).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)  # a NaN whose payload carries over would be a number
 
 
 def rounded_format(x: Tensor) -> str | None:
-    """The format that a float32 tensor's numbers were rounded to, judging by their ends: `tf32`,
-    `bfloat16` or None.
+    """The format that a float32 tensor was rounded to, `tf32` or `bfloat16`; otherwise None.
 
     float16 keeps as many bits as `tf32`. Whole numbers and their like are short by nature, and give
     None.
@@ -138,7 +135,7 @@ def rounded_format(x: Tensor) -> str | None:
     if significands.size < 4:
         return None
     length = _bit_length(significands)
-    # the exponent of the last place of all numbers
+    # The least exponent of a set bit in all numbers.
     lowest = (exponents + np.log2(significands & -significands)).min()
     if exponents.max() + 24 - lowest <= length + 2:
         # whole numbers and other multiples of one number: short without having been rounded
@@ -149,17 +146,14 @@ def rounded_format(x: Tensor) -> str | None:
 
 
 def _significands(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Significands and exponents of float32 numbers that are neither zero nor subnormal, which
-    are short by nature.
-    """
+    """Significands and exponents of the float32 numbers that are neither zero nor subnormal."""
     bits = x.to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy()
     bits = bits[(bits & 0x7F800000) != 0]
     return (bits & 0x7FFFFF) | 0x800000, (bits & 0x7F800000) >> 23
 
 
 def _bit_length(significands: np.ndarray) -> int:
-    """The number of places that significands use, from the first to the last that any of them
-    uses.
-    """
-    used = int(np.bitwise_or.reduce(significands, initial=0))
-    return used.bit_length() - (used & -used).bit_length() + 1
+    """The number of bits from the first to the last that any significand uses."""
+    used_bits = int(np.bitwise_or.reduce(significands, initial=0))
+    lowest_bit = used_bits & -used_bits
+    return used_bits.bit_length() - lowest_bit.bit_length() + 1

@@ -19,8 +19,7 @@ MODULES = {  # by the name of a result's class
 
 
 def draw(result: Report, **options: Any) -> Picture:
-    """Draw a result with the function that its module has registered with `draw_registered`, which
-    may take options.
+    """Draw a result with the function that its module registered with `draw_registered`.
 
     Raises:
         TypeError: For a kind of result that no module draws.
@@ -33,7 +32,5 @@ def draw(result: Report, **options: Any) -> Picture:
 
 @functools.singledispatch
 def draw_registered(result: object, **options: Any) -> Picture:  # noqa: ARG001 - registered functions take them
-    """Return the figure of a result; `@drawn.register` adds the function that draws another
-    kind.
-    """
+    """Return the figure of a result; `@draw_registered.register` adds another kind of result."""
     raise TypeError(f"no module of gpulab.plots draws a {type(result).__name__}")

@@ -1,6 +1,4 @@
-"""What the instruments measure: rounding along a step, a device's roofline, and a step's place
-under it.
-"""
+"""Figures of measurements: rounding along a step, a device's roofline, a step's place under it."""
 
 from __future__ import annotations
 
@@ -29,30 +27,30 @@ ROOFLINE_MARKERS = {
 @draw_registered.register
 @theme.with_theme
 def audit(report: Audit, width: float = theme.PAGE) -> Picture:
-    """The error of each operation of a training step, against the same one in float64 from the same
-    inputs.
+    """The error of each operation of a training step against float64 on the same inputs.
 
     Grey dots are what its rounding may explain; a cross marks a finding.
     """
     table = report.table.reset_index(drop=True)
     errors = table[["error_a", "error_b"]]
     drawn_errors = errors.replace(0, np.nan)
-    first, second = (theme.colour(trace.setting) for trace in (report.a, report.b))
+    colour_a = theme.colour(report.a.setting)
+    colour_b = theme.colour(report.b.setting)
     is_narrow = width < theme.PAGE
     figure, (axes,) = theme.canvas(height=3.8 if is_narrow else 3.4, width=width)
     largest_bounds = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
     axes.plot(table.index, largest_bounds, ".", color=FAINT, ms=3, label="rounding explains")
     for side, trace, tint in (
-        ("a", report.a, first),
-        ("b", report.b, second if second != first else INK),
+        ("a", report.a, colour_a),
+        ("b", report.b, colour_b if colour_b != colour_a else INK),
     ):
         words = trace.title.replace(trace.setting, setting_words(trace.setting))
-        size = 6 if side == "a" else 3.5  # where both have the same error, both are seen
+        size = 6 if side == "a" else 3.5  # Both are visible where they have the same error.
         label = textwrap.fill(words, MAX_LEGEND_CHARACTERS)
         axes.plot(
             table.index, drawn_errors[f"error_{side}"], "o", ms=size, mew=0, color=tint, label=label
         )
-    # what has no error has no height
+    # Operations without an error have no height.
     heights = drawn_errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]
     axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
     for position in table.index[table.phase == "backward"][:1]:
@@ -78,8 +76,7 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
 
 @theme.with_theme
 def roofline(frame: pd.DataFrame) -> Picture:
-    """Draw a device's roofline: measured rates against arithmetic intensity, under the measured
-    ceilings.
+    """Draw a device's roofline: measured rates against arithmetic intensity, and the ceilings.
 
     The ceilings are the highest bandwidth and the highest rate that were measured. There is a line
     for each machine and setting; filled points were measured here, hollow ones recorded. The title
@@ -109,9 +106,8 @@ def roofline(frame: pd.DataFrame) -> Picture:
     frame = frame[frame.kind.isin(ROOFLINE_KINDS)]
     frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
     for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
-        label = (
-            f"{setting_words(setting)}, {f'{machine} (recorded)' if machine else 'this machine'}"
-        )
+        machine_name = f"{machine} (recorded)" if machine else "this machine"
+        label = f"{setting_words(setting)}, {machine_name}"
         tint = theme.colour(setting)
         _roof(axes, device, device.gflops.max(), 3000.0, color=tint, lw=1.5, label=label)
         for kind, rows in device[device.flop > 0].groupby("kind"):
@@ -165,9 +161,7 @@ def _roof(
 @draw_registered.register
 @theme.with_theme
 def placement(step: Placement) -> Picture:
-    """A step under the roofs of its device, and beside it what its bytes, FLOP and launches take
-    at their ceilings.
-    """
+    """A step under its device's roofs, and how long its bytes, FLOP and launches take at least."""
     frame = step.roofline
     tint = theme.colour(step.setting)
     figure, (left, right) = theme.canvas(2, height=3.4)
@@ -177,7 +171,7 @@ def placement(step: Placement) -> Picture:
     for precision, peak in peaks.items():
         shade = tint if precision in step.flop else FAINT
         _roof(left, frame, peak, max_intensity, color=shade)
-        label_height = max(peak, 1.5 * label_height)  # where labels would lie on each other
+        label_height = max(peak, 1.5 * label_height)  # Labels must not overlap.
         left.annotate(
             precision,
             (max_intensity, label_height),

@@ -1,6 +1,4 @@
-"""Figures of runs under several settings: their losses, the losses along the way, and the
-verdict on them.
-"""
+"""Figures of runs under several settings: final losses, learning curves, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from matplotlib.ticker import MaxNLocator
 from gpulab.picture import Picture
 from gpulab.plots import theme
 from gpulab.plots._drawing import draw_registered
-from gpulab.plots.theme import FAINT, INK, RIGHT_OF_AXES, Look
+from gpulab.plots.theme import FAINT, INK, RIGHT_OF_AXES, Style
 from gpulab.stats._pairs import check_one_protocol
 from gpulab.stats._verdict import Verdict
 from gpulab.training._profiles import FINAL_LOSS_DIVISOR
 from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, label_levels, metric_label
 
 BETWEEN_SEEDS_LABEL = "one seed against another"
-MARGIN_STYLE: Look = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
+MARGIN_STYLE: Style = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
 
 
 @theme.with_theme
@@ -77,8 +75,7 @@ def curves(
     baseline_label: str = "",
     factor: str = "setting",
 ) -> Picture:
-    """Draw the loss of every run while it learns, a thin line each, and as a thick line the median
-    over the seeds.
+    """Draw the loss of every run as a thin line, and the median over the seeds as a thick one.
 
     The lines are smoothed: each point is the mean of the last sixtieth of the run's windows up to
     there. Two levels share a panel; of more, each has its own. Runs that repeat another one
@@ -116,11 +113,11 @@ def curves(
     figure, panel_axes = theme.canvas(
         min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True
     )
-    # of an odd number of panels; the one above shows the numbers then
+    # An odd number leaves one panel empty; the one above it shows the tick labels then.
     for axes in panel_axes[len(panels) :]:
         axes.remove()
     for axes, panel_names in zip(panel_axes, panels, strict=False):
-        style: Look = {
+        style: Style = {
             "x": "frames_seen",
             "y": "loss",
             "hue": "name",
@@ -165,8 +162,7 @@ def curves(
 @draw_registered.register
 @theme.with_theme
 def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
-    """An estimation plot: every seed, and beside it the paired differences, or below it on a narrow
-    page.
+    """An estimation plot: every seed, with the paired differences beside it or below it.
 
     Left, the metric of each seed under each level, the same seed joined by a thin line; diverged
     runs are crosses at the right edge. Right, the differences from the reference in standard
@@ -174,7 +170,9 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
     its interval, as a thicker line the one that equivalence is decided by, and the margin as a
     band. Source: Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
     """
-    factor, metric, table = verdict.factor, verdict.metric, verdict.table
+    factor = verdict.factor
+    metric = verdict.metric
+    table = verdict.table
     levels = [verdict.reference, *table[factor]]
     level_names = label_levels(levels, factor)
     tints = theme.level_colours(factor, levels)
@@ -198,9 +196,8 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
         half_range = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
         right.set_xlim(-half_range, half_range)
     right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
-    right.set_xlabel(
-        f"difference ({f'sd between {verdict.block}s' if unit != 1 else left.get_xlabel()})"
-    )
+    unit_words = f"sd between {verdict.block}s" if unit != 1 else left.get_xlabel()
+    right.set_xlabel(f"difference ({unit_words})")
     alt = f"{metric} of each {verdict.block} under {'; '.join(level_names.values())}"
     alt += (
         f"; and the differences from {level_names[verdict.reference]} with intervals and the"
@@ -225,8 +222,7 @@ def verdict_title(verdict: Verdict) -> str:
 
 @theme.with_theme
 def differences(verdict: Verdict) -> Picture:
-    """Draw how far each level of a verdict, such as each setting, moves each seed's loss, and how
-    far seeds are apart.
+    """Draw how far each level of a verdict moves each seed's loss, beside the seeds' own spread.
 
     A row for each level has the differences of the same seed from the reference, without their
     signs; the largest stands beside the row. The last row has the differences between seeds under
@@ -251,7 +247,9 @@ def differences(verdict: Verdict) -> Picture:
         >>> print(picture.alt.partition(". ")[0])
         Change of final_loss against CPU: GPU; and between seeds
     """
-    factor, metric, reference = verdict.factor, verdict.metric, verdict.reference
+    factor = verdict.factor
+    metric = verdict.metric
+    reference = verdict.reference
     reruns = verdict.reruns.assign(**{factor: f"{reference}{RERUN_SUFFIX}"})
     base = verdict.runs[verdict.runs[factor] == reference][metric].dropna().to_numpy(float)
     seed_differences = (base[:, None] - base)[np.triu_indices(len(base), 1)]
@@ -293,9 +291,7 @@ def differences(verdict: Verdict) -> Picture:
 
 
 def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Level]) -> pd.Series:
-    """Where each seed is drawn: near the row of its level, the first above and the last below
-    it.
-    """
+    """The height of each seed near the row of its level, from the first down to the last."""
     seeds = frame.groupby(factor)[block]
     offset_in_row = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
     return frame[factor].map([*levels].index).astype(float) + 0.4 * offset_in_row
@@ -304,14 +300,12 @@ def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Leve
 def _draw_seeds(
     axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: TextByLevel
 ) -> None:
-    """A row for each level with every seed, the same seed joined by a thin line; diverged runs
-    at the right edge.
-    """
+    """A row of seeds for each level, joined by thin lines; diverged runs at the right edge."""
     runs = runs.assign(height=_heights(runs, factor, block, tints), tint=runs[factor].map(tints))
     diverged = runs.status == "diverged"
     size = 20 if runs[block].nunique() <= 40 else 5
     converged = runs[~diverged]
-    lines: Look = {
+    lines: Style = {
         "units": block,
         "estimator": None,
         "orient": "y",
@@ -329,7 +323,7 @@ def _draw_seeds(
         s=size,
     )
     if diverged.any():
-        cross_style: Look = {
+        cross_style: Style = {
             "transform": axes.get_yaxis_transform(),
             "label": "diverged",
             "marker": "x",
@@ -355,9 +349,7 @@ def _draw_seeds(
 def _draw_differences(
     axes: Axes, verdict: Verdict, pairs: pd.DataFrame, tints: TextByLevel, unit: float = 1.0
 ) -> None:
-    """A row for each level with the difference of every seed, and beside it the decision and the
-    largest.
-    """
+    """A row of differences for each level, with the decision and the largest beside it."""
     factor = verdict.factor
     pairs = pairs[pairs.difference.notna()]
     heights = _heights(pairs, factor, verdict.block, tints)
@@ -399,7 +391,7 @@ def _draw_intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
     high = table.equivalent_high / unit
     axes.hlines(heights, low, high, INK, lw=3.2, zorder=4, label=equivalence_label)
     half_widths = np.stack([table.difference - table.low, table.high - table.difference]) / unit
-    style: Look = {
+    style: Style = {
         "fmt": "D",
         "ms": 4,
         "color": INK,

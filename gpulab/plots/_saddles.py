@@ -10,7 +10,7 @@ from gpulab.errors import UsageError
 from gpulab.picture import Picture
 from gpulab.plots import theme
 from gpulab.plots._drawing import draw_registered
-from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU, Look
+from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU, Style
 from gpulab.saddles._escapes import EscapeTable
 from gpulab.saddles._landscapes import Surface
 from gpulab.saddles._spectrum import ZERO_SHARE, SpectralDensity
@@ -49,7 +49,7 @@ def spectrum(density: SpectralDensity) -> Picture:
     zero = ZERO_SHARE * max(map(abs, density.extremes))
     figure, (axes,) = theme.canvas(height=3.4)
     axes.set_xscale("symlog", linthresh=zero)
-    # a node stands for so many eigenvalues
+    # The number of eigenvalues that each node represents.
     counts = density.weights * density.size / len(density.nodes)
     sns.histplot(x=density.nodes.ravel(), weights=counts.ravel(), bins=40, color=ON_CPU, ax=axes)
     axes.axvspan(
@@ -73,8 +73,7 @@ def spectrum(density: SpectralDensity) -> Picture:
 @draw_registered.register
 @theme.with_theme
 def saddle_surface(surface: Surface) -> Picture:
-    """Draw the loss around a saddle, over the directions of the least and of the greatest
-    curvature.
+    """Draw the loss around a saddle in the plane of its least and its greatest curvature.
 
     On the left, contours of the loss in their plane; a white line joins the points whose loss is
     that of the saddle. On the right, the loss along each of the two; dashed, what the curvature at
@@ -96,7 +95,10 @@ def saddle_surface(surface: Surface) -> Picture:
         >>> print(picture.alt.partition(". ")[0])
         A saddle at loss 2.222: 1 of 6 directions lead down
     """
-    along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
+    along = surface.along
+    across = surface.across
+    losses = surface.losses
+    loss = surface.loss
     figure, (left, right) = theme.canvas(2, height=3.9)
     quantiles = np.unique(np.quantile(losses, np.linspace(0.02, 0.98, 13)))
     contours = left.contourf(along, across, losses, levels=quantiles, cmap="cividis", extend="both")
@@ -190,8 +192,8 @@ def escape_law(table: pd.DataFrame) -> Picture:
     low = min(1e-8, shown.x.min())
     figure, (axes,) = theme.canvas(height=4.4)
     axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, label="theory: ln(r/δ)")
-    # a colour, a shape and a ring mean one thing each, so that each has one key
-    keys: dict[str, Look] = {}
+    # A colour, a shape and a ring mean one thing each, so each has one key.
+    keys: dict[str, Style] = {}
     for (kind, device, recorded), rows in shown[shown.escaped].groupby(
         ["kind", "device", "recorded"]
     ):
@@ -229,7 +231,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     ]
     # The label says whose rounding moved the network off the saddle, or held it there.
     for name, group in by_rounding.groupby(by_rounding.setting.map(_arithmetic_label)):
-        label_position: Look = (
+        label_position: Style = (
             {"xytext": (6, 10)} if group.escaped.any() else {"xytext": (-6, -14), "ha": "right"}
         )
         axes.annotate(
@@ -248,15 +250,13 @@ def escape_law(table: pd.DataFrame) -> Picture:
         figure,
         headline,
         alt,
-        [theme.legend_key(name, ls="", **look) for name, look in keys.items()],
+        [theme.legend_key(name, ls="", **style) for name, style in keys.items()],
         4,
     )
 
 
 def _arithmetic_label(setting: str) -> str:
-    """What a setting computes with: `float64`, `float32`, `TF32 products`, or `products of an
-    Ampere card`.
-    """
+    """The arithmetic of a setting: `float64`, `float32`, `TF32 products`, or those of a card."""
     parsed = Setting.parse(setting)
     emulated = parsed.emulate or ("tf32" if parsed.tf32 else "")
     if emulated in TF32_CARDS:

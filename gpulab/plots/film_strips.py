@@ -114,9 +114,7 @@ def frames(data: Data, every: int = 30) -> Picture:
 
 @theme.with_theme
 def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
-    """Rows of pictures (N, C, H, W) of numbers from 0 to 1, by what they show; `titles` stand
-    above the first.
-    """
+    """Rows of pictures (N, C, H, W) in [0, 1], by what they show; `titles` are above the first."""
     count = max(map(len, rows.values()))
     height, width = next(iter(rows.values())).shape[-2:]
     figure, panels = theme.canvas(
@@ -129,7 +127,7 @@ def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str)
         )
         for axes, picture in zip(panel_row, pictures, strict=False):
             pixels = picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy()
-            # as they are, and a small file
+            # Without interpolation pixels are shown as they are, and the file is small.
             axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     for axes, title in zip(panels, titles, strict=False):
         axes.set_title(title)

@@ -1,5 +1,4 @@
-"""The theme of all figures: colours, filled and hollow markers, axes and legends. seaborn and
-matplotlib draw.
+"""The theme of all figures, on seaborn and matplotlib: colours, markers, axes and legends.
 
 A setting has the same colour in every figure; CPU settings are blue and green, GPU settings orange
 and purple. Runs made on this machine are filled, recorded runs are hollow, emulated runs are
@@ -45,17 +44,20 @@ COLOURS = {
     "cuda:deterministic=on": "#882255",
     "cuda:precision=float64": "#AA4499",
 }
-OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
+OTHER_CPU = ("#44AA99", "#117733", "#88CCEE")
+OTHER_GPU = ("#AA4499", "#DDCC77", "#CC6677")
 PAGE = 7.2  # inches, the width of a figure
-INK, FAINT = "#262626", "#999999"
-ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
-Look = dict[str, Any]  # how matplotlib is to draw a thing: keywords, whose values are of every type
-RIGHT_OF_AXES: Look = {
+INK = "#262626"
+FAINT = "#999999"
+ON_CPU = COLOURS["cpu"]  # the colours of a device under any setting
+ON_GPU = COLOURS["cuda:tf32=off"]
+Style = dict[str, Any]  # keywords of matplotlib, whose values have every type
+RIGHT_OF_AXES: Style = {
     "xycoords": ("axes fraction", "data"),
     "va": "center",
     "annotation_clip": False,
 }
-THEME: Look = {
+THEME: Style = {
     **sns.axes_style("ticks"),
     **sns.plotting_context("paper", font_scale=0.9),
     "figure.titlesize": 10,
@@ -71,9 +73,7 @@ with_theme: ContextDecorator = rc_context(THEME)
 def canvas(
     panels: int = 1, height: float = 3.6, rows: int = 1, width: float = PAGE, **shared: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure as wide as a page, or `width` inches, with panels side by side, in one row or
-    more.
-    """
+    """A figure of page width, or `width` inches, with panels in one row or more."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, panels, squeeze=False, **shared).flat)
 
@@ -118,8 +118,7 @@ def colour(setting: str) -> str:
 
 
 def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
-    """A colour for each level of a factor: a setting's own, or one after the other, of which none
-    stands for a device.
+    """A colour for each level of a factor: a setting's own, or the next that no device uses.
 
     Blue is a CPU and orange a GPU in all figures.
     """
@@ -132,8 +131,7 @@ def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
 def name_levels(
     frame: pd.DataFrame, factor: str = "setting"
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """The frame with a column `name`, what each level is called, and the colour of each name, for
-    seaborn's `hue`.
+    """The frame with a column `name` for each level, and each name's colour for seaborn's `hue`.
 
     Settings come in the order of the palette, the unknown ones last; other levels as they stand in
     the frame.
@@ -166,11 +164,9 @@ def draw_points(
     y: ArrayLike,
     tint: ArrayLike,
     is_hollow: ArrayLike = False,
-    **look: Any,
+    **style: Any,
 ) -> None:
-    """Points of one colour, or each of its own: filled for what was made here, hollow for what
-    was recorded.
-    """
+    """Points in one colour or one each: filled if made here, hollow if recorded."""
     faces = np.atleast_1d(np.where(is_hollow, "white", tint))
     edges = np.atleast_1d(tint)
     axes.scatter(
@@ -182,18 +178,18 @@ def draw_points(
             "edgecolors": edges,
             "linewidths": 1.1,
             "zorder": 3,
-            **look,
+            **style,
         },
     )
 
 
-def legend_key(label: str, **look: Any) -> Line2D:
-    """A line, or with `ls=""` and a `marker` a point, and what it means."""
-    return Line2D([], [], label=label, **look)
+def legend_key(label: str, **style: Any) -> Line2D:
+    """A legend entry: a line, or with `ls=""` and a `marker` a point."""
+    return Line2D([], [], label=label, **style)
 
 
 def origin_keys(frame: pd.DataFrame) -> list[Line2D]:
-    """What is filled and what is hollow, with the machines where it was made."""
+    """Legend entries for filled and hollow markers, with the machines of the runs."""
     recorded = is_recorded(frame)
     keys = []
     for is_hollow in sorted(recorded.unique()):
@@ -226,9 +222,7 @@ def power_of_ten(value: float, _: float | None = None) -> str:
 
 
 def log_scale(axis: XAxis | YAxis, least: float = 2.0) -> None:
-    """Logarithmic where what is drawn spans a factor of `least` or more; ticks at 1, 2 and 5
-    where they have room.
-    """
+    """Use a log scale if the data span a factor of `least`; ticks at 1, 2 and 5 if they fit."""
     low, high = getattr(axis.axes.dataLim, f"interval{axis.axis_name}")
     if not low > 0 or high / low < least:
         return

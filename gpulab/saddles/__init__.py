@@ -1,6 +1,4 @@
-"""Saddle points: Hessians as linear operators, their spectra, critical points, and ways out of
-them.
-"""
+"""Saddle points: Hessians as linear operators, spectra, critical points and escapes."""
 
 import lazy_loader
 

@@ -1,5 +1,4 @@
-"""Critical points of any loss: where the gradient vanishes, told apart from where it only cannot
-get smaller.
+"""Critical points of any loss, distinguished from places where the gradient only stalls.
 
 The gradient g is driven to zero by minimising ‖g‖² with the method of Levenberg and Marquardt: the
 step p minimises ‖g + H p‖² + μ‖p‖² (H the Hessian), and the damping μ, proportional to ‖g‖, falls
@@ -44,7 +43,7 @@ STALL_RATIO = 0.99
 MIN_GAIN_RATIO = (
     1e-4  # the least share of the predicted decrease of ‖g‖² that a step has to achieve
 )
-MAX_DAMPING = 1e30  # where a step this short does not make the gradient smaller, none does
+MAX_DAMPING = 1e30  # if a step this short does not make the gradient smaller, none does
 MAX_NEWTON_SHARE = (
     1e-2  # a Newton step longer than this share of the weights: the critical point is elsewhere
 )
@@ -53,8 +52,7 @@ MIN_DENOMINATOR = 1e-300
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class CriticalPoint:
-    """A critical point of a loss, or where the search for one ended.
-    `gpulab.saddles.find_critical_point` returns it.
+    """A critical point of a loss, or where the search ended: `find_critical_point` returns it.
 
     Its vectors are all trainable weights, flattened, in the order of the model's parameters, in
     float64. Eigenvalues are those of the whole Hessian, computed when first asked for.
@@ -63,8 +61,8 @@ class CriticalPoint:
         model: A copy of the network, in float64, with the weights of that place.
         objective: The loss as a function of a model, with what it is computed on in float64.
         found: Whether it is a critical point: whether the gradient is zero, but for rounding.
-        message: Which it is or how it was found; or why it is none, such as a gradient-flat region,
-            where the gradient is not zero and yet cannot get smaller.
+        message: How it was found, or why it is not a critical point, such as a gradient-flat
+            region, where the gradient is not zero and yet cannot get smaller.
 
     Examples:
         >>> import torch
@@ -97,8 +95,7 @@ class CriticalPoint:
 
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
-        """The m negative eigenvalues, (m,), the least first, and their eigenvectors in columns, (n,
-        m).
+        """The m negative eigenvalues (m,), ascending, and their eigenvectors in columns (n, m).
 
         An eigenvalue that was computed counts as negative below −1e-8 of the largest |λ|.
         """
@@ -136,10 +133,8 @@ class CriticalPoint:
         return torch.linalg.eigh(self.hessian().dense())
 
     def __repr__(self) -> str:
-        return (
-            f"{'Critical' if self.found else 'No critical'} point at loss {self.loss:.6g}:"
-            f" {self.message}"
-        )
+        kind = "Critical" if self.found else "No critical"
+        return f"{kind} point at loss {self.loss:.6g}: {self.message}"
 
 
 def find_critical_point(
@@ -247,25 +242,25 @@ def find_critical_point(
     max_newton_step = MAX_NEWTON_SHARE * (
         1 + float(parameters_to_vector(parameters).detach().norm())
     )
-    found = squared_norm <= GRADIENT_TOLERANCE and newton_step <= max_newton_step
+    is_critical = squared_norm <= GRADIENT_TOLERANCE and newton_step <= max_newton_step
     message = (
         f"after {len(squared_norms) - 1} steps the squared length of the gradient is"
         f" {squared_norm:.1e}"
     )
-    if squared_norm <= GRADIENT_TOLERANCE and not found:
+    if squared_norm <= GRADIENT_TOLERANCE and not is_critical:
         message += (
             f", but on a plateau: a critical point, if there is one, is {newton_step:.1e} away"
         )
-    elif kernel_share > MIN_FLAT_SHARE and not found:
+    elif kernel_share > MIN_FLAT_SHARE and not is_critical:
         message += (
             f", in a gradient-flat region: {kernel_share:.0%} of it lies in the kernel of the"
             " Hessian; start elsewhere"
         )
-    elif len(squared_norms) > MAX_STEPS and not found:
+    elif len(squared_norms) > MAX_STEPS and not is_critical:
         message += ": search again from `model`, or start elsewhere"
-    elif not found:
+    elif not is_critical:
         message += ", and it gets no smaller: nearly flat, or the loss is not smooth here"
     # The copy's weights are separate tensors again, not views of one vector.
     return CriticalPoint(
-        model=copy.deepcopy(moving_model), objective=objective, found=found, message=message
+        model=copy.deepcopy(moving_model), objective=objective, found=is_critical, message=message
     )

@@ -1,5 +1,4 @@
-"""The curvature of a loss along a training: how many directions lead down, and how steeply, from
-beginning to end.
+"""The curvature of a loss along a training: how many directions lead down, and how steeply.
 
 The trainings are real ones under a setting; the instrument is the same for all: the Hessian of one
 fixed batch, in float32 without TF32, on the device that trained. The picture is that of Dauphin,
@@ -59,8 +58,7 @@ def curvature_along(
     command: str | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Train a network from several seeds under one or more settings, and measure its loss's
-    curvature along the way.
+    """Train a network from several seeds and settings, and measure the loss's curvature meanwhile.
 
     At moments spaced logarithmically, from before the first update to the end of the training, it
     looks at the Hessian of the training's objective on one fixed batch: 200 training images, or the
@@ -101,7 +99,7 @@ def curvature_along(
 
     Raises:
         UsageError: For an unknown network, profile or setting, for no setting or no seed, and for
-            numbers that are no whole numbers from 1.
+            numbers that are not positive integers.
         DataError: For a damaged file in the store; the message names it.
         GpulabError: For a setting that cannot run here.
 
@@ -136,8 +134,7 @@ def curvature_along(
 
 
 def recorded_curvature() -> pd.DataFrame:
-    """Read the curvature along trainings that was recorded on other machines and is shipped with
-    gpulab.
+    """Read the curvatures along trainings that were recorded elsewhere and ship with gpulab.
 
     The files are in `data/saddles/curvature`.
 
@@ -158,7 +155,7 @@ def recorded_curvature() -> pd.DataFrame:
 def _curvature_of_training(
     planned: NetworkRun, measuring: dict[str, int], store: str | Path | None, command: str | None
 ) -> pd.DataFrame:
-    """The rows of one training: those that are kept, or new ones."""
+    """The rows of one training: stored ones, or new ones."""
     machine_passport = passport()
     planned.draw_weights()
     identity = planned.identity(machine_passport).record
@@ -213,7 +210,7 @@ def _train_and_measure(planned: NetworkRun, measuring: dict[str, int]) -> tuple[
 def _measure(
     planned: NetworkRun, state: dict[str, Tensor], measuring: dict[str, int]
 ) -> dict[str, float | np.ndarray]:
-    """What the instrument says of these weights."""
+    """Measure the loss and the spectrum of its Hessian at these weights."""
     device = planned.setting.device
     with Setting.parse(
         INSTRUMENT_SETTINGS.get(planned.setting.kind, "{}").format(device)
@@ -231,7 +228,8 @@ def _measure(
         spectrum = spectral_density(
             H, probes=measuring["probes"], steps=measuring["steps"], progress=False
         )
-    index, (smallest, largest) = spectrum.index(), spectrum.extremes
+    index = spectrum.index()
+    smallest, largest = spectrum.extremes
     return {
         "loss": float(losses.double().mean()),
         "index_fraction": index.value / index.size,
@@ -245,9 +243,9 @@ def _measure(
     }
 
 
-# a record is JSON from a file
+# `Any`, because a record is JSON from a file.
 def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows of a training as a file keeps them, with what is common to them."""
+    """The rows of a training as stored in a file, with their common columns."""
     shape = record["looked"]["probes"], record["looked"]["steps"]
     spectra = {
         name: [np.resize(row, shape).astype(float) for row in table[name]]

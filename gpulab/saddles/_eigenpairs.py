@@ -24,8 +24,7 @@ MAX_RESTARTS = 300  # of some twenty products each
 def extreme_eigenpairs(
     H: Operator, *, tolerance: float | None = None
 ) -> tuple[Float[Tensor, " 2"], Float[Tensor, "n 2"]]:
-    """Find the least and the greatest eigenvalue of a symmetric operator, and an eigenvector of
-    each.
+    """Find the least and the greatest eigenvalue of a symmetric operator, with eigenvectors.
 
     It needs products with the operator only, which `scipy.sparse.linalg.eigsh` makes use of
     (Lanczos, implicitly restarted). For more eigenpairs call it yourself; `docs/hessians.md` shows
@@ -69,14 +68,13 @@ def extreme_eigenpairs(
         raise UsageError(f"tolerance={tolerance!r}: expected a number between 0 and 1")
     if n <= MAX_DENSE_SIZE:
         values, vectors = torch.linalg.eigh(dense(H))
-        return values[[0, -1]], vectors[:, [0, -1]].to(H.dtype).to(H.device)
+        extremes = [0, -1]
+        return values[extremes], vectors[:, extremes].to(H.dtype).to(H.device)
     signs = random_signs(n, 2, H, 0)
     check_symmetric(H, signs, H @ signs)
 
     def find_farthest_eigenpair(shift: float, deflated: np.ndarray) -> tuple[float, np.ndarray]:
-        """The eigenpair whose eigenvalue is farthest from a number; the search begins orthogonal
-        to a known vector.
-        """
+        """The eigenpair farthest from a number; the search starts orthogonal to a known vector."""
 
         def product(vector: np.ndarray) -> np.ndarray:
             products = H @ torch.from_numpy(vector.ravel()).to(H.dtype).to(H.device)

@@ -1,5 +1,4 @@
-"""Leaving a saddle: how long an optimiser stays, when nothing but an arithmetic's errors pushes it
-away.
+"""Escapes from a saddle: how long an optimiser stays when only rounding errors push it away.
 
 Along an eigenvector of the Hessian with the eigenvalue −λ, a step of size η multiplies the distance
 by 1 + ηλ. A first displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps,
@@ -86,8 +85,9 @@ KEY_COLUMNS = (
 
 
 class Weights:
-    """A network's weights in a setting's format, and those that an optimiser moves: the same, or
-    masters in float64.
+    """A network's weights in a setting's format, and those that an optimiser updates.
+
+    They are the same, or masters in float64.
     """
 
     def __init__(self, model: nn.Module, setting: Setting, masters: bool = False) -> None:
@@ -146,9 +146,7 @@ class Weights:
 def choose_optimizer(
     saddle: CriticalPoint, weights: Weights, optimizer: str | OptimizerFactory, rate: float | None
 ) -> Optimizer:
-    """One with the learning rate given, or with that at which the steepest way down grows by
-    `DEFAULT_GROWTH`.
-    """
+    """An optimiser with the given learning rate, or one giving growth by `DEFAULT_GROWTH`."""
     if rate is not None and not 0 < rate < math.inf:
         raise UsageError(f"a learning rate of {rate!r}: expected a number above 0")
     built = build_optimizer(optimizer, weights.trainable, 1.0 if rate is None else rate)
@@ -162,9 +160,7 @@ def choose_optimizer(
 
 
 class Descent:
-    """A training from a saddle, in the arithmetic that is in force: weights, data, and an
-    optimiser with its law.
-    """
+    """A training that starts at a saddle, in the active arithmetic, with its optimiser and law."""
 
     def __init__(
         self,
@@ -192,13 +188,11 @@ class Descent:
         eigenvalues, eigenvectors = saddle.unstable
         self.unstable_values = eigenvalues.to(weights.float64_device)
         self.unstable_directions = eigenvectors.to(weights.float64_device)
-        # of each step, the share of the weights that it changed
+        # The share of the weights that each step changed.
         self.changed_shares: list[float] = []
 
     def batches(self) -> Iterator[InputsTargets]:
-        """Inputs and targets in an order drawn from the seed, over and over; each pass has its
-        own.
-        """
+        """Inputs and targets in an order drawn from the seed, reshuffled for each pass."""
         inputs, targets = self.data
         count = len(inputs)
         size = self.batch_size
@@ -208,8 +202,8 @@ class Descent:
             if size is None:
                 yield from itertools.repeat((inputs[order], targets[order]))
             else:  # whole batches only: a few left over would be noisier than all the others
-                for chosen in order[: count - count % size].split(size):
-                    yield inputs[chosen], targets[chosen]
+                for indices in order[: count - count % size].split(size):
+                    yield inputs[indices], targets[indices]
 
     def gradient(self, batch: InputsTargets) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The loss of a batch and its gradients."""
@@ -228,8 +222,7 @@ class Descent:
         return (self.unstable_directions * vector[:, None]).sum(0)
 
     def equivalent_displacement(self) -> Float[Tensor, " m"]:
-        """The displacement along each unstable direction with the same effect as the errors made at
-        the saddle.
+        """The unstable displacement with the same effect as the rounding errors at the saddle.
 
         A step moves by −η g. What moved n steps ago has grown by ρⁿ since, so that the first ones
         count most.
@@ -264,8 +257,7 @@ class Descent:
 def escape(
     descent: Descent, optimizer: str | OptimizerFactory, perturbation: float, steps: int | None
 ) -> tuple[dict[str, str | float], pd.DataFrame]:
-    """Let a training go until it has left its saddle: a row of an `EscapeTable`, and a row for each
-    step.
+    """Train until the saddle is left; returns a row of an `EscapeTable` and a row for each step.
 
     It ends at the number of steps; by default three times as many as theory expects, and some more.
     A training by whole batches ends earlier where no weight has changed any more in 10 steps of
@@ -275,9 +267,14 @@ def escape(
 
     name = optimizer_name(optimizer, descent.optimizer)
     law = descent.law
-    patience, extra_steps, tolerated_steps = SETTLING_STEPS, 2 * SETTLING_STEPS, SETTLING_STEPS
     if name == "sgd":
-        patience, extra_steps, tolerated_steps = HELD_STEPS, 100, 0
+        patience = HELD_STEPS
+        extra_steps = 100
+        tolerated_steps = 0
+    else:
+        patience = SETTLING_STEPS
+        extra_steps = 2 * SETTLING_STEPS
+        tolerated_steps = SETTLING_STEPS
     noise = descent.equivalent_displacement()
     steepest = descent.unstable_directions[:, 0]
     initial_weights = descent.saddle + perturbation * steepest
@@ -403,8 +400,7 @@ class EscapeTable(Report):
     paths: pd.DataFrame
 
     def slope(self) -> tuple[float, float, float]:
-        """Fit how many steps were made for each that the law expects, over all escapes by `sgd`
-        that left.
+        """Fit the ratio of observed to expected steps over all escapes by `sgd` that left.
 
         The law is that of the steepest way down alone, to first order: ln(radius / start) / (ηλ).
 
@@ -429,7 +425,8 @@ class EscapeTable(Report):
         return float(fit.slope), float(fit.slope - half_width), float(fit.slope + half_width)
 
     def __str__(self) -> str:
-        left_count, held_count = int(self.table.escaped.sum()), int(self.table.stalled.sum())
+        left_count = int(self.table.escaped.sum())
+        held_count = int(self.table.stalled.sum())
         return (
             f"{len(self.table)} trainings from a saddle: {left_count} left, {held_count} were held"
             " there"
@@ -449,8 +446,7 @@ def escape_table(
     master_weights: bool = False,
     progress: bool = True,
 ) -> EscapeTable:
-    """Train the model that stands at a saddle until it has left: for each seed, setting, optimiser
-    and other choice.
+    """Train from a saddle until it is left, for each seed, setting, optimiser and other choice.
 
     Only a perturbation, errors of the arithmetic and the noise of minibatches move it away. The
     result tells when it left, and when theory expects it to have left.
@@ -520,7 +516,7 @@ def escape_table(
     machine_passport = passport()
     seed_values = range(seeds) if isinstance(seeds, int) else seeds
     rates = optimizers if isinstance(optimizers, Mapping) else dict.fromkeys(optimizers, (None,))
-    chosen = [
+    optimizers_and_rates = [
         (optimizer, rate)
         for optimizer, optimizer_rates in rates.items()
         for rate in optimizer_rates
@@ -528,7 +524,9 @@ def escape_table(
     mixed = saddle.mixed if isinstance(saddle, LinearAutoencoderSaddle) else lambda _: saddle
     starts = [(seed, mixed(seed)) for seed in seed_values]
     parsed = [Setting.parse(setting) for setting in settings]
-    combinations = list(itertools.product(starts, parsed, chosen, perturbations, batch_sizes))
+    combinations = list(
+        itertools.product(starts, parsed, optimizers_and_rates, perturbations, batch_sizes)
+    )
     if not combinations:
         raise UsageError(
             "settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more"
@@ -567,7 +565,7 @@ def check_start(
     batch_sizes: Sequence[int | None],
     steps: int | None,
 ) -> None:
-    """`UsageError` for a point from which there is no escape, and for numbers out of range."""
+    """Raise `UsageError` for a point without an escape, and for numbers out of range."""
     if not saddle.index:
         least = saddle.curvature
         raise UsageError(
@@ -593,8 +591,7 @@ def check_start(
 
 
 def recorded_escapes() -> pd.DataFrame:
-    """Read the escapes from saddles that were recorded on other machines and are shipped with
-    gpulab.
+    """Read the escapes from saddles that were recorded elsewhere and ship with gpulab.
 
     The files are in `data/saddles/escapes`.
 

@@ -45,7 +45,8 @@ except ModuleNotFoundError as error:  # everything works without that folder, on
 
 Product = Callable[..., list[Tensor]]
 Linearize = Callable[[Callable[[], Tensor], list[Tensor]], tuple[Tensor, list[Tensor], Product]]
-FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
+FORWARD = "forward over reverse"
+REVERSE = "reverse over reverse"
 SECOND_DERIVATIVES = {  # how to have them, by a word of torch's error
     "attention": (
         "use the math kernel: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
@@ -57,8 +58,7 @@ MAX_BATCHED_VECTORS = 10
 
 
 class Hessian:
-    """The Hessian of a loss, the symmetric (n, n) matrix of its second derivatives, as a linear
-    operator.
+    """The Hessian of a loss, the symmetric (n, n) matrix of second derivatives, as an operator.
 
     `gpulab.hessian` makes one. The matrix is never written out, unless `dense` asks for it: `H @ v`
     is its product with a vector (n,), or with k vectors at once (n, k), which costs much less than
@@ -164,8 +164,8 @@ class Hessian:
         if vectors.ndim == 1:
             return self._multiply_rows(vectors[None])[0]
         products = torch.empty_like(vectors)
-        for first in range(0, vectors.shape[1], self.at_once):
-            columns = slice(first, first + self.at_once)
+        for start in range(0, vectors.shape[1], self.at_once):
+            columns = slice(start, start + self.at_once)
             products[:, columns] = self._multiply_rows(vectors[:, columns].T).T
         return products
 
@@ -256,11 +256,11 @@ def hessian(
                 f"{name or 'the model'} shortens its own weights when it is used"
                 f" (max_norm={module.max_norm})"
             )
-            cure = (
+            remedy = (
                 "shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm ="
                 " None"
             )
-            raise UsageError(f"{reason}: {cure}")
+            raise UsageError(f"{reason}: {remedy}")
         has_dropout = isinstance(module, DropoutModule) and module.p > 0
         has_dropout = has_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
         if module.training and (has_dropout or isinstance(module, BatchNormModule)):
@@ -333,7 +333,7 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
     selected = trainable
     if names is not None:
         selected_ids: set[int] = set()
-        # a tied one has several names
+        # A tied parameter has several names.
         aliases = list(model.named_parameters(remove_duplicate=False))
         for prefix in [names] if isinstance(names, str) else names:
             matching = {
@@ -366,9 +366,7 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
 
 @contextlib.contextmanager
 def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
-    """The model holds copies of its tensors, and chooses kernels that can be differentiated
-    twice.
-    """
+    """Bind copies of the model's tensors, and choose kernels that are twice differentiable."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(reparametrized(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -382,9 +380,7 @@ def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
 
 
 class _UnfusedWeightNorm(TorchFunctionMode):
-    """Has a weight's norm computed by operations whose second derivatives are right: torch's of
-    the kernel are not.
-    """
+    """Computes weight norms without torch's fused kernel, whose second derivatives are wrong."""
 
     def __torch_function__(
         self,
@@ -402,9 +398,7 @@ class _UnfusedWeightNorm(TorchFunctionMode):
 def _linearize_by_graph(
     objective: Callable[[], Tensor], points: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], Product]:
-    """The loss, its gradients, and products of tangents (k, …) of the points by autograd's graph
-    of the gradients.
-    """
+    """The loss, its gradients, and products with tangents (k, …) by autograd's graph."""
     try:
         with torch.enable_grad():
             loss = objective()
@@ -433,17 +427,18 @@ def _linearize_by_graph(
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         line = _line_of_failure(objective, points)
-        cure = next(words for cause, words in SECOND_DERIVATIVES.items() if cause in reason)
+        remedy = next(words for cause, words in SECOND_DERIVATIVES.items() if cause in reason)
         message = (
-            f"the loss has no second derivatives that torch can compute: {reason}; {cure}{line}"
+            f"the loss has no second derivatives that torch can compute: {reason}; {remedy}{line}"
         )
         raise UsageError(message) from error
     return loss.detach(), [gradient.detach() for gradient in gradients], product
 
 
 def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> str:
-    """The user's line whose operation has no second derivative, for the end of an error: torch
-    keeps it if asked to.
+    """The user's line whose operation has no second derivative, for an error message.
+
+    torch records the line only on request.
     """
     with (
         warnings.catch_warnings(record=True, action="always") as caught,

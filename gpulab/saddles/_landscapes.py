@@ -1,6 +1,4 @@
-"""The loss around a network's weights: along a line, and over the plane of the two directions of
-greatest curvature.
-"""
+"""The loss around a network's weights: along lines, and over the plane of extreme curvatures."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ EIGENPAIR_TOLERANCE = 1e-3  # of an eigenpair: finer than what a picture shows
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Landscape:
-    """The weights of a network, and the directions along which its loss curves down most and up
-    most.
+    """The weights of a network, with the directions of the least and the greatest curvature.
 
     `gpulab.saddles.landscape` makes one. It keeps a copy of the weights.
 
@@ -90,8 +87,10 @@ class Landscape:
         Returns:
             The second derivative of the loss along it.
         """
-        cosine, sine = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-        return cosine**2 * self.curvatures[0] + sine**2 * self.curvatures[1]
+        least, greatest = self.curvatures
+        cosine = math.cos(math.radians(angle))
+        sine = math.sin(math.radians(angle))
+        return cosine**2 * least + sine**2 * greatest
 
     def slice(
         self, angle: float = 0.0, extent: float | None = None, places: int = 41
@@ -139,8 +138,7 @@ class Landscape:
 
 
 def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Landscape:
-    """Find the directions from a network's weights along which its loss curves down most and up
-    most.
+    """Find the directions of the least and the greatest curvature at a network's weights.
 
     The loss along lines in their plane can then be computed (`slice`).
 
@@ -249,8 +247,8 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
         A `gpulab.saddles.Surface` of (2 · places + 1) × (2 · places + 1) losses.
 
     Raises:
-        UsageError: For `places` that are no whole number from 1, and for a minimum or a maximum,
-            which has no such plane.
+        UsageError: If `places` is not a positive integer, and for a minimum or a maximum, which has
+            no such plane.
 
     Examples:
         >>> import torch
@@ -271,9 +269,12 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
     check_count("places", places)
     curvatures = saddle.curvature, float(saddle.eigenvalues[-1])
     if not curvatures[0] < 0 < curvatures[1]:
-        ends = "the least curvature is {:.2g} and the greatest {:.2g}".format(*curvatures)
+        found_curvatures = "the least curvature is {:.2g} and the greatest {:.2g}".format(
+            *curvatures
+        )
         raise UsageError(
-            f"{ends}: a saddle has one below and one above zero; see gpulab.saddles.landscape"
+            f"{found_curvatures}: a saddle has one below and one above zero; see"
+            " gpulab.saddles.landscape"
         )
     along = np.linspace(-extent, extent, 2 * places + 1)
     across = along * np.sqrt(min(1.0, -curvatures[0] / curvatures[1]))

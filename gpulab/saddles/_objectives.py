@@ -1,6 +1,4 @@
-"""What a loss is computed on: which batches `hessian`, `find_critical_point` and `landscape`
-accept, decided once.
-"""
+"""The objective: which batches `hessian`, `find_critical_point` and `landscape` accept."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from gpulab.errors import UsageError
 from gpulab.steps import loss_of
 
 Loss = Callable[..., Tensor]
-Batch: TypeAlias = (
-    Nested  # as the user has it: a tensor, a pair, a mapping, or a DataLoader of these
-)
+Batch: TypeAlias = Nested  # a tensor, a pair, a mapping, or a DataLoader of these
 MISMATCHES = (  # of a loss that does not take so many arguments
     "takes arguments, and there is no batch: give (inputs, targets)",
     "needs targets, and the batch is a tensor: the batch is (inputs, targets), or fits the loss",
@@ -48,7 +44,7 @@ class Objective:
         if isinstance(batch, DataLoader):
             with torch.random.fork_rng(devices=[]):
                 batches = tuple(batch)  # drawn once: the loss is the same each time
-        # such as a tokenizer's
+        # A tokenizer, for instance, returns a mapping that is no dict.
         batches = tuple(dict(item) if isinstance(item, Mapping) else item for item in batches)
         with_tensors = [
             any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)) for item in batches
@@ -94,7 +90,7 @@ class Objective:
         return value
 
     def double(self) -> Objective:
-        """The same on numbers in float64."""
+        """The same objective with its batches in float64."""
         batches = tree_map_only(
             Tensor, lambda x: x.double() if x.is_floating_point() else x, self.batches
         )
@@ -102,12 +98,12 @@ class Objective:
 
 
 def _accepts_arguments(loss: Loss, count: int) -> bool:
-    """Whether a function takes so many arguments; yes where it does not say."""
+    """Whether a function accepts `count` arguments; true if it has no signature."""
     try:
         inspect.signature(getattr(loss, "forward", loss)).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # as of some functions that are written in C
+    except ValueError:  # Some functions written in C have no signature.
         pass
     return True
 

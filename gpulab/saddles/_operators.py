@@ -14,8 +14,7 @@ from gpulab.numerics._emulation import float32_products
 
 
 class Operator(Protocol):
-    """A symmetric (n, n) matrix that multiplies vectors: a `Hessian`, a dense tensor, or anything
-    with these.
+    """A symmetric (n, n) operator: a `Hessian`, a dense tensor, or anything with these members.
 
     Attributes:
         shape: (n, n).
@@ -56,14 +55,13 @@ def check_products(products: Float[Tensor, "n k"]) -> None:
 def check_symmetric(
     A: Operator, vectors: Float[Tensor, "n k"], products: Float[Tensor, "n k"]
 ) -> None:
-    """`DataError` unless the products are finite, and uᵀ(Av) = vᵀ(Au) for every two of the vectors,
-    but for rounding.
+    """Raise `DataError` unless products are finite and uᵀ(Av) = vᵀ(Au) holds up to rounding.
 
     The numbers uᵀ(Av) of all pairs are a (k, k) matrix, which is symmetric if A is. Its asymmetry
     is compared with two sizes:
 
     1. The size that these numbers have where u and Av point anywhere. An asymmetry below half of
-      its digits is none.
+      its digits is ignored.
     2. The size that rounding has. Three times the product with a third of a vector is the product
        with the vector, rounded otherwise; an asymmetry a hundred times as large as the difference
        between these two is no rounding.
@@ -78,14 +76,15 @@ def check_symmetric(
     asymmetry = float((pairs - pairs.T).abs().max())
 
     def typical_product(columns: Tensor) -> float:
-        """What the product of a vector with such a column is, where it points anywhere: their
-        lengths over √n.
-        """
-        return float(u.norm(dim=0).max()) / len(u) ** 0.5 * float(columns.norm(dim=0).max())
+        """The expected size of a product with a column in a random direction: lengths over √n."""
+        vector_length = float(u.norm(dim=0).max())
+        column_length = float(columns.norm(dim=0).max())
+        return vector_length / len(u) ** 0.5 * column_length
 
     if asymmetry <= torch.finfo(vectors.dtype).eps ** 0.5 * typical_product(Av):
         return
-    rounding = typical_product(3 * (A @ (vectors / 3)).to(dtype) / scale - Av)
+    Av_rounded_differently = 3 * (A @ (vectors / 3)).to(dtype) / scale
+    rounding = typical_product(Av_rounded_differently - Av)
     if asymmetry > 100 * rounding:
         difference = asymmetry * float(scale)
         size = typical_product(Av) * float(scale)

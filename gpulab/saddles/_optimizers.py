@@ -58,7 +58,7 @@ UNMODELLED_OPTIONS = ("weight_decay", "dampening", "nesterov", "centered", "amsg
 def build_optimizer(
     optimizer: str | OptimizerFactory, weights: Sequence[Tensor], rate: float
 ) -> optim.Optimizer:
-    """An optimiser of these weights; `UsageError` for an unknown name and for what is none."""
+    """Build an optimiser of these weights; `UsageError` for an unknown name or type."""
     prefix = f"optimizer={optimizer!r}:"
     factory = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
     if factory is None:
@@ -79,8 +79,7 @@ def build_optimizer(
 
 
 def optimizer_name(optimizer: str | OptimizerFactory, built: optim.Optimizer) -> str:
-    """A name for tables: the one given, or the class of what a function built with what is unusual
-    about it.
+    """A name for tables: the given one, or the class of the optimizer with its unusual options.
 
     Examples:
         >>> small_steps = functools.partial(torch.optim.Adam, eps=1e-4)
@@ -105,7 +104,7 @@ def optimizer_name(optimizer: str | OptimizerFactory, built: optim.Optimizer) ->
 
 @dataclass(frozen=True)
 class EscapeLaw:
-    """How displacements along directions that lead down grow, to first order.
+    """The growth of displacements along descent directions, to first order.
 
     Examples:
         >>> # The larger root of ρ² − 1.95 ρ + 0.9 = 0
@@ -116,12 +115,12 @@ class EscapeLaw:
     rate: float  # η, or η/ε
     momentum: float = 0.0
     max_step: float = math.inf  # about how far one step can move a weight
-    # the gradient of a weight at which the step reaches `max_step`
+    # The gradient of a weight at which its step reaches `max_step`.
     saturation_gradient: float = math.inf
 
     @classmethod
     def of_optimizer(cls, optimizer: optim.Optimizer) -> EscapeLaw | None:
-        """The law of one of torch's optimisers; None where there is none.
+        """The law of one of torch's optimisers; None if its options are not modelled.
 
         >>> weights = [torch.zeros(2, requires_grad=True)]
         >>> EscapeLaw.of_optimizer(optim.Adam(weights, lr=0.25, betas=(0.5, 0.9), eps=0.125))
@@ -161,9 +160,7 @@ class EscapeLaw:
         return 2 * a / (b + (b.square() + 4 * a).sqrt())
 
     def accumulated_push(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-        """What a push adds in the long run, as a multiple of what it does at once: 1 / (1 − μ)
-        for a small ηλ.
-        """
+        """The total effect of a push relative to its first: 1 / (1 − μ) for a small ηλ."""
         growth = self.growth(curvature)
         return growth / (growth - self.momentum)
 
@@ -174,8 +171,7 @@ class EscapeLaw:
         steepest: Float[Tensor, " n"],
         radius: float,
     ) -> float:
-        """The step at which the displacements from `start`, at rest, are together as long as the
-        radius.
+        """The step at which the displacements from `start`, at rest, reach the radius in total.
 
         `start` is along each direction, its absolute value; `curvature` their λ, the largest first;
         `steepest` the unit vector v of the first one.
@@ -183,22 +179,22 @@ class EscapeLaw:
         if start.isnan().any():
             return math.nan
         length = float(steepest.abs().sum())
-        # Where the mean weight's gradient along v reaches saturation.
-        corner = self.saturation_gradient * len(steepest) / (float(curvature[0]) * length)
+        # The displacement at which the mean weight's gradient along v saturates.
+        saturation_radius = (
+            self.saturation_gradient * len(steepest) / (float(curvature[0]) * length)
+        )
         growth = self.growth(curvature)
         amplitude = start * (growth - self.momentum) / (growth - self.momentum / growth)
         steps = _time_to_radius(
-            amplitude, torch.log1p(self.growth_minus_one(curvature)), min(corner, radius)
+            amplitude, torch.log1p(self.growth_minus_one(curvature)), min(saturation_radius, radius)
         )
-        return steps + max(0.0, radius - max(corner, float(start.norm()))) / (
+        return steps + max(0.0, radius - max(saturation_radius, float(start.norm()))) / (
             self.max_step * length
         )
 
 
 def _time_to_radius(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
-    """The step at which displacements that grow by their own rates are together as long as the
-    radius.
-    """
+    """The step at which exponentially growing displacements reach the radius in total."""
     from scipy.optimize import brentq
 
     if not (start > 0).any():
@@ -221,8 +217,7 @@ def step_ratio(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> float:
-    """The step that an optimiser settles to where the gradient stays as it is, over half of the
-    weights' last place.
+    """The optimiser's step in a constant gradient, over half of the weights' last place.
 
     Both are Euclidean lengths over all weights. Far below 1 nothing moves for good. The step is the
     optimiser's in float64, from zero, so that nothing of it is rounded away; the last place is that
@@ -248,7 +243,7 @@ def step_ratio(
 
 
 def _half_place(weights: Tensor) -> Tensor:
-    """Half of what separates each weight from the next number of its format, in float64."""
+    """Half the distance from each weight to the next number of its format, in float64."""
     limits = torch.finfo(weights.dtype)
     exponent = torch.frexp(weights.detach().double()).exponent
     return (limits.eps * torch.exp2(exponent.double() - 2)).where(weights != 0, 0.0)

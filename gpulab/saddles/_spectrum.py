@@ -1,6 +1,4 @@
-"""The density of the eigenvalues of a symmetric operator, and its index: how many of them are
-negative.
-"""
+"""The spectral density of a symmetric operator, and how many eigenvalues are negative."""
 
 from __future__ import annotations
 
@@ -38,11 +36,10 @@ class Estimate:
 
 @dataclass(frozen=True, repr=False)
 class Index(Estimate):
-    """How many eigenvalues of an operator are negative, further from zero than a threshold; `int`
-    of it is that number.
+    """How many eigenvalues are negative, below minus a threshold; `int(index)` is that number.
 
     Attributes:
-        value: How many are below −`threshold`; an estimate may be no whole number.
+        value: How many are below −`threshold`; an estimate need not be an integer.
         error: The standard error of an estimate, of that number alone: the signs of those that
             count as `zero` are unknown. 0 where they were counted.
         exact: Whether they were counted.
@@ -63,7 +60,7 @@ class Index(Estimate):
         if self.exact:
             words = f"{int(self):,} of {self.size:,} eigenvalues are negative, {self.zero:,.0f}"
             return f"{words} within {self.threshold:.1e} of zero"
-        # a count is not known to less than one
+        # A count has an uncertainty of at least one.
         about = f"about {int(self):,} ± {max(self.error, 1.0):,.0f}"
         return (
             f"{about} of {self.size:,} eigenvalues are below -{self.threshold:.1e}; "
@@ -73,8 +70,7 @@ class Index(Estimate):
 
 @dataclass(frozen=True, eq=False)
 class SpectralDensity:
-    """An estimate of how an operator's eigenvalues are distributed: for each random probe, nodes
-    and their weights.
+    """An estimate of an operator's eigenvalue distribution: nodes and weights for each probe.
 
     `gpulab.saddles.spectral_density` makes one. Nodes are places on the axis of the eigenvalues.
     For a function f, the sum of weight × f(node) over a probe estimates the mean of f over all
@@ -135,7 +131,7 @@ class SpectralDensity:
         )
 
     def index(self) -> Index:
-        """Estimate how many eigenvalues stand out below zero: see `gpulab.saddles.index`.
+        """Estimate how many eigenvalues are negative: see `gpulab.saddles.index`.
 
         Returns:
             The estimate, with how many eigenvalues are too close to zero to tell their signs.
@@ -150,7 +146,7 @@ class SpectralDensity:
             >>> found.value, round(found.error, 3)  # of eight 8 (0.125² + 0.375²)½
             (3.0, 3.162)
         """
-        threshold = ZERO_SHARE * max(abs(end) for end in self.extremes)
+        threshold = ZERO_SHARE * max(abs(extreme) for extreme in self.extremes)
         negative = self.mass_below(-threshold)
         not_positive = self.mass_below(threshold)
         halfway_negative = negative if self.halfway is None else self.halfway.mass_below(-threshold)
@@ -174,8 +170,7 @@ class SpectralDensity:
 def spectral_density(
     H: Operator, *, probes: int = 10, steps: int = 100, seed: int = 0, progress: bool = True
 ) -> SpectralDensity:
-    """Estimate how the eigenvalues of a symmetric operator are distributed, by stochastic Lanczos
-    quadrature.
+    """Estimate the spectral density of a symmetric operator by stochastic Lanczos quadrature.
 
     It needs products with the operator only, `probes` times `steps` of them. All probes advance
     together, and each needs memory for three vectors. Vectors are not made orthogonal again: in
@@ -196,7 +191,7 @@ def spectral_density(
 
     Raises:
         UsageError: For an operator that is not square, or not float32 or float64, and for `probes`
-            or `steps` that are no whole numbers from 1.
+            or `steps` that are not positive integers.
         DataError: For an operator that is not symmetric (two probes or more show it), or whose
             products are not finite.
 
@@ -233,8 +228,7 @@ def spectral_density(
         product = torch.addcmul(product, vector, alpha.to(H.dtype), value=-1)
         product.addcmul_(previous, beta.to(H.dtype), value=-1)
         beta = torch.linalg.vector_norm(product, dim=0, dtype=dtype)
-        # Where β is zero the Krylov space is exhausted: a vector of zeros adds nodes without
-        # weight.
+        # The Krylov space is exhausted if β is zero: a vector of zeros adds nodes without weight.
         previous = vector
         vector = product * torch.where(beta > 0, 1 / beta, 0.0).to(H.dtype)
         alphas.append(alpha)

@@ -89,8 +89,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
     mixing: Float[Tensor, "h h"]
 
     def mixed(self, seed: int) -> LinearAutoencoderSaddle:
-        """Write the same saddle with other weights: a random orthogonal matrix mixes the hidden
-        units.
+        """Apply a random orthogonal matrix to the hidden units: the same saddle, other weights.
 
         What the network computes and the spectrum of its Hessian stay the same; the weights round
         otherwise.
@@ -140,9 +139,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
 
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
-        """The m negative eigenvalues, (m,), the least first, and their eigenvectors in columns,
-        (n, m).
-        """
+        """The m negative eigenvalues (m,), ascending, and their eigenvectors in columns (n, m)."""
         low_eigenvalues = self._spectrum[0].flatten()
         order = low_eigenvalues.argsort(stable=True)[: int((low_eigenvalues < 0).sum())].tolist()
         vectors = [self._eigenvector(block)[:, None] for block in order]
@@ -151,9 +148,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
 
     @functools.cached_property
     def _blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For each pair (component, unit), (D, h): the entries a, b, c of the block [[a, b], [b,
-        c]], and a c − b².
-        """
+        """For each (component, unit), (D, h): a, b, c of [[a, b], [b, c]], and a c − b²."""
         features = len(self.moments)
         hidden = len(self.mixing)
         held_components = list(self.components)
@@ -182,21 +177,23 @@ class LinearAutoencoderSaddle(CriticalPoint):
         ), high
 
     def _eigenvector(self, block: int, is_higher: bool = False) -> Float[Tensor, " n"]:
-        """The eigenvector of a block's lower eigenvalue, or of its higher one, in the space of
-        the weights.
-        """
+        """The eigenvector of a block's lower (or higher) eigenvalue in the space of the weights."""
         component, unit = divmod(block, len(self.mixing))
         a, b, low = (
             float(entries[component, unit]) for entries in (*self._blocks[:2], self._spectrum[0])
         )
-        p, q = b, low - a
+        p = b
+        q = low - a
         if p == 0 and q == 0:
-            p, q = 1.0, 0.0
+            p = 1.0
+            q = 0.0
         if is_higher:
             p, q = -q, p
-        row, column = unit, component
+        row = unit
+        column = component
         if component in self.components and unit < len(self.components):
-            row, column = self.components.index(component), self.components[unit]
+            row = self.components.index(component)
+            column = self.components[unit]
         decoder, encoder = (
             torch.zeros_like(layer.weight) for layer in (self.model.decoder, self.model.encoder)
         )
@@ -214,8 +211,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
 def linear_autoencoder_saddle(
     data: Tensor | ArrayLike, components: Sequence[int], *, hidden: int | None = None
 ) -> LinearAutoencoderSaddle:
-    """Build the critical point at which a linear autoencoder holds some principal components of the
-    data.
+    """Build the critical point of a linear autoencoder that holds some principal components.
 
     The components are the eigenvectors of XᵀX / N; the data are not centred. The point is known in
     closed form, with its Hessian, and in float64. It is a saddle where a component that is not held
@@ -233,8 +229,8 @@ def linear_autoencoder_saddle(
         A `gpulab.saddles.LinearAutoencoderSaddle`.
 
     Raises:
-        UsageError: For components that are no whole numbers from 0 to D − 1 or are named twice, and
-            for fewer units than components.
+        UsageError: For components that are not integers from 0 to D − 1 or are named twice, and for
+            fewer units than components.
         DataError: For data that are no finite matrix.
 
     Examples:
@@ -290,9 +286,7 @@ def _autoencoder_at(
 
 
 def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Tensor]:
-    """The data as a matrix (N, D), and its second moments: eigenvalues, the largest first, and
-    vectors, in columns.
-    """
+    """The data as a matrix (N, D), with the eigenvalues (descending) and vectors of its moments."""
     try:
         matrix = torch.as_tensor(data).detach().to("cpu", torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -310,7 +304,7 @@ def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Ten
     moments = ascending_moments.flip(0)
     basis = ascending_basis.flip(1)
     rounding = 100 * len(moments) * torch.finfo(moments.dtype).eps * float(moments[0])
-    # what differs by rounding is equal, or an index would count noise
+    # Eigenvalues that differ by rounding are made equal; otherwise an index would count noise.
     for i in range(1, len(moments)):
         if moments[i - 1] - moments[i] <= rounding:
             moments[i] = moments[i - 1]

@@ -1,4 +1,4 @@
-"""What runs on the same seeds allow one to say."""
+"""Statistics of runs that are paired by their seeds."""
 
 import lazy_loader
 

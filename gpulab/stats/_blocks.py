@@ -1,6 +1,4 @@
-"""Seeds, and other names of what is paired, that tables of several origins write in several
-types.
-"""
+"""Seeds and other block names, which tables of different origins write as different types."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ MAX_EXAMPLES = 3  # types and examples in one sentence
 
 
 def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
-    """A table whose blocks, and whose levels, are equal where they are the same numbers: `"3"` and
-    `3` are one seed.
+    """Unify the types of blocks and levels: `"3"` and `3` are one seed.
 
     Text that is a number becomes that number where other rows have numbers, or write it otherwise,
     such as `"3.0"`. A column stays as it is where two of its texts would then be one.
@@ -83,8 +80,7 @@ def _type_name(value: object) -> str:
 
 
 def _unify_numbers(column: pd.Series, levels: pd.Series | None = None) -> pd.Series:
-    """A column whose texts are numbers where that makes values equal that are written in several
-    ways.
+    """Convert a column of texts to numbers if that makes differently written values equal.
 
     With `levels`, texts such as `"3"` and `"3.0"` are equal, too, unless both occur under one
     level.
@@ -109,9 +105,7 @@ def _unify_numbers(column: pd.Series, levels: pd.Series | None = None) -> pd.Ser
 def _has_duplicate_spellings(
     column: pd.Series, levels: pd.Series, numbers_by_value: dict[Hashable, int | float]
 ) -> bool:
-    """Whether some level has two texts of one number, such as "01" and "1", which are two names
-    then.
-    """
+    """Whether a level spells a number in two ways, such as "01" and "1": these are two names."""
     for _, values in column.groupby(levels, sort=False):
         texts = {
             value

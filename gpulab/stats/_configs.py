@@ -1,5 +1,4 @@
-"""The configuration that Hydra and Lightning leave beside the tables of a run: settings and seeds
-by name.
+"""Configurations that Hydra and Lightning store beside a run's tables: settings and seeds.
 
 Files are read as plain data. Tags of YAML that stand for Python objects, such as `!!python/tuple`,
 make lists, dictionaries and texts, and nothing is imported or called.
@@ -105,7 +104,7 @@ def _flatten(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
             return
         name, node, depth = pending.pop()
         if isinstance(node, dict) and name and "value" in node and set(node) <= {"value", "desc"}:
-            node = node["value"]  # as in the files of Weights & Biases
+            node = node["value"]  # the form of files of Weights & Biases
         if not isinstance(node, dict):
             yield name, as_cell_value(node)
             continue
@@ -134,7 +133,7 @@ def as_cell_value(value: Node) -> Value:
 
 
 def _parse_overrides(lines: list[Node]) -> Iterator[tuple[str, Value]]:
-    """Yield what was given on Hydra's command line, such as `optimizer=adam` and `+seed=3`."""
+    """Yield the overrides of Hydra's command line, such as `optimizer=adam` and `+seed=3`."""
     for line in lines:
         name, separator, text = str(line).partition("=")
         if separator and not name.startswith("~"):
@@ -142,7 +141,7 @@ def _parse_overrides(lines: list[Node]) -> Iterator[tuple[str, Value]]:
 
 
 def parse_value(text: str) -> Value:
-    """A value that stands behind `name=`.
+    """Parse the value behind `name=`.
 
     >>> [parse_value(text) for text in ("3", "1e-3", "adam", "true", "[1,2]", "{")]
     [3, 0.001, 'adam', True, '[1, 2]', '{']
@@ -168,8 +167,7 @@ def _resolve_references(settings: dict[str, Value]) -> dict[str, Value]:
 
 
 def find_settings(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]], list[DataError]]:
-    """The settings of the run whose table this is, each with the file it comes from, and what could
-    not be read.
+    """The settings of a table's run, each with its file, and what could not be read.
 
     Configuration files are looked for in the table's folder and in those above it up to `root`. The
     nearest counts.

@@ -118,14 +118,13 @@ class LevelDecision:
     seeds_needed: float = math.nan
 
 
-# after the factor's
+# These columns follow the factor's column.
 DECISION_COLUMNS = tuple(field.name for field in fields(LevelDecision) if field.name != "level")
 
 
 @dataclass(frozen=True, eq=False)
 class Decisions(PairedRuns):
-    """Runs paired by seed, and the decision on each level. `gpulab.stats.Verdict` adds words and a
-    figure.
+    """Runs paired by seed, and the decision on each level; `Verdict` adds words and a figure.
 
     Attributes:
         margin: The largest difference without importance, as it was asked for.
@@ -143,9 +142,7 @@ class Decisions(PairedRuns):
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """A data frame of `rows`, with the levels in a column of the factor's name before
-        `DECISION_COLUMNS`.
-        """
+        """A data frame of `rows`, with a column of levels before `DECISION_COLUMNS`."""
         cells = [tuple(vars(row).values()) for row in self.rows]
         return pd.DataFrame(cells, columns=[self.factor, *DECISION_COLUMNS])
 
@@ -222,8 +219,7 @@ def decide(row: LevelDecision, alpha: float) -> Decision:
 
 
 def is_identical(row: LevelDecision) -> bool:
-    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every
-    seed.
+    """Whether a level, a row of a verdict's table, left bitwise equal weights from every seed.
 
     >>> [
     ...     is_identical(LevelDecision(level="cuda", seeds=n, same_bits=same))
@@ -240,8 +236,7 @@ def is_identical(row: LevelDecision) -> bool:
 
 
 def may_diverge_discordantly(row: LevelDecision) -> bool:
-    """Whether the share of seeds that diverge under only one of the two may exceed
-    `MAX_DISCORDANT_SHARE`.
+    """Whether the share of discordant divergence may exceed `MAX_DISCORDANT_SHARE`.
 
     >>> row = LevelDecision(level="cuda", discordant_diverged=0, discordant_diverged_upper=0.9)
     >>> may_diverge_discordantly(row), may_diverge_discordantly(replace(row, discordant_diverged=1))
@@ -251,8 +246,7 @@ def may_diverge_discordantly(row: LevelDecision) -> bool:
 
 
 def min_significant_pairs(alpha: float) -> int:
-    """The least number of pairs that can be significant at `alpha`: with n differences of one sign
-    p is 2^(1 − n).
+    """The least number of pairs that can be significant at `alpha`: p is at least 2^(1 − n).
 
     >>> min_significant_pairs(0.05), min_significant_pairs(0.0625)
     (6, 5)
@@ -261,8 +255,7 @@ def min_significant_pairs(alpha: float) -> int:
 
 
 def sd_confidence(looks: int) -> float:
-    """The confidence of the limit that a margin in standard deviations is taken at, so that it
-    holds at each look.
+    """The confidence of the limit behind a margin in standard deviations, valid at each look.
 
     >>> sd_confidence(1), round(sd_confidence(4), 5)
     (0.975, 0.99375)
@@ -272,7 +265,7 @@ def sd_confidence(looks: int) -> float:
 
 @dataclass(frozen=True)
 class _LevelTests:
-    """The tests of one level alone: fields of `LevelDecision`."""
+    """The uncorrected tests of one level, as fields of `LevelDecision`."""
 
     p_different: float
     p_equivalent: float
@@ -282,8 +275,7 @@ class _LevelTests:
 
 @dataclass(frozen=True)
 class _CorrectedTests:
-    """The tests of one level after the corrections for looks and for all levels: fields of
-    `LevelDecision`.
+    """The tests of a level corrected for looks and levels, as fields of `LevelDecision`.
 
     Attributes:
         alpha: The level of the interval that belongs to the test of difference.
@@ -322,8 +314,7 @@ def _test_level(pairs: pd.DataFrame, margin: float, is_binary: bool) -> _LevelTe
 def _correct_tests(
     tests: Sequence[_LevelTests], alpha: float, looks: int = 1
 ) -> list[_CorrectedTests]:
-    """Correct the p values of all levels for looks and by Holm's method, and find the levels of
-    their intervals.
+    """Correct the p values for looks and by Holm's method, and set the levels of the intervals.
 
     >>> five = _LevelTests(
     ...     p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, discordant_diverged=5
@@ -378,9 +369,7 @@ def _compare_level(
     margin: float,
     is_binary: bool,
 ) -> LevelDecision:
-    """Describe one level by its tests, intervals and counts; the decision and what depends on it
-    are left open.
-    """
+    """Describe one level by its tests, intervals and counts, without the decision."""
     differences = _differences(pairs)
     n = len(differences)
     low, high = _difference_interval(differences, corrected.alpha, is_binary)
@@ -440,7 +429,7 @@ def _equivalence_interval(
     """The interval of the test of equivalence."""
     if not is_binary or len(differences) < 2:
         return inference.skewed_t_interval(differences, 2 * alpha)
-    # the share of discordant pairs bounds the difference of the rates
+    # The share of discordant pairs bounds the difference of the rates.
     limit = inference.clopper_pearson_upper(
         int(np.count_nonzero(differences)), len(differences), alpha
     )
@@ -448,8 +437,7 @@ def _equivalence_interval(
 
 
 def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, is_binary: bool) -> float:
-    """The first of `SEED_COUNTS` with which the test of equivalence succeeds with `POWER` where
-    nothing differs.
+    """The first of `SEED_COUNTS` that establishes equivalence with `POWER` if nothing differs.
 
     It is for normal differences of the standard deviation `sd`; `margins` are those of as many
     seeds. A difference as large as the margin is shown about as often, with `min_significant_pairs`
@@ -467,7 +455,7 @@ def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, is_bina
     ... ]
     [14.0, inf]
     """
-    from statsmodels.stats.power import ttest_power  # which imports all of scipy.stats
+    from statsmodels.stats.power import ttest_power  # it imports all of scipy.stats
 
     if math.isnan(sd):
         return math.nan

@@ -1,5 +1,6 @@
-"""Tests and intervals on paired differences: what a verdict is made of. A comment says why one
-is not scipy's.
+"""Tests and intervals on paired differences.
+
+Where scipy has a function and it is not used, a comment says why.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ Floats = NDArray[np.float64]
 
 
 def mean_p(differences: ArrayLike) -> float:
-    """Two-sided p that the mean of differences, shape (n,), is zero: the larger of two where they
-    are skewed.
+    """Two-sided p of a zero mean of differences (n,): the larger of two p values if skewed.
 
     `sign_flip_p` is exact where differences are symmetric, and studentising it changes nothing: all
     flips have the same sum of squares. It errs, as Student's t does, where the sample's tail is on
@@ -56,8 +56,7 @@ def mean_p(differences: ArrayLike) -> float:
 
 
 def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
-    """The interval of the mean at 1 − alpha: every shift that `mean_p` allows; NaN where so few
-    bound nothing.
+    """The interval of the mean at 1 − alpha, all shifts that `mean_p` allows; NaN if unbounded.
 
     Examples:
         >>> low, high = mean_interval([-4.0, 2.0, 2.5, 3.0, 2.0, 3.0, 2.5, 3.0, 2.0, 2.5])
@@ -78,8 +77,7 @@ def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, f
 
 
 def plateau_outliers(losses: ArrayLike) -> NDArray[np.bool_]:
-    """Which losses, shape (n,), lie beyond a gap and make up most of the spread, such as those of
-    seeds on a plateau.
+    """Which losses (n,) lie beyond a gap and make up most of the spread, such as plateaus.
 
     Fewer than half can be, of ten losses or more. The gap is at least three standard deviations of
     the others, and these have less than half the standard deviation of all. Of ten normal losses
@@ -107,9 +105,7 @@ def plateau_outliers(losses: ArrayLike) -> NDArray[np.bool_]:
 
 
 def moments(values: ArrayLike) -> tuple[float, float, int]:
-    """Mean over standard deviation, skewness and number of a sample, shape (n,), that has a
-    spread.
-    """
+    """Mean over standard deviation, skewness and size of a sample (n,) with a spread."""
     values = np.asarray(values, float)
     n = len(values)
     sd = sample_sd(values)
@@ -122,8 +118,7 @@ def skewed_t(mean: float, skewness: float, n: int) -> float: ...
 @overload
 def skewed_t(mean: Floats, skewness: Floats, n: int) -> Floats: ...
 def skewed_t(mean: float | Floats, skewness: float | Floats, n: int) -> float | Floats:
-    """Student's t of a mean, in standard deviations, made smaller where skewness makes it too
-    large.
+    """Student's t of a mean, in standard deviations, reduced where skewness inflates it.
 
     That is where the sample's tail is on the side of zero. There the first term of the Edgeworth
     expansion of t, which is skewness · (2z² + 1) / (6√n), is taken away (Johnson 1978; Hall 1992,
@@ -137,17 +132,14 @@ def skewed_t(mean: float | Floats, skewness: float | Floats, n: int) -> float | 
 
 
 def _skew_correction(sign: float | Floats, skewness: float | Floats, n: int) -> float | Floats:
-    """The skewness over √n if the sample's tail is on the side of zero, otherwise 0; `sign` has
-    the mean's sign.
-    """
+    """The skewness over √n if the tail points towards zero, else 0; `sign` is the mean's sign."""
     return np.maximum(-np.sign(sign) * skewness, 0) / np.sqrt(n)
 
 
 def skewed_t_interval(
     differences: ArrayLike, alpha: float, corrected: bool = True
 ) -> tuple[float, float]:
-    """The interval of the mean of differences, shape (n,), at 1 − alpha: every shift that
-    `skewed_t` allows.
+    """The interval of the mean of differences (n,) at 1 − alpha: shifts that `skewed_t` allows.
 
     It holds Student's, which is the one not `corrected`, and reaches further on the side of the
     sample's tail. At 1 − 2 alpha it lies within a margin exactly where `equivalence_p` is at most
@@ -169,8 +161,7 @@ def skewed_t_interval(
 
 
 def sign_flip_p(differences: ArrayLike) -> float:
-    """Two-sided p of the mean of paired differences, shape (n,), when each sign could be the other
-    (Fisher 1935).
+    """Two-sided sign-flip p of the mean of paired differences, shape (n,) (Fisher 1935).
 
     This supposes that without an effect differences are symmetric about zero. All 2^n signs are
     tried for up to 16 differences other than zero, else 9,999 are drawn and p = (1 + as extreme) /
@@ -191,7 +182,7 @@ def sign_flip_p(differences: ArrayLike) -> float:
         ...     sign_flip_p([1.0, 2.0, -4.0]),
         ... )
         (0.25, 1.0)
-        >>> sign_flip_p([0.0] * 5), sign_flip_p([0.1, 0.2, -0.3])  # which sums to 5.6e-17, not to 0
+        >>> sign_flip_p([0.0] * 5), sign_flip_p([0.1, 0.2, -0.3])  # the sum is 5.6e-17, not 0
         (1.0, 1.0)
         >>> round(sign_flip_p([1] * 15 + [-1] * 5 + [0] * 100), 4)  # of one size: McNemar's test
         0.0414
@@ -233,18 +224,16 @@ def sign_flips(n: int) -> Iterator[NDArray[np.integer]]:
 
 
 def sign_test_p(positive: int, n: int) -> float:
-    """Two-sided p of the sign test, McNemar's: `positive` of n differences other than zero are
-    above it.
-    """
+    """Two-sided p of the sign test (McNemar): `positive` of n nonzero differences are positive."""
     return float(scipy.stats.binomtest(positive, n).pvalue) if n else 1.0
 
 
 def equivalence_p(differences: ArrayLike, margin: float) -> float:
-    """The p of two one-sided tests that the mean of differences, shape (n,), is within ±margin
-    (Schuirmann 1987).
+    """The p of two one-sided tests that the mean of differences is within ±margin.
 
-    Each is by `skewed_t`. It is 0 or 1 where the differences are all the same, and 0 where all are
-    zero, whatever the margin.
+    The differences have shape (n,), and each test is by `skewed_t` (Schuirmann 1987).
+    It is 0 or 1 where the differences are all the same, and 0 where all are zero, whatever the
+    margin.
 
     Examples:
         >>> round(equivalence_p([-0.1, 0.0, 0.1, 0.05, -0.05], margin=0.2), 4)
@@ -268,8 +257,7 @@ def equivalence_p(differences: ArrayLike, margin: float) -> float:
 
 
 def discordance_p(differences: ArrayLike, margin: float) -> float:
-    """The p that fewer than a share `margin` of all pairs are discordant, for differences of yes
-    and no, shape (n,).
+    """The p that fewer than a share `margin` of pairs are discordant, for binary differences (n,).
 
     That share bounds the difference of the two rates, so this is a test of equivalence, exact
     (Clopper and Pearson 1934). A t test would call ten seeds of which none switched equivalent,
@@ -288,8 +276,7 @@ def discordance_p(differences: ArrayLike, margin: float) -> float:
 
 
 def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
-    """The interval of the mean of differences, shape (n,), at 1 − alpha: every shift that
-    `sign_flip_p` allows.
+    """The interval of the mean of differences at 1 − alpha: shifts that `sign_flip_p` allows.
 
     Its ends are two of the means of subsets of the sample (Hartigan 1969), so it holds zero where p
     > alpha, and the truth at 1 − alpha for every symmetric distribution. NaN where so few
@@ -309,21 +296,23 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
         return math.nan, math.nan
     means = []
     for positive in sign_flips(n):
-        sums, sizes = positive @ values, positive.sum(axis=1)
+        sums = positive @ values
+        sizes = positive.sum(axis=1)
         with np.errstate(invalid="ignore"):  # a subset of none has no mean
             means += [sums / sizes, (total - sums) / (n - sizes)]
-    with_nan = np.concatenate(means)
-    subset_means = np.sort(with_nan[~np.isnan(with_nan)])
+    all_means = np.concatenate(means)
+    subset_means = np.sort(all_means[~np.isnan(all_means)])
     is_exact = n <= MAX_EXACT_DIFFERENCES
     n_flips = 2.0 ** (n - 1) if is_exact else 1 + N_DRAWN_FLIPS
     # A subset of none (NaN) is the unflipped sample, which counts; drawn flips do not include it.
-    n_unflipped = len(with_nan) - len(subset_means)
+    n_unflipped = len(all_means) - len(subset_means)
     if not is_exact:
         n_unflipped += 1
     rank = int(alpha * n_flips) - n_unflipped
     if rank < 0:
         return math.nan, math.nan
-    low, high = float(subset_means[rank]), float(subset_means[-1 - rank])
+    low = float(subset_means[rank])
+    high = float(subset_means[-1 - rank])
     if sign_flip_p(values) > alpha:  # only what was drawn, and rounding, can make the two disagree
         return min(low, 0.0), max(high, 0.0)
     if total > 0:
@@ -332,8 +321,7 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
 
 
 def sd_lower_limit(values: ArrayLike) -> float:
-    """The lower 97.5 % limit of the standard deviation behind a sample, shape (values,); NaN where
-    none differ.
+    """The lower 97.5 % limit of a sample's standard deviation, shape (values,); NaN if constant.
 
     s · exp(−t · √((κ − 1) / (n − 1)) / 2), with t the quantile of Student's t and κ the sample's
     kurtosis, 3 or more: the delta method on ln s (as in Bonett 2006). Unlike the textbook's (χ²),
@@ -349,8 +337,7 @@ def sd_lower_limit(values: ArrayLike) -> float:
 
 
 def sd_lower_limits(values: ArrayLike, n: ArrayLike, confidence: float = SD_CONFIDENCE) -> Floats:
-    """The limits that samples of n values would have with this sample's standard deviation and
-    kurtosis.
+    """The limits for samples of n values with this sample's standard deviation and kurtosis.
 
     >>> sd_lower_limits([1, 2, 3, 4], n=[4, 40]).round(4).tolist()
     [0.3521, 1.0267]
@@ -376,13 +363,12 @@ def sample_sd(values: ArrayLike) -> float:
     values = np.asarray(values, float)
     if len(values) < 2:
         return math.nan
-    # for equal ones NumPy's is not always zero
+    # NumPy's result for equal values is not always zero.
     return float(values.std(ddof=1)) if np.ptp(values) else 0.0
 
 
 def clopper_pearson_upper(count: float, n: int, alpha: float = 0.05) -> float:
-    """The upper limit at 1 − alpha of the share behind `count` cases among n (Clopper and Pearson
-    1934, one-sided).
+    """The one-sided upper limit at 1 − alpha of a share, given `count` of n (Clopper-Pearson 1934).
 
     >>> clopper_pearson_upper(4, 4), clopper_pearson_upper(0, 0)
     (1.0, 1.0)

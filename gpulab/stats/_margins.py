@@ -17,22 +17,22 @@ DEFAULT_BINARY_MARGIN = 0.1  # for booleans, a share of the seeds
 
 def parse_margin(margin: str | float) -> tuple[float, str]:
     """The number in a margin such as 0.01, "0.25sd" or "1%", and its unit: `sd`, `%` or nothing."""
-    with_unit = (
+    unit_match = (
         re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(sd|%)\s*", margin)
         if isinstance(margin, str)
         else None
     )
     is_number = isinstance(margin, (int, float, np.number)) and not isinstance(margin, bool)
     number = math.nan
-    if with_unit:
-        number = float(with_unit[1])
+    if unit_match:
+        number = float(unit_match[1])
     elif is_number:
         number = float(margin)
     if not 0 < number < math.inf:
         raise UsageError(
             f"margin {margin!r}: expected a number above 0, or such as '0.25sd' or '1%'"
         )
-    return number, with_unit[2] if with_unit else ""
+    return number, unit_match[2] if unit_match else ""
 
 
 def margin_size(

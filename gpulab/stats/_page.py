@@ -1,5 +1,4 @@
-"""A verdict as a page: what was compared, the decision, a table of the levels, the figure, and
-everything in words.
+"""The page of a verdict: what was compared, the decision, the levels, a figure, and the words.
 
 A verdict shows the same in a notebook as in the file that `save` writes. Nothing is shown here that
 `print` and the verdict's `table` do not say.
@@ -49,9 +48,7 @@ class VerdictPage(Decisions, Report):
         return style() + self._render_answer() + self._render_details()
 
     def html(self) -> Markup:
-        """The verdict as a piece of HTML that needs no other file, with the figure below the
-        table.
-        """
+        """The verdict as self-contained HTML, with the figure below the table."""
         return style() + self._render_body()
 
     def save(self, file: str | Path, title: str = "") -> None:
@@ -128,7 +125,7 @@ class VerdictPage(Decisions, Report):
 
 
 def _title_text(verdict: Decisions) -> str:
-    """What was compared."""
+    """The title: the levels, the reference and the metric."""
     levels = [level_text(row.level, verdict.factor) for row in verdict.rows]
     reference = level_text(verdict.reference, verdict.factor)
     metric = metric_label(verdict.metric)
@@ -143,9 +140,7 @@ def _title_text(verdict: Decisions) -> str:
 
 
 def _describe_source(verdict: Decisions) -> list[str]:
-    """The file, what it has, the date, the versions, and the machines and versions of the runs
-    where they are known.
-    """
+    """The file, its content, the date, and the machines and versions of the runs if known."""
     runs = verdict.runs
     n_seeds = runs[verdict.block].nunique()
     blocks_text = f"{n_seeds} {verdict.block}" if n_seeds == 1 else f"{n_seeds} {verdict.block}s"
@@ -165,7 +160,7 @@ def _describe_source(verdict: Decisions) -> list[str]:
 
 
 def _count_decisions(verdict: Decisions) -> str:
-    """How many levels came to which decision."""
+    """The number of levels for each decision."""
     counts = Counter(row.decision for row in verdict.rows)
     counted_decisions = ", ".join(
         f"{counts[decision]} {decision}" for decision in DECISIONS if counts[decision]

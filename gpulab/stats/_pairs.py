@@ -37,7 +37,7 @@ COLUMN_ADVICE = (
 
 @dataclass(frozen=True, eq=False)
 class PairedRuns:
-    """Runs put side by side by seed: what a `Verdict` begins with."""
+    """Runs paired by seed, from which a `Verdict` is computed."""
 
     metric: str
     factor: str
@@ -54,7 +54,7 @@ class PairedRuns:
         other_levels = dict.fromkeys(
             level for level in self.runs[self.factor] if level != self.reference
         )
-        # a common type, as in a table column: 1 beside 2.5 becomes 1.0
+        # Levels get a common type, as in a table column: 1 becomes 1.0 beside 2.5.
         levels = pd.Series([*other_levels]).tolist()
         return {level: self.pairs[self.pairs[self.factor] == level] for level in levels}
 
@@ -78,8 +78,7 @@ def pair_runs(
     reference: Level | None,
     choice: RowChoice = ALL_ROWS,
 ) -> PairedRuns:
-    """Put runs under each level of a factor beside the reference's; `UsageError` where there is
-    nothing to compare.
+    """Pair the runs of each level with the reference's; `UsageError` if nothing can be compared.
 
     Where runs have a row for each epoch or step, `choice` says which of them counts.
     """
@@ -175,9 +174,7 @@ def _skipped_rerun_notes(n_skipped: int, reference: Level) -> Iterator[str]:
 def _average_repeated_rows(
     runs: pd.DataFrame, metric: str, factor: str, block: str
 ) -> pd.DataFrame:
-    """A row for each level and block, with the mean of several such as episodes; it diverged
-    where one of them did.
-    """
+    """A row for each level and block: the mean of repeated rows, diverged if one of them did."""
     repeated = runs[runs.duplicated([factor, block], keep=False)]
     if not len(repeated):
         return runs
@@ -234,7 +231,7 @@ def _find_reference(
     if reference is None:
         return "cpu" if "cpu" in levels else levels[0]
     for level in levels:
-        # on the command line a number is text
+        # A number given on the command line is text.
         if str(reference) in (
             str(level),
             level_text(level, factor),
@@ -249,9 +246,7 @@ def _find_reference(
 def _merge_with_reference(
     runs: pd.DataFrame, reference_runs: pd.DataFrame, metric: str, factor: str, block: str
 ) -> pd.DataFrame:
-    """A row for each run that the reference has a run beside, from the same seed, with the
-    difference of the two.
-    """
+    """A row for each run whose seed the reference also has, with the difference of the two."""
     columns = [block, metric, "status", "weights"]
     merged = runs[[factor, *columns]].merge(
         reference_runs[columns], on=block, suffixes=("", "_base")
@@ -274,8 +269,7 @@ def _merge_with_reference(
 def check_runs(
     frame: pd.DataFrame, metric: str, factor: str, block: str, choice: RowChoice = ALL_ROWS
 ) -> pd.DataFrame:
-    """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for
-    nonsense.
+    """Copy runs with a float64 metric, `status`, `rerun` and `weights`; `UsageError` if invalid.
 
     It has one row for each run where `choice` says which; `attrs["chosen"]` then has a sentence on
     it.
@@ -351,9 +345,7 @@ def _parse_metric(column: pd.Series) -> MetricColumn:
 
 
 def _check_numbers(finished: pd.Series, metric: str) -> None:
-    """Raise `UsageError` where a run that finished has no number, or one that is too large to
-    compute with.
-    """
+    """Raise `UsageError` if a finished run has no number, or one too large to compute with."""
     unusable_values = finished[~(finished.abs() < MAX_METRIC)]
     if len(unusable_values):
         count = len(unusable_values)
@@ -371,14 +363,12 @@ def _as_plain_levels(column: pd.Series) -> pd.Series:
         raise UsageError(
             f"column {column.name!r} is empty in {column.isna().sum()} rows; fill or drop them"
         )
-    # without categories, Arrow's types and those with NA
+    # This removes categories, Arrow's types and nullable types.
     return column.astype(object).infer_objects()
 
 
 def check_columns(frame: pd.DataFrame, names: Iterable[str], advice: str = "") -> None:
-    """Raise `UsageError`, which lists what there is and gives the advice, where a frame lacks
-    one of these columns.
-    """
+    """Raise `UsageError`, listing the columns and the advice, if one of these is missing."""
     for name in names:
         if name not in frame:
             columns = textwrap.shorten(", ".join(map(str, frame.columns)) or "none", 900)

@@ -39,8 +39,7 @@ TableReader = Callable[[Path], tuple[pd.DataFrame, list[str]]]  # a table, and n
 
 
 def is_pattern(name: str | Path) -> bool:
-    """Whether a name stands for several files, such as `outputs/*/metrics.csv`, and is no file
-    itself.
+    """Whether a name is a pattern for several files, such as `outputs/*/metrics.csv`.
 
     >>> is_pattern("outputs/*/metrics.csv"), is_pattern("outputs/metrics.csv")
     (True, False)
@@ -51,15 +50,14 @@ def is_pattern(name: str | Path) -> bool:
 def read_runs(
     names: Sequence[str | Path], read_table: TableReader
 ) -> tuple[pd.DataFrame, list[str]]:
-    """The tables in some folders and files as one, with the settings of each run, and notes on
-    where they are from.
+    """Read the tables of folders and files as one, with each run's settings and notes on sources.
 
     Raises:
         DataError: Where there are no tables, none that can be read, or tables of several names.
     """
-    # each table, and the folder up to which its settings are looked for
+    # Each table has a folder at which the search for its settings stops.
     roots: dict[Path, Path] = {}
-    unread: list[str] = []
+    read_errors: list[str] = []
     empty_folders: list[Path] = []
     for name in names:
         tables, folders_without_table = _find_tables(name)
@@ -71,7 +69,7 @@ def read_runs(
         expected = f"expected files such as {USUAL_TABLE_NAMES[0]}"
         raise DataError(f"{names_text}: neither runs of gpulab nor tables in it; {expected}")
     base = _common_folder(roots.values())
-    if len(names) > 1:  # as a shell makes them of a pattern
+    if len(names) > 1:  # a shell has expanded a pattern
         roots = {table: base if base in table.parents else root for table, root in roots.items()}
     frames: list[pd.DataFrame] = []
     origins: dict[str, set[str]] = {}  # the names of files that settings came from, by setting
@@ -80,11 +78,11 @@ def read_runs(
         try:
             frame, table_notes = read_table(table)
         except DataError as error:
-            unread.append(str(error))
+            read_errors.append(str(error))
             continue
         notes += table_notes
         settings, errors = find_settings(table, root)
-        unread += [str(error) for error in errors]
+        read_errors += [str(error) for error in errors]
         frame = _add_run_name(frame, table, base)
         frame, columns = _add_settings(
             frame, {name: value for name, (value, _) in settings.items()}
@@ -95,11 +93,11 @@ def read_runs(
         frames.append(frame)
     if not frames:
         raise DataError(
-            f"none of {len(roots)} tables can be read: {'; '.join(unread[:MAX_NAMED_FILES])}"
+            f"none of {len(roots)} tables can be read: {'; '.join(read_errors[:MAX_NAMED_FILES])}"
         )
     frame = pd.concat(frames, ignore_index=True)
-    tables_were = "1 table was" if len(frames) == 1 else f"{len(frames)} tables were"
-    sentences = [f"{tables_were} read ({_count_names(table.name for table in roots)})."]
+    tables_phrase = "1 table was" if len(frames) == 1 else f"{len(frames)} tables were"
+    sentences = [f"{tables_phrase} read ({_count_names(table.name for table in roots)})."]
     sentences += dict.fromkeys(notes)
     frame = _add_seed(frame, origins, sentences)
     sentences += _origin_notes(origins)
@@ -117,9 +115,9 @@ def read_runs(
         if len(empty_folders) > MAX_NAMED_FILES:
             folders_text += f" and {len(empty_folders) - MAX_NAMED_FILES} more"
         sentences.append(f"Without a table, and so left out: {folders_text}.")
-    if unread:
-        unread_text = "; ".join(unread[:MAX_NAMED_FILES])
-        if len(unread) > MAX_NAMED_FILES:
+    if read_errors:
+        unread_text = "; ".join(read_errors[:MAX_NAMED_FILES])
+        if len(read_errors) > MAX_NAMED_FILES:
             unread_text += "; …"
         sentences.append(f"Left out, because it cannot be read: {unread_text}.")
         warnings.warn(f"left out, because it cannot be read: {unread_text}", stacklevel=4)
@@ -127,7 +125,7 @@ def read_runs(
 
 
 def _common_folder(folders: Iterable[Path]) -> Path:
-    """The lowest folder that holds all of these; the current one where there is none."""
+    """The lowest common folder of these paths; the current one if there is none."""
     try:
         return Path(os.path.commonpath([str(folder) for folder in folders]))
     except ValueError:  # some are absolute and others relative, or on several drives
@@ -138,9 +136,7 @@ def _common_folder(folders: Iterable[Path]) -> Path:
 
 
 def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]:
-    """The tables that a folder, a file or a pattern stands for, each with its root, and folders
-    of runs without one.
-    """
+    """The tables of a folder, file or pattern, each with its root, and folders without a table."""
     path = Path(name)
     if is_pattern(name):
         matches = sorted(glob.glob(str(name), recursive=True), key=_natural_key)
@@ -168,7 +164,7 @@ def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]
 
 
 def _pattern_root(pattern: Path) -> Path:
-    """The folder above the first part of a pattern that stands for several names.
+    """The folder above the first part of a pattern that has wildcards.
 
     >>> (
     ...     _pattern_root(Path("outputs/a/*/metrics.csv")).as_posix(),
@@ -185,8 +181,7 @@ def _pattern_root(pattern: Path) -> Path:
 
 
 def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The tables in a folder and those below it, and folders with a configuration of Hydra and no
-    table.
+    """The tables in a folder tree, and its folders with a Hydra configuration but no table.
 
     Raises:
         DataError: For a folder that cannot be read, and tables of several names of which none is
@@ -203,8 +198,10 @@ def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
             if ".hydra" in folders:
                 configured.append(Path(parent))
             folders[:] = [name for name in folders if not name.startswith(".")]
-            visible = [name for name in names if not name.startswith(".")]
-            tables += [Path(parent, name) for name in visible if name.endswith(TABLE_SUFFIXES)]
+            visible_names = [name for name in names if not name.startswith(".")]
+            tables += [
+                Path(parent, name) for name in visible_names if name.endswith(TABLE_SUFFIXES)
+            ]
             if len(tables) > MAX_TABLES:
                 raise DataError(
                     f"{folder}: more than {MAX_TABLES:,} tables; give a pattern such as"
@@ -216,9 +213,7 @@ def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:
-    """The tables with the usual name for logs, or all where they have one name, or lie in one
-    folder.
-    """
+    """The tables with the usual name for logs; all if they share a name or a folder."""
     counts = Counter(table.name for table in tables)
     for name in USUAL_TABLE_NAMES:
         if name in counts and len(counts) > 1:
@@ -239,7 +234,7 @@ def _natural_key(path: str | Path) -> list[tuple[int, str]]:
 
 
 def _count_names(names: Iterable[str]) -> str:
-    """How often names occur, the most frequent first."""
+    """The names with their counts in words, the most frequent first."""
     counts = Counter(names).most_common()
     count_texts = []
     for name, count in counts[:MAX_NAMED_FILES]:
@@ -253,9 +248,7 @@ def _count_names(names: Iterable[str]) -> str:
 
 
 def _add_run_name(frame: pd.DataFrame, table: Path, base: Path) -> pd.DataFrame:
-    """A table with the name of its run; one of TensorBoard's has a column that is called as its
-    tag.
-    """
+    """Add the run's name to a table; TensorBoard's value column is renamed to its tag."""
     name = table.relative_to(base).as_posix() if table.is_relative_to(base) else table.as_posix()
     run = (
         name.removesuffix(table.suffix)
@@ -272,7 +265,7 @@ def _add_run_name(frame: pd.DataFrame, table: Path, base: Path) -> pd.DataFrame:
 def _add_settings(
     frame: pd.DataFrame, settings: dict[str, Value]
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """A table with a column for each setting, and what the columns are called.
+    """Add a column for each setting to a table, and return the columns' names too.
 
     A setting whose name is that of a column of the table, or means something to a verdict, has
     `config.` before it.
@@ -317,10 +310,10 @@ def _config_name(file: Path) -> str:
 
 def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
     """Yield sentences on which settings came from which files."""
-    by_files: dict[str, list[str]] = {}
+    columns_by_files: dict[str, list[str]] = {}
     for column, names in origins.items():
-        by_files.setdefault(" and ".join(sorted(names)), []).append(column)
-    for origin, columns in by_files.items():
+        columns_by_files.setdefault(" and ".join(sorted(names)), []).append(column)
+    for origin, columns in columns_by_files.items():
         columns_text = ", ".join(sorted(columns)[:MAX_NAMED_SETTINGS])
         if len(columns) > MAX_NAMED_SETTINGS:
             columns_text += f" and {len(columns) - MAX_NAMED_SETTINGS} more"
@@ -328,7 +321,7 @@ def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
 
 
 def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table with what the names of its runs say: `optimizer=adam,seed=3`, `adam/seed_3`.
+    """Add columns parsed from the names of runs: `optimizer=adam,seed=3`, `adam/seed_3`.
 
     What remains of a name without its seed, and is not the same for all, is the column `group`.
 
@@ -364,22 +357,22 @@ def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parse_run_name(run: str) -> tuple[dict[str, Value], list[str]]:
-    """The settings that a run's name says, and what remains of it.
+    """Parse the settings in a run's name, and return the remaining parts too.
 
     >>> _parse_run_name("optimizer=adam,seed=3"), _parse_run_name("adam-seed3/version_0")
     (({'optimizer': 'adam', 'seed': 3}, []), ({'seed': 3}, ['adam', 'version_0']))
     """
     settings: dict[str, Value] = {}
     remainder: list[str] = []
-    for part in re.split(r"[/\\]|,(?=[^,=/]+=)", run):
-        name, separator, text = part.partition("=")
+    for segment in re.split(r"[/\\]|,(?=[^,=/]+=)", run):
+        name, separator, text = segment.partition("=")
         if separator and name.isidentifier():
             settings[name] = parse_value(text)
             continue
-        match = SEED_PATTERN.search(part)
+        match = SEED_PATTERN.search(segment)
         if match:
             settings["seed"] = int(match[1])
-            part = (part[: match.start()] + part[match.end() :]).strip(" _-=.,:")
-        if part:
-            remainder.append(part)
+            segment = (segment[: match.start()] + segment[match.end() :]).strip(" _-=.,:")
+        if segment:
+            remainder.append(segment)
     return settings, remainder

@@ -44,7 +44,7 @@ QUALIFIER_WORDS = word_set(
     " overall absolute abs simulation sim communication federated server val valid validation eval"
     " test"
 )
-# before a slash
+# Words that may precede a slash in a metric's name.
 FOLDER_WORDS = QUALIFIER_WORDS | word_set("time timers progress rollout counters charts metrics")
 CLOCK_NAMES = frozenset({"timestamp", "wall time", "relative time process", "relative time wall"})
 # columns that say which run a row belongs to
@@ -75,7 +75,7 @@ MAX_NAMED_RUNS = 5  # runs in one sentence
 
 @dataclass(frozen=True)
 class RowChoice:
-    """Which row of a run is compared, where a run has several.
+    """The choice of the row that is compared if a run has several.
 
     Attributes:
         last: The counting column whose last value is taken, such as `epoch`; None for none.
@@ -111,7 +111,7 @@ ALL_ROWS = RowChoice()
 
 @dataclass(frozen=True)
 class MetricColumn:
-    """The metric's column as numbers, and what is known of those that are not finite.
+    """The metric's column as numbers, with the status of those that are not finite.
 
     Attributes:
         values: The numbers, shape (rows,).
@@ -148,8 +148,7 @@ def choose_rows(
     choice: RowChoice,
     column: MetricColumn,
 ) -> ChosenRows:
-    """Choose a row for each run where runs have several; all rows where they have one, or are mere
-    repetitions.
+    """Choose one row for each run that has several; mere repetitions keep all their rows.
 
     Args:
         frame: The table.
@@ -194,9 +193,7 @@ def choose_rows(
 
 
 class _RunTable:
-    """A table whose rows belong to runs: those with the same level, block and number of the
-    repetition.
-    """
+    """A table whose rows belong to runs, identified by level, block and repetition."""
 
     def __init__(
         self, frame: pd.DataFrame, metric: str, factor: str, block: str, column: MetricColumn
@@ -219,9 +216,7 @@ class _RunTable:
         return bool(pd.Series(self.runs[positions]).duplicated().any())
 
     def counters(self, positions: NDArray[np.intp]) -> list[str]:
-        """The counting columns in which rows of one run differ, epochs before steps, and clocks
-        last.
-        """
+        """The counting columns that vary within a run: epochs before steps, and clocks last."""
         counters = []
         for name in map(str, self.frame.columns):
             if name in (self.metric, self.factor, self.block) or not (
@@ -234,7 +229,7 @@ class _RunTable:
         return sorted(counters, key=lambda name: (is_clock(name), "epoch" not in name.lower()))
 
     def numbers(self, name: str) -> NDArray[np.float64] | None:
-        """A column as numbers, NaN where it is empty; None for a column of anything else."""
+        """A column as numbers, with NaN for empty cells; None if it is not numeric."""
         column = self.frame[name]
         if is_bool_dtype(column.dtype):
             return None
@@ -254,7 +249,7 @@ class _RunTable:
         )
 
     def find_diverged(self, counters: Sequence[str]) -> NDArray[np.bool_]:
-        """Which rows say that their run diverged.
+        """Which rows record that their run diverged.
 
         A NaN that may be an empty cell says so at the end of a run, where other runs have numbers
         at the same epoch.
@@ -279,11 +274,11 @@ class _RunTable:
 
     def rows_with_metric(self, is_diverged: NDArray[np.bool_]) -> NDArray[np.intp]:
         """The rows in which the metric is given, and one row of each run that has none of them."""
-        is_given = np.isfinite(self.column.values) | is_diverged
+        has_value = np.isfinite(self.column.values) | is_diverged
         has_any = np.zeros(self.runs.max() + 1, bool)
-        has_any[self.runs[is_given]] = True
+        has_any[self.runs[has_value]] = True
         is_last = ~pd.Series(self.runs).duplicated(keep="last").to_numpy()
-        return np.flatnonzero(is_given | (is_last & ~has_any[self.runs]))
+        return np.flatnonzero(has_value | (is_last & ~has_any[self.runs]))
 
     def check_one_run_each(self, positions: NDArray[np.intp]) -> None:
         """Raise `UsageError` where rows of one level and block belong to several runs by name."""
@@ -318,26 +313,26 @@ class _RunTable:
     def _differing_settings(
         self, rows: NDArray[np.intp], ignored_columns: Iterable[str]
     ) -> list[str]:
-        """Columns that do not change inside a run by its name, and differ between the runs of
-        these rows.
-        """
-        of_rows = self.frame.iloc[rows]
+        """Columns that are constant within runs by name, and differ between these rows' runs."""
+        selected_rows = self.frame.iloc[rows]
         ignored = (self.metric, self.factor, self.block, *ignored_columns)
-        names = [name for name in map(str, of_rows.columns) if name not in ignored]
-        texts = of_rows[names].astype(str)
-        by_run = texts.groupby(
-            next(of_rows[name].astype(str) for name in RUN_NAME_COLUMNS if name in of_rows)
+        names = [name for name in map(str, selected_rows.columns) if name not in ignored]
+        texts = selected_rows[names].astype(str)
+        texts_by_run = texts.groupby(
+            next(
+                selected_rows[name].astype(str)
+                for name in RUN_NAME_COLUMNS
+                if name in selected_rows
+            )
         )
         return [
             name
             for name in names
-            if texts[name].nunique() > 1 and (by_run[name].nunique() == 1).all()
+            if texts[name].nunique() > 1 and (texts_by_run[name].nunique() == 1).all()
         ]
 
     def refuse(self, counters: list[str], positions: NDArray[np.intp]) -> None:
-        """Raise `UsageError` that says in which column the rows of a run differ, and both ways
-        to choose one.
-        """
+        """Raise `UsageError` naming the differing column and the two ways to choose a row."""
         values = self.numbers(counters[0])
         assert values is not None
         counts = pd.Series(values[positions]).groupby(self.runs[positions]).nunique()
@@ -359,9 +354,7 @@ class _RunTable:
         is_diverged: NDArray[np.bool_],
         filled_rows: NDArray[np.intp],
     ) -> ChosenRows:
-        """Choose the last row of each run by a counting column, and among several of them by the
-        others.
-        """
+        """Choose each run's last row by a counting column, and resolve ties by the others."""
         counts = self._counter_values(last, filled_rows)
         chosen_rows = self._rows_with_largest_count(filled_rows, counts, counters)
         # several empty cells say no more than one
@@ -382,8 +375,8 @@ class _RunTable:
             raise UsageError(
                 f"last={name!r}: expected a column of numbers, such as epochs or steps"
             )
-        is_given = np.isfinite(self.column.values[positions])
-        n_empty = np.count_nonzero(np.isnan(counts[positions]) & is_given)
+        has_value = np.isfinite(self.column.values[positions])
+        n_empty = np.count_nonzero(np.isnan(counts[positions]) & has_value)
         if n_empty:
             alternatives = [
                 repr(counter) for counter in self.counters(positions) if counter != name
@@ -402,9 +395,7 @@ class _RunTable:
         counter_values: NDArray[np.float64],
         tie_breakers: Sequence[str],
     ) -> NDArray[np.intp]:
-        """The rows with the largest count in each run; where there are several, the other
-        columns decide.
-        """
+        """The rows with the largest count in each run; the other columns resolve ties."""
         for values in (counter_values, *map(self.numbers, tie_breakers)):
             if values is None:
                 continue
@@ -503,7 +494,7 @@ class _RunTable:
         positions: NDArray[np.intp],
         is_diverged: NDArray[np.bool_],
     ) -> str:
-        """Say what was taken of each run, and where runs ended before the others."""
+        """Describe the rows that were chosen, and the runs that ended before the others."""
         text = (
             f"Of {len(self.frame):,} rows {description} was taken for each {self.factor} and"
             f" {self.block}"
@@ -538,7 +529,7 @@ class _RunTable:
             return str(value)
 
     def _run_text(self, row: int) -> str:
-        """What a run is called: its level and its block."""
+        """The name of a run: its level and its block."""
         level = level_text(self.frame[self.factor].iloc[row], self.factor)
         name = level if "=" in level else f"{self.factor} {level}"
         return f"{name} {self.block} {self.frame[self.block].iloc[row]}"
@@ -547,8 +538,7 @@ class _RunTable:
 def growing_columns(
     frame: pd.DataFrame, factor: str, block: str, names: Iterable[str]
 ) -> list[str]:
-    """Those of some columns that grow from row to row in each level and block, and so may count
-    along a training.
+    """The columns that grow from row to row in each level and block, and may count steps.
 
     >>> table = pd.DataFrame(
     ...     {"setting": list("aaabbb"), "seed": 0, "episode": [0, 1, 2] * 2, "x": [3, 1, 2] * 2}
@@ -614,8 +604,7 @@ def is_clock(name: str) -> bool:
 
 
 def direction_of(name: str) -> Mode | None:
-    """Whether the lowest or the highest value of a metric is the best, by its name; None where that
-    does not tell.
+    """Whether the lowest or highest value of a metric is best, by its name; None if unclear.
 
     >>> [
     ...     direction_of(name)
@@ -631,7 +620,8 @@ def direction_of(name: str) -> Mode | None:
     words = [re.sub(r"\d+$", "", word) for word in _word_list(name)]
     while len(words) > 1 and words[-1] in SUBSET_WORDS:
         words.pop()
-    lower, higher = LOWER_IS_BETTER & set(words), HIGHER_IS_BETTER & set(words)
+    lower = LOWER_IS_BETTER & set(words)
+    higher = HIGHER_IS_BETTER & set(words)
     if (
         not words
         or INVERTING_WORDS & set(words)
@@ -645,7 +635,7 @@ def direction_of(name: str) -> Mode | None:
 
 
 def _choose_direction(best: str, mode: str | None) -> Mode:
-    """The direction as asked for, or by the name; `UsageError` where that does not tell."""
+    """The requested direction, or that of the metric's name; `UsageError` if it is unclear."""
     valid_mode = next((candidate for candidate in MODES if candidate == mode), None)
     direction = valid_mode or direction_of(best)
     if direction is None:

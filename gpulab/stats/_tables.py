@@ -1,6 +1,4 @@
-"""Tables of runs that other programs wrote: CSV, TSV and Parquet files, exports, and folders of
-runs.
-"""
+"""Tables of runs from other programs: CSV, TSV and Parquet files, exports and folders."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
 
 
 def read_file(file: Path) -> pd.DataFrame:
-    """A table as it stands in a file; `DataError` where it cannot be read or has no rows."""
+    """Read the table in a file; `DataError` if it cannot be read or has no rows."""
     content = files.read(file)
     with files.convert_read_errors(file, "cannot be read as a table"):
         is_parquet = file.suffix == ".parquet"
@@ -127,9 +125,7 @@ def _rename_state(
 
 
 def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The table of a chart of Weights & Biases, which has a column for each run, with a row for
-    each run and step.
-    """
+    """Convert a chart of Weights & Biases, a column for each run, to rows of run and step."""
     counter, *run_columns = map(str, frame.columns)
     matches = [match for match in map(WANDB_CHART.fullmatch, run_columns) if match]
     if not matches or len(matches) < len(run_columns):
@@ -157,7 +153,8 @@ def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _read_text(text: str) -> pd.DataFrame:
-    comments = re.match(r"(#.*\n)*", text)  # as before the header of a monitor of Stable-Baselines3
+    # A monitor of Stable-Baselines3 has comments before its header.
+    comments = re.match(r"(#.*\n)*", text)
     text = (
         text[comments.end() :]
         if comments and "," in text[comments.end() :].partition("\n")[0]

@@ -30,8 +30,7 @@ MAX_LOOKS = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class Verdict(VerdictPage):
-    """What `verdict` returns: each level of a factor, such as a setting, compared with a reference
-    on the same seeds.
+    """The result of `verdict`: each level of a factor compared with a reference on the same seeds.
 
     `print(verdict)` says it in sentences, `verdict.plot()` draws it, a notebook shows both, and
     `verdict.save(file)` writes both to an HTML page.
@@ -88,7 +87,7 @@ class Verdict(VerdictPage):
       likewise at 95 %.
     - `p_diverged`: The p value of the test that both diverge equally often.
     - `unpaired`: How many runs have no partner of the same seed.
-    - `seeds_needed`: About how many seeds such a comparison needs: with so many, four times in
+    - `seeds_needed`: About how many seeds such a comparison needs: with this number, four times in
       five, no difference is shown to be none, and about as often one as large as the margin is
       shown. It is for normal differences, and alpha / the number of levels. Where the decision is
       inconclusive it is above the seeds that there are; infinite where 100,000 are not enough, and
@@ -110,8 +109,7 @@ class Verdict(VerdictPage):
         return describe_with_numbers(self)
 
     def sentences(self, words: TextByLevel | None = None) -> list[str]:
-        """Say what the levels came to, a sentence or two for those of one decision: the effect
-        first.
+        """Summarise the levels in a sentence or two for each decision, effects first.
 
         Args:
             words: What levels and the metric are called, such as `{"cuda": "the GPU", "final_loss":
@@ -123,7 +121,7 @@ class Verdict(VerdictPage):
         return level_sentences(self, words or {})
 
     def picture(self) -> Picture | None:
-        """The figure of every run and every difference; None where there is nothing to compare."""
+        """The figure of every run and every difference; None if there is nothing to compare."""
         return self.plot() if self.rows else None
 
 
@@ -141,8 +139,7 @@ def verdict(
     best: str | None = None,
     mode: str | None = None,
 ) -> Verdict:
-    """Decide for each level of a factor, such as a setting, whether it changes a metric, by runs on
-    the same seeds.
+    """Decide for each level of a factor whether it changes a metric, using the same seeds.
 
     Each level is compared with a reference, seed by seed. It gets one of four decisions:
 
@@ -217,7 +214,7 @@ def verdict(
         >>> found.decision  # of four looks, six seeds show nothing
         'inconclusive'
 
-        Of a table with a row for each epoch, the last or the best row of each run is compared:
+        If a table has a row for each epoch, the last or the best row of each run is compared:
 
         >>> epochs = pd.concat([pd.concat([cpu, cuda]).assign(epoch=epoch) for epoch in range(3)])
         >>> print(gl.verdict(epochs, last="epoch").notes[0])

@@ -78,14 +78,12 @@ def level_sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
             f"Only {_level_name(verdict, verdict.reference, words)} was run, so there is nothing to"
             " compare."
         ]
-    by_level = [_level_sentence(verdict, row, words) for row in verdict.rows]
-    return [*by_level, *_outlier_sentences(verdict), *_looks_sentences(verdict)]
+    sentences = [_level_sentence(verdict, row, words) for row in verdict.rows]
+    return [*sentences, *_outlier_sentences(verdict), *_looks_sentences(verdict)]
 
 
 def describe_with_numbers(verdict: Decisions) -> str:
-    """A line for each level, its decision, sentence and numbers, and then what holds for all of
-    them.
-    """
+    """A line for each level with its decision, sentence and numbers, then the common facts."""
     reference_seeds = f"{verdict.block}s under {_level_name(verdict, verdict.reference)}"
     lines = [_level_paragraph(verdict, row) for row in verdict.rows] or level_sentences(verdict, {})
     lines.append(
@@ -103,10 +101,9 @@ def describe_with_numbers(verdict: Decisions) -> str:
 
 
 def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
-    """Which seeds were left out of the comparison of a level, because one of the two lacks them;
-    empty for none.
-    """
-    factor, block = verdict.factor, verdict.block
+    """The seeds left out because the level or the reference lacks them; empty for none."""
+    factor = verdict.factor
+    block = verdict.block
     preposition = "under" if factor == "setting" else "with"
     blocks_by_level = verdict.runs.groupby(factor, sort=False)[block]
     seeds_by_level = {level: list(dict.fromkeys(blocks)) for level, blocks in blocks_by_level}
@@ -141,7 +138,7 @@ def _join_values(values: list[Level]) -> str:
 
 
 def _level_name(verdict: Decisions, level: Level, words: TextByLevel | None = None) -> str:
-    """What a level is called."""
+    """The name of a level in sentences."""
     return (words or {}).get(level, level_text(level, verdict.factor))
 
 
@@ -151,7 +148,7 @@ def p_text(value: float) -> str:
 
 
 def _level_sentence(verdict: Decisions, row: LevelDecision, words: TextByLevel) -> str:
-    """What a level came to."""
+    """The sentence on the result of a level."""
     case = _sentence_key(verdict, row)
     facts = _name_facts(verdict, row, words)
     if case == "diverged":
@@ -206,9 +203,7 @@ def _divergence_facts(verdict: Decisions, row: LevelDecision) -> dict[str, objec
 
 
 def _effect_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
-    """How far a level differs, in how many seeds, what that is compared with, and what would
-    settle it.
-    """
+    """How far a level differs, in how many seeds, against which margin, and what would decide."""
     block = verdict.block
     differences = verdict.pairs[verdict.pairs[verdict.factor] == row.level].difference
     direction = "higher" if row.difference > 0 else "lower"
@@ -234,8 +229,9 @@ def _effect_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
 
 
 def _average_text(verdict: Decisions, row: LevelDecision, direction: str) -> str:
-    """How far a level is from the reference on average, and in which direction, up to the
-    reference's name.
+    """How far, and in which direction, a level is from the reference on average.
+
+    The text ends before the reference's name.
     """
     if row.difference == 0:
         return "the same on average as"
@@ -243,9 +239,7 @@ def _average_text(verdict: Decisions, row: LevelDecision, direction: str) -> str
 
 
 def _amount_text(verdict: Decisions, row: LevelDecision, value: float) -> str:
-    """A difference in per cent of the reference's mean where all values are above zero, or as it
-    is.
-    """
+    """A difference in per cent of the reference's mean if all values are positive, or as it is."""
     if verdict.runs[verdict.metric].min() > 0 and row.margin_relative > 0:
         return f"{100 * value * row.margin_relative / row.margin:.2g} %"
     return f"{value:.2g}"
@@ -270,7 +264,7 @@ def _margin_meaning(verdict: Decisions) -> str:
 
 
 def _open_conditions(verdict: Decisions, row: LevelDecision) -> Iterator[str]:
-    """What would settle it."""
+    """The conditions that leave the question open, and what would settle it."""
     block = verdict.block
     min_pairs = min_significant_pairs(1 - row.confidence)
     if may_diverge_discordantly(row):
@@ -304,7 +298,7 @@ def _outlier_sentences(verdict: Decisions) -> Iterator[str]:
 
 
 def _looks_sentences(verdict: Decisions) -> Iterator[str]:
-    """How often the question may be asked, where more than once."""
+    """The number of looks for which the tests are corrected, if there are several."""
     if verdict.looks == 1 or not verdict.rows:
         return
     all_looks = f"{100 * verdict.alpha:.3g} %"

@@ -1,4 +1,4 @@
-"""Where runs are kept, and how they are read again: one format, one reader, one writer."""
+"""Storage of runs: one format, one reader, one writer."""
 
 import lazy_loader
 

@@ -37,7 +37,7 @@ class _RequiredRecord(TypedDict):
 
 
 class RunRecord(_RequiredRecord, total=False):
-    """What a store keeps of a run beside its history and weights.
+    """The stored record of a run, besides its history and weights.
 
     Factors that have another than their usual value (`gpulab.run_options.FACTORS`) are further
     keys.
@@ -114,9 +114,7 @@ def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a recorded run's model, with a PredNet's usual truncation, which records
-    leave out.
-    """
+    """The model options of a recorded run, with the usual truncation that records leave out."""
     options = dict(record["configuration"].get("model_options", {}))
     # A network that was handed in is recorded by its layers, and has no options.
     if record["experiment"] == "prednet" and "channels" in options:
@@ -125,8 +123,7 @@ def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def learning_task(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run was to learn: its configuration without the factors among the options of
-    its model.
+    """Return what a run was to learn: its configuration without the model's factors.
 
     >>> configuration = {"model_options": {"channels": [3, 4], "truncation": "loss"}}
     >>> learning_task({"configuration": configuration})

@@ -1,6 +1,4 @@
-"""The identity of a run: an id that depends on what was run, on which content, and on nothing
-else.
-"""
+"""The identity of a run: an id that depends only on what was run and on which content."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Identity(NamedTuple):
-    """What makes a run this run.
+    """The values that identify a run.
 
     Attributes:
         id: Its name, which depends on what was run, on what, and on nothing else.
@@ -46,7 +44,7 @@ def identify_run(
 
 
 def run_id(identity: dict[str, Any]) -> str:
-    """A name for a run that depends on this and on nothing else."""
+    """The id of a run, which depends only on these values."""
     words = (
         identity["experiment"],
         identity["profile"],
@@ -61,8 +59,7 @@ def run_id(identity: dict[str, Any]) -> str:
 def replace_path_by_content(
     configuration: dict[str, Any], record: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A configuration in which a film or a folder of frames goes by its content instead of by its
-    place.
+    """Replace the path of a film or a folder of frames in a configuration by its content hash.
 
     >>> replace_path_by_content({"data": "video:walk.mp4", "seed": 0}, {"content": "1c9a"})
     {'data': 'video:1c9a', 'seed': 0}
@@ -77,10 +74,10 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """The SHA-256 of weights by name: equal for equal bits."""
     import torch
 
-    sha = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        sha.update(name.encode())
-        sha.update(
+        hasher.update(name.encode())
+        hasher.update(
             tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         )
-    return sha.hexdigest()
+    return hasher.hexdigest()

@@ -1,4 +1,4 @@
-"""One run in a store: how it is written, found and read, and what becomes of a damaged one.
+"""One run in a store: writing, finding and reading it, and the quarantine of damaged ones.
 
 A store is a folder. A run in it is a folder with `run.json`, which says what was run and what came
 of it, and `results.safetensors`, its history and, where they are kept, its weights. A run is
@@ -122,8 +122,7 @@ class StoredRun(NamedTuple):
 
 
 def read_entry(path: str) -> list[RunEntry]:
-    """Read the records below a path: of the one run in a folder, or of all runs in a file of packed
-    ones.
+    """Read the records below a path: of the run in a folder, or of all runs in a packed file.
 
     Raises:
         DataError: For a damaged or foreign file, which the message names, and for a run without
@@ -149,9 +148,7 @@ def read_entry(path: str) -> list[RunEntry]:
 def begin_record(
     identity: Identity, machine_passport: Mapping[str, Any], **notes: str | None
 ) -> dict[str, Any]:
-    """Return the record of a run that begins now. The `notes` are not part of what identifies
-    the run.
-    """
+    """Create the record of a run that begins now. The `notes` are not part of its identity."""
     return {
         **identity.record,
         "arithmetic": arithmetic(),
@@ -181,9 +178,7 @@ def find_run(store: Path, identity: Identity) -> StoredRun | None:
 
 
 def quarantine(store: Path, path: Path) -> Path | None:
-    """Move a damaged file or folder into the store's folder for these; None where another
-    process already has.
-    """
+    """Move a damaged file or folder to quarantine; None if another process already did."""
     target = store / DAMAGED_FOLDER / f"{path.name}-{uuid.uuid4().hex[:6]}"
     with files.convert_write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -244,9 +239,7 @@ def write_run(
 
 
 def _add_weights(folder: Path, run: StoredRun, weights: Tensors) -> None:
-    """Keep the weights of a run that was kept without them, if they are those that its record
-    tells of.
-    """
+    """Add weights to a run stored without them, if they match the digest in its record."""
     if weights_digest(weights) == run.record["summary"].get("weights"):
         write_results(folder, folder.name, run.history, weights)
     else:
@@ -264,8 +257,9 @@ def read_run(folder: Path) -> StoredRun:
 
 
 def read_results(folder: str | Path) -> tuple[pyarrow.Table, Tensors | None]:
-    """A run's history, one row a window: `window`, `step`, `loss`, `seconds`; and its weights
-    where it has any.
+    """A run's history, one row for each window, and its weights if there are any.
+
+    The columns are `window`, `step`, `loss` and `seconds`.
     """
     file = Path(folder) / RESULTS_FILE
     tensors, notes = read_tensors(file)

@@ -1,6 +1,4 @@
-"""The runs of a store as tables: one row for each run, one row for each window of a history, and
-packed files.
-"""
+"""The runs of a store as tables: a row for each run or each window, and packed files."""
 
 from __future__ import annotations
 
@@ -130,8 +128,7 @@ def has_runs(folder: Path) -> bool:
 
 
 def drop_empty_losses(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table of runs without columns of losses that no run has, where runs have metrics of other
-    names.
+    """Drop columns of losses that no run has, if runs have metrics of other names.
 
     >>> import pandas as pd
     >>> nan = float("nan")
@@ -231,10 +228,10 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     windows = np.repeat([record["configuration"].get("window", 1) for record in records], lengths)
     histories = pa.concat_tables(tables).to_pandas()
     histories["frames_seen"] = (histories["window"] + 1) * windows
-    of_run = frame[
+    run_frame = frame[
         ["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]
     ]
-    repeated = of_run.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
+    repeated = run_frame.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
     return pd.concat([histories, repeated], axis=1)
 
 
@@ -265,9 +262,8 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
     """
     frame = runs(store) if isinstance(store, str | Path) else store
     if frame.empty:
-        raise DataError(
-            f"{file}: not written: there are no runs in {'the table' if store is frame else store}"
-        )
+        source = "the table" if store is frame else store
+        raise DataError(f"{file}: not written: there are no runs in {source}")
     records, histories = zip(*read_histories(frame), strict=True)
     recorded.write_packed(Path(file), list(records), list(histories))
     return len(frame)
@@ -330,9 +326,7 @@ def _build_frame(paths: list[str]) -> pd.DataFrame:
 
 
 def _build_row(entry: RunEntry) -> Row:
-    """Build the row of a run in the table; `DataError`, naming the file, for a record that it
-    cannot be built from.
-    """
+    """Build the table row of a run; `DataError`, naming the file, for an unsuitable record."""
     record = entry.record
     configuration = record["configuration"]
     is_function = "source" in configuration

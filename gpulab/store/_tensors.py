@@ -16,9 +16,7 @@ Tensors = dict[str, "torch.Tensor"]  # by name, such as the weights of a model
 
 
 def write_tensors(file: Path, tensors: Tensors, notes: dict[str, Any]) -> None:
-    """Write tensors, in one step, as a safetensors file with JSON notes and a seal in its
-    header.
-    """
+    """Write tensors atomically as a safetensors file, with JSON notes and a seal."""
     from safetensors.torch import save
 
     # Cloned, because a tensor that two names share could not be stored.

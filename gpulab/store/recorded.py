@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow
 
-# of all that is kept: documents, tables, packed runs, and in a store runs, results and checkpoints
+# The version of all files: documents, tables, packed runs, runs, results and checkpoints.
 FORMAT_VERSION = 3
 PACKAGE_FOLDER = Path(__file__).parents[1]
 DATA_FOLDER = (
@@ -52,17 +52,13 @@ def recorded_folder(name: str) -> Path:
 
 
 def read_document(file: str | Path, max_bytes: int = files.MAX_FILE_BYTES) -> dict[str, Any]:
-    """A recorded JSON document of at most `most` bytes; `DataError`, naming it, for a damaged or
-    foreign one.
-    """
+    """Read a recorded JSON document of at most `most` bytes; `DataError` if damaged or foreign."""
     content = files.read(file, max_bytes)
     return check_document(file, files.read_json(file, content), content)
 
 
 def check_document(file: str | Path, notes: object, content: bytes) -> dict[str, Any]:
-    """The notes in a file of this content, without format and seal; `DataError` unless both are
-    what they should be.
-    """
+    """Return the notes of a file's content; `DataError` unless its format and seal are right."""
     version = notes.pop("format", None) if isinstance(notes, dict) else notes
     if not isinstance(notes, dict) or version != FORMAT_VERSION:
         raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads {FORMAT_VERSION}")
@@ -72,8 +68,7 @@ def check_document(file: str | Path, notes: object, content: bytes) -> dict[str,
 
 
 def make_measurement(device: str, **tables: Any) -> dict[str, Any]:
-    """What this machine measured on a device, to be kept by `write_document` in
-    `data/measured/KIND-MACHINE.json`.
+    """Describe this machine's measurement, for `write_document` to `measured/KIND-MACHINE.json`.
 
     Args:
         device: Its kind, such as `cpu`.
@@ -94,7 +89,7 @@ def make_measurement(device: str, **tables: Any) -> dict[str, Any]:
 
 
 def read_measured(kind: str) -> list[dict[str, Any]]:
-    """What was measured of a kind: the documents `data/measured/KIND-*.json`."""
+    """Read the measurements of a kind: the documents `data/measured/KIND-*.json`."""
     return [
         read_document(file) for file in sorted(recorded_folder("measured").glob(f"{kind}-*.json"))
     ]
@@ -116,9 +111,7 @@ def recorded_table(kind: str, table: str = "rows") -> pd.DataFrame:
 
 
 def write_document(file: Path, document: Mapping[str, Any]) -> None:
-    """Write a document with its format and seal, whose folder is made if need be; whole or not
-    at all.
-    """
+    """Write a document with its format and seal atomically, and make its folder if needed."""
     sealed = {**document, "format": FORMAT_VERSION, "seal": files.UNSEALED}
     files.write(file, files.seal(json.dumps(sealed, indent=1).encode() + b"\n"))
 
@@ -129,8 +122,7 @@ def write_document(file: Path, document: Mapping[str, Any]) -> None:
 def write_table(
     file: Path, table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **options: Any
 ) -> None:
-    """Write a table with its record (passport, command, …) in the file's own description; whole or
-    not at all.
+    """Write a table atomically, with its record (passport, command, …) in the file's metadata.
 
     `options` are those of pyarrow's `ParquetWriter`.
     """
@@ -199,7 +191,7 @@ def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyar
     }
     columns["seconds"] = [(seconds * 1024).round() / 1024 for seconds in columns["seconds"]]
     rows = pyarrow.table({"record": [json.dumps(record) for record in records], **columns})
-    # to split their bytes makes a file smaller by a sixth
+    # Splitting their bytes makes a file smaller by a sixth.
     numbers = [
         "loss.list.element",
         "seconds.list.element",
@@ -210,9 +202,7 @@ def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyar
 
 
 def read_packed(file: Path) -> list[tuple[dict[str, Any], Callable[[], pyarrow.Table]]]:
-    """The runs in such a file: each a record, and what reads its history. None where it is
-    another recording.
-    """
+    """Read packed runs, each a record and a reader of its history; None for other recordings."""
     table, _ = read_rows(file)
     if "record" not in table.column_names:
         return []
@@ -225,8 +215,7 @@ def read_packed(file: Path) -> list[tuple[dict[str, Any], Callable[[], pyarrow.T
 
 
 def check_history(file: str | Path, columns: Columns, row: int | None = None) -> pyarrow.Table:
-    """A history from its columns, or from a row of lists; `DataError`, naming the file, for what is
-    none.
+    """Build a history from columns or a row of lists; `DataError`, naming the file, if invalid.
 
     >>> import pyarrow
     >>> columns = {"window": [0, 1], "step": [1, 2], "loss": [0.5, None], "seconds": [0.1, 0.2]}
@@ -242,7 +231,7 @@ def check_history(file: str | Path, columns: Columns, row: int | None = None) ->
             for name in HISTORY_TYPES
         }
         history = pyarrow.table(values)
-        # a loss that is not a number is written as NaN
+        # A loss that is not a number is written as NaN, so cells are never empty.
         if any(column.null_count for column in history.columns):
             raise DataError(f"{file}: a history with empty cells")
         return history.cast(pyarrow.schema(HISTORY_TYPES.items()))

@@ -1,4 +1,4 @@
-"""Adam, without what importing torch's own class costs."""
+"""Adam, without the cost of importing torch's own class."""
 
 from __future__ import annotations
 

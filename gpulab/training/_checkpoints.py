@@ -1,6 +1,4 @@
-"""Checkpoints: a training at the end of a window, as a file from which an interrupted run goes
-on.
-"""
+"""Checkpoints: files from which an interrupted training resumes at the end of a window."""
 
 from __future__ import annotations
 

@@ -43,8 +43,9 @@ class EvaluationEngine(BatchEngine):
 def heldout_loss(
     model: Trainable, data: Data, window: int, setting: Setting, fast: bool = True
 ) -> float:
-    """Return the mean squared error per held-out frame, in windows of `window` frames. Leaves the
-    model in eval mode.
+    """Return the mean squared error per held-out frame; leaves the model in eval mode.
+
+    The frames are predicted in windows of `window` frames.
 
     If `fast` is true, a faster engine may compute the loss; results agree up to rounding.
     """
@@ -56,6 +57,6 @@ def heldout_loss(
         per_frame, state = engine.train_window(frames, None if restart else state)
         # a CUDA graph writes those of the next window into the same memory
         losses.append(per_frame.clone())
-    # one synchronisation with the device instead of one per window
+    # This synchronises with the device once instead of once per window.
     values = torch.cat(losses).tolist()
     return math.fsum(values) / len(values)

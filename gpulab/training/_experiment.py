@@ -1,6 +1,4 @@
-"""Experiments: seeds × settings, each run in a worker process, so that no setting affects
-another.
-"""
+"""Experiments: seeds × settings, isolated from each other in worker processes."""
 
 from __future__ import annotations
 
@@ -44,8 +42,7 @@ LOCK_LEASE_SECONDS = 120.0  # the lifetime of a lock that is not refreshed
 
 
 class Experiment:
-    """Train the same model under several settings from the same seeds, for a comparison by
-    `gpulab.verdict`.
+    """Train a model under several settings from the same seeds, for `gpulab.verdict` to compare.
 
     Each run is trained in a worker process, so that no setting leaks into another. All runs are
     kept in a store; those that it has already are not trained again.
@@ -106,15 +103,18 @@ class Experiment:
         variants: Iterable[Options] = ({},),
         registered: str | Path | None = None,
     ) -> None:
-        self.model, self.profile = model, profile
+        self.model = model
+        self.profile = profile
         self.function = as_training_function(model)
         self.settings = _parse_settings(settings)
         default_seeds = DEFAULT_SEEDS if self.function else protocol(str(model), profile).seeds
         seeds = default_seeds if seeds is None else seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
-        self.options, self.variants = dict(options or {}), list(variants)
+        self.options = dict(options or {})
+        self.variants = list(variants)
         self.folder = store_folder(store)
-        self.reruns, self.workers = reruns, workers
+        self.reruns = reruns
+        self.workers = workers
         self.registered = registered
         check_count("reruns", reruns)
         check_count("workers", workers)
@@ -206,13 +206,13 @@ class Experiment:
         # A lock detects at once that its holder on this machine has died, and through an expired
         # lease that a holder on another machine has. The same lock object must be polled each time.
         locks = [_lock(self.folder, identity) for identity in identities]
-        done = {
+        finished_runs = {
             number for number, identity in enumerate(identities) if find_run(self.folder, identity)
         }
         failures: dict[int, str] = {}  # error messages, by the number of the run
         clock = RunClock([job["setting"] for job in jobs], self.workers)
         started_at = time.monotonic()
-        for number in done:
+        for number in finished_runs:
             clock.skip(number)
 
         def train_run_if_missing(number: int) -> None:
@@ -223,15 +223,15 @@ class Experiment:
             with files.convert_write_errors(lock.lock_file), contextlib.suppress(Timeout), lock:
                 try:
                     if not find_run(self.folder, identity):
-                        clock.begin(number)
+                        clock.start_run(number)
                         if workers.run_job(job, share_folder / str(number)) != identity.id:
                             problem = (
                                 "its function or data were changed while the experiment ran; run it"
                                 " again"
                             )
                             raise GpulabError(problem)
-                        clock.end(number)
-                    done.add(number)
+                        clock.end_run(number)
+                    finished_runs.add(number)
                 except Exception as error:
                     prefix = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
                     failures[number] = f"{job['setting']} seed {job['seed']}: {prefix}{error}"
@@ -241,14 +241,14 @@ class Experiment:
             return {
                 number: job
                 for number, job in enumerate(jobs)
-                if number not in done and number not in failures
+                if number not in finished_runs and number not in failures
             }
 
         def update_progress() -> None:
             shares = {
                 number: read_share(share_folder / str(number)) for number in list(clock.started)
             }
-            update_bar(bar, clock, len(done) + len(failures), shares, started_at)
+            update_bar(bar, clock, len(finished_runs) + len(failures), shares, started_at)
 
         bar = Progress(
             total=len(jobs), unit="run", leave=False, disable=not progress, bar_format=BAR_FORMAT
@@ -303,8 +303,7 @@ def seed_runs(
     progress: bool = True,
     **changes: Any,
 ) -> pd.DataFrame:
-    """Train a network of your own from several seeds under one setting, in this process; nothing is
-    kept.
+    """Train your own network from several seeds under one setting in this process, unstored.
 
     The first seed that fails ends it. An `Experiment` keeps runs in a store, and goes on where it
     was interrupted.

@@ -1,5 +1,4 @@
-"""A training of the user's own: any function of a seed, called under a setting, whose numbers are
-kept as a run.
+"""Custom training functions: called with a seed under a setting, their metrics kept as a run.
 
 Which run it is depends on the function's options and on the text of its file, with whatever lies
 beside it that it imports: after an edit, of a comment too, the same seeds are other runs, and those
@@ -49,8 +48,7 @@ DEFAULT_METRIC = "final_loss"  # the name of a number without one
 
 
 class TrainingFunction:
-    """A function `train(seed, setting, …)`, checked: what it is called, its options, and what it
-    was.
+    """A checked function `train(seed, setting, …)`: its name, its options and its source.
 
     Attributes:
         name: `file.py:name`, or the name alone for a function typed into a notebook.
@@ -92,8 +90,7 @@ class TrainingFunction:
         )
 
     def describe_options(self, options: Options) -> tuple[Options, dict[str, str]]:
-        """Return all options as JSON has them, and the digest of the files that they name, if they
-        name any.
+        """Return all options as JSON, and the digest of the files that they name, if any.
 
         Raises:
             UsageError: For an option that the function does not have, or that JSON cannot carry.
@@ -121,8 +118,7 @@ class TrainingFunction:
         return json_options, {"content": files.digest(contents)} if contents else {}
 
     def __call__(self, setting: Setting, seed: int, options: Options) -> dict[str, Any]:
-        """Call the function with the random numbers drawn from the seed; returns its numbers by
-        name.
+        """Call the function with random numbers seeded; returns its metrics by name.
 
         Empty where the training diverged by an `ArithmeticError` or a `LinAlgError`. The setting is
         activated already.
@@ -165,7 +161,7 @@ class FunctionRun(PlannedRun):
     def plan(
         cls, function: TrainingFunction, setting: Setting, seed: int, rerun: int, options: Options
     ) -> FunctionRun:
-        """Check what a training by a function was asked for.
+        """Check the arguments of a training by a function.
 
         Raises:
             UsageError: For an option that the function does not have, or that JSON cannot carry.
@@ -239,7 +235,7 @@ class FunctionRun(PlannedRun):
 
 
 def _summarize_metrics(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What the record says of the end of a training that gave these numbers."""
+    """The record's summary of a training with these metrics."""
     if not all(map(math.isfinite, metrics.values())):
         metrics = {}
     if "loss" in metrics:
@@ -253,9 +249,7 @@ def _summarize_metrics(metrics: dict[str, Any], seconds: float) -> dict[str, Any
 
 
 def as_training_function(net: object) -> TrainingFunction | None:
-    """The training of the user's own that a function stands for, or the name of one; None for
-    anything else.
-    """
+    """Convert a function, or the name of one, to a `TrainingFunction`; None for anything else."""
     if isinstance(net, TrainingFunction):
         return net
     if isinstance(net, str):
@@ -300,13 +294,13 @@ def _check_parameters(train: Callable[..., Any], name: str) -> dict[str, inspect
         for n, p in signature.parameters.items()
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
-    without_default = [
+    required_parameters = [
         n for n, p in parameters.items() if n not in FILLED_PARAMETERS and p.default is p.empty
     ]
-    if without_default or "seed" not in parameters:
+    if required_parameters or "seed" not in parameters:
         problem = "it takes no seed"
-        if without_default:
-            problem = f"{without_default[0]} without a default, which says what was trained"
+        if required_parameters:
+            problem = f"{required_parameters[0]} without a default, which says what was trained"
         raise UsageError(
             f"train {name}{signature}: {problem}; expected, by name and in any order, seed, where"
             " wanted setting, and options"

@@ -1,6 +1,4 @@
-"""Trainings of gpulab's own networks: what they were asked for, and the network and data that
-follow from it.
-"""
+"""Trainings of gpulab's networks: the request, and the network and data that follow from it."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ class NetworkRun(PlannedRun):
         model_options: Options | None = None,
         **factors: Any,
     ) -> NetworkRun:
-        """Check what a training of a network was asked for, make the model and load the data.
+        """Check the arguments of a network's training, make the model and load the data.
 
         Args:
             net: A name of `gpulab.models.MODELS`, or such a network.
@@ -200,8 +198,7 @@ class NetworkRun(PlannedRun):
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Activate the setting, with no more threads than the model can use, and compile the model
-        if it says so.
+        """Activate the setting, limit the threads to what the model uses, and compile if asked to.
 
         >>> from gpulab.settings import setting
         >>> with (
@@ -219,14 +216,12 @@ class NetworkRun(PlannedRun):
                 setattr(
                     self.model, attribute, self.setting.compiled(getattr(self.model, attribute))
                 )
-                # a copy of the model would call this one's
+                # Otherwise a copy of the model would call this model's compiled function.
                 stack.callback(delattr, self.model, attribute)
             yield
 
     def draw_weights(self) -> None:
-        """Give the model the weights that training starts from: those of the seed, unless it
-        holds loaded ones.
-        """
+        """Give the model its initial weights: those of the seed, unless it holds loaded ones."""
         if self.model.fresh:
             device = self.setting.device if self.factors["draws"] == "device" else "cpu"
             self.model.draw_weights(torch.Generator(device).manual_seed(self.seed))
@@ -234,16 +229,12 @@ class NetworkRun(PlannedRun):
             flip_bit(self.model, self.factors["flip"])
 
     def init_training(self) -> Training:
-        """Return the training as it begins: with the weights drawn, and the network on its
-        device.
-        """
+        """Return the training before its first window: weights drawn, network on its device."""
         self.draw_weights()
         return Training(self.model.to(self.setting.device, self.setting.dtype), self.learning_rate)
 
     def select_engine(self, training: Training) -> Engine:
-        """Return the fastest engine for a training, unless autograd's own gradients were asked
-        for.
-        """
+        """Return the fastest engine for a training, unless autograd's gradients are required."""
         autograd_engine = AutogradEngine(training, Loader(self.factors["loader"], self.setting))
         return select_engine(autograd_engine, self.setting, self.factors["fast"])
 
@@ -258,11 +249,9 @@ class NetworkRun(PlannedRun):
     def train(
         self, checkpoint: Path | None, watch: Watch | None, progress: bool
     ) -> TrainingOutcome:
-        """Train the network by gpulab's own loop, and evaluate it on the held-out part of the
-        data.
-        """
+        """Train the network with gpulab's loop and evaluate it on the held-out data."""
         training = self.init_training()
-        resumed = resume_checkpoint(training, checkpoint)
+        is_resumed = resume_checkpoint(training, checkpoint)
         resumed_at = len(training.history)
         training.loss_sync_interval = (
             LOSS_SYNC_SECONDS if watch is None and self.setting.kind != "cpu" else 0.0
@@ -278,7 +267,7 @@ class NetworkRun(PlannedRun):
             progress=progress,
         )
         results = self.summarize(training, self.evaluate(training))
-        if resumed:
+        if is_resumed:
             results = {"resumed_at": resumed_at} | results
         self.data.check_unchanged()
         self.model.fresh = False
@@ -300,9 +289,7 @@ class NetworkRun(PlannedRun):
         return loss
 
     def summarize(self, training: Training, heldout: float) -> dict[str, Any]:
-        """Return what the record says of the end of a training, with its held-out loss. JSON has
-        no NaN.
-        """
+        """Return the record's summary of a training with its held-out loss; NaN becomes None."""
         diverged = training.diverged_at is not None
         history = training.history
         last_losses = [
@@ -377,8 +364,7 @@ def _check_loader(loader: str, model: Trainable) -> None:
 def _make_model(
     net: Trainable | str, defaults: Protocol, options: Options
 ) -> tuple[Trainable, Options]:
-    """Return a copy of the given network, or a new one of that name, and what makes it, for the
-    record.
+    """Return a copy of the given network or a new one by name, and its record.
 
     A network given by name is described by its options; one that was passed in, by its layers, its
     attributes and the digest of its loaded weights.

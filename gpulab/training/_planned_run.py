@@ -31,7 +31,7 @@ Options = dict[str, Any]  # by name, with values of any type that JSON can carry
 
 @dataclass
 class TrainingOutcome:
-    """What a training left.
+    """The result of a training.
 
     Attributes:
         history: One note for each window.
@@ -48,7 +48,7 @@ class TrainingOutcome:
 
 
 class RestoredRun(NamedTuple):
-    """What belongs to a stored run beside its record and history.
+    """The network and the data of a stored run.
 
     Attributes:
         model: The network with the stored weights; None for a function, and where no weights were
@@ -90,7 +90,7 @@ class PlannedRun(ABC):
     @property
     @abstractmethod
     def configuration(self) -> dict[str, Any]:
-        """What is trained, on what and for how long, as the record keeps it."""
+        """The model, the data and the length of the training, as recorded."""
 
     @property
     @abstractmethod
@@ -122,22 +122,18 @@ class PlannedRun(ABC):
 
     @abstractmethod
     def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun | None:
-        """Return the network and the data of a stored run; None if weights are asked for that
-        were not kept.
-        """
+        """Return the network and data of a stored run; None if requested weights are missing."""
 
     # Common to both
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Activate the setting. Random numbers that are drawn inside leave the caller's as they
-        were.
-        """
+        """Activate the setting. The caller's random number generators are left as they were."""
         with self.setting.apply(), torch.random.fork_rng(devices=[]):
             yield
 
     def identity(self, passport: Passport, is_stored: bool = True) -> Identity:
-        """Return what identifies this run, on the machine of a passport.
+        """Return the identity of this run on the machine of a passport.
 
         Raises:
             UsageError: If the run is to be kept in a store but its content has no digest.
@@ -162,7 +158,7 @@ class PlannedRun(ABC):
         return identify_run(requested, passport, contents)
 
     def command(self) -> str | None:
-        """Return the command line that makes this run, or None where there is none."""
+        """Return the command line that makes this run, or None if there is none."""
         if self.command_net is None:
             return None
         parts = ["gpulab", "train", self.command_net, *self._command_profile()]
@@ -171,7 +167,8 @@ class PlannedRun(ABC):
             parts += ["--rerun", str(self.rerun)]
         for flag, options in self._command_flags().items():
             for name, value in options.items():
-                parts += [flag, f"{name}={value if isinstance(value, str) else as_json(value)}"]
+                text = value if isinstance(value, str) else as_json(value)
+                parts += [flag, f"{name}={text}"]
         return shlex.join(parts)
 
     def _command_profile(self) -> list[str]:

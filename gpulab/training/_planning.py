@@ -28,7 +28,7 @@ def plan_run(
     rerun: int = 0,
     **factors: Any,
 ) -> NetworkRun | FunctionRun:
-    """Check what `gpulab.train` was asked for; its arguments have the same names there.
+    """Check the arguments of `gpulab.train`, which have the same names there.
 
     Returns:
         A `NetworkRun`, with the model made and the data loaded, or a `FunctionRun`.
@@ -62,6 +62,6 @@ def plan_run(
     check_options("data_options", data_options)
     arguments = {"data": data, **lengths, "data_options": data_options}
     given_arguments = {name: value for name, value in arguments.items() if value is not None}
-    without_value = {name: None for name, value in factors.items() if value is None}
-    options = without_value | given_arguments | factors | model_options
+    empty_factors = {name: None for name, value in factors.items() if value is None}
+    options = empty_factors | given_arguments | factors | model_options
     return FunctionRun.plan(function, Setting.parse(setting), seed, rerun, options)

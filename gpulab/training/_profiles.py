@@ -12,7 +12,7 @@ FINAL_LOSS_DIVISOR = 5  # the final loss is the mean over the last 1/5 of the wi
 
 
 class Protocol(NamedTuple):
-    """What a profile means for one model.
+    """The protocol of a model in a profile.
 
     `frames` are trained on in windows of `window`; `seeds` is how many an experiment uses unless
     told; `data` with `data_options`, `size` (height, width) and `model` (options of the model) are
@@ -51,8 +51,7 @@ PROTOCOLS = {
 
 
 def profile(name: str) -> str:
-    """Choose the profile, which says how large experiments are: `GPULAB_PROFILE` if that is set,
-    else `name`.
+    """Choose the profile, the size of experiments: `GPULAB_PROFILE` if set, else `name`.
 
     Notebooks call it, so that one environment variable makes all of them small for a test.
 

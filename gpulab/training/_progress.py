@@ -1,4 +1,4 @@
-"""How far the runs of an experiment are, and how long the others will take."""
+"""The progress of an experiment's runs, and the time that remains."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextlib.contextmanager
 def write_share_to(file: Path | None) -> Iterator[None]:
-    """Have trainings inside write the share that is done to a file, for another process; None
-    writes nothing.
-    """
+    """Have trainings inside write their progress to a file for another process; None for none."""
     written_at = float("-inf")
 
     def write_share(share: float) -> None:
@@ -33,7 +31,7 @@ def write_share_to(file: Path | None) -> Iterator[None]:
         now = time.monotonic()
         if file is not None and now - written_at >= REPORT_SECONDS:
             written_at = now
-            # a bar that stands still is no reason to end a training
+            # A failure to report progress must not end a training.
             with contextlib.suppress(OSError):
                 file.write_text(f"{share:.6f}")
 
@@ -52,7 +50,7 @@ def report_share(share: float) -> None:
 
 
 def read_share(file: Path) -> float:
-    """What a run has written; 0 where it has not written yet, or is writing now."""
+    """Read the progress that a run has written; 0 if it has not written yet, or is writing now."""
     try:
         return min(1.0, max(0.0, float(file.read_text())))
     except (OSError, ValueError):
@@ -69,8 +67,8 @@ class RunClock:
 
     Examples:
         >>> time = iter([0.0, 10.0, 10.0, 10.0, 12.0])
-        >>> clock = RunClock(["cpu", "cpu", "cuda"], n_parallel=1, now=lambda: next(time))
-        >>> clock.begin(0), clock.end(0), clock.begin(1)
+        >>> clock = RunClock(["cpu", "cpu", "cuda"], n_parallel=1, clock=lambda: next(time))
+        >>> clock.start_run(0), clock.end_run(0), clock.start_run(1)
         (None, None, None)
         >>> # Ten for the second run, and as many are guessed for the one under cuda
         >>> clock.seconds_left({1: 0.0})
@@ -80,11 +78,11 @@ class RunClock:
     """
 
     def __init__(
-        self, settings: Sequence[str], n_parallel: int, now: Callable[[], float] = time.monotonic
+        self, settings: Sequence[str], n_parallel: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.settings = list(settings)
         self.n_parallel = n_parallel
-        self.now = now
+        self.clock = clock
         self.started: dict[int, float] = {}
         self.pending = set(range(len(settings)))
         self.seconds: dict[str, list[float]] = {}  # of the runs that ended, by setting
@@ -94,26 +92,25 @@ class RunClock:
         self.pending.discard(number)
         self.started.pop(number, None)
 
-    def begin(self, number: int) -> None:
+    def start_run(self, number: int) -> None:
         """Note that a run begins."""
         self.pending.discard(number)
-        self.started[number] = self.now()
+        self.started[number] = self.clock()
 
-    def end(self, number: int) -> None:
+    def end_run(self, number: int) -> None:
         """Note that a run has ended."""
         started = self.started.pop(number, None)
         self.pending.discard(number)
         if started is not None:
-            self.seconds.setdefault(self.settings[number], []).append(self.now() - started)
+            self.seconds.setdefault(self.settings[number], []).append(self.clock() - started)
 
     def shares(self, reported_shares: dict[int, float]) -> dict[int, float]:
-        """How much of each run under way is done: as it has noted, or by the time that such runs
-        take.
+        """The finished share of each active run: as it reports, or estimated from past durations.
 
         A run under a setting that is new approaches its end ever more slowly, so that its bar
         moves.
         """
-        now = self.now()
+        now = self.clock()
         seconds_by_setting = self._seconds_by_setting(reported_shares, None)
         typical = _mean(seconds_by_setting.values())
         shares = {}
@@ -130,8 +127,8 @@ class RunClock:
         return shares
 
     def seconds_left(self, reported_shares: dict[int, float]) -> float | None:
-        """How long the runs that are not done will take; None where nobody knows yet."""
-        now = self.now()
+        """The estimated time for the unfinished runs; None if it is unknown yet."""
+        now = self.clock()
         seconds_by_setting = self._seconds_by_setting(reported_shares, now)
         typical = _mean(seconds_by_setting.values())
         if not typical:
@@ -156,9 +153,7 @@ class RunClock:
     def _seconds_by_setting(
         self, reported_shares: dict[int, float], now: float | None
     ) -> dict[str, float]:
-        """How long a run takes under each setting of which that is known: from runs that ended,
-        or one under way.
-        """
+        """The duration of a run under each setting, from finished or active runs, where known."""
         seconds_by_setting = {
             setting: sum(seconds) / len(seconds) for setting, seconds in list(self.seconds.items())
         }

@@ -1,5 +1,4 @@
-"""A program that ends the workers of an experiment whose own process has died, with all that they
-have started.
+"""A program that ends an experiment's workers and their children once its process has died.
 
 It reads the ids of workers from its standard input, one a line, and ends when it is killed or has
 done its work. A thread of a worker could not do this: a worker that hangs at its end runs no
@@ -36,8 +35,8 @@ def main(parent: int) -> None:
 
 
 def end_workers(workers: list[psutil.Process]) -> None:
-    """Have workers save checkpoints and end; then kill what is left of their process groups."""
-    # and is no other process with the same id
+    """Have workers save checkpoints and end; then kill the rest of their process groups."""
+    # `is_running` is false for another process that has since received the same id.
     running = [worker for worker in workers if worker.is_running()]
     leaders = []
     for worker in running:

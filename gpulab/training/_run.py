@@ -48,8 +48,7 @@ HISTORY_DTYPE = np.dtype(
 
 @dataclass
 class Run:
-    """What one training left: the model, the losses along the way, and the record. `gpulab.train`
-    returns it.
+    """The result of `gpulab.train`: the trained model, the losses along the way, and the record.
 
     `print(run)` says it in one line.
 
@@ -108,8 +107,7 @@ class Run:
 
     @torch.no_grad()
     def predict(self) -> tuple[Tensor, Tensor]:
-        """Compute what the trained model makes of the held-out part of the data, in float32 on the
-        CPU.
+        """Compute the trained model's output on the held-out data, in float32 on the CPU.
 
         Returns:
             Two tensors of numbers in [0, 1]. For a sequence both have the shape (T, 1, C, H, W) and
@@ -140,7 +138,8 @@ class Run:
         return inputs[1:, None], predicted
 
     def __repr__(self) -> str:
-        record, summary = self.record, self.record["summary"]
+        record = self.record
+        summary = record["summary"]
         identity = f"{record['experiment']} under {record['setting']}, seed {record['seed']}"
         if self.status == "diverged":
             step = record.get("diverged_at")  # a function does not say
@@ -148,7 +147,8 @@ class Run:
             computed = (
                 f" ({n_later} more windows were computed before it was noticed)" if n_later else ""
             )
-            return f"{identity}: diverged{f' at step {step}' if step else ''}{computed}"
+            place = f" at step {step}" if step else ""
+            return f"{identity}: diverged{place}{computed}"
         numbers = [f"{name} {value:.5g}" for name, value in self.metrics.items()]
         losses = [f"final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}"]
         speed = (
@@ -231,8 +231,7 @@ def train(
         keep_weights: Whether the store keeps the trained weights.
         watch: A function that is called with the model and the number of updates, before the first
             update and after each window. For gpulab's own loop in this process only.
-        progress: Whether to show a progress bar. Of a training of your own nobody knows how far it
-            is.
+        progress: Whether to show a progress bar. Custom training functions report no progress.
         registered: A file that was written before the first run and says what is asked, and how it
             will be answered, such as those in `data/registered`. Its name and SHA-256 are noted in
             the record of a run that is made now, not of one that the store has already.
@@ -322,14 +321,14 @@ def train(
 def _load_stored(
     planned: PlannedRun, folder: Path, identity: Identity, keep_weights: bool
 ) -> Run | None:
-    """Return the run as a store has it; None where the store has none, or lacks weights that are
-    to be kept.
-    """
+    """Return the stored run; None if there is none, or if it lacks weights that are to be kept."""
     stored = find_run(folder, identity)
-    restored = planned.restore(stored, keep_weights) if stored else None
-    if stored is None or restored is None:
+    restored_run = planned.restore(stored, keep_weights) if stored else None
+    if stored is None or restored_run is None:
         return None
-    return Run(restored.model, restored.data, stored.history, stored.record, folder / identity.id)
+    return Run(
+        restored_run.model, restored_run.data, stored.history, stored.record, folder / identity.id
+    )
 
 
 def _train_planned(

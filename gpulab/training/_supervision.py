@@ -1,4 +1,4 @@
-"""What surrounds the training loop: progress, checkpoints from time to time, and interruptions."""
+"""The surroundings of the training loop: progress, periodic checkpoints and interruptions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ LOSS_SYNC_SECONDS = (
 
 
 class Supervisor:
-    """Is called after each window of a training: shows progress, calls the user's `watch`, and
-    keeps checkpoints.
+    """Called after each window: shows progress, calls the user's `watch`, and saves checkpoints.
 
     Args:
         training: What is trained.
@@ -55,7 +54,7 @@ class Supervisor:
             self.watch(self.training.model, self.training.step)
 
     def after_window(self) -> None:
-        """Show and keep what the window has changed."""
+        """Update the progress bar and save a checkpoint if one is due."""
         history = self.training.history
         self.bar.set_postfix(loss=f"{history[-1].loss:.3g}", refresh=False)
         self.bar.update(len(history) * self.window - self.bar.n)
@@ -81,8 +80,7 @@ def supervise(
     checkpoint: Path | None = None,
     progress: bool = True,
 ) -> None:
-    """Train on the windows, with a progress bar, and keep a checkpoint every ten seconds and when
-    interrupted.
+    """Train with a progress bar; save a checkpoint every ten seconds and on interruption.
 
     Args:
         training: What is trained.

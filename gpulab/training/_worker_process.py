@@ -56,9 +56,7 @@ def prepare_worker(start_method: str | None, safe_path: str | None) -> None:
 
 
 def reset_start_method() -> None:
-    """Have `multiprocessing` start processes as in the user's program, whatever the last run has
-    chosen.
-    """
+    """Have `multiprocessing` start processes as in the user's program, not as in the last run."""
     multiprocessing.set_start_method(_start_method, force=True)
 
 
@@ -74,8 +72,7 @@ def end_children() -> None:
 
 
 def _handle_signals() -> None:
-    """Have SIGTERM interrupt a run, as the parent asks for, and Ctrl-C do nothing here: the parent
-    hears it, too.
+    """Have SIGTERM interrupt a run, as the parent requests, and ignore Ctrl-C, which it handles.
 
     A process that is started here begins with Python's own handling of both.
     """
@@ -96,9 +93,7 @@ def _handle_signals() -> None:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """The pickler of `multiprocessing`, which takes along what cannot be imported by name, such
-    as a notebook's.
-    """
+    """The pickler of `multiprocessing`, which sends unimportable objects by value."""
 
     # Those of `multiprocessing` come first: pipes and locks, and torch's tensors.
     dispatch_table = collections.ChainMap(
@@ -116,9 +111,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _pickle_by_value() -> None:
-    """Have `multiprocessing` send what was typed into a notebook or a script to processes that
-    it starts afresh.
-    """
+    """Have `multiprocessing` send objects of notebooks and scripts to processes by value."""
     modules = multiprocessing.reduction, multiprocessing.queues, multiprocessing.connection
     for module, name in zip(
         modules, ("ForkingPickler", "_ForkingPickler", "_ForkingPickler"), strict=True

@@ -46,8 +46,7 @@ CACHED_CHUNKS = 100  # chunks of a film that are kept in memory: 5,000 frames of
 
 
 class Workers(contextlib.AbstractContextManager):
-    """Does up to `count` runs at the same time, each of them given by the arguments of
-    `gpulab.train`.
+    """Runs up to `count` trainings at once, each given by the arguments of `gpulab.train`.
 
     Each is done in a process of its own, which has the environment of its setting and does no run
     of another. Those that may share a GPU are done in threads of this process, each on a stream of
@@ -58,7 +57,7 @@ class Workers(contextlib.AbstractContextManager):
         self.count = count
         self.stop_requested = threading.Event()
 
-        # by thread and setting, of one process each
+        # One process for each thread and setting.
         self.pools: dict[tuple[int, str], ProcessPoolExecutor] = {}
         self.reaper = Reaper()
 
@@ -68,8 +67,7 @@ class Workers(contextlib.AbstractContextManager):
         jobs: dict[int, dict[str, Any]],
         after_poll: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `run_one` with the number of every run, in threads, and meanwhile `after_poll` about
-        once a second.
+        """Call `run_one` with each run's number in threads, and `after_poll` about every second.
 
         When Ctrl-C comes, the runs under way save checkpoints.
         """
@@ -106,8 +104,7 @@ class Workers(contextlib.AbstractContextManager):
         return job["setting"] if may_share and self.count > 1 else ""
 
     def run_job(self, job: dict[str, Any], share_file: Path | None = None) -> str:
-        """Do a run, and return its id when it is stored. Raises `GpulabError` if its process ends
-        by itself.
+        """Train a run, and return its id once stored. Raises `GpulabError` if its process dies.
 
         The training of a network of gpulab's own writes into `share_file` how much of the run is
         done.
@@ -144,8 +141,9 @@ class Workers(contextlib.AbstractContextManager):
         return run.result()
 
     def _pool(self, setting: str) -> ProcessPoolExecutor:
-        """This thread's process, with the environment of a setting: a pool of one, whose end
-        costs others nothing.
+        """This thread's process, a pool of one, with the environment of a setting.
+
+        If it dies, no other run is affected.
         """
         key = threading.get_ident(), setting
         if key not in self.pools:
@@ -166,16 +164,12 @@ class Workers(contextlib.AbstractContextManager):
         return self.pools[key]
 
     def check_stopping(self, *_: Any) -> None:
-        """Interrupt a run that shares this process, after a window, as a signal does in a
-        process of its own.
-        """
+        """Interrupt a run in this process after a window, as a signal does in a worker process."""
         if self.stop_requested.is_set():
             raise KeyboardInterrupt
 
     def stop(self, tasks: set[Future[Any]]) -> None:
-        """Have what is under way save checkpoints and end; a process that does not hear is
-        killed.
-        """
+        """Have active runs save checkpoints and end; a process that does not respond is killed."""
         self.stop_requested.set()
         pools = list(self.pools.values())
         processes = [process for pool in pools for process in process_ids(pool)]
@@ -221,7 +215,7 @@ class Reaper:
                     command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
                 )
             assert self.process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # where somebody has killed it
+            with contextlib.suppress(BrokenPipeError):  # somebody may have killed it
                 self.process.stdin.write("".join(f"{worker}\n" for worker in workers).encode())
 
     def stop(self) -> None:
@@ -233,9 +227,7 @@ class Reaper:
 
 @contextlib.contextmanager
 def share_gpu(setting: str) -> Iterator[Callable[[], None]]:
-    """Have a setting in force around threads; yields what each of them calls first: it takes a
-    stream of its own.
-    """
+    """Activate a setting around threads; yields a function that gives a thread its own stream."""
     parsed = Setting.parse(setting)
     with scenes.remembered_chunks(CACHED_CHUNKS), parsed.apply():
         on_gpu = parsed.kind == "cuda"
@@ -243,8 +235,9 @@ def share_gpu(setting: str) -> Iterator[Callable[[], None]]:
 
 
 def train_job(job: bytes, share_file: Path | None = None) -> str:
-    """Do a run, and return its id. It is unpickled here, since loky ends a process that cannot
-    unpickle its work.
+    """Train a run and return its id.
+
+    The job is unpickled here, since loky ends a process that cannot unpickle its work.
     """
     worker_process.reset_start_method()
     with write_share_to(share_file):
@@ -275,26 +268,21 @@ def wait_for_end(processes: list[int]) -> None:
 
 
 def kill_group(leader: int, number: int | None = None) -> None:
-    """End what a worker that has died had started, on systems with process groups: by SIGKILL,
-    or another signal.
-    """
+    """End the children of a dead worker's process group by SIGKILL or another signal."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL if number is None else number)
 
 
 def chosen_start_method() -> str | None:
-    """How the user's program has `multiprocessing` start processes, where that is not the
-    system's default.
-    """
+    """The start method that the user chose for `multiprocessing`, unless it is the default."""
     method = multiprocessing.get_start_method(allow_none=True)
     return None if method == multiprocessing.get_all_start_methods()[0] else method
 
 
 @contextlib.contextmanager
 def end_on_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP interrupt what is inside, as Ctrl-C does; then this process ends by
-    the signal.
+    """Have SIGTERM and SIGHUP interrupt the block, as Ctrl-C does, and then end this process.
 
     Nothing changes outside of the main thread, where Python handles no signals, nor for a signal
     that the program handles or ignores.

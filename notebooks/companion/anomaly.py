@@ -1,5 +1,4 @@
-"""Notebook 05, the anomaly: what overwritten frames do to what is learned, in the authors' code and
-in our port.
+"""Notebook 05, the anomaly: the effect of overwritten frames in the authors' code and our port.
 
 The loop that the paper's authors published (`main.py` of github.com/eijwat/prednet_in_chainer_py3)
 fills one NumPy buffer per frame and wraps it for the device. Where wrapping does not copy, the
@@ -74,9 +73,7 @@ HEADINGS = {
 
 
 class PlannedPair(NamedTuple):
-    """What is held against what, as planned; the films, or the comparisons, of a family are
-    tested together.
-    """
+    """A planned comparison; the films, or the comparisons, of a family are tested together."""
 
     family: str
     condition: str
@@ -125,8 +122,7 @@ def described(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def published_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Every planned comparison that the `published_runs` allow, corrected by Holm within each
-    family and endpoint.
+    """Every planned comparison of `published_runs`, Holm-corrected in each family and endpoint.
 
     A row for each comparison, film and endpoint: `decision` after the correction, `difference`
     (condition minus reference) with its interval `low`, `high`; `ratio`, the median over seeds of
@@ -184,9 +180,7 @@ def _film_endpoint(
 
 
 def condition_pairs(frame: pd.DataFrame) -> pd.DataFrame:
-    """The final losses of `published_runs` in pairs that differ in the condition alone, a column
-    for each condition.
-    """
+    """The final losses of `published_runs`, paired by all but the condition, a column for each."""
     frame = frame[~frame.condition.str.endswith("no round trip")]
     frame = frame.assign(
         condition=frame.condition.str.partition(", ")[2], device=frame.condition.str[:3]
@@ -196,8 +190,7 @@ def condition_pairs(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
-    """The `published_runs` on a GPU with the round trip to the CPU after each update, against the
-    same without.
+    """The `published_runs` on a GPU with a round trip to the CPU after each update, and without.
 
     A row for each film and condition: `seeds` run both ways, their `windows`, and those whose loss
     has the `same_bits`.
@@ -222,9 +215,10 @@ def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def dose_cells(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row for each cell of the study `dose`: how many `seeds`, their mean `bias`, and the
-    geometric mean of how many times as high the loss is with overwritten as with copied frames
-    (`ratio`).
+    """A row for each cell of the study `dose`: `seeds`, mean `bias` and `ratio`.
+
+    `ratio` is the geometric mean of the loss with overwritten frames over that with copied
+    frames.
     """
     cells = frame.assign(ratio=np.log(frame.shared / frame.copied)).groupby(
         ["machine", "setting", "window", "speed"]
@@ -339,9 +333,7 @@ def published_page(
 
 
 def main_finding(published: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """What the authors' code shows of the condition, and what of the device, in a sentence or
-    two each.
-    """
+    """A sentence or two on what the authors' code shows of the condition and of the device."""
     losses = table[table.endpoint == LOSS]
     same_device = losses.condition.str[:3] == losses.reference.str[:3]
     pairs, devices = condition_pairs(published), losses[~same_device]

@@ -1,6 +1,4 @@
-"""Scripts of `benchmarks/` that notebooks call: trainings in other libraries, and comparisons
-with them.
-"""
+"""Scripts of `benchmarks/` that notebooks call: other libraries, and comparisons with them."""
 
 from __future__ import annotations
 

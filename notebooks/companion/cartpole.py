@@ -17,8 +17,9 @@ WORLDS, STEPS, UPDATES, LAST = (
 
 
 def cartpole(seed: int, keep: str = "as_tensor") -> dict[str, float]:
-    """REINFORCE on eight CartPoles, whose observations are kept until the update: how long a pole
-    stays up at the end.
+    """REINFORCE on eight CartPoles: how long a pole stays up at the end.
+
+    The observations are kept until the update.
 
     Gymnasium's vector of environments hands over one array (`copy=False`), and writes the next
     observation into it.
@@ -64,9 +65,7 @@ def cartpole(seed: int, keep: str = "as_tensor") -> dict[str, float]:
 
 
 def _returns(ended: np.ndarray) -> Tensor:
-    """What follows each step, a point a step, discounted by 0.99 until the pole falls; shape
-    (steps, worlds).
-    """
+    """The return of each step, discounted by 0.99 until the pole falls, shape (steps, worlds)."""
     returns, following = np.zeros(ended.shape, np.float32), np.zeros(ended.shape[1])
     for step in reversed(range(len(ended))):
         following = 1 + 0.99 * following * ~ended[step]

@@ -27,8 +27,7 @@ THREADS = {
 
 
 def cuda_uniform(seed: int, shape: Sequence[int], card: str) -> Tensor:
-    """The numbers of `torch.manual_seed(seed); torch.rand(shape, device="cuda")` on a GPU, computed
-    on a CPU.
+    """Compute on a CPU what `torch.rand(shape, device="cuda")` draws after `torch.manual_seed`.
 
     `card` is one of the models of GPU in `THREADS`. This follows torch's kernel thread by thread
     (ATen/native/cuda/DistributionTemplates.h, torch 2.15), of at most 2^29 numbers. A thread draws
@@ -50,8 +49,7 @@ def cuda_uniform(seed: int, shape: Sequence[int], card: str) -> Tensor:
 
 
 def philox(counter: Sequence[np.ndarray | int], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox 4×32-10: four uint32 arrays of random bits for four counters that broadcast, and a
-    seed's two halves.
+    """Philox 4×32-10: four uint32 arrays of random bits for four counters and two seed halves.
 
     NumPy has Philox 4×64 alone. Source: Salmon, Moraes, Dror, Shaw 2011, *Parallel random numbers:
     as easy as 1, 2, 3*.

@@ -1,6 +1,4 @@
-"""Pages without code, each a widget of the companion in a kernel of its own, served by Voilà on
-this machine alone.
-"""
+"""Pages without code: each shows a widget in a kernel of its own, served locally by Voilà."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its title, what of `companion` it shows, two sentences, and the notebook that
-    explains it.
-    """
+    """A page: its title, its widget in `companion`, two sentences, and the notebook behind it."""
 
     title: str
     call: str

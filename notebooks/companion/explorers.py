@@ -22,7 +22,7 @@ from companion.widgets import Explorer
 from gpulab.picture import Picture
 from gpulab.plots import theme
 from gpulab.plots._runs import verdict_title
-from gpulab.plots.theme import FAINT, INK, ON_GPU, Look
+from gpulab.plots.theme import FAINT, INK, ON_GPU, Style
 from gpulab.report import paragraphs, table
 from gpulab.saddles import CriticalPoint, Surface, find_critical_point, surface
 from gpulab.saddles._escapes import Descent, Weights, choose_optimizer
@@ -84,8 +84,7 @@ def _player(slider: ipywidgets.IntSlider, step: int = 1, interval: int = 250) ->
 
 
 class BufferExplorer(ipywidgets.VBox):
-    """Numbers that are written into one buffer, a frame each, and which of them the gradient finds
-    there.
+    """Numbers that are written into one buffer frame by frame, and those that the gradient sees.
 
     >>> explorer = BufferExplorer()
     >>> explorer.seen()["the gradient finds"].tolist()
@@ -105,8 +104,7 @@ class BufferExplorer(ipywidgets.VBox):
         self._show()
 
     def seen(self) -> pd.DataFrame:
-        """A row for each frame: its loss when it came, (w − frame)² with w = 0, and the frame that
-        the gradient finds.
+        """A row for each frame: its loss at w = 0, (w − frame)², and what the gradient sees.
 
         The gradient of that loss is −2 × frame.
         """
@@ -130,9 +128,7 @@ class BufferExplorer(ipywidgets.VBox):
 
 
 class _TwoWeights(nn.Module):
-    """One unit whose two weights lead in and out: a principal component, whose whole loss can be
-    drawn.
-    """
+    """One unit with two weights, a principal component, whose whole loss can be drawn."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -143,8 +139,9 @@ class _TwoWeights(nn.Module):
 
 
 def small_saddle() -> CriticalPoint:
-    """A saddle of a network of two weights, which holds the smaller of two principal components of
-    second moments 4, 1.
+    """A saddle of a network with two weights, at the smaller of two principal components.
+
+    Their second moments are 4 and 1.
 
     The larger one is at an angle of 0.7, for at others the weights would round otherwise.
     """
@@ -159,8 +156,7 @@ def small_saddle() -> CriticalPoint:
 def trajectory(
     saddle: CriticalPoint, setting: str, optimizer: str, rate: float, push: float
 ) -> pd.DataFrame:
-    """An optimiser's way from a saddle, in the plane of its least and its greatest curvature; a row
-    for each step.
+    """An optimiser's path from a saddle in the plane of extreme curvatures, a row for each step.
 
     Columns are the signed distances `along` and `across`, and the `loss`. It ends where they become
     infinite or NaN.
@@ -180,8 +176,7 @@ def trajectory(
 
 
 class SaddleExplorer(Explorer):
-    """A ball that an optimiser rolls down from a saddle, in an arithmetic, on a surface that can be
-    turned.
+    """A ball that an optimiser rolls down from a saddle, on a surface that can be turned.
 
     >>> explorer = SaddleExplorer()
     >>> explorer.step.value = 200
@@ -289,9 +284,7 @@ class SeedsExplorer(Explorer):
             self._show()
 
     def _show(self, _: object = None) -> None:
-        """Say the verdict on the seeds that are in, and draw it, with those of fewer seeds as
-        far as there is time.
-        """
+        """Show the verdict on the seeds so far, and draw it with earlier ones if there is time."""
         count, deadline = self.seeds.value, time.monotonic() + FILL_SECONDS
         for fewer in range(count, 1, -1):
             if fewer not in self.verdicts and (fewer == count or time.monotonic() < deadline):
@@ -309,9 +302,7 @@ class SeedsExplorer(Explorer):
 
 @theme.with_theme
 def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
-    """The difference and its interval as seeds come in, by how many are in, coloured by the
-    decision.
-    """
+    """The difference and its interval against the number of seeds, coloured by the decision."""
     counts = sorted(verdicts)
     rows = pd.concat([verdicts[count].table for count in counts]).assign(count=counts)
     figure, (axes,) = theme.canvas()
@@ -329,14 +320,14 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
             lw=2.2,
             zorder=2,
         )
-        look: Look = {
+        style: Style = {
             "ls": "",
             "marker": "o",
             "ms": 5,
             "color": DECIDED[decision],
             "label": decision,
         }
-        axes.plot(decision_rows["count"], decision_rows.difference, zorder=3, **look)
+        axes.plot(decision_rows["count"], decision_rows.difference, zorder=3, **style)
     # of the margin what there is room for
     reach = 1.2 * np.nanmax(rows[["low", "high", "difference"]].abs())
     axes.set(xlim=(0.5, max(counts[-1], 10) + 0.5), ylim=(-reach, reach) if reach > 0 else None)
@@ -352,9 +343,7 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
 def saddle_path(
     surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, title: str
 ) -> Picture:
-    """The way of a ball up to a step on the loss around a saddle, seen from `turn` and `tilt`
-    degrees.
-    """
+    """The path of a ball up to a step on the loss around a saddle, seen from `turn` and `tilt`."""
     path_so_far = path[: step + 1]
     ball, top = path_so_far.iloc[-1], 1.8 * surface.loss
     # what rises further would hide the rest

@@ -67,9 +67,7 @@ class Film:
     speed: float
 
     def repeat_loss(self) -> float:
-        """The loss of repeating the last frame, over the frames that a run's `final_loss` is the
-        mean of.
-        """
+        """The loss of repeating the last frame, over the frames behind a run's `final_loss`."""
         return losses_of(self).repeat
 
     def blurred_loss(self) -> float:
@@ -77,9 +75,7 @@ class Film:
         return losses_of(self).blurred
 
     def missing_colour_loss(self) -> float:
-        """The smallest loss that a network with one dead output channel can have on the held-out
-        frames.
-        """
+        """The least held-out loss that a network with one dead output channel can have."""
         return losses_of(self).missing_colour
 
 
@@ -139,9 +135,7 @@ class RenderedLosses:
         return self.frames.missing_colour_loss()
 
     def _last_windows(self) -> Iterator[np.ndarray]:
-        """The windows that a run's final loss is the mean of, in [0, 1], one by one: all at once
-        take 250 MB.
-        """
+        """The windows that a run's final loss averages, in [0, 1], one by one to save 250 MB."""
         length = protocol("prednet", "paper").window
         count = len(self.frames) // length
         last = max(1, count // FINAL_LOSS_DIVISOR)
@@ -151,8 +145,9 @@ class RenderedLosses:
 
 @functools.cache
 def losses_of(film: Film) -> RecordedLosses | RenderedLosses:
-    """The losses of a film: recorded for the films of recorded runs, which take long to render;
-    otherwise computed.
+    """The losses of a film: recorded for films of recorded runs, otherwise computed.
+
+    Films of recorded runs take long to render.
     """
     return recorded_losses().get(film) or RenderedLosses(film)
 
@@ -167,9 +162,7 @@ def recorded_losses() -> dict[Film, RecordedLosses]:
 
 
 def best_blurred_loss(frames: np.ndarray, next_frames: np.ndarray) -> float:
-    """The mean squared error of frames (N, C, H, W) against those after them, blurred by the
-    Gaussian that is best.
-    """
+    """The mean squared error of predicting frames by the previous ones under the best blur."""
     from scipy.ndimage import gaussian_filter
 
     widths = frames.shape[-1] / 64 * np.array(BLUR_WIDTHS)

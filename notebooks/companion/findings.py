@@ -132,8 +132,7 @@ def finding(
     parts: Mapping[str, Part] | Iterable[tuple[str, Part]],
     numbers: Sequence[str] = (),
 ) -> CheckedSentences:
-    """A sentence for each of several results, under a heading of its own; `numbers` are lines
-    behind the fold.
+    """A sentence for each of several results, each with a heading; `numbers` are folded away.
 
     A part is a verdict, a table of `learning_table`, or a sentence or several, said as they are; an
     empty list of them is left out.
@@ -247,9 +246,7 @@ def by_decision(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def names_in_text(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
-    """What each level of a factor is called within a sentence, which has commas of its own: `GPU
-    (TF32)`.
-    """
+    """The name of each level of a factor inside a sentence with commas: `GPU (TF32)`."""
     return {level: _bracketed(words) for level, words in label_levels(levels, factor).items()}
 
 

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class FirstWindow:
-    """A step on the first window of a training, its frames handed over by a `loader`: see
-    `gpulab.data`.
+    """A step on a training's first window, whose frames a `loader` provides: see `gpulab.data`.
 
     For `gpulab.audit` and `gpulab.record` it is a step like any other; nothing is updated. `net` is
     a name, whose weights are drawn from `seed`, or a trained network. `frames` cuts the window
@@ -51,9 +50,7 @@ class FirstWindow:
 
     @contextlib.contextmanager
     def prepared(self, setting: gl.Setting) -> Iterator[Callable[[], Computed]]:
-        """The step with its model in place, so that an audit does not see the model being
-        copied; call it once.
-        """
+        """The step with its model in place, so that audits do not see the copying; call it once."""
         model = copy.deepcopy(self.spec.model).to(setting.device, setting.dtype)
         setattr(model, model.compiled_part, setting.compiled(getattr(model, model.compiled_part)))
         batches = Loader(self.loader, setting).batches(model, self.frames)
@@ -91,9 +88,7 @@ class Computed:
     gradient: dict[str, Tensor]
 
     def against(self, other: Computed) -> dict[str, float]:
-        """How this differs from another: the losses' bits, the gradient's relative distance and
-        cosine.
-        """
+        """The differences from another step: losses' bits, gradients' distance and cosine."""
         own_gradient, other_gradient = (
             torch.cat([gradient[name].reshape(-1) for name in other.gradient])
             for gradient in (self.gradient, other.gradient)

@@ -17,8 +17,7 @@ Decoder = Callable[[bytes], Bytes]
 
 
 def encode_jpeg(frame: Bytes, quality: int = 75, colours: str = "4:2:0") -> bytes:
-    """An RGB frame (3, H, W) of bytes as a JPEG file, by Pillow; `colours` says how they are
-    thinned out.
+    """Encode an RGB frame (3, H, W) as JPEG with Pillow; `colours` is the chroma subsampling.
 
     `4:4:4` not at all, `4:2:0` by half across and down.
     """
@@ -59,8 +58,7 @@ def _av(file: bytes) -> Bytes:
 
 
 def jpeg_decoders() -> dict[str, Decoder]:
-    """The JPEG decoders that work on this machine, each by its name: from a file to RGB bytes (3,
-    H, W).
+    """The available JPEG decoders by name, each from a file to RGB bytes (3, H, W).
 
     `av` is FFmpeg's, by PyAV; `nvjpeg` NVIDIA's, on the GPU. Each is tried once.
 

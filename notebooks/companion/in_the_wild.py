@@ -1,6 +1,4 @@
-"""Notebook 11: public questions of a CPU and a GPU that differ, and the first line of the audit
-of each.
-"""
+"""Notebook 11: public questions about CPU and GPU differences, and what an audit answers first."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ QUESTIONS = (  # of benchmarks/correctness/public_cases.py
 
 
 def public_questions(names: Iterable[str] = QUESTIONS) -> pd.DataFrame:
-    """The first line of the audit of some questions that people asked in public, beside the
-    cause confirmed there.
-    """
+    """The first line of the audit of public questions, beside the cause confirmed there."""
     cases = benchmark("correctness/public_cases")
     chosen_cases = [case for case in cases.CASES if case.name.replace("_", " ") in set(names)]
     first_lines = cases.run(chosen_cases).set_index("case").rename_axis("question")

@@ -56,8 +56,7 @@ COLUMNS = (
 def learning_verdicts(
     frame: pd.DataFrame, factor: str, reference: str, plateau: float, repeat: float = math.nan
 ) -> dict[str, Verdict]:
-    """The verdicts on what runs of one size and film learned, by `METRICS`, as far as they can be
-    asked.
+    """The verdicts on what runs of one size and film learned, for each applicable metric.
 
     A run whose final loss is not below the `plateau`, or that diverged, did not learn. `repeat` is
     the loss of repeating the last frame; NaN, or an infinite plateau, where there is none.
@@ -111,9 +110,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
 
 
 def corrected(table: pd.DataFrame, family: list[str]) -> pd.DataFrame:
-    """Levels of verdicts with Holm's correction within each family, and what is decided after
-    it.
-    """
+    """Levels of verdicts with Holm's correction in each family, and the decisions after it."""
     families = table.groupby(family, dropna=False)
     holm_of = {
         f"p_{name}_holm": families[f"p_{name}"].transform(holm)
@@ -125,9 +122,7 @@ def corrected(table: pd.DataFrame, family: list[str]) -> pd.DataFrame:
 
 
 def _levels(judged: Verdict) -> list[dict[str, object]]:
-    """The levels of a verdict, each with its decision against the margin without the caution
-    about the sd.
-    """
+    """The levels of a verdict with their decisions, ignoring the uncertainty of the sd."""
     table = judged.table.rename(columns={"decision": "uncorrected"}).assign(
         registered=judged.table.decision
     )
@@ -149,9 +144,7 @@ def _levels(judged: Verdict) -> list[dict[str, object]]:
 
 
 def false_alarms(families: int) -> str:
-    """How likely luck alone makes at least one of several families of tests say `different`,
-    each corrected within.
-    """
+    """The chance that luck makes any of several corrected families of tests say `different`."""
     independent, most = 1 - (1 - ALPHA) ** families, min(1.0, families * ALPHA)
     return (
         f"{families} families of tests at alpha {ALPHA:.0%}. If nothing differed anywhere, at least"
@@ -161,8 +154,7 @@ def false_alarms(families: int) -> str:
 
 
 def repeat_losses(frame: pd.DataFrame) -> pd.Series:
-    """For each run the loss of repeating the last frame, over the frames that its `final_loss` is
-    the mean of.
+    """For each run, the loss of repeating the last frame on the frames behind its `final_loss`.
 
     Mean squared errors of frames in [0, 1]; NaN where no film was rendered.
     """
@@ -170,16 +162,12 @@ def repeat_losses(frame: pd.DataFrame) -> pd.Series:
 
 
 def blurred_losses(frame: pd.DataFrame) -> pd.Series:
-    """The same for the last frame blurred, by the Gaussian that is best: what can be had without
-    any motion.
-    """
+    """For each run, the loss of repeating the last frame with the best blur, without motion."""
     return _film_losses(frame, Film.blurred_loss)
 
 
 def missing_colour_losses(frame: pd.DataFrame) -> pd.Series:
-    """For each run the least loss of a network with a dead colour; infinite where no film was
-    rendered.
-    """
+    """For each run, the least loss with a dead colour; infinite if no film was rendered."""
     return _film_losses(frame, Film.missing_colour_loss).fillna(math.inf)
 
 
@@ -217,8 +205,7 @@ def motion_finding(frame: pd.DataFrame) -> str:
 
 
 def conditions(frame: pd.DataFrame) -> pd.Series:
-    """Of each run of gpulab's networks the condition in words: its frames were copied, or
-    overwritten.
+    """The condition of each run of gpulab's networks in words: copied or overwritten frames.
 
     >>> from gpulab.store import recorded_runs
     >>> sorted(set(conditions(recorded_runs())))
@@ -229,9 +216,7 @@ def conditions(frame: pd.DataFrame) -> pd.Series:
 
 
 def atlas() -> pd.DataFrame:
-    """The runs that are shipped with gpulab and those that others contributed to `data/atlas`,
-    as `gpulab.runs`.
-    """
+    """The runs shipped with gpulab and those contributed to `data/atlas`, as `gpulab.runs`."""
     contributed = runs(recorded_folder("atlas")).assign(recorded=True)
     return pd.concat([recorded_runs(), contributed], ignore_index=True).drop_duplicates("id")
 

@@ -1,6 +1,4 @@
-"""Notebooks as files: found, read, written, copied for a class, and tidied before they are
-committed.
-"""
+"""Notebooks as files: finding, reading, writing, copying for a class, and tidying for commits."""
 
 from __future__ import annotations
 
@@ -68,8 +66,7 @@ def tidy(notebook: NotebookNode) -> None:
 
 @extra("notebooks")
 def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
-    """Copies of the notebooks with nothing executed, in which guesses come before answers; the new
-    ones.
+    """Copy the notebooks without outputs, with guesses before answers; returns the new ones.
 
     A copy that is there already stays as it is: it may hold somebody's work. The solutions are
     copied with their outputs.

@@ -1,6 +1,4 @@
-"""An old card and a new one: what runs of the whitener, an audit and verdicts allow one to say
-(notebook 09).
-"""
+"""Notebook 09: what runs of the whitener, an audit and verdicts say of an old and a new card."""
 
 from __future__ import annotations
 
@@ -92,9 +90,7 @@ def _verdict_on_cures(recorded: pd.DataFrame, margin: str) -> Verdict:
 
 
 def _outcomes(judged: Verdict) -> str:
-    """How many changes gave the old losses back, how many were shown not to, and of how many
-    neither is known.
-    """
+    """How many changes restored the old losses, how many did not, and how many are undecided."""
     decisions = judged.table.decision
     matches, rejected = (
         decisions.isin(["equivalent", "different but negligible"]),

@@ -1,6 +1,4 @@
-"""One page that binds what the notebooks found: a letter that needs no other file. nbconvert
-writes it.
-"""
+"""One self-contained page that binds the findings of the notebooks, written by nbconvert."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ gpulab {version}, {profile} profile, {when}, {machine}
 
 
 def write_report(results: list[Result], output: Path, profile: str) -> Path:
-    """Write `output`/report/index.html, and what was measured of each notebook as `results.json`
-    beside it.
+    """Write `output`/report/index.html, and the measurements as `results.json` beside it.
 
     The page says what gpulab is, what was found here and elsewhere, and what failed; then come
     figures and passport.
@@ -80,9 +77,7 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
 
 
 def bind(results: list[Result], profile: str) -> NotebookNode:
-    """A notebook of what the executed notebooks found: their findings by origin, then the
-    figures of each.
-    """
+    """A notebook of the executed notebooks' findings, by origin, followed by their figures."""
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
     failed = [result.name for result in results if result.error]
@@ -151,9 +146,7 @@ def origin_of_finding(cell: NotebookNode) -> str | None:
 
 
 def figure_of(output: NotebookNode) -> dict[str, str] | None:
-    """The figure that a cell put out, as base64 `png` with its words as `alt`; None where it is
-    none.
-    """
+    """The figure in a cell's output as base64 `png` with its `alt` text; None if there is none."""
     data = output.get("data", {})
     if "image/png" not in data:
         return None
@@ -162,9 +155,7 @@ def figure_of(output: NotebookNode) -> dict[str, str] | None:
 
 
 def glossary() -> str:
-    """The words that findings use; the links of their page, which lead to files beside it, are
-    left out.
-    """
+    """The glossary of the findings, without the links of its page to neighbouring files."""
     page = CLONE / "docs" / "glossary.md"
     if not page.is_file():  # the notebooks lie outside of a clone
         return ""

@@ -1,6 +1,4 @@
-"""Executes the notebooks with papermill: as they are, to be committed, or with a profile and a
-device, for a report.
-"""
+"""Executes the notebooks with papermill: in place for a commit, or with parameters for a report."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ NOTEBOOK_BYTES = 3 << 29  # of memory that a notebook may need, its worker proce
 
 @dataclass
 class Result:
-    """What came of one notebook: its executed copy, how long it took, and the error that stopped
-    it, if any.
-    """
+    """The result of one notebook: its executed copy, its duration, and its error if any."""
 
     notebook: Path
     seconds: float
@@ -117,8 +113,7 @@ def execute(
 
 
 def shares_of_cores(jobs: int | None) -> list[set[int]]:
-    """The cores of each of the notebooks that are executed at the same time; by default of two, if
-    there is room.
+    """The cores for each of the notebooks that run at once; by default two notebooks if possible.
 
     Threads of two programs that share cores wait for one another: a training of two threads took
     115 seconds beside others, and 9 on a core of its own. An empty set is all cores, where a system
@@ -155,9 +150,7 @@ def _execute_group(
     shares: list[set[int]],
     wake: Callable[[], object],
 ) -> Iterator[Result]:
-    """Execute notebooks, one on each share of the cores at a time; `wake` is called every
-    second.
-    """
+    """Execute notebooks, one on each share of cores; `wake` is called every second."""
     # a process for each notebook: its peak of memory is its own
     context = multiprocessing.get_context("spawn")
     with (
@@ -238,9 +231,7 @@ def _papermill(source: Path, target: Path | None, parameters: dict[str, str]) ->
 
 
 def _peak_bytes() -> int:
-    """The memory of the largest process that this one has started, where the system counts it;
-    else 0.
-    """
+    """The peak memory of the largest child process where the system counts it, else 0."""
     with contextlib.suppress(ImportError):  # Windows
         import resource
 
@@ -251,9 +242,7 @@ def _peak_bytes() -> int:
 
 @extra("notebooks")
 def execute_in_place(notebooks: Path, only: str | None = None) -> Iterator[Path]:
-    """Execute the notebooks where they are, with the parameters they have, ready to be
-    committed; yields each.
-    """
+    """Execute the notebooks in place with their own parameters, ready for a commit; yields each."""
     for file in find_notebooks(notebooks, only):
         files.check_writable(file)
         read_notebook(file)

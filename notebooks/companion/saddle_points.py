@@ -1,6 +1,4 @@
-"""What escapes and curvature allow one to say of the claim that rounding helps networks past
-saddle points.
-"""
+"""Does rounding help networks past saddle points? What escapes and curvature say of this claim."""
 
 from __future__ import annotations
 
@@ -63,8 +61,7 @@ def saddle_finding(
 
 
 def against_float64(escapes: pd.DataFrame) -> pd.DataFrame:
-    """Each escape beside that of float64 on the same device, from the same seed and at the same
-    learning rate.
+    """Each escape beside that of float64 on the same device, seed and learning rate.
 
     `times` is how many times as many steps it took; NaN where one of the two never left.
     """
@@ -91,9 +88,7 @@ def _summary(pairs: pd.DataFrame) -> str:
 
 
 def _whether(pairs: pd.DataFrame, also: str = "") -> str:
-    """Whether coarser arithmetic left the saddle sooner than float64, with one optimiser: yes,
-    or not shown.
-    """
+    """Whether coarser arithmetic left the saddle sooner than float64: yes, or not shown."""
     name = optimizer_words(pairs.optimizer.iloc[0])
     who = f"{name}, the optimiser of the paper" if pairs.optimizer.iloc[0] == PUBLISHED else name
     times, held = pairs.times.dropna(), (~pairs.escaped).sum()

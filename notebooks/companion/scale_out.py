@@ -19,8 +19,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 def run_program(name: str, *arguments: object) -> dict[str, pd.DataFrame]:
-    """Run `programs/NAME.py` with these arguments, print what it prints, and return the tables that
-    it records.
+    """Run `programs/NAME.py` with arguments, print its output, and return its recorded tables.
 
     Raises:
         GpulabError: With what the program says, where it fails.
@@ -54,9 +53,7 @@ def run_program(name: str, *arguments: object) -> dict[str, pd.DataFrame]:
 def scale_finding(
     ends: pd.DataFrame, scaling: pd.DataFrame, descents: pd.DataFrame, found: pd.DataFrame
 ) -> str:
-    """What was measured here, then what was recorded, in sentences: tables of the notebook,
-    `found` of its fits.
-    """
+    """Sentences on what was measured here and recorded elsewhere; `found` are fits of tables."""
     most = ends[~ends.recorded].groupby("precision").weights.max()
     lines = [
         (

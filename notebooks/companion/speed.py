@@ -1,6 +1,4 @@
-"""What two blogs claim about the speed of GPUs, beside what was measured, and the finding of
-notebook 07.
-"""
+"""Claims of two blogs on the speed of GPUs beside measurements, and the finding of notebook 07."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ ENOUGH = 6  # seeds: as many that all say the same happen by chance in 3 of 100 
 
 
 class Claim(NamedTuple):
-    """What a source says is so many times as fast or as small: two measured numbers, each of a
-    device and a way.
+    """A source's claim of a factor in speed or size between two measured numbers.
+
+    Each number is that of a device and a way.
     """
 
     words: str
@@ -55,8 +54,7 @@ CLAIMS = [Claim(*fields) for fields in (
 
 
 def claims_table(frame: pd.DataFrame, size: str = "quick") -> pd.DataFrame:
-    """The sources' claims, a row each: claimed, measured and answered, from what to what, and how
-    the cases differ.
+    """The sources' claims, a row each: claimed and measured ratio, answer, and differences.
 
     What was measured here in this `size` is taken where it is there, else what was recorded. Where
     trainings from several seeds are compared, the answer is yes or no only if at least six seeds
@@ -83,9 +81,7 @@ def claims_table(frame: pd.DataFrame, size: str = "quick") -> pd.DataFrame:
 
 
 def _side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[pd.Series, str]:
-    """One side of a claim: the best numbers of a device, by seed, and in words; or none, and
-    why.
-    """
+    """One side of a claim: a device's best numbers by seed, in words; or none, and why."""
     frame = frame[(frame.part == claim.part) & (on_gpu(frame) == (device == "gpu"))]
     rows = frame[
         (frame.unit == claim.unit) & frame.value.notna() & ((frame.way == way) | (not way))
@@ -126,9 +122,7 @@ def _compared(slow: pd.Series, fast: pd.Series, unit: str) -> tuple[str, str]:
 def speed_finding(
     steps: pd.DataFrame, updates: pd.DataFrame, everything: pd.DataFrame
 ) -> CheckedSentences:
-    """What was measured here, then what was recorded: the tables `steps`, `updates`,
-    `everything` of the notebook.
-    """
+    """What was measured here and recorded elsewhere: tables `steps`, `updates`, `everything`."""
     steps_here, everything_here = steps[~steps.recorded], everything[~everything.recorded]
     first = steps_here.setting.iloc[0]  # the CPU, where it is one of the devices
     here = steps_here[steps_here.setting == first].set_index("what")[

@@ -29,16 +29,12 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Explorer(ipywidgets.VBox):
-    """Widgets that a still `picture` stands for where no kernel runs; `draw` shows it in
-    `image`.
-    """
+    """Widgets with a still `picture` for where no kernel runs; `draw` shows it in `image`."""
 
     image: ipywidgets.HTML
 
     def draw(self, _: object = None) -> None:
-        """Show the current picture, in full colour: quantising to 256 colours would take as long
-        as drawing.
-        """
+        """Show the picture in full colour; quantising to 256 colours takes as long as drawing."""
         picture, png = self.picture(), io.BytesIO()
         picture.figure.savefig(png, format="png", dpi=PAGE_DPI, facecolor="white")
         self.image.value = image(png.getvalue(), picture.alt, PAGE_DPI)
@@ -54,8 +50,7 @@ class Explorer(ipywidgets.VBox):
 
 
 def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple[str, str, str]:
-    """Sign, exponent and fraction of a number as a format stores them, rounded by a mode of
-    `gpulab.numerics.round_to`.
+    """Sign, exponent and fraction of a number rounded by a mode of `gpulab.numerics.round_to`.
 
     >>> format_bits(-0.1, "float16")
     ('1', '01011', '1001100110')
@@ -74,8 +69,7 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
 
 @theme.with_theme
 def bits_figure(x: float) -> Picture:
-    """A number's bits in float32, and after it was rounded to other formats, as each stores them;
-    filled boxes are 1.
+    """A number's bits in float32 and after rounding to other formats; filled boxes are 1.
 
     The fractions begin in one column, so that what a format drops is missing on the right.
     """
@@ -135,9 +129,9 @@ class BitExplorer(Explorer):
         wrapped = ipywidgets.Layout(flex_flow="row wrap", margin="0 6px 0 0")
         self.bits, self.meanings, groups = [], [], []
         for name, (colour, count) in PARTS.items():
-            look = {"font_weight": "bold", "text_color": colour, "button_color": "white"}
+            style = {"font_weight": "bold", "text_color": colour, "button_color": "white"}
             bits = [
-                ipywidgets.Button(description="0", tooltip=name, layout=layout, style=look)
+                ipywidgets.Button(description="0", tooltip=name, layout=layout, style=style)
                 for _ in range(count)
             ]
             self.bits += bits
@@ -220,8 +214,9 @@ def _in_words(sign: str, exponent: str, fraction: str) -> tuple[str, str, str]:
 
 
 class SliceExplorer(Explorer):
-    """The loss along a line through a network's weights, which a slider turns from the steepest way
-    down to that up.
+    """The loss along a line through a network's weights; a slider turns its direction.
+
+    The direction turns from the steepest descent to the steepest ascent.
 
     Of a `gpulab.saddles.landscape`. Sliders are `angle`, in degrees, and `reach`, a multiple of the
     landscape's extent.

@@ -1,6 +1,4 @@
-"""The networks that notebook 07 measures, and what it calls of `benchmarks/`: other libraries,
-and whole trainings.
-"""
+"""The networks of notebook 07, and its calls of `benchmarks/`: other libraries, whole trainings."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class Row(NamedTuple):
 
 
 class TextNet(nn.Module):
-    """Scores of texts for each class: words are embedded, read by an LSTM or a Transformer
-    encoder, and averaged.
-    """
+    """Scores of texts by class: embedded words, an LSTM or a Transformer encoder, and a mean."""
 
     def __init__(self, kind: str, classes: int, width: int, layers: int = 2) -> None:
         super().__init__()
@@ -69,9 +65,7 @@ class TextNet(nn.Module):
 
 
 def workload(name: str, size: str = "quick") -> gl.Step:
-    """A training step of `resnet18`, of an `LSTM` or of a `Transformer` encoder, on random
-    input.
-    """
+    """A training step of `resnet18`, an `LSTM` or a `Transformer` encoder on random input."""
     if name not in NETWORKS or size not in PROFILES:
         raise gl.UsageError(
             f"{name!r}, {size!r}: expected one of {', '.join(NETWORKS)}, and of"

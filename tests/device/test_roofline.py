@@ -164,7 +164,7 @@ def test_place_is_bound_by_what_takes_longest_and_drawn_there(bound, options):
 def counted(step):
     with OperationCounter() as counter:
         step()
-    return counter.operations, counter.moved
+    return counter.operations, counter.moved_bytes
 
 
 def test_operation_counter_counts_each_byte_once_and_no_views():

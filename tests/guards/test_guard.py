@@ -400,7 +400,7 @@ def test_fingerprint_of_a_tensor_of_several_chunks(monkeypatch):
     ]
     others.append(torch.cat([x[chunk : 2 * chunk], x[:chunk], x[2 * chunk :]]))
     state = torch.get_rng_state()
-    fingerprints._table.cache_clear()
+    fingerprints._random_multipliers.cache_clear()
     assert len({in_words(x), *map(in_words, others)}) == 6
     assert torch.equal(state, torch.get_rng_state()), (
         "its table is drawn beside the generator of training"

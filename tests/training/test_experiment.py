@@ -168,12 +168,12 @@ def test_progress_bar_moves_within_a_run(tmp_path, monkeypatch):
 
 def test_run_clock_estimates_the_time_left_from_the_speed_of_each_setting():
     now = [0.0]
-    clock = progress.RunClock(["fast", "fast", "slow", "slow"], n_parallel=1, now=lambda: now[0])
+    clock = progress.RunClock(["fast", "fast", "slow", "slow"], n_parallel=1, clock=lambda: now[0])
     assert clock.seconds_left({}) is None
-    clock.begin(0)
+    clock.start_run(0)
     now[0] = 1.0
-    clock.end(0)
-    clock.begin(2)
+    clock.end_run(0)
+    clock.start_run(2)
     now[0] = 21.0
     assert clock.seconds_left({}) == pytest.approx(1 + 20), (
         "it has taken twenty seconds, and so will the other"
@@ -181,11 +181,11 @@ def test_run_clock_estimates_the_time_left_from_the_speed_of_each_setting():
     assert clock.seconds_left({2: 0.5}) == pytest.approx(1 + 20 + 40), "half of it is done"
     assert 0.9 < clock.shares({})[2] < 1
     now[0] = 41.0
-    clock.end(2)
+    clock.end_run(2)
     assert clock.seconds_left({}) == pytest.approx(1 + 40)
     clock.skip(1)
     assert clock.seconds_left({}) == pytest.approx(40)
-    clock.begin(3)
+    clock.start_run(3)
     now[0] = 51.0
     assert clock.shares({}) == {3: 0.25}
     assert clock.seconds_left({}) == pytest.approx(30)

@@ -1,5 +1,4 @@
-"""The engine behind `H @ v`: a gradient is captured while it is computed, and its derivative
-replayed as a linear map.
+"""The engine behind `H @ v`: it captures a gradient and replays its derivative as a linear map.
 
 The product of a Hessian with a vector is the derivative of the gradient along it (Pearlmutter
 1994). `linearize_gradient`, the public function of this package, works that derivative out once.
@@ -63,8 +62,7 @@ __all__ = ["linearize_gradient"]
 def linearize_gradient(
     objective: Callable[[], Tensor], points: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], LinearMap]:
-    """A loss, its gradients at `points`, and the map from tangents (k, …) of the points to those of
-    the gradients.
+    """A loss, its gradients at `points`, and the map from tangents (k, …) to the gradients' own.
 
     Args:
         objective: Computes the loss, a scalar, from the points.

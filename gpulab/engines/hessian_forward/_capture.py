@@ -29,8 +29,7 @@ DETACH = torch.ops.aten.detach.default
 
 @dataclass(frozen=True)
 class CapturedOperation:
-    """One call below autograd: `function(*arguments, **options)` returned `results`, all of them
-    detached.
+    """One call below autograd: `function(*arguments, **options)` and its detached `results`.
 
     Something that overwrites its argument is captured as the function that returns a new tensor
     instead.
@@ -48,13 +47,12 @@ class CapturedOperation:
 
 
 def as_list(results: Nested) -> list[Nested]:
-    """What an operation returned, one or several."""
+    """The results of an operation as a list."""
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
 class Capture(UncompiledDispatchMode):
-    """Sees every operation, and has `linearize` name the variables that are the tangents of its
-    results.
+    """Records every operation, and has `linearize` number the tangents of its results.
 
     Tensors are told apart as objects, memory by its address. Where memory is overwritten, whatever
     else lies there has a wrong tangent from then on, and must not be used. What earlier operations
@@ -75,7 +73,7 @@ class Capture(UncompiledDispatchMode):
         )
         # tensor -> the time from which on its tangent is valid
         self.valid_since = WeakTensorKeyDictionary()
-        # of the forward pass, other than what autograd saves
+        # Results of the forward pass other than those that autograd saves.
         self.results = WeakTensorKeyDictionary()
         # By address: the tensors that captured operations refer to, and the time and target of each
         # write.
@@ -89,7 +87,7 @@ class Capture(UncompiledDispatchMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        """Run an operation, and linearize it where something variable enters."""
+        """Run an operation, and linearize it if one of its inputs is variable."""
         self.time += 1
         leaves, spec = tree_flatten((tuple(args), kwargs or {}))
         # autograd saves results as something detached
@@ -132,9 +130,7 @@ class Capture(UncompiledDispatchMode):
         return results
 
     def tangent(self, tensor: Tensor, function: OpOverload | None = None) -> int | None:
-        """The number of the variable that is the tangent of a tensor, for a function; None for a
-        constant.
-        """
+        """The number of the variable that is a tensor's tangent; None for a constant."""
         if self.overwritten and (tensor.requires_grad or not self.is_forward):
             for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
                 if self.valid_since.get(tensor, 0) < time and _overlap(tensor, overwritten_tensor):

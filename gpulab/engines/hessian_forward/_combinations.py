@@ -34,7 +34,7 @@ class Combination:
 
     @property
     def input_count(self) -> int:
-        """How many tensors it reads."""
+        """The number of tensors that it reads."""
         return len(self.coefficients) + sum(isinstance(c, Tensor) for c in self.coefficients)
 
     def fuse(self, position: int, inner: Combination) -> Combination | None:
@@ -59,9 +59,7 @@ class Combination:
         )
 
     def __call__(self, *tangents: Tensor) -> Tensor:
-        """The sum for tangents (k, …), term by term; on a GPU the products two by two, each pair
-        in one kernel.
-        """
+        """The sum for tangents (k, …); on a GPU, one kernel computes each pair of products."""
         shape = (len(tangents[0]), *self.shape)
         terms = [
             (lift(tangents[position], len(shape)), self.coefficients[position])
@@ -93,9 +91,7 @@ class Combination:
 
 
 def lift(tangent: Tensor, ndim: int) -> Tensor:
-    """Put dimensions between the first and the others, as broadcasting to `ndim` dimensions
-    would in front.
-    """
+    """Insert dimensions after the first, up to `ndim`, as broadcasting would do in front."""
     missing = ndim - tangent.ndim
     if not missing:
         return tangent
@@ -110,8 +106,9 @@ def _product(outer: Coefficient, inner: Coefficient) -> Coefficient:
 
 @functools.cache
 def _kernel(with_total: bool) -> Callable[..., Tensor]:
-    """The sum of two products, and `with_total` of a sum so far. Only these: each kernel
-    compiles for half a second.
+    """The sum of two products, `with_total` added to a running sum.
+
+    There are only these two kernels, because each compiles for half a second.
     """
     parameters = "T v, T c, T w, T d"
     value = "c * v + d * w"

@@ -22,7 +22,7 @@ Constants = dict[tuple[object, ...], Tensor]  # batches of several, by their ide
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a convolution without groups is called with besides its tensors."""
+    """The options of a convolution without groups."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -30,9 +30,7 @@ class Geometry:
 
     @classmethod
     def of_options(cls, options: Sequence[Nested]) -> Geometry | None:
-        """What torch's operations are called with after their tensors; None for groups and
-        transposed ones.
-        """
+        """The geometry from the options of a torch operation; None if grouped or transposed."""
         stride, padding, dilation, transposed, _, groups = options[:6]
         return (
             cls(tuple(stride), tuple(padding), tuple(dilation))
@@ -41,8 +39,7 @@ class Geometry:
         )
 
     def apply(self, target: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
-        """The `output` of inputs and a weight, or an output gradient's gradient by the `input` or
-        the `weight`.
+        """Compute the `output`, the gradient of the `input`, or the gradient of the `weight`.
 
         Args:
             target: What is computed, `output`, `input` or `weight`.
@@ -61,8 +58,7 @@ class Geometry:
         ]
 
     def mirrored(self, weight: Tensor) -> Geometry | None:
-        """Return the convolution with the mirrored weight whose input gradient is this one's
-        output, and the reverse.
+        """The convolution whose input gradient with the mirrored weight is this one's output.
 
         None for a stride other than one, and where the mirrored padding would be negative.
         """
@@ -107,9 +103,7 @@ class Convolution:
 
     @classmethod
     def join(cls, maps: Sequence[Convolution], constants: Constants) -> Convolution:
-        """One map whose batch is those of all `maps`; constants that were joined before are
-        shared.
-        """
+        """One map of the concatenated batches of all `maps`; concatenated constants are shared."""
         first_map = maps[0]
         key = tuple(_identity(member.constant) for member in maps)
         if key not in constants:
@@ -129,8 +123,10 @@ class Convolution:
         shape = list(self.shape)
         shape[axis] *= k
         is_in_batch = self.target == "output" or (self.target == "input" and axis == 0)
-        folded = tangent.flatten(0, 1) if is_in_batch else tangent.movedim(0, 1).flatten(1, 2)
-        factors = (folded, self.constant) if axis == 0 else (self.constant, folded)
+        folded_tangent = (
+            tangent.flatten(0, 1) if is_in_batch else tangent.movedim(0, 1).flatten(1, 2)
+        )
+        factors = (folded_tangent, self.constant) if axis == 0 else (self.constant, folded_tangent)
         result = convolve(self.geometry, self.target, *factors, shape)
         if bias is not None:
             result += bias.reshape(-1, *[1] * (len(shape) - 2))
@@ -141,9 +137,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class BiasGradient:
-    """The sum of an output gradient (B, O, …) of `ndim` dimensions over batch and space; of any
-    batch.
-    """
+    """The sum of an output gradient (B, O, …) of `ndim` dimensions over batch and space."""
 
     ndim: int
 

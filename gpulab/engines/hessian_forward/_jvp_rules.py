@@ -1,5 +1,4 @@
-"""JVP rules: what each operation of a captured gradient does to tangents, as instructions of a
-linear map.
+"""JVP rules: what each operation of a captured gradient does to tangents, as instructions.
 
 A tangent has one more dimension than its tensor, in front. Operations without a rule here are
 differentiated by torch: those that work element by element once, at the capture, and the others by
@@ -36,8 +35,7 @@ TangentMap: TypeAlias = Callable[..., Tensor | Sequence[Tensor]]  # of tangents 
 
 
 class Builder:
-    """The instructions so far; `variable_count` variables are numbered, and take `bytes` for one
-    tangent each.
+    """The instructions so far; `variable_count` variables take `bytes` for one tangent each.
 
     Rules find in it the `function` and the `results` of the operation, and the `tangent` of each of
     its arguments.
@@ -53,9 +51,7 @@ class Builder:
         self.bytes = 0
 
     def linearize(self, operation: CapturedOperation) -> list[int | None]:
-        """Add what an operation does to tangents; the variables that are the tangents of its
-        results.
-        """
+        """Add what an operation does to tangents; return the variables of its results' tangents."""
         results = as_list(operation.results)
         self.function = operation.function
         self.results = operation.results
@@ -114,9 +110,7 @@ class Builder:
         return self.add_instruction(function, tangents, 1)[0]
 
     def combine(self, *terms: tuple[Coefficient, int | None]) -> int | None:
-        """The sum of coefficients times variables, broadcast to the shape of the result; None
-        for constants.
-        """
+        """The sum of coefficients times variables, broadcast to the result; None for constants."""
         terms_with_tangent = [
             (coefficient, variable) for coefficient, variable in terms if variable is not None
         ]
@@ -143,9 +137,7 @@ class Builder:
 
 
 class TorchJvp:
-    """Tangents of one operation by torch's forward mode, which computes the operation itself
-    along.
-    """
+    """Tangents of one operation by torch's forward mode, which recomputes the operation."""
 
     def __init__(self, operation: CapturedOperation) -> None:
         self.function = operation.function
@@ -161,9 +153,7 @@ class TorchJvp:
         self.shape = results[0].shape if pointwise and types == {results[0].dtype} else None
 
     def resolve(self) -> TangentMap:
-        """Itself, if torch can do it; for an elementwise operation, the sum of tangents times
-        factors.
-        """
+        """The map itself or, for an elementwise operation, the sum of tangents times factors."""
         for index in self.indices:  # torch cannot write tangents where elements share memory
             self.leaves[index] = self.leaves[index].contiguous()
         try:
@@ -177,7 +167,7 @@ class TorchJvp:
             ) from error
 
     def _factors(self) -> list[Tensor]:
-        """What each argument's tangent is multiplied by.
+        """The factor of each argument's tangent.
 
         No element depends on another, so that the gradient of the result's sum has every derivative
         in its place.
@@ -335,7 +325,9 @@ def max_pool_backward_jvp(b: Builder, g: Tensor, x: Tensor, *arguments: Nested) 
 
 
 def matmul_jvp(b: Builder, x: Tensor, y: Tensor) -> Tangents:
-    return b.add(b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y))
+    by_x = b.apply(lambda t: torch.matmul(t, y), x)
+    by_y = b.apply(lambda t: torch.matmul(x, t), y)
+    return b.add(by_x, by_y)
 
 
 def addmm_jvp(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> Tangents:
@@ -353,16 +345,17 @@ def convolution_jvp(
     if geometry is None:
         return NotImplemented
     shape = b.results.shape
-    ones = [1] * (x.ndim - 2)
     by_input = b.apply(Convolution(geometry, "output", 0, w, shape), x)
     if b.tangent(w) is not None:
         with_bias = b.tangent(bias) is not None
-        return b.add(
-            by_input, b.apply(Convolution(geometry, "output", 1, x, shape, with_bias), w, bias)
-        )
-    return b.add(
-        by_input, b.apply(lambda t: t.reshape(len(t), 1, -1, *ones).expand(len(t), *shape), bias)
-    )
+        weight_map = Convolution(geometry, "output", 1, x, shape, with_bias)
+        return b.add(by_input, b.apply(weight_map, w, bias))
+
+    def broadcast_bias(tangent: Tensor) -> Tensor:
+        column = tangent.reshape(len(tangent), 1, -1, *[1] * (x.ndim - 2))
+        return column.expand(len(tangent), *shape)
+
+    return b.add(by_input, b.apply(broadcast_bias, bias))
 
 
 def convolution_backward_jvp(

@@ -1,6 +1,4 @@
-"""A linear map as a list of instructions on k tangents at once; how it is optimised, and
-replayed.
-"""
+"""A linear map as a list of instructions on k tangents: how it is optimised and replayed."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ ResultVariables = Sequence[int | None]
 
 @dataclass
 class Instruction:
-    """`outputs` are what `function` makes of `inputs`: numbers of variables, each with a first
-    dimension of k.
+    """`outputs = function(inputs)`: numbers of variables, each with a first dimension of size k.
 
     `last_uses` are those that no later instruction needs.
     """
@@ -57,8 +54,7 @@ class Instruction:
 
 
 class LinearMap:
-    """Instructions from the variables 0, 1, … to `results`, one for each and of its shape; None
-    stands for zero.
+    """Instructions from the variables 0, 1, … to `results`, one for each; None means zero.
 
     `bytes` is about what it takes at a time for k = 1, where all variables together take `size`. On
     a GPU a map is thousands of small kernels, and launching them takes longer than running them. So
@@ -75,9 +71,7 @@ class LinearMap:
         self.pool: GraphPool | None = None  # of the memory that they share
 
     def __call__(self, *tangents: Tensor) -> list[Tensor]:
-        """The map of tensors of shape (k, …); on a GPU, the next call overwrites what it
-        returns.
-        """
+        """Apply the map to tensors (k, …); on a GPU, the next call overwrites the results."""
         if not tangents[0].is_cuda:
             return self._replay(*tangents)
         k = len(tangents[0])
@@ -118,9 +112,7 @@ def optimize(instructions: Sequence[Instruction], results: ResultVariables) -> l
 def remove_unused(
     instructions: Sequence[Instruction], results: ResultVariables
 ) -> list[Instruction]:
-    """Only the instructions that a result depends on, each of which frees what no later one
-    needs.
-    """
+    """Keep only the instructions that results depend on; each frees what is not needed later."""
     needed_variables = set(results)
     used_instructions = []
     for instruction in reversed(instructions):
@@ -133,9 +125,7 @@ def remove_unused(
 
 
 def batch_by_weight(instructions: Sequence[Instruction], constants: Constants) -> list[Instruction]:
-    """Convolutions of several constants with one and the same tangent, such as those of eight
-    time steps, in one.
-    """
+    """Batch convolutions of one tangent with several constants, such as those of time steps."""
     by_weight = [
         instruction
         for instruction in instructions
@@ -160,9 +150,7 @@ def batch_by_weight(instructions: Sequence[Instruction], constants: Constants) -
 def merge_weight_gradients(
     instructions: Sequence[Instruction], results: ResultVariables, constants: Constants
 ) -> list[Instruction]:
-    """Gradients of one weight that are added up, such as those of eight time steps, as one
-    gradient of one batch.
-    """
+    """Merge gradients of one weight that are added up into one gradient of a larger batch."""
     producers = {
         number: instruction for instruction in instructions for number in instruction.outputs
     }
@@ -183,7 +171,7 @@ def merge_weight_gradients(
         if number in used_once and producers[number].is_addition
     }
     next_variable = max(producers, default=0) + 1
-    # each with the new instructions that can follow it
+    # Each list is an instruction and the new ones that are inserted after it.
     rewritten = [[instruction] for instruction in instructions]
     concatenated: dict[tuple[int, ...], int] = {}
     for index, root in enumerate(instructions):
@@ -204,13 +192,13 @@ def merge_weight_gradients(
         ]
         for batch in _batches((instruction.function.key, instruction) for instruction in gradients):
             inputs = tuple(member.inputs[0] for member in batch)
-            following = rewritten[max(positions.get(number, 0) for number in inputs)]
+            successors = rewritten[max(positions.get(number, 0) for number in inputs)]
             if inputs not in concatenated:
-                following.append(Instruction(_concatenate, inputs, (next_variable,)))
+                successors.append(Instruction(_concatenate, inputs, (next_variable,)))
                 concatenated[inputs] = next_variable
                 next_variable += 1
             function = batch[0].function.join([member.function for member in batch], constants)
-            following.append(Instruction(function, (concatenated[inputs],), (next_variable,)))
+            successors.append(Instruction(function, (concatenated[inputs],), (next_variable,)))
             replaced = {member.outputs[0] for member in batch}
             addends = [*(number for number in addends if number not in replaced), next_variable]
             next_variable += 1
@@ -225,9 +213,7 @@ def _concatenate(*tangents: Tensor) -> Tensor:
 
 
 def _batches(keyed: Iterable[tuple[object, Instruction]]) -> list[list[Instruction]]:
-    """Instructions of one key, two to eight at a time, in an order in which both sweeps can
-    share constants.
-    """
+    """Group instructions of one key by two to eight, so that both sweeps can share constants."""
     groups: dict[object, list[Instruction]] = defaultdict(list)
     for key, instruction in keyed:
         groups[key].append(instruction)
@@ -247,7 +233,7 @@ def _batch_order(instruction: Instruction) -> int:
 
 
 def fuse(instructions: Sequence[Instruction], results: ResultVariables) -> list[Instruction]:
-    """Combinations of combinations as one, where nothing else needs the inner one."""
+    """Fuse combinations of combinations, if nothing else needs the inner one."""
     use_counts = _count_uses(instructions, results)
     combinations: dict[int, Instruction] = {}  # by the variable that they compute
     rewritten = []

@@ -1,5 +1,4 @@
-"""The exercises of the notebooks: what a student's answer is checked against, and what is said of a
-wrong one.
+"""The exercises of the notebooks: how answers are checked, and what is said of wrong ones.
 
 The checks of each notebook are a module of this package. A check computes the right answer from
 recorded data or by doing the task itself, or looks it up in what was measured.

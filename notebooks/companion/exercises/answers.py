@@ -1,6 +1,4 @@
-"""Reading a student's answer: what it must be, and what is said where it is something else.
-Nothing in it is run.
-"""
+"""Parsing of students' answers: what is expected, and the reply otherwise. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ Answer = Any
 
 
 class Exercise(NamedTuple):
-    """What the answer to an exercise is, in words; and its check, which returns what is said of
-    a right answer.
-    """
+    """An exercise: its answer in words, and a check that returns the reply to a right answer."""
 
     form: str
     check: Callable[[Answer], str]
@@ -38,9 +34,7 @@ class WrongAnswerError(Exception):
 
 
 def exercise(name: str, form: str) -> Callable[[Callable[[Answer], str]], Callable[[Answer], str]]:
-    """Register the check of an exercise, whose answer is of this form: it returns what is said
-    of a right answer.
-    """
+    """Register the check of an exercise; it returns the reply to a right answer of this form."""
 
     def register(check_answer: Callable[[Answer], str]) -> Callable[[Answer], str]:
         CHECKS[name] = Exercise(form, check_answer)
@@ -87,9 +81,7 @@ def near(
     mistakes: Mapping[float, str] | Mapping[int, str],
     rel: float = 0.01,
 ) -> float:
-    """The number, if it is the right one. `mistakes` are what one gets by a wrong way, and which
-    one that is.
-    """
+    """Return the number if it is right; `mistakes` maps wrong answers to their explanations."""
     answer = number(value)
     if math.isclose(answer, right, rel_tol=rel):
         return answer
