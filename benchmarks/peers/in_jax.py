@@ -226,9 +226,8 @@ def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = 
 
     References:
         Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural
-            networks*
-        (arXiv 2109.01451); Bradbury et al. 2018, *JAX: composable transformations of Python+NumPy
-            programs*.
+        networks* (arXiv 2109.01451); Bradbury et al. 2018, *JAX: composable transformations of
+        Python+NumPy programs*.
     """
     return final_loss(windows("prednet", seed, setting, size, truncation=truncation))
 

@@ -60,8 +60,7 @@ class Published:
 
     References:
         Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural
-            networks*
-        (arXiv 2109.01451).
+        networks* (arXiv 2109.01451).
     """
 
     def __init__(

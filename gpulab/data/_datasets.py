@@ -175,9 +175,8 @@ def load(
 
     References:
         Alpaydin, Kaynak 1998, *Optical recognition of handwritten digits* (UCI Machine Learning
-            Repository), of which
-        scikit-learn ships a part; LeCun, Cortes, Burges, *The MNIST database of handwritten
-            digits*.
+        Repository), of which scikit-learn ships a part; LeCun, Cortes, Burges, *The MNIST database
+        of handwritten digits*.
     """
     kind_name, _, location = str(name).partition(":")
     if (f"{kind_name}:" if location else kind_name) not in PREFIXES:

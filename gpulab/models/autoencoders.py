@@ -90,8 +90,7 @@ class Autoencoder(_Images):
 
     References:
         Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural
-            networks* (arXiv
-        2109.01451, since retracted).
+        networks* (arXiv 2109.01451, since retracted).
     """
 
     def __init__(
@@ -263,13 +262,10 @@ class Whitener(_Images):
 
     References:
         Huang, Yang, Lang, Deng 2018, *Decorrelated batch normalization* (CVPR, arXiv 1804.08450).
-            By Cholesky:
-        Siarohin, Sangineto, Sebe 2019, *Whitening and coloring batch transform for GANs* (ICLR,
-            arXiv 1806.00420);
-        Ermolov et al. 2021, *Whitening for self-supervised representation learning* (ICML, arXiv
-            2007.06346). On one
-        pass and its dangers: Chan, Golub, LeVeque 1983, *Algorithms for computing the sample
-            variance*.
+        By Cholesky: Siarohin, Sangineto, Sebe 2019, *Whitening and coloring batch transform for
+        GANs* (ICLR, arXiv 1806.00420); Ermolov et al. 2021, *Whitening for self-supervised
+        representation learning* (ICML, arXiv 2007.06346). On one pass and its dangers: Chan, Golub,
+        LeVeque 1983, *Algorithms for computing the sample variance*.
     """
 
     def __init__(

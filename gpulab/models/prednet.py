@@ -87,10 +87,8 @@ class PredNet(Trainable):
 
     References:
         Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural
-            networks* (arXiv
-        2109.01451, since retracted); Lotter, Kreiman, Cox 2016, *Deep predictive coding networks
-            for video prediction
-        and unsupervised learning* (arXiv 1605.08104).
+        networks* (arXiv 2109.01451, since retracted); Lotter, Kreiman, Cox 2016, *Deep predictive
+        coding networks for video prediction and unsupervised learning* (arXiv 1605.08104).
     """
 
     sequential: ClassVar[bool] = True

@@ -308,8 +308,7 @@ def emulate(
 
     References:
         Fasi, Higham, Mikaitis, Pranesh 2021, *Numerical behavior of NVIDIA tensor cores* (PeerJ
-            Computer Science
-        7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909).
+        Computer Science 7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909).
     """
     arithmetic = name if isinstance(name, Arithmetic) else find_arithmetic(name, order)
     follows_tf32_flags = name in CHIPS and arithmetic.format == "tf32"

@@ -73,8 +73,7 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
 
     References:
         Micikevicius et al. 2022, *FP8 formats for deep learning* (arXiv 2209.05433); NVIDIA, *A100
-            Tensor Core GPU
-        Architecture* (TF32).
+        Tensor Core GPU Architecture* (TF32).
     """
     if name not in FORMATS or mode not in MODES:
         raise UsageError(

@@ -99,8 +99,7 @@ def roofline(frame: pd.DataFrame) -> Picture:
 
     References:
         Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model for
-            multicore
-        architectures* (Communications of the ACM 52:4).
+        multicore architectures* (Communications of the ACM 52:4).
     """
     figure, (axes,) = theme.canvas(height=4.4)
     frame = frame[frame.kind.isin(ROOFLINE_KINDS)]

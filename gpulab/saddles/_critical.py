@@ -174,11 +174,9 @@ def find_critical_point(
 
     References:
         Levenberg 1944 (Quart. Appl. Math. 2:164); Marquardt 1963 (SIAM J. 11:431); Fan, Yuan 2005
-            (Computing 74:23) on
-        its convergence; Frye, Simon, Wadia, Ligeralde, DeWeese, Bouchard 2021, *Critical
-            point-finding methods reveal
-        gradient-flat regions of deep network losses* (Neural Computation 33:1469, arXiv
-            2003.10397).
+        (Computing 74:23) on its convergence; Frye, Simon, Wadia, Ligeralde, DeWeese, Bouchard 2021,
+        *Critical point-finding methods reveal gradient-flat regions of deep network losses* (Neural
+        Computation 33:1469, arXiv 2003.10397).
     """
     if batch is None:
         raise UsageError(

@@ -112,8 +112,7 @@ def curvature_along(
 
     References:
         Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle
-            point problem*
-        (arXiv 1406.2572).
+        point problem* (arXiv 1406.2572).
     """
     import pandas as pd
 

@@ -500,15 +500,11 @@ def escape_table(
 
     References:
         Lee, Simchowitz, Jordan, Recht 2016, *Gradient descent only converges to minimizers* (COLT);
-            Jin, Ge,
-        Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv
-            1703.00887); Staib,
-        Reddi, Kale, Kumar, Sra 2019, *Escaping saddle points with adaptive gradient methods* (ICML,
-            arXiv 1901.09149);
-        Antonakopoulos, Mertikopoulos, Piliouras, Wang 2022, *AdaGrad avoids saddle points* (ICML);
-            on updates that are
-        rounded away Zamirai, Zhang, Aberger, De Sa 2020, *Revisiting BFloat16 training* (arXiv
-            2010.06192).
+        Jin, Ge, Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML,
+        arXiv 1703.00887); Staib, Reddi, Kale, Kumar, Sra 2019, *Escaping saddle points with
+        adaptive gradient methods* (ICML, arXiv 1901.09149); Antonakopoulos, Mertikopoulos,
+        Piliouras, Wang 2022, *AdaGrad avoids saddle points* (ICML); on updates that are rounded
+        away Zamirai, Zhang, Aberger, De Sa 2020, *Revisiting BFloat16 training* (arXiv 2010.06192).
     """
     import pandas as pd
 

@@ -169,10 +169,9 @@ def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Lands
 
     References:
         Goodfellow, Vinyals, Saxe 2015, *Qualitatively characterizing neural network optimization
-            problems* (ICLR, arXiv
-        1412.6544), for slices; Alain, Le Roux, Manzagol 2019, *Negative eigenvalues of the Hessian
-            in deep neural
-        networks* (arXiv 1902.02366), for those along negative curvature.
+        problems* (ICLR, arXiv 1412.6544), for slices; Alain, Le Roux, Manzagol 2019, *Negative
+        eigenvalues of the Hessian in deep neural networks* (arXiv 1902.02366), for those along
+        negative curvature.
     """
     objective = Objective.of(loss, batch)
     H = hessian(model, lambda: objective(model))
@@ -262,9 +261,8 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
 
     References:
         Li, Xu, Taylor, Studer, Goldstein 2018, *Visualizing the loss landscape of neural nets*
-            (NeurIPS, arXiv
-        1712.09913), who draw such planes along random directions; here the directions are
-            eigenvectors of the Hessian.
+        (NeurIPS, arXiv 1712.09913), who draw such planes along random directions; here the
+        directions are eigenvectors of the Hessian.
     """
     check_count("places", places)
     curvatures = saddle.curvature, float(saddle.eigenvalues[-1])

@@ -204,10 +204,8 @@ def spectral_density(
 
     References:
         Ubaru, Chen, Saad 2017, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*;
-            Ghorbani, Krishnan,
-        Xiao 2019 (arXiv 1901.10159) for Hessians of networks; Greenbaum 1989 and Chen, Trogdon,
-            Ubaru 2021 (arXiv
-        2105.06595) on why orthogonalisation is not needed.
+        Ghorbani, Krishnan, Xiao 2019 (arXiv 1901.10159) for Hessians of networks; Greenbaum 1989
+        and Chen, Trogdon, Ubaru 2021 (arXiv 2105.06595) on why orthogonalisation is not needed.
     """
     n = check_square(H)
     check_count("probes", probes)
@@ -290,8 +288,7 @@ def index(H: Operator, *, progress: bool = True) -> Index:
 
     References:
         On the index and the loss at critical points: Dauphin, Pascanu, Gulcehre, Cho, Ganguli,
-            Bengio 2014,
-        *Identifying and attacking the saddle point problem* (arXiv 1406.2572).
+        Bengio 2014, *Identifying and attacking the saddle point problem* (arXiv 1406.2572).
     """
     n = check_square(H)
     if n > MAX_COUNTED_SIZE:

@@ -78,8 +78,8 @@ class LinearAutoencoderSaddle(CriticalPoint):
 
     References:
         Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks
-            2:53); Kunin, Bloom,
-        Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (arXiv 1901.08168).
+        2:53); Kunin, Bloom, Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders*
+        (arXiv 1901.08168).
     """
 
     model: LinearAutoencoder
@@ -248,8 +248,8 @@ def linear_autoencoder_saddle(
 
     References:
         Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks
-            2:53); Kunin, Bloom,
-        Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (arXiv 1901.08168).
+        2:53); Kunin, Bloom, Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders*
+        (arXiv 1901.08168).
     """
     matrix, moments, basis = _principal_components(data)
     held_components = tuple(components) if isinstance(components, Iterable) else (components,)

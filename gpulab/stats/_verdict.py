@@ -222,32 +222,22 @@ def verdict(
 
     References:
         The difference is tested by sign flips (Fisher 1935, *The design of experiments*), and where
-            differences are
-        skewed also by a t test that is corrected for it (Johnson 1978, *Modified t tests and
-            confidence intervals for
-        asymmetrical populations*, Journal of the American Statistical Association 73:536).
-            Equivalence is tested by two
-        one-sided tests (Schuirmann 1987, *A comparison of the two one-sided tests procedure and the
-            power approach for
+        differences are skewed also by a t test that is corrected for it (Johnson 1978, *Modified t
+        tests and confidence intervals for asymmetrical populations*, Journal of the American
+        Statistical Association 73:536). Equivalence is tested by two one-sided tests (Schuirmann
+        1987, *A comparison of the two one-sided tests procedure and the power approach for
         assessing the equivalence of average bioavailability*, Journal of Pharmacokinetics and
-            Biopharmaceutics 15:657).
-        For booleans, and for how often runs diverge, the test is McNemar's (1947, *Note on the
-            sampling error of the
-        difference between correlated proportions or percentages*, Psychometrika 12:153), and
-            equivalence is tested by
-        an exact test that few seeds switch (Clopper, Pearson 1934, *The use of confidence or
-            fiducial limits
+        Biopharmaceutics 15:657). For booleans, and for how often runs diverge, the test is
+        McNemar's (1947, *Note on the sampling error of the difference between correlated
+        proportions or percentages*, Psychometrika 12:153), and equivalence is tested by an exact
+        test that few seeds switch (Clopper, Pearson 1934, *The use of confidence or fiducial limits
         illustrated in the case of the binomial*, Biometrika 26:404). Several tests are corrected by
-            Holm 1979, *A
-        simple sequentially rejective multiple test procedure* (Scandinavian Journal of Statistics
-            6:65).
-        Repeated looks raise the error of a test (Armitage, McPherson, Rowe 1969, *Repeated
-            significance tests on
-        accumulating data*, Journal of the Royal Statistical Society A 132:235); Bonferroni's
-            inequality bounds it for
-        any test and any times. How far what was seen can raise it by the choice of times follows
-            Proschan, Hunsberger
-        1995, *Designed extension of studies based on conditional power* (Biometrics 51:1315).
+        Holm 1979, *A simple sequentially rejective multiple test procedure* (Scandinavian Journal
+        of Statistics 6:65). Repeated looks raise the error of a test (Armitage, McPherson, Rowe
+        1969, *Repeated significance tests on accumulating data*, Journal of the Royal Statistical
+        Society A 132:235); Bonferroni's inequality bounds it for any test and any times. How far
+        what was seen can raise it by the choice of times follows Proschan, Hunsberger 1995,
+        *Designed extension of studies based on conditional power* (Biometrics 51:1315).
     """
     if not (isinstance(alpha, (int, float, np.number)) and 0 < alpha < 0.5):
         raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 0.5, such as 0.05")

@@ -270,10 +270,9 @@ def train(
 
     References:
         Lotter, Kreiman, Cox 2016, *Deep predictive coding networks* (arXiv 1605.08104), for
-            PredNet; Pietrowski et al.
-        2021, *Impact of GPU uncertainty on the training of predictive deep neural networks* (arXiv
-            2109.01451), for its
-        protocol; Kingma, Ba 2014, *Adam: a method for stochastic optimization* (arXiv 1412.6980).
+        PredNet; Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive
+        deep neural networks* (arXiv 2109.01451), for its protocol; Kingma, Ba 2014, *Adam: a method
+        for stochastic optimization* (arXiv 1412.6980).
     """
     planned = plan_run(
         net,

@@ -30,9 +30,8 @@ def cartpole(seed: int, keep: str = "as_tensor") -> dict[str, float]:
 
     References:
         Williams 1992, *Simple statistical gradient-following algorithms for connectionist
-            reinforcement learning*.
-        Barto, Sutton, Anderson 1983, *Neuronlike adaptive elements that can solve difficult
-            learning control problems*.
+        reinforcement learning*. Barto, Sutton, Anderson 1983, *Neuronlike adaptive elements that
+        can solve difficult learning control problems*.
     """
     import gymnasium
 
