@@ -20,6 +20,7 @@ import yaml
 from packaging.requirements import Requirement
 from typer.main import get_command
 
+import companion
 import gpulab as gl
 from companion.__main__ import app as notebooks
 from gpulab import files
@@ -244,6 +245,13 @@ def test_links_of_pages_lead_somewhere(folder):
                 there = page.parent / path if path else page
                 assert there.exists(), f"{page.name}: {link}"
                 assert not anchor or anchor in anchors(there), f"{page.name}: {link}"
+
+
+def test_readme_shows_the_drawing_of_the_published_loop():
+    answer = script("answer")
+    drawn = companion.draw_published_loop()
+    assert f"![{drawn.alt}](docs/_static/loop.svg)" in README
+    assert f"<dc:title>{drawn.alt}</dc:title>" in answer.LOOP.read_text(encoding="utf-8")
 
 
 def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):

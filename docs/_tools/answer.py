@@ -23,6 +23,7 @@ from gpulab.wording import COPIED, OVERWRITTEN
 
 DOCS = Path(__file__).parents[1]
 FILE = DOCS / "_static" / "answer.svg"
+LOOP = DOCS / "_static" / "loop.svg"  # the mechanism, beside it on the front page
 IN_PAPERS = DOCS / "paper" / "answer.png"  # journals' tools take no SVG
 TINTS = {"GPU": ON_GPU, "CPU": ON_CPU}
 COLUMNS = 1.03, 1.38, 1.66  # of words at the right, in widths of the axes
@@ -184,4 +185,5 @@ def write(drawn, file):
 if __name__ == "__main__":
     drawn = picture()
     write(drawn, FILE)
+    write(companion.draw_published_loop(), LOOP)
     drawn.figure.savefig(IN_PAPERS, dpi=200, bbox_inches="tight", metadata={"Software": None})
