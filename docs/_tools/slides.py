@@ -110,14 +110,15 @@ def shown(cell):
             FOLDED.sub("", data.get("text/html", "")),
             output.get("text") or data.get("text/plain", ""),
         )
-        if "<table" in page:
+        is_finding = "finding" in cell.metadata.get("tags", [])
+        if "<table" in page and not (is_finding and PARAGRAPH.search(page)):
             columns = len(re.findall("<th[ >]", page.partition("</tr>")[0]))
             return first_rows(page) if columns <= COLUMNS else ""
         if page and PARAGRAPH.search(page):
             return first_words(
                 [line for found in PARAGRAPH.findall(page) for line in found.split("<br>")]
             )
-        if "finding" in cell.metadata.get("tags", []):
+        if is_finding:
             return first_words([html.escape(line) for line in text.splitlines()])
         if text and lines(text) <= PRINTED_LINES:
             code = (
