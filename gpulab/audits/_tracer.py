@@ -732,7 +732,7 @@ class StepResults:
 
     @as_guard_work
     def _save_state(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
-        """Save the state of a module, optimizer or tensor at its first use; `follow` restores it."""
+        """Save the state of a module, optimizer or tensor before its first use, for `follow`."""
         if isinstance(owner, nn.Module) and not all(
             component_tensors(p) for p in owner.parameters() if p.numel()
         ):
