@@ -72,25 +72,35 @@ for _suffix in ("", "_backward"):
 class Operation(Accuracy):
     """One operation: its inputs, its outputs and its error.
 
-    `name` is torch's, without device or overload. `module` is the path of the module that called it
-    (in the backward pass, of the module that called what is differentiated), and `line` the line of
-    the user's code. `inputs`, `outputs` and `mutated_values` (inputs that it wrote to) name values
-    of the trace. `arguments` are those of the call by the names of torch's schema, defaults
-    included, as JSON has them (a tensor is "Tensor"). `is_random` says whether it draws random
-    numbers. `repeats` says whether the operation returned the same bits when it was called again at
-    once, and when the whole step was done again. `has_nan` says whether there is a NaN in what it
-    returned. `spread` is the difference between the results of two executions, relative to the
-    first, if they were not the same. `inputs_changed` says that it was given values that no
-    operation made, and that these differed when the step was done again. An operation on lists of
-    tensors, as optimizers use them, has `lanes`: the number of tensors in each list, and the number
-    of lists. `is_view` says that it computed nothing, but returned a view of its input.
+    In the phase `result`, the object is not an operation but a result of the step: the `loss`, a
+    `gradient`, or a tensor that was `updated`. The inputs of the last two are the initial values of
+    the parameter. A gradient is the last one that an optimizer received, or the final one without
+    an optimizer. The `arguments` of an update hold the number of its numbers that `moved` in the
+    float64 reference, and how many of these were `lost`, because their bits did not change. For the
+    state of an optimizer, they hold its name as `state`.
 
-    In the phase `result` it is no operation, but a result of the step: the `loss`, a `gradient`, or
-    a tensor that was `updated`. The inputs of the last two are the values that the parameter began
-    with. A gradient is the last one that an optimizer was given; without an optimizer, it is the
-    final one. The `arguments` of an update say how many of its numbers `moved` in the float64
-    reference, and how many of these were `lost`: they kept their bits. Or they say which `state` of
-    an optimizer it is.
+    Attributes:
+        name: The name in torch, without device or overload.
+        phase: `forward`, `backward` or `result`, for example.
+        module: The path of the module that called the operation. In the backward pass, the module
+            that called the differentiated operation.
+        line: The line of the user's code.
+        inputs: The names of the values that the operation reads.
+        outputs: The names of the values that the operation returns.
+        shape: The shape of the first output.
+        dtype: The type of the first output.
+        arguments: The arguments by the names of torch's schema, defaults included, as JSON. A
+            tensor is "Tensor".
+        mutated_values: The names of the new values of inputs that the operation wrote to.
+        is_random: Whether the operation draws random numbers.
+        repeats: Whether the operation returned the same bits when it was repeated immediately, and
+            in the second execution of the step; None if it was not repeated.
+        has_nan: Whether an output contains NaN.
+        inputs_changed: Whether the operation received values or arguments that differed in the
+            second execution, and that no operation explains.
+        spread: The relative difference between the results of repetitions; None if there is none.
+        lanes: For an operation on lists of tensors, the length and the number of the lists.
+        is_view: Whether the operation only returns a view of its input.
     """
 
     name: str
