@@ -352,14 +352,14 @@ def audit(
 
     There are three ways to call it:
 
-    - `audit(step, "cpu", "cuda")` does the step under both settings, as `gpulab.record` does.
-    - `audit(step_a, step_b, setting="cpu")` does two steps under one setting, such as two ways to
-      write an optimizer.
+    - `audit(step, "cpu", "cuda")` records the step under both settings, as `gpulab.record` does.
+    - `audit(step_a, step_b, setting="cpu")` records two steps under one setting, such as two ways
+      to write an optimizer.
     - `audit(trace_a, trace_b)` compares two traces, or files of traces, from one machine or from
       two.
 
-    Each side is done twice, to see whether it repeats itself. The second time, every operation is
-    repeated in float64, so that every value has a float64 reference. Results (what the step
+    Each side is executed twice, to see whether it is deterministic. In the second execution, every
+    operation is repeated in float64, so that every value has a float64 reference. Results (what the step
     returns, gradients, updated parameters and buffers, and the state of optimizers) are compared
     first, by their references:
 
