@@ -359,9 +359,9 @@ def audit(
       two.
 
     Each side is executed twice, to see whether it is deterministic. In the second execution, every
-    operation is repeated in float64, so that every value has a float64 reference. Results (what the step
-    returns, gradients, updated parameters and buffers, and the state of optimizers) are compared
-    first, by their references:
+    operation is repeated in float64, so that every value has a float64 reference. The results are
+    compared first, by their references. They are the returned values, gradients, updated parameters
+    and buffers, and the states of optimizers:
 
     - If all agree, both sides compute the same function, whatever operations they use. Each side is
       then judged by itself: the error of each operation against the same operation in float64 on
