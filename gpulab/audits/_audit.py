@@ -360,8 +360,8 @@ def audit(
 
     Each side is executed twice, to see whether it is deterministic. In the second execution, every
     operation is repeated in float64, so that every value has a float64 reference. The results are
-    compared first, by their references. They are the returned values, gradients, updated parameters
-    and buffers, and the states of optimizers:
+    the returned values, gradients, updated parameters and buffers, and the states of optimizers.
+    They are compared first, by their references:
 
     - If all agree, both sides compute the same function, whatever operations they use. Each side is
       then judged by itself: the error of each operation against the same operation in float64 on

@@ -333,7 +333,7 @@ class References:
         try:
             if is_random:
                 return _with_same_draws(operation, name, args, kwargs, out)
-            # torch has no float64 kernel for this operation of the gradient scaler.
+            # torch accepts only a float32 scale here, so the gradients are multiplied directly.
             if name == "_amp_foreach_non_finite_check_and_unscale":
                 for gradient in args[0]:
                     gradient.mul_(args[2])
