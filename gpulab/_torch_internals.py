@@ -114,7 +114,7 @@ def operation_name(operation: OpOverload) -> str:
 
 
 def is_mutable(operation: OpOverload) -> bool:
-    """Whether the schema of an operation says that it writes to an argument.
+    """Return whether the schema of an operation says that it writes to an argument.
 
     Tested: torch 2.6 and 2.15. If it changes: audits compare arguments that were overwritten.
     """
@@ -160,10 +160,10 @@ def _default_arguments(operation: OpOverload) -> dict[str, Nested]:
 
 
 def returned_or_written(operation: OpOverload, args: Sequence[Nested], returned: Nested) -> Nested:
-    """Return the results of a call; for one that returns nothing, the arguments it wrote to.
+    """Return the results of a call, or the arguments it wrote to if it returns nothing.
 
-    Operations of optimizers return nothing. Of `_ctc_loss` it is the first result alone, because
-    the kernel leaves gaps in the second.
+    Operations of optimizers return nothing. For `_ctc_loss`, only the first result is returned,
+    because the kernel leaves parts of the second uninitialised.
 
     Tested: torch 2.6 and 2.15. If it changes: audits and rooflines miss the steps of optimizers.
     """
@@ -174,6 +174,7 @@ def returned_or_written(operation: OpOverload, args: Sequence[Nested], returned:
 
 
 def _is_written(argument: torch.Argument) -> bool:
+    """Return whether an operation writes to an argument, according to its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
@@ -184,7 +185,8 @@ def written_tensors(
 ) -> list[Tensor]:
     """Return the tensors that a call writes to.
 
-    A batch normalisation writes to its running statistics, and its schema does not say so.
+    Batch normalisations in training mode are a special case: they write to their running
+    statistics, although their schemas do not say so.
 
     Tested: torch 2.6 and 2.15. If it changes: audits miss what operations in place change.
 
@@ -203,10 +205,10 @@ def written_tensors(
 
 @contextlib.contextmanager
 def ctc_lengths_as_lists() -> Iterator[None]:
-    """Inside the block, `torch.ctc_loss` makes lists of lengths that are tensors on the CPU.
+    """Inside the block, convert the lengths for `torch.ctc_loss` on a GPU from tensors to lists.
 
-    Torch does so itself, but not where a dispatch mode is active. Then it refuses lengths on the
-    CPU beside numbers on a GPU.
+    Lengths may be tensors on the CPU. Torch converts them itself, but not while a dispatch mode is
+    active. It then raises an error, because the other arguments are on a GPU.
 
     Tested: torch 2.6 and 2.15. If it changes: audits of CTC fail on GPUs.
     """
@@ -242,7 +244,7 @@ def negative_view(tensor: Tensor) -> Tensor:
 
 
 def has_failed(operation: OpOverload, returned: Nested) -> bool:
-    """Whether a routine of linear algebra reports that it failed: its result `info` is not zero.
+    """Return whether a linear algebra routine failed: its result `info` is not zero.
 
     Tested: torch 2.6 and 2.15. If it changes: audits compare factorisations that failed.
     """
@@ -251,7 +253,7 @@ def has_failed(operation: OpOverload, returned: Nested) -> bool:
 
 
 def only_allocates(name: str) -> bool:
-    """Whether an operation of a bare name returns memory that nobody has written yet.
+    """Return whether an operation, given by its bare name, returns uninitialised memory.
 
     Tested: torch 2.6 and 2.15. If names change: audits compare memory that nobody has written.
     """
@@ -259,7 +261,9 @@ def only_allocates(name: str) -> bool:
 
 
 def overwrites_first_argument(name: str) -> bool:
-    """Whether an operation of a bare name overwrites its first argument without reading it.
+    """Return whether an operation overwrites its first argument without reading it.
+
+    `name` is the bare name of the operation.
 
     Tested: torch 2.6 and 2.15. If names change: audits compare what is about to be overwritten.
     """
@@ -267,9 +271,9 @@ def overwrites_first_argument(name: str) -> bool:
 
 
 def functional_variant(operation: OpOverload) -> OpOverload | None:
-    """Return the operation that makes a new tensor where this one overwrites its first argument.
+    """Return the variant of an in-place operation that returns a new tensor instead.
 
-    None if there is none with the same arguments.
+    None for an operation that is not in-place, and if no variant has the same arguments.
 
     Tested: torch 2.6 and 2.15. If it changes: Hessians cannot follow in-place operations.
 
@@ -289,10 +293,10 @@ def functional_variant(operation: OpOverload) -> OpOverload | None:
 
 @functools.cache
 def is_composite(operation: OpOverload) -> bool:
-    """Whether an operation consists of others, which a mode sees instead, except in inference mode.
+    """Return whether an operation is implemented only by calls of other operations.
 
-    An operation that also has a kernel for a device, such as the backward pass of SiLU, is not
-    composite.
+    A dispatch mode sees these other operations, except in inference mode. An operation that also
+    has a kernel for a device, such as the backward pass of SiLU, is not composite.
 
     Tested: torch 2.6 and 2.15. If it changes: inference mode hides products from emulations.
     """
@@ -358,11 +362,11 @@ def flop_formulas() -> dict[Nested, Callable[..., int]]:
 
 
 class UncompiledDispatchMode(_python_dispatch.TorchDispatchMode):
-    """A dispatch mode that torch's compiler leaves alone, with everything that it calls.
+    """A dispatch mode that torch's compiler does not compile, nor anything that the mode calls.
 
-    Torch wraps the method of every other mode to that end, and the wrapper imports the compiler,
-    which takes 120 MB. An older torch (2.6) wraps nothing, and compiles nothing where such a mode
-    is active.
+    Torch protects every other mode from compilation by a wrapper, which imports the compiler and
+    takes 120 MB. This class replaces the wrapper. Torch 2.6 has no wrapper, because it compiles
+    nothing while a dispatch mode is active.
 
     Tested: torch 2.6 and 2.15. If it changes: guards and audits import the compiler.
     """
@@ -389,9 +393,9 @@ def active_dispatch_modes() -> list[_python_dispatch.TorchDispatchMode]:
 
 
 def has_wrapper_subclass(tensor_types: Iterable[type]) -> bool:
-    """Whether a type is that of a tensor whose class calls operations on its parts.
+    """Return whether any type is a tensor subclass that calls operations on its parts.
 
-    Nested tensors are of such a class.
+    The class of nested tensors is an example.
 
     Tested: torch 2.6 and 2.15. If it changes: audits and emulations of nested tensors fail.
     """
@@ -399,10 +403,10 @@ def has_wrapper_subclass(tensor_types: Iterable[type]) -> bool:
 
 
 def has_computation_observers() -> bool:
-    """Whether this thread has an active dispatch mode, function mode or hook for saved tensors.
+    """Return whether a dispatch mode, function mode or saved-tensor hook is active in this thread.
 
-    An older torch (2.6) cannot tell whether there are hooks for saved tensors. There the answer is
-    always yes.
+    Torch 2.6 cannot tell whether there are hooks for saved tensors, so the result is always true
+    there.
 
     Tested: torch 2.6 and 2.15. If it changes: faster engines hide operations from guards.
     """
@@ -413,9 +417,10 @@ def has_computation_observers() -> bool:
 
 @contextlib.contextmanager
 def without_fused_rnn() -> Iterator[None]:
-    """Inside the block, neither oneDNN nor cuDNN computes, so recurrent layers are taken apart.
+    """Inside the block, disable oneDNN and cuDNN, so that recurrent layers use smaller operations.
 
-    The public `flags` of the two libraries would set their other flags, too.
+    The public context managers `flags` are not used, because they also set other flags of the two
+    libraries.
 
     Tested: torch 2.6 and 2.15. If it changes: emulations do not reach products of recurrent layers.
     """
@@ -434,22 +439,24 @@ def without_fused_rnn() -> Iterator[None]:
 
 
 def uncompiled(function: Function) -> Function:
-    """Keep Dynamo from compiling a function and what it calls, and from tracing into it.
+    """Mark a function so that Dynamo compiles neither the function nor anything that it calls.
 
-    `torch.compiler.disable` does the same, and imports the compiler. An older torch (2.6) has
-    nothing else: there the function is compiled where a compiled function calls it or `backward`.
+    `torch.compiler.disable` does the same, but imports the compiler. Torch 2.6 has no other way to
+    do this completely. There, Dynamo still compiles the function if compiled code calls it or
+    `backward`.
 
     Tested: torch 2.15. If it changes: a guard around compiled code is compiled itself.
     """
     if action := getattr(eval_frame, "_FrameAction", None):
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)  # it, and its callees
+        # The first action is for the function itself, the second for the functions that it calls.
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 def is_compiler_loaded() -> bool:
-    """Whether this process has imported torch's compiler.
+    """Return whether this process has imported torch's compiler.
 
     Tested: torch 2.6 and 2.15. If it changes: Hessians of compiled models fail.
     """
@@ -459,7 +466,10 @@ def is_compiler_loaded() -> bool:
 def report_skipped_frames(report: Callable[[], None]) -> Callable[[], None]:
     """Call a function whenever compiled code runs uncompiled because a dispatch mode is active.
 
-    It imports the compiler. What is returned ends it.
+    The call imports the compiler, and replaces functions of Dynamo.
+
+    Returns:
+        A function that restores Dynamo's functions, which ends the reports.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard does not say that compiled code ran
     uncompiled.
@@ -493,10 +503,10 @@ def report_skipped_frames(report: Callable[[], None]) -> Callable[[], None]:
 
 
 def recompilations_allowed(count: int) -> AbstractContextManager[object]:
-    """Inside the block, Dynamo compiles that many variants of a function, and raises at one more.
+    """Inside the block, let Dynamo compile up to `count` variants of a function.
 
-    Otherwise it compiles fewer, and runs further variants uncompiled. The option is called
-    `cache_size_limit` until torch 2.6.
+    Dynamo raises an error for any further variant. By default, it compiles fewer variants, and runs
+    the others uncompiled. The option is called `cache_size_limit` up to torch 2.6.
 
     Tested: torch 2.6 and 2.15. If it changes: settings with `compile` fail.
     """
@@ -507,9 +517,9 @@ def recompilations_allowed(count: int) -> AbstractContextManager[object]:
 
 
 def uncompiled_random_numbers(use_fallback: bool = True) -> AbstractContextManager[object]:
-    """Inside the block, Inductor draws the random numbers that uncompiled code draws.
+    """Inside the block, let Inductor draw the same random numbers as uncompiled code.
 
-    If `use_fallback` is false, it draws its own.
+    If `use_fallback` is false, Inductor uses its own random number generator instead.
 
     Tested: torch 2.6 and 2.15. If it changes: audits blame the dropout of compiled models.
     """
@@ -539,7 +549,9 @@ def compiler_error() -> type[Exception]:
 
 
 def forget_compiled_graphs() -> None:
-    """Begin to count compiled graphs from zero.
+    """Reset the count of compiled graphs to zero.
+
+    All other counters of Dynamo are reset as well.
 
     Tested: torch 2.6 and 2.15. If it changes: audits count the graphs of earlier audits, too.
     """
@@ -567,7 +579,7 @@ def original_module(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was wrapped by `torch.compile` or compiled in place by `Module.compile`.
+    """Return whether `torch.compile` wrapped a module or `Module.compile` compiled it in place.
 
     Tested: torch 2.6 and 2.15. If it changes: audits do not say that they ran a model uncompiled.
     """
@@ -586,7 +598,7 @@ def name_as_written(name: str) -> str:
 
 
 def call_as_written(module: nn.Module, *args: Nested, **kwargs: Nested) -> Nested:
-    """Call a module with all its hooks, past what `Module.compile` or `replace_call` has set.
+    """Call a module and its hooks without the function set by `Module.compile` or `replace_call`.
 
     Tested: torch 2.6 and 2.15. If it changes: audits of compiled models fail.
     """
@@ -594,7 +606,7 @@ def call_as_written(module: nn.Module, *args: Nested, **kwargs: Nested) -> Neste
 
 
 def replace_call(module: nn.Module, call: Callable[..., Nested]) -> None:
-    """Have a function called whenever the module is called, as `Module.compile` does.
+    """Replace the function that is executed when a module is called, as `Module.compile` does.
 
     Tested: torch 2.6 and 2.15. If it changes: audits of compiled models fail.
     """
@@ -605,7 +617,7 @@ def replace_call(module: nn.Module, call: Callable[..., Nested]) -> None:
 
 
 def graph_nodes(result: Tensor) -> Iterator[Node]:
-    """Iterate over the nodes of autograd's graph of a result, each once.
+    """Iterate over the nodes of a result's autograd graph; each node occurs once.
 
     Uses public API only.
     """
@@ -620,7 +632,7 @@ def graph_nodes(result: Tensor) -> Iterator[Node]:
 
 
 def current_node() -> Node | None:
-    """Return the node whose backward pass this thread computes, if it computes one.
+    """Return the node whose backward function this thread is running; None if there is none.
 
     Tested: torch 2.6 and 2.15. If it changes: audits and guards cannot name what runs in backward.
     """
@@ -628,7 +640,7 @@ def current_node() -> Node | None:
 
 
 def node_number(node: Node) -> int:
-    """Return autograd's number of a node, which counts the nodes of a thread.
+    """Return autograd's sequence number of a node; each thread numbers its nodes separately.
 
     Tested: torch 2.6 and 2.15. If it changes: audits show no line for backward operations.
     """
@@ -636,7 +648,7 @@ def node_number(node: Node) -> int:
 
 
 def newest_node_number() -> int:
-    """Return the number of the node that this thread made last.
+    """Return the sequence number of the node that this thread created last.
 
     Tested: torch 2.6 and 2.15. If it changes: audits show no line for backward operations.
     """
@@ -652,9 +664,9 @@ def current_backward_pass() -> int:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have a function called when the current backward pass ends.
+    """Register a function to be called when the current backward pass ends.
 
-    Torch 2.15 also has `torch.autograd.graph.queue_callback`, which is public.
+    Torch 2.15 also has the public function `torch.autograd.graph.queue_callback`.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard reports nothing on accelerators.
     """
@@ -667,7 +679,8 @@ def push_saved_tensor_hooks(
 ) -> None:
     """Add hooks for saved tensors, as `saved_tensors_hooks` does on entry.
 
-    The class itself can neither be entered again nor left in another order.
+    The class itself is not used, because an instance cannot be entered again, and several instances
+    must be left in reverse order.
 
     Tested: torch 2.6 and 2.15. If it changes: no guard can be entered.
     """
@@ -686,9 +699,9 @@ def saved_values(node: Node | None, names: Iterable[str] = ()) -> Iterator[tuple
     """Iterate over what a node has saved for its backward pass, with the name of each value.
 
     Args:
-        node: A node; None has saved nothing.
-        names: The names of the values that are wanted, or nothing for all. One that the node does
-            not have gives None. Values that torch has released already are skipped.
+        node: A node; None has no saved values.
+        names: The names of the requested values; empty for all values. The value is None for a name
+            that the node does not have. Values that torch has already released are skipped.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard names no operand, and blames batch norm.
     """
@@ -698,13 +711,13 @@ def saved_values(node: Node | None, names: Iterable[str] = ()) -> Iterator[tuple
         if attribute.startswith(prefix):
             try:
                 value = getattr(node, attribute, None)
-            except RuntimeError:  # it was released
+            except RuntimeError:  # torch has released the value
                 continue
             yield attribute.removeprefix(prefix), value
 
 
 def is_checkpoint_frame(frame: types.FrameType | None) -> bool:
-    """Whether a frame runs code of `torch.utils.checkpoint`, which computes forward again.
+    """Return whether a frame runs code of `torch.utils.checkpoint`, which recomputes activations.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard names the wrong operation for checkpoints.
     """
@@ -712,7 +725,7 @@ def is_checkpoint_frame(frame: types.FrameType | None) -> bool:
 
 
 def is_once_differentiable(node: Node) -> bool:
-    """Whether a node is of a user's function whose `backward` is marked `once_differentiable`.
+    """Return whether a node belongs to a user's function with a `once_differentiable` backward.
 
     Tested: torch 2.6 and 2.15. If it changes: Hessians silently take such gradients for constants.
     """
@@ -720,7 +733,8 @@ def is_once_differentiable(node: Node) -> bool:
     return getattr(backward, "__code__", None) is _ONCE_DIFFERENTIABLE
 
 
-_ONCE_DIFFERENTIABLE = once_differentiable(len).__code__  # of every `backward` with that mark
+# The decorator returns a wrapper, so all decorated functions have the same code object.
+_ONCE_DIFFERENTIABLE = once_differentiable(len).__code__
 
 
 def leaf_of(node: Node) -> Tensor | None:
@@ -732,7 +746,7 @@ def leaf_of(node: Node) -> Tensor | None:
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Whether a leaf has hooks that see or change its gradient.
+    """Return whether a leaf has hooks that can read or change its gradient.
 
     Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
     """
@@ -740,7 +754,7 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 
 
 def has_module_hooks(module: nn.Module) -> bool:
-    """Whether a module itself, without the modules inside, has forward or backward hooks.
+    """Return whether a module has forward or backward hooks; submodules do not count.
 
     Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
     """
@@ -754,7 +768,7 @@ def has_module_hooks(module: nn.Module) -> bool:
 
 
 def has_global_module_hooks() -> bool:
-    """Whether there are forward or backward hooks for all modules.
+    """Return whether there are global forward or backward hooks, which apply to all modules.
 
     Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
     """
@@ -769,13 +783,13 @@ def has_global_module_hooks() -> bool:
 
 
 register_optimizer_step_pre_hook = optimizer_module.register_optimizer_step_pre_hook
-"""Have a function called before each step of every optimizer.
+"""Register a function to be called before each step of every optimizer.
 
 Tested: torch 2.6 and 2.15. If it changes: audits do not restore the state of optimizers.
 """
 
 register_optimizer_step_post_hook = optimizer_module.register_optimizer_step_post_hook
-"""Have a function called after each step of every optimizer.
+"""Register a function to be called after each step of every optimizer.
 
 Tested: torch 2.6 and 2.15. If it changes: the guard cannot blame the step of an optimizer.
 """
@@ -791,7 +805,9 @@ Tested: torch 2.6 and 2.15. If it changes: the guard keeps memory alive, or blam
 
 
 def storage_alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage of a weak reference, which keeps it; None if it is gone.
+    """Return the storage of a weak reference; None if its memory has been freed.
+
+    The returned object keeps the memory alive.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard does not name the line that wrote.
     """
@@ -814,7 +830,7 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 
 
 def is_plain(tensor: Nested) -> bool:
-    """Whether something is a tensor and its memory, and no more.
+    """Return whether a value is an ordinary strided tensor, whose memory can be read directly.
 
     Tensors of a subclass, sparse, nested and meta tensors, and those inside a transform are not.
 
@@ -829,15 +845,16 @@ def is_plain(tensor: Nested) -> bool:
 
 
 def span_of(tensor: Nested) -> Span:
-    """Return the memory from the first to the last element of a plain tensor.
+    """Return the addresses of the memory from the first to the last element of a plain tensor.
 
-    For anything else the span is empty, and overlaps nothing.
+    For any other value and for empty tensors, the span is empty and overlaps no other span.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard does not find who shares memory.
     """
     if not is_plain(tensor) or tensor.numel() == 0:
         return 0, 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
+    # The number of elements between the first and the last one. Strides are not negative.
     last_offset = sum((size - 1) * stride for size, stride in steps)
     return tensor.data_ptr(), tensor.data_ptr() + (last_offset + 1) * tensor.element_size()
 
@@ -851,7 +868,7 @@ def component_tensors(tensor: Tensor) -> list[Tensor]:
     if wrapped or tensor.device.type == "meta":
         return []
     if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return []  # nobody may wait for it now
+        return []  # while a CUDA graph is captured, reading the content is forbidden
     if _python_dispatch.is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [
@@ -876,7 +893,8 @@ def component_tensors(tensor: Tensor) -> list[Tensor]:
 
 _ROWS = ("crow_indices", "col_indices", "values")
 _COLUMNS = ("ccol_indices", "row_indices", "values")
-_SPARSE_METHODS: dict[torch.layout, tuple[str, ...]] = {  # those that return a tensor's parts
+# The methods that return the parts of a sparse tensor, by layout.
+_SPARSE_METHODS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: _ROWS,
     torch.sparse_bsr: _ROWS,
@@ -902,7 +920,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another one.
+    """Return whether autograd treats a tensor as a view of another one.
 
     Tested: torch 2.6 and 2.15. If it changes: audits report gradients of views.
     """
@@ -910,7 +928,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def is_zero_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor is one of forward mode's zeros, which have no memory that could be read.
+    """Return whether a tensor is a zero of forward-mode differentiation, which has no memory.
 
     Tested: torch 2.6 and 2.15. If it changes: emulations fail inside forward mode.
     """
@@ -920,19 +938,19 @@ def is_zero_tensor(tensor: Tensor) -> bool:
 # --- nested values --------------------------------------------------------------------------------
 
 tree_flatten = _pytree.tree_flatten
-"""Return the leaves of nested values, and a specification to put them together again.
+"""Return the leaves of nested values, and the specification for `tree_unflatten`.
 
 Tested: torch 2.6 and 2.15. If it changes: gradients cannot be captured for Hessians.
 """
 
 tree_unflatten = _pytree.tree_unflatten
-"""Put leaves together again that `tree_flatten` took apart.
+"""Rebuild nested values from the leaves and the specification that `tree_flatten` returned.
 
 Tested: torch 2.6 and 2.15. If it changes: gradients cannot be captured for Hessians.
 """
 
 tree_leaves = _pytree.tree_leaves
-"""Return the leaves of nested values, of all containers that torch knows.
+"""Return the leaves of nested values, in all types of containers that torch knows.
 
 Tested: torch 2.6 and 2.15. If it changes: steps find no loss among outputs.
 """
@@ -966,10 +984,11 @@ _SIMPLE_TYPES = (int, float, str, type(None))
 
 
 def map_nested(change: Callable[[Nested], Nested], values: Nested) -> Nested:
-    """Return nested values with a function applied to all that are no list, tuple or dict.
+    """Apply a function to all values in nested lists, tuples and dicts, and return the result.
 
-    It knows fewer containers than `tree_map`, and is faster. Numbers, texts and None stay as they
-    are.
+    Numbers, texts and None are returned unchanged. The function is faster than `tree_map`, which
+    knows more types of containers. The arguments of operations contain only lists, tuples and
+    dicts.
 
     Uses public API only. The arguments of operations come in no other containers.
     """
@@ -1020,7 +1039,7 @@ Tested: torch 2.6 and 2.15. If it changes: Hessians of layers with weight norm a
 """
 
 reparametrized = stateless._reparametrize_module
-"""A context manager inside which a module holds other tensors, given by name.
+"""A context manager that replaces parameters and buffers of a module, given by name.
 
 `torch.func.functional_call` does the same for one call of the module only.
 
@@ -1041,7 +1060,7 @@ Tested: torch 2.6 and 2.15. If it changes: no network can be trained.
 
 
 def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace all parameters, gradients and buffers of a module by what a function makes of them.
+    """Replace each parameter, gradient and buffer of a module by the result of a function.
 
     Tested: torch 2.6 and 2.15. If it changes: audits cannot move models to a device.
     """
@@ -1052,9 +1071,9 @@ def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> N
 
 
 def register_gpu_wait_callback(callback: Callable[..., None]) -> None:
-    """Have a function called whenever a thread waits for a device, a stream or an event.
+    """Register a function to be called whenever a thread waits for a device, stream or event.
 
-    It cannot be removed again.
+    A registered function cannot be removed.
 
     Tested: torch 2.11, on CUDA. If it changes: the guard reports copies that were waited for.
     """
@@ -1067,7 +1086,9 @@ def register_gpu_wait_callback(callback: Callable[..., None]) -> None:
 
 
 def is_event_finished(event: torch.cuda.Event) -> bool:
-    """Whether an event has been passed, as `Event.query`, which the guard replaces, would say.
+    """Return whether all work before an event is finished, by the original `Event.query`.
+
+    The guard replaces `Event.query` itself, so that method cannot be used here.
 
     Tested: torch 2.11, on CUDA. If it changes: the guard keeps finished copies.
     """
@@ -1083,7 +1104,7 @@ def clear_cublas_workspaces() -> None:
 
 
 def compile_elementwise_kernel(code: str) -> Callable[..., Tensor]:
-    """Compile a function of C++ that computes one element, as a kernel for tensors.
+    """Compile a C++ function of one element to a kernel for tensors.
 
     Tested: torch 2.11, on CUDA. If it changes: products with Hessians fail on GPUs.
     """

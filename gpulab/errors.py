@@ -20,7 +20,7 @@ UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""A text with control characters and marks of text direction escaped.
+    r"""Escape control characters and marks of text direction in a text.
 
     Examples:
         >>> printable("a\x1b[31mred")
@@ -32,8 +32,8 @@ def printable(text: str) -> str:
 class GpulabError(Exception):
     r"""Something could not be done; the message says what, why, and what to do.
 
-    All errors that gpulab raises on purpose derive from this class. In the message control
-    characters are written out (an escape becomes `\x1b`), because it may quote a file.
+    All errors that gpulab raises on purpose derive from this class. Control characters in the
+    message are escaped, such as `\x1b`, because the message may quote the content of a file.
 
     Args:
         message: What could not be done, for the user to read.
@@ -76,6 +76,7 @@ def check_count(name: str, value: object, maximum: int | None = None, minimum: i
 
 
 def _is_count(value: object, minimum: int = 1) -> bool:
+    """Return whether a value is a whole number of at least `minimum`; Booleans are not."""
     return (
         isinstance(value, numbers.Integral)
         and not isinstance(value, bool)
@@ -87,13 +88,14 @@ def check_counts(name: str, values: object, parts: tuple[str, ...] = ()) -> tupl
     """Return `values` as a tuple of whole numbers from 1.
 
     Args:
-        name: What the numbers are, for the error.
-        values: What was given.
-        parts: What each of them is, such as ("height", "width"); without it there may be any number
-            of them from one.
+        name: The name of the argument in the error message.
+        values: The value of the argument.
+        parts: The name of each number, such as ("height", "width"). Without names, any positive
+            number of entries is accepted.
 
     Raises:
-        UsageError: For anything but a list, tuple or array of that many whole numbers from 1.
+        UsageError: If `values` is not a list, tuple or array of the expected number of whole
+            numbers from 1.
 
     Examples:
         >>> check_counts("size", [12, 16], ("height", "width"))
@@ -196,14 +198,18 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-"""What is installed, where its name is not that of the module that it brings."""
+"""The distribution to install for a module, if the two have different names."""
 
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Wrap imports that an extra of gpulab provides; a missing library's error names the extra.
+    """Wrap imports of optional libraries; the error for a missing one names the extra to install.
 
-    A library that gpulab needs in any case, or that comes with another extra, is told from it.
+    The error is different for a library that gpulab always needs, and names another extra if that
+    one contains the library.
+
+    Raises:
+        GpulabError: If a library is missing.
 
     Examples:
         >>> with extra("notebooks"):
@@ -216,17 +222,17 @@ def extra(name: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         library = str(error.name).partition(".")[0]
         if error.name is None or library == __package__:
-            raise
+            raise  # the error is not about a library that can be installed
         raise GpulabError(_missing_library(library, error.name, name)) from None
 
 
 def _missing_library(library: str, module: str, extra_name: str) -> str:
-    """The message for a missing module, with the command that installs it."""
+    """Return the message for a missing module, with the command that installs it."""
     distribution = DISTRIBUTIONS.get(library, library)
     spec = None
-    with contextlib.suppress(ValueError):  # a module that was made without a file
+    with contextlib.suppress(ValueError):  # the module was created without a file
         spec = importlib.util.find_spec(library)
-    if spec is not None:  # another version of it, or a file of that name before it
+    if spec is not None:  # another version is installed, or another file of this name was found
         return (
             f"{library} ({spec.origin}) has no module {module}: pip install --upgrade"
             f" {distribution}"
@@ -239,7 +245,7 @@ def _missing_library(library: str, module: str, extra_name: str) -> str:
 
 
 def _extras_of(distribution: str) -> list[str]:
-    """The extras of gpulab that install a library, by its metadata; "" is gpulab itself.
+    """Return the extras of gpulab that install a library; "" stands for gpulab without extras.
 
     Examples:
         >>> _extras_of("pandas"), _extras_of("pillow"), _extras_of("no-such-library")
@@ -260,11 +266,12 @@ def _extras_of(distribution: str) -> list[str]:
 
 
 def _normal_name(distribution: str) -> str:
+    """Return the normalised name of a distribution, which ignores case and separators."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def describe_error(error: BaseException, file: str | Path = "") -> str:
-    """The last line of a foreign error's traceback, and the line of `file` that led there.
+    """Return the last line of an error's traceback, with the line of `file` that led to it.
 
     Examples:
         >>> try:

@@ -1,10 +1,8 @@
-"""Atomic writes; validated, size-limited reads.
+"""Atomic writes, validated and size-limited reads, checksums and content hashes.
 
-What files, tensors and JSON documents hold has a hash, equal for equal content wherever it lies.
-
-A *seal* is a checksum of the whole file inside it: any text of the file's own description may hold
-`UNSEALED`, which `seal` replaces by the checksum of the content as it was until then. One way for
-JSON, Parquet and safetensors alike.
+A *seal* is a checksum of a whole file that is stored inside the file. The writer puts the
+placeholder `UNSEALED` into the file's metadata, and `seal` replaces it by the checksum of the
+content with the placeholder. This works for JSON, Parquet and safetensors alike.
 """
 
 from __future__ import annotations
@@ -28,19 +26,19 @@ from gpulab.errors import DataError, GpulabError
 if TYPE_CHECKING:
     import pyarrow.parquet
 
-# The content of a JSON document: dictionaries by text, lists, texts, numbers, booleans and None.
-# How they are nested depends on the kind of document, and whoever reads one checks what it needs.
+# The content of a JSON document: dictionaries, lists, texts, numbers, Booleans and None. The
+# nesting depends on the kind of document, so the code that reads one checks what it needs.
 JSON = Any
 
 PACKAGE = Path(__file__).parent
 SEAL = b"sealed by xxh3 "
 SEAL_DIGITS = 32
 UNSEALED = SEAL.decode() + SEAL_DIGITS * "0"
-MAX_FILE_BYTES = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
-MAX_COLUMN_VALUES = 1 << 28  # numbers in a column of a table
-Stamp = tuple[int, int, int]  # shows that a file has changed, without reading it
+MAX_FILE_BYTES = 1 << 32  # the default size limit of a file that is read
+MAX_COLUMN_VALUES = 1 << 28  # the default limit of the numbers in a column of a table
+Stamp = tuple[int, int, int]  # size, time and inode, which show that a file has changed
 Stamps = Mapping[Path, Stamp]
-DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # the disk, or the quota of the user, is full
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -60,10 +58,10 @@ def convert_write_errors(target: str | Path) -> Iterator[None]:
 
 
 def write(file: str | Path, content: bytes) -> None:
-    """Write a file whole or not at all; its folder is made if need be.
+    """Write a file atomically; create its folder if necessary.
 
     Raises:
-        GpulabError: Where it cannot be written, with what to do; the file is as it was.
+        GpulabError: If the file cannot be written. An existing file is then unchanged.
     """
     file = Path(file)
     scratch = file.with_name(scratch_name())
@@ -73,19 +71,22 @@ def write(file: str | Path, content: bytes) -> None:
             with open(scratch, "wb") as stream:
                 stream.write(content)
                 stream.flush()
-                os.fsync(stream.fileno())  # a name on the disk must not come before its content
+                os.fsync(stream.fileno())  # the content must be on the disk before it is renamed
             os.replace(scratch, file)
         finally:
             scratch.unlink(missing_ok=True)
 
 
 def scratch_name() -> str:
-    """A name for a temporary file of this process."""
+    """Return a unique name for a temporary file."""
     return f".{uuid.uuid4().hex}.part"
 
 
 def check_writable(file: str | Path) -> None:
-    """Raise now what writing a file later would raise; nothing is left behind."""
+    """Raise the `GpulabError` that writing a file would raise, without writing it.
+
+    A temporary file is created in the folder, or the nearest existing one, and removed again.
+    """
     file = Path(file).absolute()
     with convert_write_errors(file):
         if file.exists() and not file.is_file():
@@ -105,7 +106,7 @@ def convert_read_errors(file: str | Path, kind: str = "cannot be read") -> Itera
     try:
         yield
     except Exception as error:
-        # These errors do not come from the content of the file.
+        # These errors are not caused by the content of the file.
         if isinstance(error, GpulabError) or type(error) is MemoryError:
             raise
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error!s:.300}"
@@ -113,18 +114,20 @@ def convert_read_errors(file: str | Path, kind: str = "cannot be read") -> Itera
 
 
 def status_of(file: str | Path) -> os.stat_result:
-    """The status of a regular file; `DataError` if it is missing, a pipe or a device."""
+    """Return the status of a regular file; `DataError` if it is missing or not a regular file."""
     with convert_read_errors(file):
         status = os.stat(file)
-    if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe without a writer would never return
         raise DataError(f"{file}: cannot be read: not a file, but a folder, a pipe or a device")
     return status
 
 
 def read(file: str | Path, max_size: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
-    Raises `DataError` for a pipe, a device, or more than `max_size` bytes.
+    Raises:
+        DataError: If the file cannot be read, is not a regular file, or is larger than `max_size`
+            bytes.
     """
     size = status_of(file).st_size
     if size > max_size:
@@ -144,7 +147,10 @@ def read_json(file: str | Path, content: bytes) -> JSON:
 def check_table_size(
     file: str | Path, metadata: pyarrow.parquet.FileMetaData, max_size: int = MAX_COLUMN_VALUES
 ) -> None:
-    """Raise `DataError` for a Parquet file that unpacks into more than gpulab ever writes."""
+    """Raise `DataError` for a Parquet file whose columns are too large when uncompressed.
+
+    The limit is `max_size` numbers in a column, or the same number of 8-byte values.
+    """
     for number in range(metadata.num_columns):
         chunks = [
             metadata.row_group(group).column(number) for group in range(metadata.num_row_groups)
@@ -158,7 +164,10 @@ def check_table_size(
 
 
 def find_shipped(file: str | Path) -> Path:
-    """A file; without a checkout, the copy of an example file in the installed package."""
+    """Return the path of a file, or of its copy in the installed package.
+
+    The copy is used for example files in `data/` that do not exist, as without a checkout.
+    """
     folder, *subpath = Path(file).parts or (".",)
     copy = PACKAGE.joinpath("recorded", *subpath)
     if folder == "data" and copy.is_file() and not Path(file).exists():
@@ -170,7 +179,7 @@ def find_shipped(file: str | Path) -> Path:
 
 
 def seal(content: bytes) -> bytes:
-    """The content with its checksum in place of its last `UNSEALED`."""
+    """Return the content with its last `UNSEALED` replaced by the checksum of the content."""
     start = content.rfind(SEAL) + len(SEAL)
     placeholder = content[start - len(SEAL) : start + SEAL_DIGITS]
     assert placeholder == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
@@ -184,7 +193,7 @@ def seal(content: bytes) -> bytes:
 def check_seal(file: str | Path, content: bytes) -> None:
     """Raise `DataError`, naming the file, unless its content matches its seal."""
     start = content.rfind(SEAL) + len(SEAL)
-    if start < len(SEAL):
+    if start < len(SEAL):  # `rfind` returned -1: there is no seal
         raise DataError(f"{file}: damaged: its checksum is missing")
     if seal(content[:start] + SEAL_DIGITS * b"0" + content[start + SEAL_DIGITS :]) != content:
         raise DataError(
@@ -193,16 +202,16 @@ def check_seal(file: str | Path, content: bytes) -> None:
         )
 
 
-# --- their content --------------------------------------------------------------------------------
+# --- content hashes -------------------------------------------------------------------------------
 
 
 def digest(document: JSON) -> str:
-    """The SHA-256 of a JSON document, independent of the order of its names."""
+    """Return the SHA-256 of a JSON document, independently of the order of its keys."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def stamp(file: Path) -> Stamp:
-    """The size, modification time (ns) and inode of a file; `DataError` if it is missing."""
+    """Return size, modification time (ns) and inode of a file; `DataError` if it is missing."""
     status = status_of(file)
     return status.st_size, status.st_mtime_ns, status.st_ino
 
@@ -215,19 +224,20 @@ def check_unchanged(stamps: Stamps) -> None:
 
 
 def content_digest(stamps: Stamps) -> str:
-    """The SHA-256 (hex) of a file, or of the names and contents of several files.
+    """Return the SHA-256 (hex) of a file, or of the names and contents of several files.
 
-    A process reads them once.
+    The result is cached by the stamps, so unchanged files are read only once in a process.
 
     Raises:
-        DataError: Where a file cannot be read, or is not what its stamp says.
+        DataError: If a file cannot be read, or differs from its stamp.
     """
     check_unchanged(stamps)
     return _content_digest(tuple(stamps.items()))
 
 
-@functools.lru_cache(maxsize=256)  # an experiment asks for its film once a run
+@functools.lru_cache(maxsize=256)  # every run of an experiment asks for the digest of its film
 def _content_digest(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
+    """Compute the digest for `content_digest`, and check the stamps again after reading."""
     digests = []
     for file, _ in stamps:
         with convert_read_errors(file), open(file, "rb") as stream:

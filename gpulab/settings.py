@@ -1,10 +1,11 @@
 """Settings: everything that may change the arithmetic but should not change the result.
 
-A setting is written as text, `cuda:1:tf32=off,deterministic=on`, applied with `gpulab.setting`, and
-every global flag is as it was afterwards. torch is imported only when a setting is applied, because
-the instruction set of a CPU is chosen through the environment before torch loads. An option is a
-field of `Setting` and, in `Setting._apply_flags`, what sets its flags; `_restore_flags_on_exit`
-restores them.
+A setting is written as text, such as `cuda:1:tf32=off,deterministic=on`. `gpulab.setting` applies
+it, and restores every global flag afterwards. torch is imported only when a setting is applied,
+because the instruction set of a CPU must be chosen by environment variables before torch loads.
+
+Each option is a field of `Setting`. `Setting._apply_flags` sets the flags of the options, and
+`_restore_flags_on_exit` restores them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from gpulab._torch_internals import Nested
 
-Value: TypeAlias = bool | int | str  # of an option
+Value: TypeAlias = bool | int | str  # the value of an option
 ValueType = TypeVar("ValueType", bool, int, str)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRECISIONS = ("float32", "float64", "bfloat16")
@@ -36,7 +37,8 @@ AUTOCAST_DTYPES = ("bfloat16", "float16")  # formats in which autocast computes 
 
 TF32_CARDS = ("ampere", "hopper")  # GPUs whose TF32 can be emulated
 
-# ATen's, oneDNN's, MKL's
+# The environment variables that limit the instruction set of ATen, oneDNN and MKL, and their values
+# for each option `isa`.
 ISA_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
@@ -48,7 +50,7 @@ ISA_VALUES = {
     "avx512": ("avx512", "AVX512_CORE", "AVX512"),
 }
 ISA_CPU_FLAGS = {"sse4": "sse4_2", "avx2": "avx2", "avx512": "avx512f"}
-CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it once, at start
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it only once, when it starts
 CUBLAS_DETERMINISTIC = ":4096:8"
 
 COMPARED_SETTINGS = ["cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64"]
@@ -65,7 +67,7 @@ COMPARED_SETTINGS += [
 
 
 def _restore_flags_on_exit(stack: ExitStack) -> None:
-    """Have the stack restore every flag that a setting, or code under it, may change."""
+    """Register callbacks that restore every flag that a setting, or code under it, may change."""
     import torch
     from torch.backends import cudnn
 
@@ -86,7 +88,8 @@ def _restore_flags_on_exit(stack: ExitStack) -> None:
 
     @stack.callback
     def restore_determinism() -> None:
-        if algorithms() != previous_algorithms:  # the call imports torch's compiler: 150 MB
+        # The call imports torch's compiler, which takes 150 MB, so it is made only if necessary.
+        if algorithms() != previous_algorithms:
             torch.use_deterministic_algorithms(
                 previous_algorithms[0], warn_only=previous_algorithms[1]
             )
@@ -105,7 +108,7 @@ class SettingOption(NamedTuple):
 
     devices: tuple[str, ...]
     pattern: str
-    words: str  # said of a text that is not written so
+    words: str  # the end of the error message for a text that does not match the pattern
     value: Callable[[str], Value]
 
     def parse(self, name: str, text: str) -> Value:
@@ -118,18 +121,22 @@ class SettingOption(NamedTuple):
 def _option(
     devices: tuple[str, ...], pattern: str, words: str, value: Callable[[str], ValueType]
 ) -> ValueType | None:
+    """Declare a field of `Setting` that is an option; see `SettingOption`."""
     return field(default=None, metadata={"option": SettingOption(devices, pattern, words, value)})
 
 
 def _choice(devices: tuple[str, ...], choices: Iterable[str]) -> str | None:
+    """Declare an option with a fixed set of values."""
     return _option(devices, "|".join(choices), f"must be one of {', '.join(choices)}", str)
 
 
 def _switch(*devices: str) -> bool | None:
+    """Declare an option with the values `on` and `off`."""
     return _option(devices, "on|off", "must be one of on, off", "on".__eq__)
 
 
 def _arithmetic() -> str | None:
+    """Declare an option of the emulation, whose value is checked when the setting is applied."""
     return _option(DEVICES, ".+", "needs a value, such as emulate=tf32 or order=pairwise", str)
 
 
@@ -150,22 +157,23 @@ class Setting:
             A process chooses them when it starts, so this needs a process started with
             `environment()`. `gpulab.Experiment` and the `gpulab` command start one.
         tf32: On CUDA, whether float32 matrix products and convolutions may round their factors to
-            TF32. With `emulate="ampere"` or `"hopper"` it has a meaning on every device.
-        cudnn: On CUDA, whether cuDNN computes, or PyTorch's own kernels.
-        denormals: On a CPU, whether numbers below 1.2e-38, in float32, are kept or become zero.
-        deterministic: Whether only algorithms are used that give the same bits each time.
+            TF32. With `emulate="ampere"` or `"hopper"`, the option is valid on every device.
+        cudnn: On CUDA, whether cuDNN is used instead of PyTorch's own kernels.
+        denormals: On a CPU, whether subnormal numbers (below 1.2e-38 in float32) are kept instead
+            of being replaced by zero.
+        deterministic: Whether to use only algorithms that return the same bits each time.
         precision: The floating-point type: `float32`, `float64` or `bfloat16`.
         emulate: The number format, or the chip, whose products are imitated; see `gpulab.emulate`.
         order: The order in which products are added up; see `gpulab.emulate`.
-        compile: The backend of `torch.compile` that compiles what `compiled` is given, such as
-            `inductor`, `aot_eager`, `cudagraphs`, or one that you have registered.
+        compile: The backend of `torch.compile` that `compiled` uses, such as `inductor`,
+            `aot_eager`, `cudagraphs`, or one that you have registered.
         autocast: The format in which torch's mixed precision computes products, `bfloat16` or
-            `float16`; weights stay float32. Casts of weights are not kept from one use to the next,
-            since a step of the optimizer makes them wrong. Losses are not scaled, which small
-            gradients in float16 may need.
+            `float16`. Weights remain in float32. Converted weights are not cached, because they
+            would be outdated after a step of the optimizer. Losses are not scaled, although small
+            gradients in float16 may require it.
 
     Raises:
-        UsageError: For a device that is none of these, and an option's value that is none.
+        UsageError: If the device or the value of an option is invalid.
 
     Examples:
         >>> import gpulab as gl
@@ -272,7 +280,7 @@ class Setting:
         return f"{self.device}:{','.join(options)}" if options else self.device
 
     def _options(self) -> Iterator[tuple[str, str]]:
-        """The options of this setting, each with its text."""
+        """Yield the name and the text of each option that is set."""
         words = {True: "on", False: "off"}
         for name in OPTIONS:
             value = getattr(self, name)
@@ -314,11 +322,12 @@ class Setting:
             os.environ.update(self.environment())
 
     def check(self) -> None:
-        """Raise `GpulabError` if this machine or process lacks something for the setting.
+        """Check that the setting can be applied on this machine and in this process.
 
-        The message names what is missing.
-
-        An unknown format or order to emulate is a `UsageError`.
+        Raises:
+            GpulabError: If the machine or the process lacks something. The message names it.
+            UsageError: If the format or order to emulate, or the backend to compile with, is
+                unknown.
         """
         import torch
 
@@ -372,15 +381,15 @@ class Setting:
             )
 
     def compiled(self, function: Callable[..., Nested]) -> Callable[..., Nested]:
-        """Compile a network or a function, at its first call, by the backend in `compile`.
+        """Return a network or function that the backend in `compile` compiles at its first call.
 
         Args:
             function: A `torch.nn.Module`, or a function of tensors.
 
         Returns:
-            What `torch.compile` makes of it, for tensors of the shapes that come; `function` itself
-            where `compile` is None. Compiled code computes with as many threads as are in force
-            when it is compiled.
+            The result of `torch.compile`, which compiles separately for each shape of the inputs.
+            If `compile` is None, `function` itself. Compiled code uses the number of threads that
+            is set when it is compiled.
 
         Examples:
             >>> import torch
@@ -394,8 +403,8 @@ class Setting:
 
         if self.compile is None:
             return function
-        # The number of threads is written into the code, which torch keeps on disk by all that is
-        # given here.
+        # Inductor writes the number of threads into the code for a CPU, and caches the code on
+        # disk. As an option, the number is part of the key of the cache.
         on_threads = (self.kind, self.compile) == ("cpu", "inductor")
         options: dict[str, str | int | bool | Callable[..., Nested]] | None = None
         if on_threads:
@@ -415,8 +424,9 @@ class Setting:
             yield self
 
     def _apply_flags(self, stack: ExitStack) -> None:
+        """Set the flags of all options; register context managers on `stack` to be left later."""
         import torch
-        from joblib import cpu_count  # a container's quota counts, which torch does not see
+        from joblib import cpu_count  # unlike torch, it respects the CPU quota of a container
         from torch.backends import cudnn
 
         from gpulab.numerics._flags import switch_denormals, switch_tf32
@@ -435,7 +445,7 @@ class Setting:
             torch.use_deterministic_algorithms(self.deterministic)
             cudnn.deterministic = self.deterministic
         if self.deterministic:
-            cudnn.benchmark = False  # the benchmark picks a kernel by a race
+            cudnn.benchmark = False  # the benchmark selects kernels by time, which varies
             os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_DETERMINISTIC)
         if self.precision is not None:
             torch.set_default_dtype(self.dtype)
@@ -449,8 +459,8 @@ class Setting:
         if self.compile is not None:
             from gpulab._torch_internals import recompilations_allowed
 
-            # More variants than usual are compiled, and what would no longer be compiled is an
-            # error.
+            # torch runs a function uncompiled after a few variants. Here the limit is higher, and
+            # exceeding it is an error, so that nothing runs uncompiled unnoticed.
             stack.enter_context(recompilations_allowed(256))
         if self.kind == "cuda":
             stack.enter_context(torch.cuda.device(self.device))
@@ -532,13 +542,15 @@ def available_settings(device: str = "auto") -> list[str]:
 
 
 def _runs_here(candidate: Setting) -> bool:
+    """Return whether a setting can run on this machine and differs from the plain device."""
     import torch
 
-    if candidate.isa:  # a worker process can have what this one was not started with
-        # Running as an older CPU says something only on a newer one.
+    if candidate.isa:  # a worker process can be started with another instruction set
+        # AVX2 differs from the default only on a CPU that has AVX-512.
         return candidate.isa == "avx2" and {"avx2", "avx512f"} <= set(cpu_description()["flags"])
     try:
         candidate.check()
-        return candidate.threads != torch.get_num_threads()  # with as many it is `cpu` itself
+        # With the default number of threads, the setting would be the same as `cpu`.
+        return candidate.threads != torch.get_num_threads()
     except GpulabError:
         return False

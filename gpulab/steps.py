@@ -24,26 +24,26 @@ from gpulab.settings import Setting
 
 @dataclass(frozen=True)
 class Step:
-    """A training step that can be done under any setting: one forward and one backward pass.
+    """A training step that can run under any setting: one forward and one backward pass.
 
-    The model is moved to the setting's device and precision, does the step with all its hooks, and
-    is put back as it was: parameters, gradients, buffers and attributes. What hooks do elsewhere
-    stays done.
+    The model is moved to the setting's device and precision, and runs with all its hooks.
+    Afterwards its parameters, gradients, buffers and attributes are restored. Side effects of hooks
+    on other objects are not undone.
 
     Args:
         model: The network.
-        batch: (inputs, targets), each a tensor or any nesting of tensors; without a `loss`, the
-            inputs alone. A mapping becomes keyword arguments where `forward` has parameters of
-            these names. Of a `DataLoader` give the first batch, `next(iter(loader))`.
-        loss: A function of outputs and targets; of outputs and the whole batch where that is a
-            mapping, of which the model gets what it takes. Without it, what is differentiated is
-            what the model calls its loss: the output's `loss`, a scalar output or the first of
-            several if that is a scalar. Where there is none of these, it is the mean of the square
-            of the first tensor among the outputs.
+        batch: (inputs, targets), each a tensor or any nesting of tensors. Without a `loss`, the
+            inputs alone. A mapping becomes keyword arguments if `forward` has parameters of these
+            names. For a `DataLoader`, give the first batch, `next(iter(loader))`.
+        loss: A function of outputs and targets. If the batch is a mapping, a function of outputs
+            and the whole batch; the model then receives only the keys that it accepts. Without a
+            `loss`, the loss is the model's own: the output's `loss`, or the first output if that is
+            a scalar. If the model has none, the loss is the mean square of the first tensor among
+            the outputs.
 
     Raises:
-        UsageError: For a `DataLoader`; and when the step is done, where batch, model and loss do
-            not fit.
+        UsageError: If the batch is a `DataLoader`. When the step is executed, if batch, model and
+            loss do not fit together.
 
     Notes:
         `gpulab.audit` and `gpulab.record` also take a *function step*: any function that does a
@@ -58,14 +58,14 @@ class Step:
         - A function without such a parameter is called without arguments. Tensors that it creates
           are on the setting's device and in its precision, as torch's defaults.
 
-        It may do several updates. What it returns is compared, be it one tensor, several, or
-        nothing; so are the gradients, the parameters and buffers that it changes, and the states of
-        its optimizers. Random numbers of torch, NumPy and Python start from the same seed in every
+        It may do several updates. The compared results are the returned tensors, if any, the
+        gradients, the parameters and buffers that the function changes, and the states of its
+        optimizers. Random numbers of torch, NumPy and Python start from the same seed in every
         execution. Draw data and initial weights on the CPU in float32 and convert them afterwards,
         because generators of devices and formats differ. An audit calls the function twice for each
-        setting. Modules and optimizers that it used are put back as they were after each call.
-        Whatever else lasts from one call to the next, such as a loader that goes on or a learning
-        rate schedule, has to be made in the function. Settings with `compile` need a `Step`.
+        setting. The states of the modules and optimizers that it used are restored after each call.
+        Any other object with a state, such as an iterator over a loader or a learning rate
+        schedule, has to be created inside the function. Settings with `compile` need a `Step`.
 
     Examples:
         >>> import torch
@@ -110,22 +110,24 @@ class Step:
             raise UsageError("batch is a DataLoader; give its first batch, next(iter(loader))")
 
     def __call__(self, setting: Setting) -> Tensor:
-        """Do the step and return the loss."""
+        """Execute the step under a setting and return the loss."""
         with self.prepared(setting) as run_step:
             return run_step()
 
     def prepared(self, setting: Setting) -> PreparedStep:
-        """The step under a setting, to be done inside a `with` block."""
+        """Return the step prepared for a setting, to be called inside a `with` block."""
         return PreparedStep(self, setting)
 
 
 class PreparedStep:
-    """A step under a setting; its model exists inside a `with` block, as the step left it.
+    """A step under a setting, which can be called inside a `with` block.
+
+    On entry the model is moved to the setting and its gradients are removed. On exit the original
+    state is restored.
 
     Attributes:
-        model: The model, where it is; the gradients of its parameters afterwards are those of the
-            step alone.
-        loss_taken: Afterwards, in words, what was differentiated where the step names no loss.
+        model: The model. After the call its parameters have the gradients of the step.
+        loss_taken: After the call, a description of the loss if the step has no loss function.
     """
 
     def __init__(self, step: Step, setting: Setting) -> None:
@@ -134,7 +136,8 @@ class PreparedStep:
         self.loss = step.loss
 
         def move(value: Nested) -> Nested:
-            if isinstance(value, Mapping):  # such as a tokenizer's
+            # `tree_map` does not know all mappings, such as the output of a tokenizer.
+            if isinstance(value, Mapping):
                 return {name: tree_map(move, item) for name, item in value.items()}
             if not isinstance(value, Tensor):
                 return value
@@ -145,6 +148,7 @@ class PreparedStep:
         self.batch = tree_map(move, step.batch)
 
     def _convert(self, tensor: Tensor) -> Tensor:
+        """Move a tensor to the setting's device, and convert it unless it holds integers."""
         dtype = self.setting.dtype if tensor.is_floating_point() else tensor.dtype
         if tensor.is_complex():  # the smallest complex type that torch computes with is complex64
             dtype = torch.complex128 if self.setting.dtype == torch.float64 else torch.complex64
@@ -158,7 +162,7 @@ class PreparedStep:
             for tensor, _, _, _ in snapshot.tensors:
                 tensor.grad = None
             convert_tensors(self.model, self._convert)
-            self.model.to(self.setting.device)  # some models' own `to` notes where they are
+            self.model.to(self.setting.device)  # some models override `to` to store their device
             for tensor, data, _, _ in snapshot.tensors:
                 # A tensor that was neither moved nor converted still has the user's memory.
                 if tensor.device == data.device and tensor.dtype == data.dtype:
@@ -170,7 +174,7 @@ class PreparedStep:
         self.restored.close()
 
     def __call__(self) -> Tensor:
-        """Do the step and return the loss."""
+        """Execute the step and return the loss."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
         # Torch advises against autocast in the backward pass, which follows the forward casts.
         with torch.autocast(loss.device.type, enabled=False):
@@ -179,10 +183,15 @@ class PreparedStep:
 
 
 class Snapshot:
-    """The state of a module: attributes of all submodules, and the memory of their tensors.
+    """A saved state of a module, a tensor or an optimizer, which can be restored.
 
-    Or the memory of a tensor, or what an optimizer has counted. With contents, what lies in the
-    memory is copied, too.
+    For a module, the attributes of all submodules and the memory of their parameters and buffers
+    are saved. For a tensor, its memory and gradient are saved, and for an optimizer its
+    `state_dict`. The memory of tensors is saved by reference. With `with_contents`, its content is
+    copied as well.
+
+    Raises:
+        UsageError: If the module has lazy parameters.
     """
 
     def __init__(
@@ -221,9 +230,9 @@ class Snapshot:
         self.progress = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else {}
 
     def restore(self) -> None:
-        """Restore the state.
+        """Restore the state in place.
 
-        Parameters and containers stay the same objects, for others may hold them.
+        Parameters and containers remain the same objects, because other code may refer to them.
         """
         for container, content in self.containers:
             container.clear()
@@ -245,7 +254,11 @@ class Snapshot:
 def loss_of(
     model: nn.Module, batch: Nested, loss: Callable[[Nested, Nested], Tensor] | None
 ) -> tuple[Tensor, str]:
-    """The tensor that a step differentiates, and its description, empty for a given loss."""
+    """Compute the loss of a step, and a description of it that is empty for a given loss.
+
+    Raises:
+        UsageError: If the batch has no targets for the loss, or it is unclear which loss is meant.
+    """
     if loss is None:
         return _infer_loss(model, batch)
     # The model receives the keys that it accepts, and the loss the whole batch.
@@ -260,9 +273,11 @@ def loss_of(
 
 
 def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
-    """The loss that a model names or returns; else the mean square of its first tensor.
+    """Compute the loss without a loss function, by the rules of `Step`, and describe it.
 
-    The rules are those of `Step`.
+    Raises:
+        UsageError: If the output has a `loss` that is no scalar, several named scalars without a
+            `loss`, or no tensor.
     """
     output = _call_model(model, batch)
     named_loss = (
@@ -288,7 +303,12 @@ def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
 
 
 def _call_model(model: nn.Module, inputs: Nested, drop_unknown: bool = False) -> Nested:
-    """Call a model on its inputs; with `drop_unknown`, on the keys that it accepts."""
+    """Call a model on its inputs; pass a mapping as keyword arguments if the names fit.
+
+    Raises:
+        UsageError: If the model accepts only some keys and `drop_unknown` is false, or if it does
+            not accept a pair as its input.
+    """
     name = type(model).__name__
     if isinstance(inputs, Mapping):
         parameters = inspect.signature(model.forward).parameters
@@ -314,7 +334,7 @@ def _call_model(model: nn.Module, inputs: Nested, drop_unknown: bool = False) ->
 
 
 def _describe(value: object) -> str:
-    """A value for an error message: its class, with its names or its number of items."""
+    """Describe a value in an error message: its class, with its names or its number of items."""
     description = f"a {type(value).__name__}"
     if isinstance(value, list | tuple):
         return f"{description} of {len(value)}"
@@ -340,9 +360,11 @@ def check_step(step: object) -> None:
 def explain_step_error(
     error: Exception, setting: Setting, modules: Iterable[nn.Module]
 ) -> Exception:
-    """Translate an error caused by the setting into one that names tensors `.to()` missed.
+    """Convert an error of a step to a `UsageError` that names the tensors `.to()` did not move.
 
-    These are tensors of another format or device that are plain attributes of a module.
+    These are tensors of another format or device that are plain attributes of a module. The error
+    itself is returned if there are none and the setting computes in float32, because the setting
+    is then not its cause.
     """
     unmoved = {
         f"{type(module).__name__}.{name} ({tensor.dtype} on {tensor.device})": None
@@ -377,8 +399,8 @@ def prepare_step(
         step: A `Step`, or a function step.
         setting: The setting.
         default_dtype: Torch's default type before the setting was applied. A function that takes
-            the setting is called with it, so that such a function draws its weights in the same
-            type under every setting.
+            the setting runs with this default, so that it draws its weights in the same type under
+            every setting.
 
     >>> for step in (lambda: "alone", lambda *rest: len(rest), lambda where: str(where)):
     ...     with prepare_step(step, Setting.parse("cpu")) as once:
@@ -392,6 +414,7 @@ def prepare_step(
             yield run_step
         return
     parameters = inspect.signature(step).parameters
+    # Parameters without default, except `*args` and `**kwargs`.
     required = [p for p in parameters.values() if p.default is p.empty and "VAR" not in p.kind.name]
     if "setting" in parameters or required:
         applied_dtype = torch.get_default_dtype()
@@ -402,7 +425,7 @@ def prepare_step(
             torch.set_default_dtype(applied_dtype)
     else:
         is_other_device = torch.device(setting.device) != torch.get_default_device()
-        # A default device costs each operation time, so it is set only where it differs.
+        # A default device slows down every operation, so it is set only if it differs.
         with torch.device(setting.device) if is_other_device else contextlib.nullcontext():
             yield step
 
@@ -411,7 +434,7 @@ def prepare_step(
 def seed_generators(setting: Setting, seed: int) -> Iterator[None]:
     """Seed torch, NumPy and Python inside the block, and restore their states afterwards.
 
-    >>> for seed in (5, 2**32 + 5):  # of which NumPy takes 32 bits
+    >>> for seed in (5, 2**32 + 5):  # NumPy uses only the lower 32 bits
     ...     with seed_generators(Setting.parse("cpu"), seed):
     ...         round(np.random.rand(), 4)
     0.222

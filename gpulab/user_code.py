@@ -21,10 +21,11 @@ from gpulab.files import JSON, PACKAGE
 Definition = Callable[..., object] | type  # a function or a class
 
 LIBRARY_FOLDERS = [PACKAGE, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
-# Older commands name the file.
+# Commands of earlier versions refer to example steps by a file that has moved into the package.
 MOVED_FILES = {"benchmarks/networks.py": "gpulab.models.example_steps"}
-# Modules of gpulab by the names that they had when digests of user code began to include them, so
-# that stored runs keep their ids. Other private modules had their name without the underscore.
+# The former names of modules that have been renamed. Digests of user code use the former names, so
+# that the ids of stored runs remain valid. All other private modules were renamed by adding an
+# underscore only.
 FORMER_MODULES = {
     "gpulab.audits._audit": "gpulab.audits.audits",
     "gpulab.device._roofline": "gpulab.device.rooflines",
@@ -34,7 +35,7 @@ FORMER_MODULES = {
     "gpulab.stats._verdict": "gpulab.stats.verdicts",
     "gpulab.store._run_store": "gpulab.store.runs",
 }
-# Members of a class that nobody wrote.
+# Members of a class that Python creates itself.
 GENERATED_MEMBERS = (
     "__dict__",
     "__weakref__",
@@ -44,16 +45,17 @@ GENERATED_MEMBERS = (
 
 
 def find_function(name: str, role: str) -> Callable[..., Any]:
-    """Find the function or other callable that `module:name` or `file.py:name` names.
+    """Find the function or other callable given as `module:name` or `file.py:name`.
 
-    A file is read anew each time. As for a script, what lies beside it can be imported.
+    A file is read again at each call. Its folder is added to the import path, as for a script, or
+    the current folder for a module.
 
     Args:
-        name: Where, and what there.
-        role: What is wanted, in the words of an error: a `step`, a `training`.
+        name: The module or file, and the name in it.
+        role: The word for the function in error messages, such as `step` or `training`.
 
     Raises:
-        UsageError: Where there is none, with what the import raised.
+        UsageError: If there is no such callable, or the import fails.
 
     Examples:
         >>> find_function("math:sqrt", "step")
@@ -100,9 +102,10 @@ def _add_to_path(folder: str) -> None:
 
 
 def _load_module(file: Path) -> types.ModuleType:
-    """Load a file as a module from its text, without Python's cache.
+    """Load a file as a module, without Python's cache of compiled files.
 
-    The cache confuses two texts of the same length that were written within a second.
+    The cache does not notice a change within a second that keeps the length of the file. The module
+    is registered under the name of the file, or with an underscore if that name is taken.
     """
     _add_to_path(str(file.parent))
     loaded = sys.modules.get(file.stem)
@@ -110,11 +113,12 @@ def _load_module(file: Path) -> types.ModuleType:
     name = f"_{file.stem}" if is_another else file.stem
     module = types.ModuleType(name)
     module.__file__ = str(file)
-    sys.modules[name] = module  # dataclasses and the processes of a DataLoader look for it there
+    # The module must be registered for dataclasses and for the processes of a DataLoader.
+    sys.modules[name] = module
     try:
         exec(compile(file.read_bytes(), file, "exec"), module.__dict__)
     except BaseException:
-        del sys.modules[name]  # half a module would be taken for the whole by the next import
+        del sys.modules[name]  # otherwise the next import would find the incomplete module
         raise
     return module
 
@@ -127,23 +131,24 @@ class UnknownSourceError(Exception):
 
 
 def source_of(value: object, file: Path | None = None, enclosing: tuple[object, ...] = ()) -> JSON:
-    """The source of a function as JSON: its file, and the files beside it that this imports.
+    """Return the source of a function as JSON: the text of its file and of the files it imports.
 
-    Of one that was typed into a notebook it is its own text, with what that names: functions and
-    classes by their text, what belongs to a library by its name, numbers and texts as they are.
-    What a function takes from one around it counts, too. Not noticed are files that are only read,
-    and modules that are imported under a computed name.
+    Only imported files in the same folder or package are included. For a function that was typed
+    interactively, as in a notebook, the source consists of its own text and of the objects that it
+    refers to: functions and classes by their texts, objects of libraries by their names, and
+    numbers and texts by their values. Variables of enclosing functions are included in both cases.
+    Data files, and modules that are imported under a computed name, are not included.
 
     Args:
-        value: The function; or what it names.
-        file: Where it is written, if that is known.
-        inside: What names it, which may be itself.
+        value: The function, or an object that it refers to.
+        file: The file that defines the function, if it is known.
+        enclosing: The functions and classes that refer to `value`, the innermost last. Their own
+            text is not repeated, so recursive references end.
 
     Raises:
-        UnknownSourceError: For a function without a text, and for an object, whose content has
-            none.
+        UnknownSourceError: If a function has no text, or an object cannot be represented in JSON.
     """
-    if isinstance(value, functools.partial):  # its keywords are options
+    if isinstance(value, functools.partial):  # keywords are options, which are identified elsewhere
         return [source_of(value.func, file), [source_of(item) for item in value.args]]
     if not isinstance(
         value, types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type
@@ -162,7 +167,8 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
         raise UnknownSourceError(f"no text of {value.__qualname__}")
     file = file or file_of(value)
     referenced = _referenced_objects(value, typed=file is None)
-    text: JSON = ""  # `inspect` knows no text of a class that was typed: its members stand for it
+    # `inspect` has no text of a class that was typed interactively. Its members represent it.
+    text: JSON = ""
     try:
         if file:
             text = read_sources(file)
@@ -177,11 +183,11 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
 
 
 def _referenced_objects(definition: types.FunctionType | type, typed: bool) -> dict[str, object]:
-    """The objects that a function takes from its surroundings.
+    """Return the objects that a function or class refers to, by name.
 
-    If it was typed interactively, also what it names of what was typed there.
-
-    Of a class that was typed, of which `inspect` has no text, its bases and members.
+    For a function, these are the variables of enclosing functions, and the globals if it was typed
+    interactively (`typed`). For a class, these are its members and bases if it was typed
+    interactively, and nothing otherwise.
     """
     if isinstance(definition, type):
         members = {
@@ -210,7 +216,7 @@ def _referenced_objects(definition: types.FunctionType | type, typed: bool) -> d
 
 
 def file_of(definition: Definition) -> Path | None:
-    """The file that defines a function or class; None if it was typed interactively."""
+    """Return the file that defines a function or class; None if it was typed interactively."""
     if definition.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         return None
     try:
@@ -221,7 +227,7 @@ def file_of(definition: Definition) -> Path | None:
 
 
 def _digest_module_name(module: str) -> str:
-    """The name that stands for a module in the digest of user code.
+    """Return the name of a module in digests of user code, which is its former name.
 
     >>> _digest_module_name("gpulab.training._run"), _digest_module_name("gpulab.guards._guard")
     ('gpulab.training.run', 'gpulab.guards.guards')
@@ -232,6 +238,7 @@ def _digest_module_name(module: str) -> str:
 
 
 def _is_library_code(definition: Definition) -> bool:
+    """Return whether a function or class belongs to gpulab, Python or an installed library."""
     file = file_of(definition)
     in_library = file is None or any(
         file.is_relative_to(folder.resolve()) for folder in LIBRARY_FOLDERS
@@ -240,14 +247,14 @@ def _is_library_code(definition: Definition) -> bool:
 
 
 def read_sources(file: Path) -> dict[str, str]:
-    """The text of a file and of all files beside it that it imports, by relative name."""
+    """Read a file and all files of the same folder or package that it imports, by relative name."""
     root = file.parent
     while (root / "__init__.py").is_file():
         root = root.parent
-    # What is not below the folder, such as torch, it does not find.
+    # The finder searches only below this folder, so it does not find libraries such as torch.
     finder = ModuleFinder([str(root)])
     if root == file.parent:
-        finder.run_script(str(file))  # it reads the script without running it
+        finder.run_script(str(file))  # despite its name, the method only reads the script
     else:
         finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
     names = [getattr(module, "__file__", None) for module in finder.modules.values()]
@@ -257,7 +264,7 @@ def read_sources(file: Path) -> dict[str, str]:
 
 
 def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code objects of a function and of the functions inside it."""
+    """Yield the code objects of a function and of all functions defined inside it."""
     yield code
     for constant in code.co_consts:
         if inspect.iscode(constant):

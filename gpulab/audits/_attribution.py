@@ -1,11 +1,11 @@
-"""The share of each operation in the differences of a step's results, and the order of findings.
+"""Attribute the differences of a step's results to operations, and order the findings.
 
 The difference in loss, gradients and updates is passed back along the graphs of both executions, as
-relevance is passed back in a network. The operation that made a value keeps the share of the
-incoming difference that its own error explains, and passes the rest on to its inputs, in proportion
-to their differences. Shares are of squares, because independent errors add up in squares. A value
-that has a counterpart in the other execution is compared with it, any other value with its own
-float64 reference. All shares add up to one.
+layer-wise relevance propagation passes back relevance in a network. Each operation keeps the share
+of the incoming difference that its own error explains. It passes the rest on to its inputs in
+proportion to their differences. Shares refer to squared differences, because independent errors add
+up in squares. A value with a counterpart in the other execution is compared with the counterpart,
+and any other value with its own float64 reference. All shares add up to one.
 
 References:
     S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by
@@ -48,7 +48,7 @@ SOURCE_KINDS = (
     "cause not found",
     "cannot be told",
 )
-MAX_VISITS = 16  # of one pair of values
+MAX_VISITS = 16  # a pair of values that is reached more often keeps the whole difference
 # A value of the first side and its counterpart; either may be None.
 ValuePair = tuple[Value | None, Value | None]
 
@@ -64,9 +64,9 @@ class Attribution:
 
     Attributes:
         total: The difference in all results.
-        attributed: The part of it that each operation explains.
-        attributed_to_data: The part that goes back to data and weights, by value.
-        attributed_to_sources: The part in results that differ in float64.
+        attributed: The part of `total` that each operation explains.
+        attributed_to_data: The part of `total` that data and weights explain, by value.
+        attributed_to_sources: The part of `total` in results that differ in float64.
     """
 
     def __init__(self, comparison: Comparison) -> None:
@@ -99,7 +99,8 @@ class Attribution:
             or finding.kind in ("rounding", "not finite")
             or finding.detail.startswith(LOST_UPDATE_PREFIX)
         ):
-            return math.nan  # the rounding of an update counts for the operation that made it
+            # A lost update has no share of its own. It counts for the operation that computed it.
+            return math.nan
         if finding.is_pairwise and self.attributed_to_sources:
             n_pairwise = sum(sibling.is_pairwise for sibling in siblings)
             return self.attributed_to_sources / self.total if n_pairwise == 1 else math.nan
@@ -124,7 +125,7 @@ class Attribution:
             absolute_gaps = [
                 gap * (size or 1.0) if gap else 0.0 for gap, size in zip(gaps, sizes, strict=True)
             ]
-            # The amount is 1 if the gap is not known.
+            # The amount is limited to 1, which also replaces a gap that is not finite.
             amount = min(1.0, math.hypot(*absolute_gaps) / (math.hypot(*sizes) or 1.0))
             for (agrees, x, y), fraction in zip(group, _fractions(absolute_gaps), strict=True):
                 if agrees:
@@ -144,7 +145,7 @@ class Attribution:
         self._incoming[pair] += amount
 
     def _relative_position(self, pair: ValuePair) -> float:
-        """The relative time at which a value was made: 0 for data, 1 for the last value."""
+        """Return the relative position at which a value was made: -1 for data, up to 1."""
         nodes = [
             (graph, graph.maker.get(v))
             for graph, v in zip(self.comparison.graphs, pair, strict=True)
@@ -166,7 +167,7 @@ class Attribution:
         gaps = [self._recorded_gap(input_pair) for input_pair in inputs]
         errors = [self._estimate_error(node) if node else 0.0 for node in nodes]
         self._visits[pair] += 1
-        # A value that is made again later may lead back to itself.
+        # A value that is computed again later may lead back to itself, so visits are limited.
         is_end = not any(gaps) or self._visits[pair] > MAX_VISITS
         share = 1.0 if is_end else _explained_share(math.hypot(*errors), self._recorded_gap(pair))
         if any(errors):
@@ -181,7 +182,7 @@ class Attribution:
             self._add_incoming(input_pair, amount * (1 - share) * fraction)
 
     def _inputs(self, nodes: Sequence[Node | None]) -> list[ValuePair]:
-        """The inputs of two operations: pairs that agree in float64, and values without partner."""
+        """Pair the inputs of two operations that agree in float64; other inputs stay single."""
         pairs: dict[ValuePair, None] = {}
         for side, node in enumerate(nodes):
             other_node = nodes[1 - side]
@@ -201,7 +202,7 @@ class Attribution:
         return list(pairs)
 
     def _recorded_gap(self, pair: ValuePair) -> float:
-        """The relative difference between a value and its counterpart or its reference."""
+        """Return the relative difference between a value and its counterpart or reference."""
         x, y = pair
         if x is not None and y is not None:
             return self.comparison.gap(x, y)
@@ -210,7 +211,7 @@ class Attribution:
         return value.deviation
 
     def _estimate_error(self, node: Node) -> float:
-        """An operation's own error, or else the growth of the error from inputs to result."""
+        """Return an operation's measured error, or estimate it by the growth of the deviation."""
         error = _measured_error(node.op)
         if error or node.op.error is not None or node.op.is_view:
             return error
@@ -224,7 +225,7 @@ class Attribution:
 
 
 def _measured_error(op: Operation) -> float:
-    """An operation's error and its spread in repetitions, combined, relative to its result.
+    """Combine an operation's error and its spread in repetitions, both relative to the result.
 
     >>> operation = Operation("mm", "forward", "", "", [], [], [], "float32", error=3.0, spread=4.0)
     >>> _measured_error(operation), _measured_error(replace(operation, error=math.nan))
@@ -235,7 +236,7 @@ def _measured_error(op: Operation) -> float:
 
 
 def _explained_share(size: float, difference: float) -> float:
-    """The share of a squared difference that an error explains; all for an unknown size.
+    """Return the share of a squared difference that an error explains; 1 for an unknown error.
 
     >>> _explained_share(1.0, 2.0), _explained_share(math.inf, 2.0)
     (0.25, 1.0)
@@ -246,7 +247,7 @@ def _explained_share(size: float, difference: float) -> float:
 
 
 def _fractions(sizes: list[float]) -> list[float]:
-    """The fraction of each square in the sum of squares; an infinite size has all of it.
+    """Return each square's fraction of the sum of squares; infinite sizes share all of it.
 
     >>> _fractions([3.0, 4.0]), _fractions([1.0, math.inf]), _fractions([0.0])
     ([0.36, 0.64], [0.0, 1.0], [0.0])
@@ -264,21 +265,21 @@ def _fractions(sizes: list[float]) -> list[float]:
 
 
 class Rank(IntEnum):
-    """The place of a finding in the answer; findings of one rank are ordered by their share."""
+    """The rank of a finding in the answer; findings of equal rank are ordered by their share."""
 
     BEFORE_NONFINITE = -2  # a mismatch before the operation that made NaN or infinity
     NONFINITE = -1
     OVERWRITTEN = 0
     CAUSE = 1  # explains most of the difference, or has no bound
     PARTIAL_CAUSE = 2
-    CONVERSION = 3  # a cast belongs to the product that it was made for
-    ROUNDED_FACTORS = 4  # the product of factors that were rounded before
+    CONVERSION = 3  # a conversion to a short format
+    ROUNDED_FACTORS = 4  # a product whose factors were rounded by an earlier operation
     ROUNDING = 5
     NEGLIGIBLE = 6
 
 
 def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings of a comparison, ordered by the share of the difference that they explain."""
+    """Compute the share of the difference that each finding explains, and order the findings."""
     attribution = Attribution(comparison)
     digit_loss_op, digit_loss_detail = _find_digit_loss(comparison)
     overflow_advice = _advise_on_overflow(comparison, digit_loss_op)
@@ -317,7 +318,9 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
             and finding.kind in SOURCE_KINDS
             and not is_nonfinite_on_one_side(comparison)
         ):
-            return Rank.CAUSE, -2.0, 0  # in the order in which the executions begin to differ
+            # A key below that of any share, -1 to 0. Sorting is stable, so these findings stay in
+            # the order in which the executions begin to differ.
+            return Rank.CAUSE, -2.0, 0
         is_digit_loss = finding.op is not None and finding.op is digit_loss_op
         rank = Rank.CAUSE if is_digit_loss else _rank_of(comparison, finding)
         # Among shares that are displayed as equal, the earlier operation comes first.
@@ -327,9 +330,9 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
 
 
 def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> list[Finding]:
-    """Data and weights that a setting rounded to a short format before the step began.
+    """Make findings about data and weights that were rounded to a short format before the step.
 
-    `decoder_in_bfloat16` is an example.
+    There is one finding for each setting and module. `decoder_in_bfloat16` is an example.
     """
     findings: dict[tuple[str, str], Finding] = {}
     for value, amount in attribution.attributed_to_data.items():
@@ -376,10 +379,10 @@ def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> 
 
 
 def _merge_conversion_shares(comparison: Comparison, findings: Sequence[Finding]) -> list[Finding]:
-    """Add the share of a conversion to a short format to the operation it was made for.
+    """Add the share of a conversion to a short format to the operation that uses its result.
 
-    Autocast converts what a product is given, so that the rounding of the conversion is that of the
-    product.
+    Autocast converts the inputs of a product, so the rounding error of the conversion belongs to
+    the product.
     """
     index_of = {
         finding.op: index
@@ -404,7 +407,7 @@ def _merge_conversion_shares(comparison: Comparison, findings: Sequence[Finding]
 
 
 def _find_consumer(comparison: Comparison, op: Operation) -> Operation | None:
-    """The first operation that uses the result of a conversion, directly or through views."""
+    """Find the first operation that uses the result of a conversion, directly or through views."""
     graph = comparison.graphs[comparison.side_of[op]]
     queue = deque(graph.node_of[op].outputs)
     visited = set(queue)
@@ -425,11 +428,11 @@ def _assign_unattributed_share(attribution: Attribution, findings: list[Finding]
 
 
 def _rank_of(comparison: Comparison, finding: Finding) -> Rank:
-    """The rank of a finding, before shares are compared.
+    """Return the rank of a finding.
 
-    A nondeterministic operation that explains a negligible share of the difference comes after
-    rounding. So does another valid answer, unless some result differs by more than rounding
-    explains.
+    A nondeterministic operation comes after rounding if it explains a negligible share of the
+    difference and all results agree in float64. Another valid answer comes after rounding unless a
+    recorded result differs by more than rounding explains.
     """
     if finding.kind == "not finite":
         return Rank.NONFINITE
@@ -456,7 +459,7 @@ def _rank_of(comparison: Comparison, finding: Finding) -> Rank:
 
 
 def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
-    """The operation that lost the digits before a one-sided NaN or infinity, and a description."""
+    """Find and describe the operation that lost the digits before a one-sided NaN or infinity."""
     op = find_short_format_origin(comparison)
     if op is None or not is_nonfinite_on_one_side(comparison):
         return None, ""
@@ -482,7 +485,7 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
 
 
 def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
-    """What to do about numbers beyond the range of a short format; empty without overflow."""
+    """Return advice on numbers beyond the range of a short format; empty without overflow."""
     if op is None:
         return ""
     ((side, origin),) = comparison.not_finite.items()
@@ -495,7 +498,7 @@ def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
 
 
 def _describe_skipped_updates(comparison: Comparison, side: int) -> str:
-    """A description of the updates that a gradient scaler skipped."""
+    """Describe the updates that a gradient scaler skipped; empty if it skipped none."""
     if not any(op.name == GRADIENT_SCALER_OPERATION for op in comparison.traces[side].operations):
         return ""
     skipped = [result for result in comparison.differing_results if result.group == "updated"]

@@ -27,7 +27,7 @@ from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.steps import check_step
 
-# The most successive places at which values from outside of torch may differ by rounding.
+# The number of comparisons, each with a wider tolerance for more values from outside torch.
 MAX_EXTERNAL_ROUNDS = 8
 
 
@@ -38,17 +38,17 @@ EXTERNAL_VALUES_NOTE = (
 
 
 class Audit(AnswerPage):
-    """What `audit` returns: whether the two sides compute the same, what differs, and why.
+    """The answer of `audit`: whether the two sides compute the same, what differs, and why.
 
     `print` shows the findings, and `plot()` draws the error of each operation.
 
     Attributes:
         a: The first trace.
-        b: The other trace.
-        findings: What was found, as a list of `Finding`; what explains most of the difference comes
-            first.
-        pairs: Operations of the two sides that make the same value, and those that have no
-            counterpart.
+        b: The second trace.
+        findings: The findings, as a list of `Finding`. The finding that explains most of the
+            difference comes first.
+        pairs: The pairs of operations that make the same value on the two sides, and the operations
+            without counterpart.
 
     Examples:
         >>> import torch
@@ -81,14 +81,17 @@ class Audit(AnswerPage):
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """One row for each operation, in the order in which they ran.
+        """A table with a row for each operation, in the order of execution.
 
-        Operations of the two sides share a row where they make the same value in float64. The
-        columns are `operation`, `phase`, `module`, `line` and `kind`; for each side the operation's
-        own error `error_a` against float64 on the same inputs, the bound `bound_a` that rounding
-        explains, and `ratio_a`, the error in units of the bound, with errors relative to the size
-        of the exact result; the `difference` between the two sides, relative to the first; and
-        whether both have the `same_bits`.
+        Operations of the two sides share a row if they make the same value in float64. The columns
+        are:
+
+        - `operation`, `phase`, `module`, `line` and `kind`.
+        - For each side (`_a` and `_b`), the operation's own `error` against float64 on the same
+          inputs, the `bound` that rounding explains, and their `ratio`. Error and bound are
+          relative to the size of the exact result.
+        - The `difference` between the first results of the two sides, relative to side a.
+        - Whether all results of the two sides have the `same_bits`.
         """
         kinds = {
             op: finding.kind
@@ -120,7 +123,7 @@ class Audit(AnswerPage):
 
 
 def _describe_nonfinite(answer: Audit) -> str:
-    """The start of a sentence on a NaN or infinity in the results of one side; else empty."""
+    """Begin a sentence on a NaN or infinity in the results of one side; empty without one."""
     if len(answer.comparison.not_finite) != 1:
         return ""
     ((side, origin),) = answer.comparison.not_finite.items()
@@ -137,14 +140,14 @@ def _describe_nonfinite(answer: Audit) -> str:
 
 
 def _describe_kinds(answer: Audit) -> str:
-    """The findings as a phrase, such as "2 × mismatch", or that all is well.
+    """Count the findings by kind, such as "2 × mismatch", or say that all is well.
 
-    What both settings share comes last.
+    Reduced precision under both settings is counted separately, at the end.
     """
     findings = answer.findings
     shared = sum(f.under_both and f.kind == "reduced precision" for f in findings)
     counts = Counter(f.kind for f in findings if f.kind != "rounding")
-    counts["reduced precision"] -= shared  # this is no difference between the two
+    counts["reduced precision"] -= shared  # the settings do not differ in these findings
     kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
     if not kinds:
         gaps = answer.comparison.gaps
@@ -160,7 +163,10 @@ def _describe_kinds(answer: Audit) -> str:
 
 
 def _describe_gaps(comparison: Comparison) -> list[str]:
-    """The differences in the loss and in the furthest gradient, and the reach of rounding."""
+    """Describe the largest differences of loss and gradients, and what rounding explains.
+
+    Updates are described as well if one differs in float64, or if there is no other result.
+    """
     shared_results = [result for result in comparison.results if result.a and result.b]
     gaps = {result: comparison.recorded_gap(result) for result in shared_results}
     phrases: list[tuple[str, float]] = []
@@ -171,7 +177,8 @@ def _describe_gaps(comparison: Comparison) -> list[str]:
             for result in shared_results
             if result.group == group and math.isfinite(gaps[result])
         ]
-        # A gradient that consists of roundings, or is not finite, has no size to compare with.
+        # A gradient that consists of rounding errors or is not finite has no meaningful size, so a
+        # relative difference would be misleading.
         comparable = [
             r for r in of_group if not any(v.is_pure_rounding for v in comparison.values(r.a))
         ]
@@ -206,7 +213,10 @@ def _describe_gaps(comparison: Comparison) -> list[str]:
 def _rounding_deviations(
     comparison: Comparison, results: Sequence[Result], side: int
 ) -> list[float]:
-    """The largest distances of one side's results from exact references; empty without them."""
+    """Return the largest deviation of one side's results from their references, as a list.
+
+    The list is empty if a reference is not exact. The deviation of a side in float64 is zero.
+    """
     if Setting.parse(comparison.traces[side].setting).precision == "float64":
         return [0.0]
     values = [
@@ -218,7 +228,7 @@ def _rounding_deviations(
 
 
 def _describe_gap(size: float) -> str:
-    """The difference in a result as a phrase.
+    """Describe the difference in a result as a phrase.
 
     >>> _describe_gap(0.00123), _describe_gap(0.0)
     ('differs by 1.2e-03 (relative)', 'has the same bits')
@@ -227,7 +237,7 @@ def _describe_gap(size: float) -> str:
 
 
 def _describe_coverage(answer: Audit) -> list[str]:
-    """Sentences on what was compared and checked, the loss, and what was not possible."""
+    """Return sentences on what was compared and checked, the loss, and what was not possible."""
     comparison = answer.comparison
     guard = comparison.a.notes.get("guard", "")
     loss = comparison.a.notes.get("loss", "")
@@ -244,7 +254,7 @@ def _describe_coverage(answer: Audit) -> list[str]:
 
 
 def _describe_counts(answer: Audit) -> str:
-    """The numbers of agreeing results, and of paired and checked operations, as a sentence."""
+    """Count the agreeing results, and the paired and checked operations, in a sentence."""
     results = [result for result in answer.comparison.results if result.a and result.b]
     operations = [pair for pair in answer.pairs if pair.representative.phase != RESULT]
     n_unpaired = sum(not (pair.a and pair.b) for pair in operations)
@@ -261,7 +271,7 @@ def _describe_counts(answer: Audit) -> str:
 
 
 def _describe_unpaired(comparison: Comparison) -> str:
-    """A sentence that names the results that only one of the two programs has."""
+    """Name the results that only one of the two programs has; empty if there are none."""
     names = [describe(result.representative) for result in comparison.unpaired_results]
     if not names:
         return ""
@@ -270,7 +280,7 @@ def _describe_unpaired(comparison: Comparison) -> str:
 
 
 def _describe_missing_references(comparison: Comparison) -> str:
-    """A sentence that names the operations without a float64 reference."""
+    """Name the operations without a float64 reference; empty if there are none."""
     missing = {name: None for trace in comparison.traces for name in trace.without_reference}
     return (
         f"Without a float64 reference, and compared as recorded: {_shorten_list(list(missing))}."
@@ -280,7 +290,7 @@ def _describe_missing_references(comparison: Comparison) -> str:
 
 
 def _describe_missing_results(comparison: Comparison) -> str:
-    """A sentence that says that a step left nothing, or no gradient, to compare."""
+    """Say that a step left no result, or no gradient, to compare; empty otherwise."""
     if not any(result.a and result.b for result in comparison.results):
         return "The step returned nothing and left no gradient, so no result could be compared."
     if all(result.group == "loss" for result in comparison.results):
@@ -289,7 +299,7 @@ def _describe_missing_results(comparison: Comparison) -> str:
 
 
 def _shorten_list(names: Sequence[str]) -> str:
-    """The first names of a list, and the number of the others.
+    """Join the first names of a list, and append the number of the others.
 
     >>> _shorten_list(["a", "b"]), _shorten_list(list("abcde"))
     ('a, b', 'a, b, c and 2 more')
@@ -298,7 +308,7 @@ def _shorten_list(names: Sequence[str]) -> str:
 
 
 def _describe_agreement(agree: int, count: int) -> str:
-    """The number of agreeing results, as the beginning of a sentence.
+    """Describe the number of agreeing results, as the beginning of a sentence.
 
     >>> _describe_agreement(1, 1), _describe_agreement(0, 1)
     ('The only result agrees', 'The only result does not agree')
@@ -311,7 +321,11 @@ def _describe_agreement(agree: int, count: int) -> str:
 
 
 def compare(a: Trace, b: Trace) -> Audit:
-    """Compare the results of two traces, examine each trace, and find where they diverge."""
+    """Compare the results of two traces, examine each trace, and find where they diverge.
+
+    If the first differences are small ones of values from outside torch, the comparison is repeated
+    with a wider tolerance for everything that follows from them.
+    """
     comparison = Comparison(a, b)
     sources: list[Source] = []
     for _ in range(MAX_EXTERNAL_ROUNDS):
@@ -338,16 +352,16 @@ def audit(
 
     There are three ways to call it:
 
-    - `audit(step, "cpu", "cuda")` does the step under both settings, as `gpulab.record` does.
-    - `audit(step_a, step_b, setting="cpu")` does two steps under one setting, such as two ways to
-      write an optimizer.
+    - `audit(step, "cpu", "cuda")` records the step under both settings, as `gpulab.record` does.
+    - `audit(step_a, step_b, setting="cpu")` records two steps under one setting, such as two ways
+      to write an optimizer.
     - `audit(trace_a, trace_b)` compares two traces, or files of traces, from one machine or from
       two.
 
-    Each side is done twice, to see whether it repeats itself. The second time, every operation is
-    repeated in float64, so that every value has a float64 reference. Results (what the step
-    returns, gradients, updated parameters and buffers, and the state of optimizers) are compared
-    first, by their references:
+    Each side is executed twice, to see whether it is deterministic. In the second execution, every
+    operation is repeated in float64, so that every value has a float64 reference. The results are
+    the returned values, gradients, updated parameters and buffers, and the states of optimizers.
+    They are compared first, by their references:
 
     - If all agree, both sides compute the same function, whatever operations they use. Each side is
       then judged by itself: the error of each operation against the same operation in float64 on
@@ -394,21 +408,20 @@ def audit(
     torch unless it enters a tensor again.
 
     Args:
-        step: a `Step` or a function, as `gpulab.record` takes it; or a trace, or a file of one.
-        a: a setting; or the other step; or the other trace.
-        b: the other setting; None with two steps and with traces.
-        setting: what two steps are done under.
-        progress: whether to show a progress bar.
+        step: A `Step` or a function, as for `gpulab.record`; or a trace, or the file of a trace.
+        a: A setting; or the second step; or the second trace.
+        b: The second setting; None for two steps and for traces.
+        setting: The setting under which two steps are executed.
+        progress: Whether to show a progress bar.
 
     Returns:
         An `Audit`, or a `CompiledAudit` where a setting compiles. `print` shows its findings;
         `plot()` of an `Audit` draws the error of each operation.
 
     Raises:
-        UsageError: for arguments that fit none of the three ways, and for a step that cannot be
-            done.
-        DataError: for files that are no traces, or traces of another format.
-        GpulabError: for a setting that cannot run here.
+        UsageError: If the arguments fit none of the three ways, or a step fails.
+        DataError: If a file is not a trace, or has another format.
+        GpulabError: If a setting cannot run on this machine.
 
     Examples:
         >>> import torch
@@ -469,7 +482,11 @@ def audit(
 def _audit_two_steps(
     step_a: object, step_b: object, extra_argument: object, setting: str | Setting, progress: bool
 ) -> Audit:
-    """Audit two programs under one setting."""
+    """Audit two programs under one setting; `extra_argument` must be None.
+
+    Raises:
+        UsageError: If there is an extra argument, or one of the steps is not a step.
+    """
     if extra_argument is not None:
         raise UsageError(
             'audit of two steps: expected one setting, as audit(step_a, step_b, setting="cpu")'
@@ -489,7 +506,7 @@ def _audit_two_steps(
 
 
 def _label_traces(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[Trace]:
-    """Two traces with different labels: their own, or else by file or by order.
+    """Give two traces different titles: keep their own, or add the file, step or position.
 
     >>> trace = Trace("cpu", [], {}, [])
     >>> for files in (("before", "after"), ("same", "same"), ("", "")):

@@ -1,8 +1,8 @@
-"""Two executions side by side: the results, values and operations that correspond in float64.
+"""Compare two executions: find the results, values and operations that correspond in float64.
 
-Results come first. Loss, returned values, gradients and updates are paired by name, or by the value
-that a parameter began with, or as parts of each other. Where all of them agree in float64, the two
-executions compute one function, whatever their operations are.
+Results are compared first. Loss, returned values, gradients and updates are paired by their names,
+by the initial values of the parameters, or as parts of each other. If all results agree in float64,
+the two executions compute the same function, even if their operations differ.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gpulab.audits._traces import (
 from gpulab.audits._values import Value, finite_distance
 from gpulab.settings import Setting
 
-# Arguments that say how to compute, where to put it or for whom, and not what.
+# Arguments that affect how and where an operation is executed, but not the function it computes.
 _EXECUTION_ARGUMENTS = """
     allow_tf32 benchmark compute_log_sumexp cudnn_enabled deterministic generator
     grad_input_mask half_to_float memory_format non_blocking output_mask pin_memory
@@ -48,15 +48,14 @@ LEAF_RESULTS = ("gradient", "updated")
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A result of the step on both sides, or on one alone.
+    """A result of the step on both sides, or on one side only.
 
     Attributes:
-        a: The result of the first trace: its `RESULT` operation, or None.
-        b: That of the second.
-        agrees: Whether the two are one in float64, as far as float32 could tell.
-        gap: How far they are apart in float64, relative to their size.
-        has_no_counterpart: Whether the other side has no such parameter, or returned nothing in its
-            place.
+        a: The `RESULT` operation of the first trace, or None.
+        b: The `RESULT` operation of the second trace, or None.
+        agrees: Whether the two are equal in float64, up to differences that float32 cannot show.
+        gap: The difference between the two in float64, relative to their size.
+        has_no_counterpart: Whether the other side has no such parameter or returned value.
     """
 
     a: Operation | None
@@ -78,7 +77,7 @@ class Result:
 
 @dataclass(frozen=True)
 class OperationPair:
-    """Operations of the two sides that make the same value, or one without counterpart."""
+    """Two operations that make the same value on the two sides, or one without counterpart."""
 
     a: Operation | None
     b: Operation | None
@@ -96,19 +95,19 @@ class OperationPair:
 
 @dataclass(frozen=True)
 class NotFinite:
-    """The origin of a trace's NaN or infinity.
+    """The origin of the NaN or infinity in the results of a trace.
 
     Attributes:
         value_kind: `NAN` or `INFINITY`.
-        op: The operation that made it of numbers; if none did, the first that was given it.
-        is_produced: Whether the operation made it.
-        infinity: The operation that made the infinity of which it made NaN; None where that was put
-            in or is none.
-        cancellation: The operation before it whose result lost most of its digits, if there is one.
-        results: The results that are not finite: the loss first, then gradients and what was
-            updated.
-        is_nonfinite_in_reference: Whether the float64 reference of what the operation made is not
-            finite, either.
+        op: The operation that produced it from finite numbers. If there is none, the first
+            operation that received it.
+        is_produced: Whether `op` produced it.
+        infinity: The operation that produced the infinity from which `op` made NaN; None if there
+            is no such operation.
+        cancellation: The earlier operation whose result lost most of its digits, if there is one.
+        results: The results that are not finite: the loss first, then gradients and updates.
+        is_nonfinite_in_reference: Whether the float64 reference of any of the results is not finite
+            or unknown.
     """
 
     value_kind: str
@@ -121,7 +120,7 @@ class NotFinite:
 
     @property
     def first_operation(self) -> Operation:
-        """The operation that made the first infinity or NaN."""
+        """The operation that made the infinity before a NaN, or else `op`."""
         return self.infinity or self.op
 
 
@@ -130,10 +129,10 @@ class Comparison:
 
     Args:
         a: The first trace.
-        b: The second.
-        external_values: Values that enter the two executions from outside of torch, or from
-            operations that do not repeat themselves, and by how much they differ. What follows from
-            them is compared with a wider tolerance.
+        b: The second trace.
+        external_values: Values that come from outside torch or from nondeterministic operations,
+            with the relative difference between the two sides. All values that follow from them are
+            compared with a wider tolerance.
     """
 
     def __init__(
@@ -166,25 +165,25 @@ class Comparison:
         }
 
     def tolerance(self, value: Value) -> float:
-        """The largest relative distance between two references of one value."""
+        """Return the relative distance up to which two references count as the same value."""
         return self._tolerances[value not in self._values_of_first](value)
 
     # --- the two sides ----------------------------------------------------------------------------
 
     def uses_short_format(self, side: int) -> bool:
-        """Whether a side may compute in a format shorter than float32."""
+        """Return whether a side may compute in a format shorter than float32."""
         return self._short_format_sides[side]
 
     def trace_of(self, op: Operation) -> Trace:
-        """The trace that an operation belongs to."""
+        """Return the trace that an operation belongs to."""
         return self.traces[self.side_of[op]]
 
     def other_title(self, op: Operation) -> str:
-        """The title of the other setting."""
+        """Return the title of the trace that an operation does not belong to."""
         return self.traces[1 - self.side_of[op]].title
 
     def values(self, op: Operation | None) -> list[Value]:
-        """The values that an operation or a result made."""
+        """Return the values of an operation's outputs, or of a result; empty for None."""
         return [self.trace_of(op).values[name] for name in op.outputs] if op else []
 
     @cached_property
@@ -194,7 +193,7 @@ class Comparison:
 
     @cached_property
     def not_finite(self) -> dict[int, NotFinite]:
-        """The origin of the NaN or infinity in the results, by the number of the trace."""
+        """The origin of NaN or infinity in the results, by side (0 or 1)."""
         origins = {side: find_not_finite(graph) for side, graph in enumerate(self.graphs)}
         return {side: origin for side, origin in origins.items() if origin}
 
@@ -232,7 +231,7 @@ class Comparison:
         returns_a: dict[tuple[str, str], Operation],
         returns_b: dict[tuple[str, str], Operation],
     ) -> list[tuple[Operation | None, Operation | None]]:
-        """Pair what both sides returned under one name; pair the rest of two programs by value."""
+        """Pair returned values by name; if the programs differ, pair the others by content."""
         pairs: list[tuple[Operation | None, Operation | None]] = [
             (a, returns_b[key]) for key, a in returns_a.items() if key in returns_b
         ]
@@ -255,6 +254,7 @@ class Comparison:
         b: Operation | None,
         starts: tuple[_Leaf | None, _Leaf | None] = (None, None),
     ) -> Result:
+        """Compare a result of the two sides; `starts` are the leaves that the results belong to."""
         x = self.values(a)
         y = self.values(b)
         # A tensor that only one side has updated still has its initial value on the other side.
@@ -274,9 +274,10 @@ class Comparison:
         return Result(a, b, agrees, gap=max(_reference_gap(v, w) for v, w in pairs))
 
     def _differ_within_rounding(self, x: Value, y: Value) -> bool:
-        """Whether two references differ by less than float32's rounding errors.
+        """Return whether two references differ by less than the rounding errors of float32.
 
-        A constant of another precision leads to such a difference.
+        A constant with another precision causes such a difference. The tolerance is the deviation
+        of the recorded value from its reference, on the more accurate side of those in float32.
         """
         float32_deviations = [
             value.deviation for side, value in enumerate((x, y)) if not self.uses_short_format(side)
@@ -289,10 +290,11 @@ class Comparison:
     def _pair_leaves(
         self, leaves_a: list[_Leaf], leaves_b: list[_Leaf]
     ) -> list[tuple[_Leaf | None, _Leaf | None]]:
-        """Pair parameters and buffers that began with the same value; the rest by name and shape.
+        """Pair parameters and buffers by initial value, and the others by results or by name.
 
-        Several may begin with the same value, such as biases that are initialised with zeros. They
-        are distinguished by their gradients, and then by their names.
+        Several leaves may have the same initial value, such as biases that are initialised with
+        zeros. They are distinguished by their gradients, and then by their names. Only leaves of
+        equal shape are paired.
         """
         unpaired_a = list(leaves_a)
         unpaired_b = list(leaves_b)
@@ -313,6 +315,7 @@ class Comparison:
             results = [self.values(leaf.gradient) + self.values(leaf.updated) for leaf in (x, y)]
             return bool(x.updated and y.updated) and self._are_all_same(*results)
 
+        # The strictest rule comes first. Each rule pairs what the earlier rules left unpaired.
         rules: list[tuple[Callable[[_Leaf, _Leaf], bool], ...]] = [
             (have_same_name, have_same_gradient),
             (have_same_gradient,),
@@ -341,9 +344,9 @@ class Comparison:
         )
 
     def _is_negligible(self, result: Result) -> bool:
-        """Whether a result of one side alone is zero or pure rounding.
+        """Return whether a result is a gradient of one side only that is zero up to rounding.
 
-        The other side need not compute such a result.
+        A different program need not compute such a gradient.
         """
         if (result.a and result.b) or self.is_same_program:
             return False
@@ -351,7 +354,7 @@ class Comparison:
         return op.name == "gradient" and all(value.is_pure_rounding for value in self.values(op))
 
     def _accept_parts(self, results: list[Result]) -> list[Result]:
-        """Count results of one side that are parts of results of the other side as agreeing."""
+        """Mark one-sided results that are parts of results of the other side as agreeing."""
         only_a = [result for result in results if result.b is None]
         only_b = [result for result in results if result.a is None]
         if not only_a or not only_b:
@@ -365,18 +368,18 @@ class Comparison:
         return [Result(r.a, r.b, agrees=True) if r in agreeing else r for r in results]
 
     def _find_parts(self, values: list[Value], counterparts: list[Value]) -> set[Value]:
-        """The values that are part of a counterpart, or that counterparts make up."""
+        """Return the values that are part of a counterpart, or that consist of counterparts."""
         search = PartSearch([value for value in counterparts if value.total], self.tolerance)
         return {value for value in values if search.contains(value) or search.covers(value)}
 
     @cached_property
     def is_same_program(self) -> bool:
-        """Whether both traces are of one step, so that each has all results of the other."""
+        """Whether both traces are of the same step, so that they should have the same results."""
         return self.a.step == self.b.step
 
     @cached_property
     def unpaired_results(self) -> list[Result]:
-        """Results that only one of two programs has: its own parameters, buffers and outputs."""
+        """The results that only one of two programs has: its own parameters, buffers, outputs."""
         if self.is_same_program:
             return []
         return [
@@ -393,13 +396,13 @@ class Comparison:
         ]
 
     def recorded_gap(self, result: Result) -> float:
-        """The difference between the recorded numbers, relative to the first; NaN for parts."""
+        """Return the relative difference of the recorded numbers; NaN for one-sided results."""
         if not (result.a and result.b):
             return math.nan
         return max(self.gaps(result.a, result.b))
 
     def gap(self, x: Value, y: Value) -> float:
-        """The difference of recorded values relative to the first, or to the second if it is 0."""
+        """Return the difference of two recorded values, relative to `x`, or to `y` if `x` is 0."""
         if x.content == y.content:
             return 0.0
         return (
@@ -408,7 +411,7 @@ class Comparison:
             else finite_distance(x.sketch, y.sketch)
         )
 
-    # --- values and operations that stand for each other ------------------------------------------
+    # --- corresponding values and operations ------------------------------------------------------
 
     @cached_property
     def matches(self) -> Matches:
@@ -417,7 +420,10 @@ class Comparison:
 
     @cached_property
     def partners(self) -> dict[Operation, Operation]:
-        """Operations of both sides that make the same values; same calls first, in order."""
+        """The operations of both sides that make the same values, in both directions.
+
+        Operations with the same phase, module and name are paired first.
+        """
         partners: dict[Operation, Operation] = {}
         graph_a, graph_b = self.graphs
         makers: dict[Value, list[Operation]] = defaultdict(list)
@@ -446,7 +452,7 @@ class Comparison:
 
     @cached_property
     def pairs(self) -> list[OperationPair]:
-        """All operations of both sides, in the order of the first, and then all results."""
+        """All operations of both sides in the order of the first side, followed by all results."""
         pairs: list[OperationPair] = []
         operations_a, operations_b = (
             [op for op in trace.operations if op.phase != RESULT] for trace in self.traces
@@ -468,12 +474,13 @@ class Comparison:
         return [*pairs, *(OperationPair(result.a, result.b) for result in self.results)]
 
     def gaps(self, a: Operation, b: Operation) -> list[float]:
-        """The differences between the outputs of two operations, one by one."""
+        """Return the difference of each output of two operations; [0.0] without outputs."""
         pairs = zip(self.values(a), self.values(b), strict=False)
         return [self.gap(x, y) for x, y in pairs] or [0.0]
 
 
 def _reference_gap(x: Value, y: Value) -> float:
+    """Return the relative difference of two float64 references; NaN if one is missing."""
     if x.reference is None or y.reference is None:
         return math.nan
     return (
@@ -499,6 +506,7 @@ class _Leaf:
 
 
 def _uses_short_format(trace: Trace) -> bool:
+    """Return whether a trace's setting or operations may use a format shorter than float32."""
     setting = Setting.parse(trace.setting)
     is_requested = bool(
         setting.emulated or setting.autocast or setting.precision in tol.SHORT_FORMATS
@@ -511,6 +519,7 @@ def _uses_short_format(trace: Trace) -> bool:
 
 
 def _find_leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
+    """Collect the gradients and updates of a trace by the parameter or buffer they belong to."""
     leaves: dict[tuple[str, ...], _Leaf] = {}
     for op in results:
         if op.name in LEAF_RESULTS:
@@ -541,19 +550,19 @@ def _pair_states(
 
 
 def kernel_name(op: Operation) -> str:
-    """The name of what an operation computes, whichever kernel does it."""
+    """Return the name of an operation; equivalent kernels of different libraries share a name."""
     return KERNEL_ALIASES.get(op.name, op.name)
 
 
-# --- what differs ---------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Json]]:
-    """The arguments that two calls disagree on: name, and both values.
+    """Return the arguments whose values differ between two calls: both values by name.
 
     Only arguments that both calls have are compared, because other kernels and other versions of
-    torch may have more. Tensors are not compared, nor arguments that say how to compute something
-    and not what, such as a memory format or the requested gradients.
+    torch may have additional ones. Tensors are left out. So are arguments that do not change the
+    function that is computed, such as a memory format or the mask of requested gradients.
     """
     arguments_a, arguments_b = (
         {SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b)
@@ -573,7 +582,7 @@ def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Jso
 
 
 def find_not_finite(graph: Graph) -> NotFinite | None:
-    """The origin of NaN or infinity in a trace's loss, or else in its gradients, if any."""
+    """Find the origin of NaN or infinity in a trace's loss, or else in its gradients, if any."""
     trace = graph.trace
     nans = {value for op in trace.operations if op.has_nan for value in op.outputs}
     nans |= {name for name, value in trace.values.items() if np.isnan(value.sketch).any()}
@@ -606,7 +615,7 @@ def find_not_finite(graph: Graph) -> NotFinite | None:
 
 
 def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
-    """The nearest earlier operation that lost most digits, as by subtracting large numbers."""
+    """Find the nearest earlier operation that lost most digits, for example by cancellation."""
     queue = deque([op])
     visited = {op}
     while queue:
@@ -625,7 +634,7 @@ def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
 
 
 def _loses_digits(node: Node) -> bool:
-    """Whether the relative error of a result is far larger than that of its inputs."""
+    """Return whether the relative error of an output is far larger than that of the inputs."""
     outputs, inputs = (
         max(
             (
@@ -641,7 +650,10 @@ def _loses_digits(node: Node) -> bool:
 
 
 def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> Operation | None:
-    """The operation that made the infinity in another one's inputs, perhaps indirectly."""
+    """Find the operation that produced the infinity in another operation's inputs.
+
+    The search goes back through the operations that passed the infinity on.
+    """
     infinite = {graph.trace.values[name] for name in infinities}
     node = graph.node_of.get(op)
     queue = deque(value for value in node.inputs if value in infinite) if node else deque()
@@ -659,9 +671,10 @@ def _find_infinity_source(graph: Graph, op: Operation, infinities: set[str]) -> 
 
 
 def is_infinite(sketch: np.ndarray) -> bool:
-    """Whether a value contains infinity, which the sketch of a large tensor clips.
+    """Return whether a value contains infinity, judged by its sketch.
 
-    There it counts as `MAX_SKETCHED_NUMBER`.
+    The sketch of a small tensor holds the numbers themselves. In the sketch of a large tensor,
+    infinity counts as `MAX_SKETCHED_NUMBER`, and other terms of a sum may reduce it.
     """
     if sketch.size < SKETCH_SIZE:
         return bool(np.isinf(sketch).any())
@@ -674,9 +687,11 @@ def is_infinite(sketch: np.ndarray) -> bool:
 
 
 def _find_origin(trace: Trace, nonfinite_names: set[str]) -> tuple[Operation, bool]:
-    """The first operation that made a non-finite value from finite inputs, and True.
+    """Find the first operation that made a non-finite value from finite inputs.
 
-    If there is none, the first operation that used such a value, and False.
+    Returns:
+        The operation and True. If there is none, the first operation that reads or writes a
+        non-finite value, and False.
     """
     for op in trace.operations:
         if (

@@ -1,9 +1,9 @@
 """Audit a compiled network: compare its results, and those of each module, with uncompiled ones.
 
-Compiled code has no operations that could be paired. Its values can be seen at the end of the step,
-and at the border of every module that is compiled by itself. So the whole step is compared first;
-where it is wrong, each module is done alone with the inputs and the output gradients that it had,
-from the innermost outwards.
+Compiled code has no operations that could be paired. Its values are visible only at the end of the
+step and at the borders of modules that are compiled separately. So the whole step is compared
+first. If it is wrong, each module is compiled and executed alone, with the inputs and output
+gradients that it had in the step. Inner modules come before the modules that contain them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.steps import Step
 
-N_NUDGES = 2  # how often the numbers that a step begins with are moved: one lucky draw may cancel
-# The same in bfloat16 and float16. There they are moved less, so each draw counts for less.
+# The number of random perturbations of a step's initial numbers. The effects of a single one may
+# cancel by chance.
+N_NUDGES = 2
+# In bfloat16 and float16 the perturbations are smaller multiples of a rounding, so more are needed.
 N_SHORT_FORMAT_NUDGES = 4
-MIN_STABLE_NORM_SIZE = 64  # the norm of fewer numbers varies much from draw to draw
+MIN_STABLE_NORM_SIZE = 64  # the norm of fewer numbers varies much between perturbations
 NO_REFERENCE_PREFIX = "There was no float64 reference:"
-# A result that roundings move by this share of its size has no digit that could be compared.
+# A result that perturbations change by this share of its size has no digit that could be compared.
 MIN_DIGITLESS_MOVE = 0.5
 KEEP_UNCOMPILED_ADVICE = (
     "keep it uncompiled meanwhile, by torch.compiler.disable, and show the compiler's developers"
@@ -61,8 +63,9 @@ class ResultComparison:
 
     Attributes:
         table: A row for each result; see `CompiledAudit.table`.
-        graphs: How many graphs the compiler made of it.
-        no_reference: Why there was no float64 reference, as a sentence; empty where there was one.
+        graphs: The number of graphs that the compiler made of the step.
+        no_reference: A sentence that says why there was no float64 reference; empty if there was
+            one.
 
     >>> results = pd.DataFrame(
     ...     {"result": ["gradient of w", "loss", "output"], "difference": [1.0, 0.2, 0.3]}
@@ -81,12 +84,15 @@ class ResultComparison:
 
     @property
     def wrong(self) -> bool:
-        """Whether a result is wrong."""
+        """Whether any result is wrong."""
         return bool(self.table.wrong.any())
 
     @property
     def worst(self) -> pd.Series:
-        """The result furthest from what rounding explains; forward results before gradients."""
+        """The most suspicious result: wrong ones first, then forward results, then by ratio.
+
+        The ratio is that of the difference to the tolerance.
+        """
         order = self.table.assign(
             backward=self.table.result.str.startswith("gradient"),
             ratio=(self.table.difference / self.table.tolerance).fillna(math.inf),
@@ -97,20 +103,22 @@ class ResultComparison:
 
 
 class CompiledAudit(AnswerPage):
-    """What `audit` returns for a setting that compiles: wrong results, and their module.
+    """The answer of `audit` for a setting that compiles: wrong results, and their module.
 
-    `print` says it. The first finding is about the smallest module that is wrong when it is
-    compiled alone.
+    `print` displays the answer. The first finding is about the smallest module that is wrong when
+    it is compiled alone.
 
     Attributes:
-        compared: The results of the whole step, with what the compiler made of it.
-        table: A row for each result of the step: the loss, outputs, gradients and buffers. All
-            relative to its size. `result`; the `difference` that the compiler makes; how far it is
-            from float64 compiled (`error`) and not (`plain_error`); how far roundings lead
-            (`tolerance`); and whether it is `wrong`, which it is where no rounding explains the
-            difference, and the one without the compiler is nearer to float64. `finite` says whether
-            all its numbers are finite without the compiler. Where the step cannot be done in
-            float64, both errors are NaN, and what no rounding explains is `wrong`.
+        compared: The comparison of the results of the whole step.
+        table: A row for each result of the step: the loss, outputs, gradients and buffers. The
+            columns are the name (`result`), the `difference` between the compiled and the
+            uncompiled result, the distance of the compiled result (`error`) and of the uncompiled
+            one (`plain_error`) from float64, the largest difference that rounding explains
+            (`tolerance`), whether the compiled result is `wrong`, and whether all numbers of the
+            uncompiled result are `finite`. Distances are relative to the size of the result. A
+            result is wrong if its difference exceeds the tolerance and the uncompiled result is
+            nearer to float64. If the step cannot be executed in float64, both errors are NaN, and
+            every difference beyond the tolerance is wrong.
 
     Examples:
         >>> import torch
@@ -168,9 +176,8 @@ def audit_compiled(
     """Audit a compiled step against the uncompiled one; see `audit`.
 
     Raises:
-        UsageError: For a step that is not a `Step`, and for settings that differ in more than
-            `compile`.
-        GpulabError: Where the compiler fails, or compiles nothing.
+        UsageError: If the step is not a `Step`, or the settings differ in more than `compile`.
+        GpulabError: If the compiler fails, or compiles nothing.
     """
     if not isinstance(step, Step):
         raise UsageError(
@@ -209,26 +216,26 @@ def audit_compiled(
 
 
 def compare_compiled(step: Step, uncompiled: Setting, compiled: Setting) -> ResultComparison:
-    """Do a step or a module uncompiled, compiled and in float64, and compare all results.
+    """Execute a step or module uncompiled, compiled and in float64, and compare all results.
 
-    How far roundings lead is measured: by doing it again, as it is written, from numbers that are
-    each moved by some roundings, and by how far it is from float64 anyway. Where it cannot be done
-    in float64, the first has to do.
+    The tolerance is measured in two ways. The uncompiled step is repeated with initial numbers that
+    are perturbed by a few roundings, and its results are compared with float64. If the step cannot
+    be executed in float64, the tolerance follows from the perturbations alone.
 
     Args:
-        step: What is done.
+        step: The step or module.
         uncompiled: The setting without `compile`.
-        compiled: The same with it.
+        compiled: The same setting with `compile`.
 
     Raises:
-        GpulabError: Where the compiler fails, and where the step fails under either setting.
+        GpulabError: If the compiler fails, or the step fails under either setting.
     """
     uncompiled_results = execute(step, uncompiled).results
     without_tf32 = replace(uncompiled, tf32=False) if uncompiled.kind == "cuda" else uncompiled
     results_without_tf32 = (
         uncompiled_results if without_tf32 == uncompiled else execute(step, without_tf32).results
     )
-    # A GPU that may use TF32 need not do so.
+    # A setting may allow TF32 although the GPU does not use it. It is used if results depend on it.
     uses_tf32 = any(
         not torch.equal(results_without_tf32[name], result)
         for name, result in uncompiled_results.items()
@@ -241,6 +248,7 @@ def compare_compiled(step: Step, uncompiled: Setting, compiled: Setting) -> Resu
     with _uncompiled_random_numbers():
         compiled_results = execute(step, compiled).results
     graphs = _torch_internals.compiled_graph_count()
+    # NaN stands for a result that one execution does not have.
     missing = to_float64_device(torch.full((), math.nan, device=uncompiled.device))
     with uncompiled.apply():
         unit = rounding_unit(uncompiled) if uses_short_format(uncompiled) else None
@@ -253,7 +261,7 @@ def compare_compiled(step: Step, uncompiled: Setting, compiled: Setting) -> Resu
         exact_result = None if exact is None else exact.get(name, missing)
         comparison = _compare_result(exact_result, uncompiled_result, compiled_result, nudged, unit)
         rows.append({"result": name, **comparison})
-    # With the columns, for a module that makes no numbers, such as a mask.
+    # The columns are named explicitly because a module without numeric results has no rows.
     table = pd.DataFrame(
         rows,
         columns=["result", "difference", "error", "plain_error", "tolerance", "wrong", "finite"],
@@ -267,7 +275,12 @@ def _float64_reference(
     uncompiled_results: NamedTensors,
     nudged_results: list[NamedTensors],
 ) -> tuple[NamedTensors | None, str]:
-    """The results in float64 from the rounded numbers; or None and a sentence that says why."""
+    """Compute the results in float64, starting from the numbers as the setting rounds them.
+
+    Returns:
+        The results and an empty string. If there is no valid reference, None and a sentence that
+        says why.
+    """
     setting = Setting(
         uncompiled.device if uncompiled.kind in FLOAT64_DEVICES else "cpu", precision="float64"
     )
@@ -286,7 +299,7 @@ def _float64_reference(
 
 
 def _explain_failure(error: GpulabError, request: Request | None) -> str:
-    """Why a step cannot be done in float64, and how to write it so that it can.
+    """Explain why a step fails in float64, and how to write it so that it does not.
 
     >>> request = Request(torch.float32, "net.py:12: x.float()", "head", is_made=True)
     >>> _explain_failure(UsageError("expected Double but found Float."), request).partition(
@@ -310,10 +323,11 @@ def _explain_failure(error: GpulabError, request: Request | None) -> str:
 def _is_valid_reference(
     exact: NamedTensors, uncompiled_results: NamedTensors, nudged_results: list[NamedTensors]
 ) -> bool:
-    """Whether the float64 result can be the reference, judged by the loss or the outputs.
+    """Return whether the float64 results can be the reference, judged by the loss or the outputs.
 
-    It cannot where these are further from it than `MAX_NUDGE` of their size and than any movement
-    of the inputs has led, as when a GPU draws other random numbers in float64.
+    They are invalid if their distance from the uncompiled results exceeds both `MAX_NUDGE` times
+    their size and the effect of every perturbation. This happens if a GPU draws different random
+    numbers in float64. A step without loss has to be valid in one output only.
 
     >>> one, two = torch.tensor([1.0]), torch.tensor([2.0])
     >>> [
@@ -350,16 +364,16 @@ def _compare_result(
     nudged: list[Tensor],
     unit: float | None = None,
 ) -> dict[str, float]:
-    """The distance of a result from float64 and from the uncompiled result.
+    """Compute a row of the table: a compiled result compared with float64 and the uncompiled one.
 
-    A NaN that both have is no difference.
+    NaN does not count as a difference if both results have it at the same positions.
 
     Args:
-        exact: The result in float64, if there is a reference.
+        exact: The result in float64; None without a reference.
         uncompiled: The result without the compiler.
-        compiled: The result with it.
-        nudged: The results from numbers that were moved.
-        unit: One rounding of bfloat16 or float16, where the step computes in these.
+        compiled: The result with the compiler.
+        nudged: The uncompiled results from perturbed initial numbers.
+        unit: The unit roundoff if the step computes in bfloat16 or float16; else None.
 
     >>> numbers = [torch.tensor([number]) for number in (2.0, 2.5, 4.0, 2.75)]
     >>> list(_compare_result(None, *numbers[1:3], nudged=numbers[3:]))
@@ -390,6 +404,7 @@ def _compare_result(
     tolerance = _tolerance(
         plain_error, moves, unit, has_few_numbers=uncompiled.numel() < MIN_STABLE_NORM_SIZE
     )
+    # A compiled result that is nearer to float64, or finite instead of NaN, is an improvement.
     is_nearer = exact is not None and (
         row["error"] <= row["plain_error"]
         or (math.isnan(row["plain_error"]) and math.isfinite(row["error"]))
@@ -401,23 +416,25 @@ def _compare_result(
 def _tolerance(
     plain_error: float | None, moves: list[float], unit: float | None, has_few_numbers: bool = False
 ) -> float:
-    """The difference from the uncompiled result that rounding explains, relative to its size.
+    """Compute the relative difference from the uncompiled result that rounding explains.
 
-    In float32 a correct result may be `MAX_ERROR_RATIO` times as far from float64 as the one
-    without the compiler is. That many roundings of bfloat16 or float16 would excuse anything. There
-    the two results make roundings of the same size, so each may be as far from float64 as the
-    other: the tolerance is twice the error without the compiler, twice one rounding of the result,
-    or as far as one rounding of every number that the step begins with has led. That is twice as
-    far for a result of few numbers, and if there is no float64 reference. A result that has no
-    digit left, such as the gradient of a bias before a batch normalisation, which is zero, is
-    treated as in float32.
+    In float32, a correct compiled result may be `MAX_ERROR_RATIO` times as far from float64 as the
+    uncompiled one.
+
+    In bfloat16 and float16, this factor would accept any result. There both results have rounding
+    errors of the same size, so the tolerance is the largest of three numbers: twice the error of
+    the uncompiled result, twice the unit roundoff, and the largest effect of a perturbation of the
+    initial numbers by one rounding. The third is doubled if the result has few numbers or if there
+    is no float64 reference.
+
+    A result without correct digits is treated as in float32. An example is the gradient of a bias
+    before a batch normalisation, which is zero except for rounding errors.
 
     Args:
-        plain_error: How far the result without the compiler is from float64; None without a
-            reference.
-        moves: How far moving the numbers has led.
-        unit: One rounding of bfloat16 or float16, where the step computes in these; else None.
-        has_few_numbers: Whether the result has less than `MIN_STABLE_NORM_SIZE` numbers.
+        plain_error: The distance of the uncompiled result from float64; None without a reference.
+        moves: The differences that perturbations of the initial numbers made.
+        unit: The unit roundoff if the step computes in bfloat16 or float16; else None.
+        has_few_numbers: Whether the result has fewer than `MIN_STABLE_NORM_SIZE` numbers.
 
     >>> (
     ...     _tolerance(0.0, [0.001], unit=None),
@@ -430,8 +447,8 @@ def _tolerance(
     """
     error = plain_error or 0.0
     if unit is None:
-        # Twice, since where one number crosses an edge, the compiler's difference may be that very
-        # crossing.
+        # The factor 2 is for results near a discontinuity. The compiled result may cross it while
+        # the perturbed results do not.
         return 2 * max(MAX_ERROR_RATIO * tol.FLOAT32_ROUNDOFF, MAX_ERROR_RATIO * error, *moves)
     if max(error, *moves) >= MIN_DIGITLESS_MOVE:
         return 2 * MAX_ERROR_RATIO * max(error, *moves)
@@ -441,8 +458,8 @@ def _tolerance(
 
 @contextlib.contextmanager
 def _uncompiled_random_numbers(use_fallback: bool = True) -> Iterator[None]:
-    """Have Inductor draw the random numbers of uncompiled code, so that the rest is comparable."""
-    torch.compiler.reset()  # code that is already compiled would not change
+    """Let Inductor draw the same random numbers as uncompiled code, so that results agree."""
+    torch.compiler.reset()  # the option has no effect on code that is already compiled
     with _torch_internals.uncompiled_random_numbers(use_fallback):
         yield
 
@@ -450,7 +467,7 @@ def _uncompiled_random_numbers(use_fallback: bool = True) -> Iterator[None]:
 def _whole_step_findings(
     step: Step, whole_step: ResultComparison, uncompiled: Setting, compiled: Setting
 ) -> Iterator[Finding]:
-    """Findings about the whole step: non-finite results and different random numbers."""
+    """Yield findings about the whole step: non-finite results and different random numbers."""
     if not whole_step.table.finite.all():
         names = _shorten_list(list(whole_step.table.result[~whole_step.table.finite]))
         detail = (
@@ -465,11 +482,12 @@ def _whole_step_findings(
 def _random_numbers_findings(
     step: Step, whole_step: ResultComparison, uncompiled: Setting, compiled: Setting
 ) -> Iterator[Finding]:
-    """Find that Inductor draws different random numbers, by generator states or by results.
+    """Yield a finding if Inductor draws different random numbers from uncompiled code.
 
-    The states show it however small its effect is. On a GPU they are counts, which may be equal by
-    chance. There the results are further apart than roundings lead, and than they are where
-    Inductor draws as uncompiled code does.
+    Two criteria are used. Different final states of the random number generators show it even if
+    the effect on the results is small. On a GPU the states only count draws and may be equal by
+    chance. So the finding is also made if a result differs by more than its tolerance, and by more
+    than twice the difference that remains when Inductor draws the same numbers.
     """
     with _uncompiled_random_numbers(False):
         uncompiled_run, compiled_run = (
@@ -503,7 +521,10 @@ def _random_numbers_findings(
 def _wrong_module_findings(
     step: Step, whole_step: ResultComparison, uncompiled: Setting, compiled: Setting, bar: Progress
 ) -> Iterator[Finding]:
-    """Findings about the innermost modules that are wrong when compiled alone, or that none is."""
+    """Yield a finding for each innermost module that is wrong when it is compiled alone.
+
+    If no module is wrong alone, the finding says that the cause was not found.
+    """
     calls = module_calls(step, uncompiled)
     calls_by_signature: dict[tuple[object, ...], list[ModuleCall]] = {}
     for call in calls:
@@ -571,7 +592,7 @@ def _wrong_module_findings(
 def _explain_wrong_module(
     call: ModuleCall, inner: list[str], uncompiled: Setting, compiled: Setting
 ) -> Iterator[str]:
-    """The part of the compiler that makes a module wrong, and the inner modules it needs."""
+    """Yield clauses on the compiler stage that causes a fault, and the inner modules it needs."""
     if compiled.compile != "aot_eager":
         if compare_compiled(call, uncompiled, replace(compiled, compile="aot_eager")).wrong:
             yield "aot_eager is wrong, too, so it comes from decompositions or functionalisation"
@@ -592,7 +613,11 @@ def _explain_wrong_module(
 def _find_needed_modules(
     call: ModuleCall, inner: list[str], uncompiled: Setting, compiled: Setting
 ) -> list[str]:
-    """The inner modules that have to be compiled for a module to be wrong, found by halving."""
+    """Find a small set of inner modules that must be compiled for the outer module to be wrong.
+
+    Groups of modules are left uncompiled, and stay so if the outer module is still wrong. The size
+    of the groups is halved when no group can be removed.
+    """
 
     def is_wrong(compiled_names: Sequence[str]) -> bool:
         with contextlib.ExitStack() as stack:
@@ -619,6 +644,7 @@ def _find_needed_modules(
 
 
 def _describe_worst(worst: pd.Series) -> str:
+    """Describe the distance of the most suspicious result from the uncompiled one and float64."""
     if math.isnan(worst.difference):
         return f"its {worst.result} is NaN or missing on one side alone"
     error = "" if math.isnan(worst.error) else f", and {worst.error:.1e} from float64"
@@ -629,7 +655,7 @@ def _describe_worst(worst: pd.Series) -> str:
 
 
 def _shorten_list(names: list[str]) -> str:
-    """Three names, and how many more there are.
+    """Join the first three names, and append the number of the remaining ones.
 
     >>> _shorten_list(["a", "b", "c"]), _shorten_list(["a", "b", "c", "d"])
     ('a, b, c', 'a, b, c and 1 more')

@@ -14,16 +14,16 @@ from torch import Tensor
 from gpulab._torch_internals import Nested, component_tensors, find_tensors
 from gpulab.guards._fingerprints import content_digest
 
-# The numbers of a sketch. A tensor with as many numbers or fewer is kept as it is. Distances
+# The length of a sketch. A tensor with at most this many numbers is its own sketch. Distances
 # between sketches are accurate to about a fifth.
 SKETCH_SIZE = 64
 MAX_SKETCHED_NUMBER = 2.0**127  # sums and squares of such numbers are finite
-FLOAT64_DEVICES = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
+FLOAT64_DEVICES = ("cpu", "cuda", "meta")  # device types that always support float64
 BLOCK_SIZE = 1 << 20  # numbers that are sketched at a time, which bounds the memory for their signs
 
 
 def nonempty_components(values: Nested) -> list[Tensor]:
-    """The nonempty tensors among nested values, in order.
+    """Return the nonempty tensors among nested values, in order.
 
     Sparse and jagged tensors are replaced by their parts.
     """
@@ -36,7 +36,7 @@ def nonempty_components(values: Nested) -> list[Tensor]:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers lie in memory by its strides, as they are.
+    """Return whether a tensor is strided: not sparse, nested or quantised.
 
     >>> is_strided(torch.eye(2)), is_strided(torch.eye(2).to_sparse())
     (True, False)
@@ -45,16 +45,16 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def is_float_or_complex(tensor: Tensor) -> bool:
-    """Whether a tensor holds floating-point or complex numbers, which rounding affects."""
+    """Return whether a tensor holds floating-point or complex numbers, which rounding affects."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def content_id(tensor: Tensor, digest: int | None = None) -> str:
-    """A name for content, type and shape: the same on every device.
+    """Return a hash of a tensor's content, type and shape, which is equal on every device.
 
-    The digest of the content is computed where it is not given.
+    The digest of the content is computed if it is not given.
 
-    >>> content_id(torch.arange(3.0))  # which traces that were recorded name it by
+    >>> content_id(torch.arange(3.0))  # existing files of traces contain this hash
     '1cb49f68f94f8002eb0f1fdf'
     """
     digest = content_digest(tensor) if digest is None else digest
@@ -63,18 +63,20 @@ def content_id(tensor: Tensor, digest: int | None = None) -> str:
 
 
 def to_float64_device(tensor: Tensor) -> Tensor:
-    """Move a tensor to a device that has float64: from Apple's and some Intel GPUs to the CPU."""
+    """Move a tensor to the CPU if its device, such as an Apple GPU, may not support float64."""
     return tensor if tensor.device.type in FLOAT64_DEVICES else tensor.cpu()
 
 
 def sketch(tensor: Tensor) -> np.ndarray:
-    """A small tensor itself, or `SKETCH_SIZE` randomly signed sums of a large one's numbers.
+    """Compute the sketch of a tensor in float64.
 
-    The count sketch (Charikar, Chen, Farach-Colton 2002): linear, so that the distance of two
-    tensors can be told from their sketches; float64. The signs depend on the place alone, on every
-    machine. Infinity counts as `MAX_SKETCHED_NUMBER`, and NaN as nothing.
+    The sketch of a small tensor consists of its numbers. That of a large tensor consists of
+    `SKETCH_SIZE` sums of its numbers with pseudorandom signs. This is a count sketch (Charikar,
+    Chen, Farach-Colton 2002). It is linear, so the distance of two tensors can be estimated from
+    their sketches. The signs depend only on the position, and are equal on every machine. In the
+    sums, infinity counts as `MAX_SKETCHED_NUMBER`, and NaN as zero.
 
-    >>> sketch(torch.arange(5000.0))[:4].tolist()  # as in traces that were recorded elsewhere
+    >>> sketch(torch.arange(5000.0))[:4].tolist()  # existing files of traces contain these numbers
     [-6788.0, 10228.0, -36556.0, -14178.0]
     >>> sketch(torch.arange(BLOCK_SIZE + 5000.0))[:3].tolist()
     [-79262916.0, -42136738.0, -19806478.0]
@@ -100,7 +102,7 @@ def sketch(tensor: Tensor) -> np.ndarray:
 
 
 def _sketch_sums(numbers: Tensor) -> np.ndarray:
-    """The sketch of many numbers: the sum over all blocks, each with its own shifts and sign."""
+    """Sum the sketches of all blocks, with a shift and a sign that depend on the block."""
     if numbers.numel() <= BLOCK_SIZE:
         return _block_sums(numbers, 0)
     blocks = enumerate(numbers.split(BLOCK_SIZE))
@@ -111,7 +113,12 @@ def _sketch_sums(numbers: Tensor) -> np.ndarray:
 
 
 def _block_sums(numbers: Tensor, shift: int) -> np.ndarray:
-    """The sketch of a block: 64 stretches folded into 64 columns, each shifted by one."""
+    """Compute the sketch of a block.
+
+    The signed numbers are split into `SKETCH_SIZE` consecutive stretches. Each stretch is summed
+    into `SKETCH_SIZE` columns. The columns of all stretches are added, each stretch rotated by one
+    more position than the previous one, and all of them by `shift`.
+    """
     count = numbers.numel()
     if numbers.dtype not in (torch.float32, torch.float64):  # torch cannot multiply all other types
         numbers = numbers.double()
@@ -119,7 +126,7 @@ def _block_sums(numbers: Tensor, shift: int) -> np.ndarray:
         SKETCH_SIZE * SKETCH_SIZE * math.ceil(count / SKETCH_SIZE**2), dtype=torch.float64
     )
     torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed[:count])
-    signed[count:] = 0.0
+    signed[count:] = 0.0  # pad the last stretch
     folded = signed.view(SKETCH_SIZE, -1, SKETCH_SIZE).sum(1).cpu().numpy()
     with np.errstate(invalid="ignore", over="ignore"):
         return folded.ravel()[_shifted_indices(shift)].sum(0)
@@ -127,13 +134,18 @@ def _block_sums(numbers: Tensor, shift: int) -> np.ndarray:
 
 @functools.cache
 def _shifted_indices(shift: int) -> np.ndarray:
+    """Return flat indices that rotate row r of a square array by r + `shift` positions."""
     rows = np.arange(SKETCH_SIZE)[:, None]
     return rows * SKETCH_SIZE + (np.arange(SKETCH_SIZE) - rows - shift) % SKETCH_SIZE
 
 
 @functools.cache
 def _signs(device: str) -> Tensor:
-    """A sign for each element of a block, by splitmix64's mixing function (Steele et al. 2014)."""
+    """Compute a pseudorandom sign for each element of a block.
+
+    The constants and shifts are those of splitmix64 (Steele et al. 2014), applied to the index of
+    the element. The sign is the highest bit of the result.
+    """
     with np.errstate(over="ignore"):
         x = (np.arange(BLOCK_SIZE, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -144,12 +156,13 @@ def _signs(device: str) -> Tensor:
 
 
 def perturbation_factors(like: Tensor, draw: int, size: float) -> Tensor:
-    """1 ± `size` in float64, with a pseudorandom sign for each number and each `draw`.
+    """Return 1 ± `size` in float64, with a pseudorandom sign for each number and each `draw`.
 
     >>> perturbation_factors(torch.zeros(8), 3, 0.5).tolist()
     [0.5, 1.5, 1.5, 0.5, 0.5, 0.5, 1.5, 1.5]
     """
     count = like.numel()
+    # Each draw starts at another position of the signs. 7919 is a prime number.
     start = draw * 7919 % (BLOCK_SIZE - min(count, BLOCK_SIZE) + 1)
     signs = _signs(str(like.device))[start : start + count]
     if count > BLOCK_SIZE:
@@ -158,13 +171,17 @@ def perturbation_factors(like: Tensor, draw: int, size: float) -> Tensor:
 
 
 def relative_distance(x: np.ndarray, reference: np.ndarray) -> float:
-    """The distance of two sketches relative to the second, without shared NaN and infinity.
+    """Compute the distance of two sketches relative to the norm of the second.
 
-    NaN for other sizes, and where one alone is NaN.
+    Positions at which both are NaN or the same infinity are left out.
+
+    Returns:
+        The distance; NaN if the shapes differ or only one sketch is NaN at some position; infinity
+        if the reference is zero and the other sketch is not.
     """
     if x.shape != reference.shape:
         return math.nan
-    with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
+    with np.errstate(over="ignore", invalid="ignore"):  # the norm of very large numbers overflows
         is_same_nonfinite = (np.isnan(x) & np.isnan(reference)) | (np.isinf(x) & (x == reference))
         size = float(np.linalg.norm(reference[~is_same_nonfinite]))
         difference = float(np.linalg.norm((x - reference)[~is_same_nonfinite]))
@@ -174,6 +191,6 @@ def relative_distance(x: np.ndarray, reference: np.ndarray) -> float:
 
 
 def max_distance(sketches: Sequence[np.ndarray], references: Sequence[np.ndarray]) -> float:
-    """The largest distance between two executions' sketches, relative to the second."""
+    """Return the largest relative distance between paired sketches; infinity without pairs."""
     distances = (relative_distance(x, y) for x, y in zip(sketches, references, strict=False))
     return max(distances, default=math.inf)

@@ -1,10 +1,12 @@
 """Diagnose the differences between two executions: one function for each kind of finding.
 
-Where the results agree in float64, each execution is judged by itself: its own errors, number
-formats, updates that are lost, NaN and infinity. Where they differ, the findings are the sources:
-the first values that the executions do not have in common. Each function names a case of
-`benchmarks/correctness/public_cases.py` that it is for, a question that people asked in public, or
-a fault of `tests/audits/_fault_catalogue.py`.
+If the results agree in float64, each execution is judged separately: its errors, number formats,
+lost updates, NaN and infinity. If the results differ, the findings are the sources of the
+difference, which are the first values that the executions do not have in common.
+
+Most functions name an example of what they find. Names in backquotes are cases of
+`benchmarks/correctness/public_cases.py`, which are questions that people asked in public. Names in
+quotation marks are faults of `tests/audits/_fault_catalogue.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ OUT_OF_RANGE_ADVICE = (
     "look for numbers beyond the range of {}: scale them down, subtract the largest before an"
     " exponential, or compute them in a longer format"
 )
-# What turns finite numbers into NaN or infinity, by the operation that makes it.
+# Likely reasons for NaN or infinity, by a pattern of the name of the operation that produces it.
 NOT_FINITE_HINTS = (
     (
         r"_?(log|log2|log10|log1p|sqrt|rsqrt|lgamma)",
@@ -74,7 +76,7 @@ GRADIENT_SCALER_OPERATION = "_amp_foreach_non_finite_check_and_unscale"
 
 
 def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
-    """All findings: in either setting alone, in their differences, and the reach of rounding."""
+    """Collect all findings: those of each setting, of their differences, and of rounding."""
     findings = _merge_findings(
         [*_overwritten_findings(comparison.a)], [*_overwritten_findings(comparison.b)]
     )
@@ -96,9 +98,9 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
 
 
 def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
-    """Whether one side alone ends in NaN or infinity, which float64 would not.
+    """Return whether only one side ends in NaN or infinity, although float64 stays finite.
 
-    All other differences follow from that.
+    All other differences follow from that one.
     """
     return (
         len(comparison.not_finite) == 1
@@ -107,7 +109,11 @@ def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
 
 
 def find_short_format_origin(comparison: Comparison) -> Operation | None:
-    """The nearest short-format operation before a one-sided NaN or infinity, or its maker."""
+    """Find the nearest operation in a short format that leads to a one-sided NaN or infinity.
+
+    The search starts with the operation that produced the first NaN or infinity and continues
+    breadth first through the operations that made its inputs.
+    """
     if len(comparison.not_finite) != 1:
         return None
     ((side, origin),) = comparison.not_finite.items()
@@ -127,13 +133,13 @@ def find_short_format_origin(comparison: Comparison) -> Operation | None:
     return None
 
 
-# --- under either setting -------------------------------------------------------------------------
+# --- findings of one setting----------------------------------------------------------------------
 
 
 def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
-    """What the guard found: memory that the backward pass needed had changed.
+    """Yield findings about overwritten memory that the backward pass needed.
 
-    `one_buffer_for_every_frame` is an example.
+    The guard recorded them while the step ran. `one_buffer_for_every_frame` is an example.
     """
     for entry in trace.overwritten:
         detail = (
@@ -153,7 +159,7 @@ def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
 
 
 def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
-    """A result is NaN or infinite (the faults "addmm in layers: NaN")."""
+    """Describe the origin of NaN or infinity in the results ("addmm in layers: NaN")."""
     first_result, *further_results = origin.results
     other_results = ""
     if further_results:
@@ -190,7 +196,7 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
 
 
 def _advice_on_not_finite(origin: NotFinite) -> str:
-    """Where to look for the cause of NaN or infinity, as far as the operation shows it."""
+    """Return advice on the cause of NaN or infinity, which depends on the operation's name."""
     if not origin.is_produced:
         return FIX_FIRST_PREFIX + UNINITIALISED_MEMORY_ADVICE
     if not origin.is_nonfinite_in_reference:
@@ -212,7 +218,11 @@ def _advice_on_not_finite(origin: NotFinite) -> str:
 def _one_sided_nonfinite_findings(
     comparison: Comparison, findings: Sequence[Finding]
 ) -> list[Finding]:
-    """NaN or infinity of one side alone that neither a short format nor a wrong kernel explains."""
+    """Return a finding about a one-sided NaN or infinity that nothing else explains.
+
+    A short format on the way to it, or a mismatch in the operation that produced it, is an
+    explanation. The list is then empty.
+    """
     if not is_nonfinite_on_one_side(comparison) or find_short_format_origin(comparison) is not None:
         return []
     (origin,) = comparison.not_finite.values()
@@ -225,9 +235,9 @@ def _one_sided_nonfinite_findings(
 
 
 def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Finding]:
-    """Findings of nondeterminism, reduced precision, or an error that rounding does not explain.
+    """Yield findings of nondeterminism, reduced precision, or an error beyond rounding.
 
-    `messages_added_at_nodes`, `product_on_an_rtx_3080`, `running_variance`.
+    Examples are `messages_added_at_nodes`, `product_on_an_rtx_3080` and `running_variance`.
     """
     if op.inputs_changed:
         detail = (
@@ -251,6 +261,8 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
         )
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
+    # `format` is set if the kernel computes in a shorter format than that of its tensors, as with
+    # TF32. The last condition of the chain is for integers that a short format cannot represent.
     if op.format or (op.dtype in tol.SHORT_FORMATS and op.inputs and op.error is not None):
         detail = f"computed in {op.dtype}"
         if op.format == FLUSHED:
@@ -281,7 +293,7 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
         and op.outputs
         and _max_deviation(comparison, op) > tol.REFERENCE_TOLERANCE
     ):
-        size = _max_deviation(comparison, op)  # such as positions, counted by `arange`
+        size = _max_deviation(comparison, op)  # an example are positions from `arange`
         yield _make_finding(
             comparison,
             "reduced precision",
@@ -293,12 +305,12 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
 
 
 def _max_deviation(comparison: Comparison, op: Operation) -> float:
-    """The largest deviation of an operation's outputs from their references."""
+    """Return the largest deviation of an operation's outputs from their references."""
     return max(value.deviation for value in comparison.values(op))
 
 
 def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding]:
-    """Updates that change the float64 reference but not the stored bits (pytorch#67590)."""
+    """Yield a finding if many updates change the reference but not the bits (pytorch#67590)."""
     trace = comparison.traces[side]
     graph = comparison.graphs[side]
     updates = [op for op in trace.operations if op.phase == RESULT and op.arguments.get("moved")]
@@ -317,6 +329,7 @@ def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding
         f" and {len(mostly_lost) - 3} more" if len(mostly_lost) > 3 else ""
     )
     dtype = comparison.values(mostly_lost[0])[0].dtype
+    # A smaller relative change is always rounded away. It is a quarter of the machine epsilon.
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
     detail = (
         f"{LOST_UPDATE_PREFIX}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in"
@@ -330,7 +343,7 @@ def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding
 
 
 def _rounding_finding(comparison: Comparison) -> Finding:
-    """The operation whose error comes closest to the bound that rounding explains."""
+    """Report the operation whose error comes closest to the bound that rounding explains."""
     operations = (*comparison.a.operations, *comparison.b.operations)
     within_bounds = [
         op for op in operations if op.ratio is not None and op.ratio <= 1 and op.format is None
@@ -350,7 +363,10 @@ def _rounding_finding(comparison: Comparison) -> Finding:
 
 
 def _merge_findings(findings_a: list[Finding], findings_b: list[Finding]) -> list[Finding]:
-    """The findings of both settings; those that both have are merged into one."""
+    """Combine the findings of both settings; merge each finding that both have into one.
+
+    The sizes of two merged findings are added in squares, since their errors are independent.
+    """
 
     def key(finding: Finding) -> tuple[object, ...]:
         format_ = (finding.op.format or finding.op.dtype) if finding.op else ""
@@ -379,27 +395,30 @@ def _merge_findings(findings_a: list[Finding], findings_b: list[Finding]) -> lis
     return merged + [finding for finding in findings_b if id(finding) in unmatched_ids]
 
 
-# --- results that do not agree --------------------------------------------------------------------
+# --- results that differ --------------------------------------------------------------------
 
 
 def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
-    """A gradient or an update that one side alone computes ("a bias without gradient")."""
+    """Yield a finding for each gradient or update of one side only ("a bias without gradient")."""
     if is_nonfinite_on_one_side(comparison):
-        return
+        return  # the missing results follow from the NaN or infinity
     for result in comparison.differing_results:
         if not (result.a and result.b):
             op = result.representative
             other_title = comparison.other_title(op)
             advice = f"check why {other_title} does not compute it: {OTHER_FUNCTION_ADVICE}"
-            # Of two programs, one may have results of its own, so that other differences come
-            # first.
+            # If two different programs are compared, either may have additional results. The
+            # finding is then ranked by its share, so that other differences may come first.
             has_bound = not comparison.is_same_program
             detail = f"{other_title} does not compute it"
             yield _make_finding(comparison, "mismatch", op, detail, advice, has_bound=has_bound)
 
 
 def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
-    """A finding for each place where the executions begin to differ, but only one for each line."""
+    """Return one finding for each line on which the executions begin to differ.
+
+    If the results differ but no source is known, there may be one finding that says so.
+    """
     findings: dict[tuple[str, ...], Finding] = {}
     has_changed_inputs = any(
         op.inputs_changed for trace in comparison.traces for op in trace.operations
@@ -417,12 +436,13 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
             and kernel_name(source.a.op) == kernel_name(source.b.op)
         )
         if is_foreign and not (is_data or is_drawn or one_kernel):
-            # For different numbers, another algorithm looks the same as another function.
+            # If the data or random numbers differ, another algorithm for the same function cannot
+            # be distinguished from another function.
             continue
         if has_changed_inputs and (is_data or any(node.op.inputs_changed for node in source.nodes)):
             continue  # the finding of nondeterminism reports it
         if not (is_data or is_drawn) and _follows(source, elsewhere):
-            continue  # its inputs differ, so its results do
+            continue  # its results differ only because its inputs do
         finding = (
             _data_finding(comparison, source) if is_data else _operation_finding(comparison, source)
         )
@@ -433,6 +453,7 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
         and not has_changed_inputs
         and not is_nonfinite_on_one_side(comparison)
     ):
+        # Differences of values from outside torch explain the results that follow from them.
         follow_external_values = comparison.graphs[0].following(set(comparison.external_values))
         paired = [
             result
@@ -447,7 +468,7 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
 
 
 def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
-    """Values that follow from other data, changed inputs, or one side's random numbers."""
+    """Return the values that follow from other data, changed inputs or other random numbers."""
     drawn = {node for source in sources for node in source.nodes if node.op.is_random}
     data = {
         value for source in sources for value in (source.data_a, source.data_b) if value is not None
@@ -465,7 +486,10 @@ def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Va
 
 
 def _follows(source: Source, elsewhere: set[Value]) -> bool:
-    """Whether a source received such values, and is called as on the other side."""
+    """Return whether a source differs only because it received values from elsewhere.
+
+    A call whose arguments differ between the two sides is a difference of its own.
+    """
     a, b = source.a, source.b
     if (
         a is not None
@@ -478,7 +502,7 @@ def _follows(source: Source, elsewhere: set[Value]) -> bool:
 
 
 def _describe_effect(comparison: Comparison) -> str:
-    """A clause on the difference of the results in float64."""
+    """Describe the largest difference of the results in float64; empty if none is paired."""
     paired = [result for result in comparison.differing_results if result.a and result.b]
     if not paired:
         return ""
@@ -490,7 +514,7 @@ def _describe_effect(comparison: Comparison) -> str:
 
 
 def _data_finding(comparison: Comparison, source: Source) -> Finding:
-    """Data or weights that only one side has (the faults "another batch")."""
+    """Describe data or weights that only one side has ("another batch")."""
     x, y = source.data_a, source.data_b
     value = x if y is None else y
     assert value is not None
@@ -515,7 +539,8 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
         )
     else:
         gap = math.nan
-        title = comparison.traces[y is not None].title
+        side = 0 if y is None else 1
+        title = comparison.traces[side].title
         detail = (
             f"receives data or weights ({shape}) under {title} that the other side does not have"
         )
@@ -528,7 +553,11 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
 
 
 def _operation_finding(comparison: Comparison, source: Source) -> Finding:
-    """Operations that compute from common values something that the other side does not have."""
+    """Describe operations that compute different results although their inputs agree.
+
+    The kinds of finding are tried in order: different arguments, different random numbers, another
+    valid answer, a result without an exact reference, and otherwise a mismatch.
+    """
     gap = _output_gap(comparison, source)
     a, b = (node.op if node else None for node in (source.a, source.b))
     are_alike = a is not None and b is not None and kernel_name(a) == kernel_name(b)
@@ -539,7 +568,8 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
             return _arguments_finding(comparison, (a, b), arguments, gap)
     if drawn is not None:
         return _random_numbers_finding(comparison, drawn, gap)
-    # A limit of float32 that clips nothing leaves the values of that side unchanged.
+    # An argument that is a limit of the format, such as the smallest float32 number, may have no
+    # effect on one side. The source is then one-sided, and its counterpart is the same line.
     for node in source.nodes:
         counterpart = same_call(comparison, node)
         if counterpart is not None:
@@ -567,7 +597,7 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
 
 
 def _are_within_bounds(*operations: Operation) -> bool:
-    """Whether no operation is further from float64 than rounding explains."""
+    """Return whether the errors of all operations are within the bounds of rounding."""
     return all(op.ratio is None or op.ratio <= 1 for op in operations)
 
 
@@ -577,7 +607,7 @@ def _arguments_finding(
     arguments: dict[str, tuple[Json, Json]],
     gap: float,
 ) -> Finding:
-    """An operation that is called with other arguments (the faults "exact gelu", "momentum")."""
+    """Describe an operation that is called with other arguments ("exact gelu", "momentum")."""
     a, b = operations
     arguments_a = ", ".join(f"{name}={value!r}" for name, (value, _) in arguments.items())
     arguments_b = ", ".join(f"{name}={value!r}" for name, (_, value) in arguments.items())
@@ -604,9 +634,9 @@ def _are_of_formats(
     operations: tuple[Operation, Operation],
     arguments: dict[str, tuple[Json, Json]],
 ) -> bool:
-    """Whether arguments differ as the constants of their two input formats do.
+    """Return whether all differing arguments are constants of each side's number formats.
 
-    These constants are the machine epsilons and the limits of the formats.
+    These constants are the machine epsilon and the limits of a format.
     """
     formats = [
         {op.dtype, *(value.dtype for value in inputs)}
@@ -623,7 +653,7 @@ def _are_of_formats(
 
 
 def _is_format_constant(number: object, dtype: str) -> bool:
-    """Whether a number is the machine epsilon or a limit of a format.
+    """Return whether a number is the machine epsilon or a limit of a format.
 
     >>> _is_format_constant(2.0**-7, "bfloat16"), _is_format_constant(2.0**-7, "float32")
     (True, False)
@@ -633,7 +663,7 @@ def _is_format_constant(number: object, dtype: str) -> bool:
 
 
 def _output_gap(comparison: Comparison, source: Source) -> float:
-    """The difference between the outputs of two operations; NaN for different shapes."""
+    """Return the largest gap between outputs of two operations; NaN if no shapes are equal."""
     if source.a is None or source.b is None:
         return math.nan
     pairs = zip(source.a.outputs, source.b.outputs, strict=False)
@@ -642,7 +672,11 @@ def _output_gap(comparison: Comparison, source: Source) -> float:
 
 
 def _is_uncertain(comparison: Comparison, source: Source) -> bool:
-    """Whether values without an exact reference differ by little more than float32's rounding."""
+    """Return whether a difference may come from values without an exact float64 reference.
+
+    This is so if an operation is discontinuous or has no reference. It is also so if the other side
+    has a value that is close enough to an output to be equal up to rounding.
+    """
     for node in source.nodes:
         side = comparison.side_of[node.op]
         uncertain = comparison.uncertain[side]
@@ -668,7 +702,7 @@ def _is_uncertain(comparison: Comparison, source: Source) -> bool:
 
 
 def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
-    """Faults in forward and backward code, such as "a transposed weight".
+    """Describe a fault in forward or backward code, such as "a transposed weight".
 
     `reset_gate_before_or_after` is another example.
     """
@@ -693,7 +727,11 @@ def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: f
 
 
 def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Finding:
-    """A finding about different results of an operation without a float64 reference."""
+    """Describe different results of an operation without an exact float64 reference.
+
+    The finding is a mismatch if both sides use the same kernel and the difference exceeds what
+    rounding explains. Otherwise it says that the cause cannot be told.
+    """
     op = source.nodes[0].op
     trace = comparison.trace_of(op)
     one_kernel = (
@@ -723,6 +761,7 @@ def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Fi
 
 
 def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -> Finding:
+    """Describe an operation that draws different random numbers on the two sides."""
     detail = f"drew different random numbers from those under {comparison.other_title(op)}"
     devices = {Setting.parse(trace.setting).kind for trace in comparison.traces}
     advice = ""
@@ -741,7 +780,7 @@ def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -
 
 
 def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) -> Finding:
-    """A finding about results that differ although their inputs agree."""
+    """Describe results that differ although no source of the difference was found."""
     result = max(differing, key=lambda result: result.gap)
     side = 1 if result.b else 0
     makers = (
@@ -769,11 +808,12 @@ def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) ->
 
 
 def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:
-    """Recorded answers that differ although both are correct.
+    """Yield findings about recorded answers that differ although both are correct.
 
     Examples are `signs_of_singular_vectors` and `largest_among_equals`.
     """
     for a, b in comparison.partners.items():
+        # Each pair occurs twice, so only operations of the first side (side 0) are considered.
         if comparison.side_of[a] or a.name not in DEFINITIONS or a.name != b.name:
             continue
         if not _are_within_bounds(a, b):
@@ -806,7 +846,7 @@ def _make_finding(
     has_bound: bool = True,
     is_pairwise: bool = False,
 ) -> Finding:
-    """A finding about an operation of one of two traces."""
+    """Make a finding about an operation; the default advice is that of its kind."""
     return Finding(
         kind,
         comparison.trace_of(op).title,
@@ -827,20 +867,20 @@ def _make_finding(
 def _make_pairwise_finding(
     comparison: Comparison, kind: str, op: Operation, gap: float, *words: str
 ) -> Finding:
-    """A finding from comparing an operation with its counterpart.
+    """Make a finding from the comparison of an operation with its counterpart.
 
-    `words` are its detail and its advice.
+    `words` are the detail and, optionally, the advice.
     """
     return _make_finding(comparison, kind, op, *words, size=gap, is_pairwise=True)
 
 
 def _user_location(op: Operation) -> str:
-    """The place of an operation for the user: its module, or its line."""
+    """Return the place of an operation for the user: its module, or else its line."""
     return op.module or op.line or "the step"
 
 
 def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
-    """How to make an operation deterministic, if that is possible."""
+    """Return advice on how to make an operation deterministic, if that is possible."""
     setting = Setting.parse(comparison.trace_of(op).setting)
     if not hasattr(torch.ops.aten, op.name):
         return (
@@ -856,7 +896,7 @@ def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
 
 
 def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
-    """How to keep all digits of an operation, depending on what rounded them."""
+    """Return advice on how to compute an operation in float32, by what reduced its precision."""
     setting = Setting.parse(comparison.trace_of(op).setting)
     is_convolution = op.name.startswith("convolution")
     place = "this line" if op.line else op.module or "the loss"

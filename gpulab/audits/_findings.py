@@ -64,7 +64,7 @@ ADVICE = {
 
 
 MAX_MARKDOWN_FINDINGS = 3  # findings in an issue
-MAX_PRINTED_LINES = 12  # of findings that are printed
+MAX_PRINTED_LINES = 12  # groups of findings that are printed, each about one line of code
 FIELDS = (
     "kind",
     "setting",
@@ -82,19 +82,29 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about one operation under `setting`: its `kind` (of `KINDS`) and what to do.
+    """A finding about one operation.
 
-    `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in
-    units of what rounding explains (NaN where it has no float64 reference), `detail` what was seen.
-    `size` is how far the operation's result is off for this reason, relative to it (NaN where that
-    is not known), and `share` how much of the difference in the step's results goes back to that
-    (NaN where it cannot be told, and where there is none). What computed with wrong memory, or is
-    missing, is not `has_bound`: it could explain everything.
-
-    `op` is the operation in its trace. `under_both` says whether both settings show it;
-    `is_pairwise` whether it was found by comparing the two settings, each of which correctly
-    computes what it is asked to. `counterparts` are the operations of the other setting that show
-    the same.
+    Attributes:
+        kind: The kind of the finding, one of `KINDS`.
+        setting: The setting under which it was found.
+        operation: The name of the operation.
+        phase: The phase of the operation, such as `forward` or `backward`.
+        module: The path of the module that called it.
+        line: The user's line that called it.
+        ratio: The operation's own error divided by the error that rounding explains; NaN without a
+            float64 reference.
+        detail: What was observed.
+        advice: What to do.
+        size: The relative error of the operation's result for this reason; NaN if it is unknown.
+        share: The share of the difference in the step's results that the finding explains; NaN if
+            it is unknown or there is no difference.
+        has_bound: Whether the effect is bounded. It is not for overwritten memory and for a missing
+            result, which could explain all of the difference.
+        op: The operation in its trace.
+        is_pairwise: Whether it was found by comparing the two sides, each of which computes
+            correctly by itself.
+        under_both: Whether both settings have the finding.
+        counterparts: The operations of the other setting with the same finding.
     """
 
     kind: str
@@ -122,6 +132,7 @@ class Finding:
         )
 
     def _effect(self) -> str:
+        """Describe the share of the difference that the finding explains; empty if unknown."""
         if not self.has_bound:
             return (
                 "\n      its effect has no bound: it could explain all of the difference in the"
@@ -134,22 +145,22 @@ class Finding:
 
 
 def module_phrase(module: str) -> str:
-    """The module of an operation, as the end of a sentence."""
+    """Return the module of an operation as the end of a sentence; empty without a module."""
     return f" in {module}" if module else ""
 
 
 def operation_phrase(op: Operation) -> str:
-    """An operation with its phase and module."""
+    """Describe an operation by its name, phase and module."""
     return f"{op.name} ({op.phase}){module_phrase(op.module)}"
 
 
 def operation_and_place(op: Operation) -> str:
-    """An operation with its phase and module, and its file and line."""
+    """Describe an operation by its name, phase, module, file and line number."""
     return operation_phrase(op) + (f" at {op.line.partition(': ')[0]}" if op.line else "")
 
 
 def describe(op: Operation) -> str:
-    """An operation or a result in words, with its line."""
+    """Describe an operation, with its line, or a result of the step."""
     if op.phase == RESULT:
         preposition = "" if op.name == "updated" else "of "
         return f"the {op.name} {preposition}{op.module}" if op.module else f"the {op.name}"
@@ -163,10 +174,10 @@ class Answer(report.Report):
     """The result of an audit.
 
     Attributes:
-        findings: What was found, as a list of `Finding`; what explains most of the difference comes
-            first.
-        titles: What the two sides are called.
-        passports: The machines that they were computed on.
+        findings: The findings, as a list of `Finding`. The finding that explains most of the
+            difference comes first.
+        titles: The names of the two sides.
+        passports: The machines on which the two sides were computed.
     """
 
     findings: list[Finding]
@@ -232,12 +243,12 @@ class Answer(report.Report):
 
 
 def _to_json(value: object) -> Json:
-    """A value as JSON; NaN and infinity, which JSON lacks, become None."""
+    """Convert a value to JSON; NaN and infinity become None, because JSON does not have them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Findings of one kind, line and advice in groups, ordered by their first findings."""
+    """Group findings with the same kind, setting, line and advice, in the order of the first."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
         groups.setdefault(
@@ -247,7 +258,7 @@ def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def format_findings(findings: Sequence[Finding]) -> list[str]:
-    """The findings as text, grouped by kind and line."""
+    """Format the findings as texts, one for each kind and line; omit all after the first ones."""
     texts = []
     for representative, *similar_findings in group_by_line(findings):
         operations = Counter(

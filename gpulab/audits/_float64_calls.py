@@ -1,10 +1,10 @@
-"""The reference of an operation's result: the same call in float64, on the same arguments.
+"""Repeat an operation in float64 on the same arguments, or check its result by its definition.
 
-If an operation has several correct answers, its float64 reference may return another one. The
-answer is then checked against the definition of the operation. Each check gets the call and its
-results, all in float64, and returns the answer's error, relative to its size, with the number of
-roundings that explain it. It returns None for a call that has only one answer, and `UNCHECKABLE`
-for a call that it cannot follow.
+If an operation has several correct results, float64 may return another one. The result is then
+checked against the definition of the operation. Each check receives the call and its results in
+float64. It returns the relative error of the results, and the number of roundings that explain it.
+It returns None for a call with only one correct result, and `UNCHECKABLE` for a call that it does
+not support.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ DefinitionCheck = tuple[float | None, float | None]
 UNCHECKABLE: DefinitionCheck = (None, None)
 INVALID: DefinitionCheck = (math.inf, 1.0)
 UNIQUE_INDEX_OPERATIONS = {"sort", "topk"}
-# The smallest subnormal number.
+# The smallest subnormal number of float32. Its conversion to float64 is zero if the machine flushes
+# subnormal numbers to zero.
 SMALLEST_SUBNORMAL = torch.tensor(1, dtype=torch.int32).view(torch.float32)
 
 
@@ -73,7 +74,11 @@ class Float64Reference:
         change: Callable[[Tensor], Tensor] | None = None,
         positions: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The results after all arguments, or those at some positions, are changed."""
+        """Compute the results after a change of all arguments, or of those at some positions.
+
+        Raises:
+            RuntimeError: If a factorisation fails.
+        """
 
         def apply_change(value: Nested) -> Nested:
             if change is None or not isinstance(value, Tensor) or not is_float_or_complex(value):
@@ -82,7 +87,7 @@ class Float64Reference:
 
         args = self.args
         kwargs = self.kwargs
-        if self.is_in_place:  # the overwritten argument is still needed
+        if self.is_in_place:  # later calls need the original arguments
             args, kwargs = map_nested(_clone_tensor, (args, kwargs))
         if positions is None:
             args, kwargs = map_nested(apply_change, (args, kwargs))
@@ -99,7 +104,7 @@ class Float64Reference:
         ]
 
     def check_definition(self, name: str, out: Nested) -> DefinitionCheck | None:
-        """Check what an operation with several correct answers returned against its definition."""
+        """Check a result by the definition of the operation; None if the operation has no check."""
         if name not in DEFINITIONS:
             return None
         return DEFINITIONS[name](self, name, find_tensors(map_nested(to_float64, out)))
@@ -121,7 +126,8 @@ def to_float64(value: Nested) -> Nested:
     value = to_float64_device(value.detach())
     if value.is_complex():
         return value.to(torch.complex128)
-    # If the machine flushes subnormal numbers to zero, so does a cast.
+    # If the machine flushes subnormal numbers to zero, a conversion does so, too. They are then
+    # converted by their bits: the significand in units of the smallest subnormal number.
     if value.dtype == torch.float32 and not SMALLEST_SUBNORMAL.double():
         bits = value.view(torch.int32)
         sizes = (bits & 0x7FFFFF).double() * 2.0**-149
@@ -132,15 +138,15 @@ def to_float64(value: Nested) -> Nested:
 
 
 def writes_to_arguments(operation: OpOverload) -> bool:
-    """Whether an operation writes to its arguments, as batch normalisation does.
+    """Return whether an operation writes to its arguments.
 
-    The schema of batch normalisation does not say so.
+    Batch normalisation does, although its schema does not say so.
     """
     return is_mutable(operation) or "batch_norm" in schema_name(operation)
 
 
 def find_rounded_results(out: Nested) -> list[Tensor]:
-    """The tensors that an operation returned whose numbers are rounded."""
+    """Return the nonempty floating-point and complex tensors among an operation's results."""
     return [
         to_float64_device(t.detach())
         for t in find_tensors(out)
@@ -149,13 +155,13 @@ def find_rounded_results(out: Nested) -> list[Tensor]:
 
 
 def norm(tensor: Tensor) -> float:
-    """The Euclidean norm of all numbers, computed in float64."""
+    """Return the Euclidean norm of all numbers, computed in float64."""
     dtype = torch.complex128 if tensor.is_complex() else torch.float64
     return float(torch.linalg.vector_norm(tensor, dtype=dtype))
 
 
 def difference_norm(result: Tensor, exact: Tensor) -> float:
-    """The norm of the difference; a NaN or infinity that both tensors have does not count."""
+    """Return the norm of the difference; NaN and infinity that both have count as equal."""
     difference = exact - result
     size = norm(difference)
     if not math.isnan(size):
@@ -164,28 +170,32 @@ def difference_norm(result: Tensor, exact: Tensor) -> float:
     return norm(torch.where(is_equal, 0.0, difference))
 
 
-# --- operations with several correct answers ------------------------------------------------------
+# --- operations with several correct results ------------------------------------------------------
 
 
 def _relative_error(result: Tensor, exact: Tensor) -> float:
-    """The norm of the difference, relative to the exact numbers that are finite."""
+    """Return the norm of the difference, relative to the norm of the finite exact numbers."""
     error = difference_norm(result.double(), exact.double())
     size = norm(torch.where(exact.isfinite(), exact, 0.0))
     return error / (size or 1.0)
 
 
-# --- places of numbers, where several are equal ---------------------------------------------------
+# --- indices of numbers, some of which are equal --------------------------------------------------
 
 
 def _check_selection(
     reference: Float64Reference, name: str, results: list[Tensor]
 ) -> DefinitionCheck | None:
-    """Check that returned indices are distinct and select the same numbers as in float64."""
+    """Check that returned indices select the same numbers as in float64.
+
+    The indices of `sort` and `topk` also have to be distinct. The check does not apply if no
+    indices are returned, or if the operation is stable.
+    """
     arguments = reference.arguments
     x = arguments["self"]
     dim = arguments.get("dim")
     *values, indices = results
-    # The maximum over all numbers comes without its index.
+    # The maximum or minimum over all numbers is returned without its index.
     has_no_index = not values and not name.startswith("arg")
     if has_no_index or arguments.get("indices") is not None or arguments.get("stable"):
         return None
@@ -221,14 +231,14 @@ def _check_selection(
     return max(error, _relative_error(selected, exact)), 1.0
 
 
-# --- several numbers written to one place ---------------------------------------------------------
+# --- several numbers written to one index ---------------------------------------------------------
 
 
 def _check_written(reference: Float64Reference, *_: object) -> DefinitionCheck | None:
-    """Check the numbers written by index.
+    """Report a call as uncheckable if it writes different numbers to the same index.
 
-    If an index occurs twice, either number may stay, unless they are summed or one number is
-    written everywhere.
+    Any of the numbers may be the final one. The result is unique if they are summed, if one number
+    is written everywhere, or if no index occurs twice.
     """
     arguments = reference.arguments
     is_summed = arguments.get("reduce") is not None or arguments.get("accumulate")
@@ -238,7 +248,10 @@ def _check_written(reference: Float64Reference, *_: object) -> DefinitionCheck |
 
 
 def max_index_repeats(arguments: dict[str, Nested]) -> int:
-    """The number of occurrences of the most frequent index; 1 for a mask."""
+    """Bound the number of writes to one element: occurrences of the most frequent index.
+
+    With several index tensors, the smallest of their numbers is returned. A mask counts as 1.
+    """
     indices = find_tensors(arguments.get("indices", arguments.get("index")))
     return min(
         1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices
@@ -251,9 +264,9 @@ def max_index_repeats(arguments: dict[str, Nested]) -> int:
 def _check_factorisation(
     reference: Float64Reference, name: str, factors: list[Tensor]
 ) -> DefinitionCheck | None:
-    """Check that the factors' product is the matrix and the bases are orthogonal.
+    """Check that the product of the factors is the matrix, and that the bases are orthogonal.
 
-    The signs and the order of the factors do not matter.
+    So the signs of vectors do not matter, nor the choice of a basis for equal eigenvalues.
 
     For an n × n matrix, rounding errors amount to about n units in the last place of its size
     (Higham 2002, Accuracy and Stability of Numerical Algorithms, ch. 19), because these algorithms
@@ -271,7 +284,7 @@ def _check_factorisation(
         rank = factors[1].shape[-1]
         product = factors[0][..., :rank] * factors[1].unsqueeze(-2) @ factors[2][..., :rank, :]
         bases = [factors[0], factors[2].mT]
-    else:  # the eigenvectors of a symmetric matrix, of which one triangle is read
+    else:  # `_linalg_eigh` reads only one triangle of a symmetric matrix
         upper = reference.arguments["UPLO"] == "U"
         matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
         matrix = matrix @ factors[1]
@@ -287,7 +300,7 @@ def _check_factorisation(
 
 
 def _reject_check(*_: object) -> DefinitionCheck:
-    """Report an operation as one that no check can follow."""
+    """Report an operation for which there is no check as uncheckable."""
     return UNCHECKABLE
 
 

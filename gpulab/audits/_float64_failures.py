@@ -1,8 +1,8 @@
-"""Why a step cannot run in float64: the line and the module that request a shorter format.
+"""Find out why a step cannot run in float64: the line and module that request a shorter format.
 
-Under a setting with `precision=float64` parameters, inputs and torch's default type are float64. A
-tensor of a shorter format is then there because the step asks for it, as `x.float()` and
-`torch.zeros(3, dtype=torch.float32)` do.
+Under a setting with `precision=float64`, parameters, inputs and torch's default type are float64. A
+tensor in a shorter format then exists only if the step requests it, for example by `x.float()` or
+`torch.zeros(3, dtype=torch.float32)`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Request(NamedTuple):
     """A place where a step requests a short format, or uses a tensor that has one already.
 
     Attributes:
-        dtype: The format.
-        line: The user's line, as `file:line: text`; empty where torch's own code asks.
+        dtype: The short format.
+        line: The user's line, as `file:line: text`; empty if only code of torch is involved.
         module: The path of the module, or the class of the whole model.
-        is_made: Whether the step makes the tensor.
+        is_made: Whether the step creates the tensor. If not, the tensor existed before.
 
     >>> print(
     ...     Request(torch.float32, "net.py:12: return self.head(x.float())", "head", is_made=True)
@@ -63,11 +63,11 @@ class Request(NamedTuple):
 
 
 class ShortFormatRequests(TorchFunctionMode):
-    """Records the requests for short formats while a step runs in float64.
+    """Record the requests for short formats while a step runs in float64.
 
     Args:
         model: The model, for the names of its modules.
-        calling_file: The file that calls the model. Lines further out are no part of it.
+        calling_file: The file that calls the model. Only frames inside this call are searched.
 
     Attributes:
         requests: All requests, in the order in which they were made.
@@ -91,7 +91,10 @@ class ShortFormatRequests(TorchFunctionMode):
         args: Sequence[Nested] = (),
         kwargs: Mapping[str, Nested] | None = None,
     ) -> Nested:
-        """Call an operation, and note the requests that its short results go back to."""
+        """Call an operation, and record the requests that its results in short formats go back to.
+
+        If the operation fails, the requests of its inputs are recorded as the likely cause.
+        """
         inputs = [
             self._request_of(tensor, is_made=False) for tensor in _short_tensors((args, kwargs))
         ]
@@ -106,13 +109,16 @@ class ShortFormatRequests(TorchFunctionMode):
 
     @property
     def most_likely(self) -> Request | None:
-        """The request that most likely made the step fail, if there was any."""
+        """The request that most likely made the step fail; None if there was no request."""
         return next(iter([*self.failed_input_requests, *self.requests]), None)
 
     def _request_of(
         self, tensor: Tensor, inputs: Sequence[Request] = (), is_made: bool = True
     ) -> Request:
-        """The request a short tensor goes back to: an input's, or one made in this line."""
+        """Return the request that a tensor in a short format goes back to.
+
+        This is the request of the first such input, or else a new request for the current line.
+        """
         if tensor not in self.request_of_tensor:
             self.request_of_tensor[tensor] = (
                 inputs[0] if inputs else self._new_request(tensor, is_made)
@@ -121,6 +127,7 @@ class ShortFormatRequests(TorchFunctionMode):
         return request
 
     def _new_request(self, tensor: Tensor, is_made: bool) -> Request:
+        """Record a request for the format of a tensor at the current line."""
         frames = _frames_inside(self.calling_file)
         owners = (self.names.get(id(frame.f_locals.get("self"))) for frame in frames)
         lines = (Line(frame.f_code.co_filename, frame.f_lineno, "") for frame in frames)
@@ -132,7 +139,7 @@ class ShortFormatRequests(TorchFunctionMode):
 
 
 def line_of_error(error: BaseException) -> str:
-    """The innermost user line of an error's traceback, as `file:line: text`, or empty."""
+    """Return the innermost user line of an error's traceback, as `file:line: text`, or empty."""
     lines: list[Line] = []
     traceback = error.__traceback__
     while traceback is not None:
@@ -142,6 +149,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def _short_tensors(values: Nested) -> list[Tensor]:
+    """Return the tensors in formats shorter than float64 among nested values."""
     return [
         leaf
         for leaf in tree_leaves(values)
@@ -150,7 +158,7 @@ def _short_tensors(values: Nested) -> list[Tensor]:
 
 
 def _frames_inside(calling_file: str) -> list[FrameType]:
-    """The frames of this thread, the innermost first, up to those of a file."""
+    """Return the frames of this thread from the innermost one to the first one of a file."""
     frames: list[FrameType] = []
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename != calling_file:
@@ -160,7 +168,7 @@ def _frames_inside(calling_file: str) -> list[FrameType]:
 
 
 def _innermost_line(lines: Iterable[Line]) -> str:
-    """The first line outside torch and gpulab; gpulab's models count as outside."""
+    """Return the first line outside torch and gpulab; gpulab's models count as outside."""
     for line in lines:
         if not line.file.startswith((TORCH + os.sep, PACKAGE, "<")) or line.file.startswith(
             MODELS_DIR

@@ -1,9 +1,11 @@
 """Formulas for operations that have no float64 kernel on some device.
 
 Each function takes the arguments of a call by their names in torch's schema, in float64, and
-returns the results in the order of the schema. None stands for what is no number of the network,
-such as a kernel's notes for its backward pass. The backward passes compute everything again from
-the inputs, because a kernel's notes exist in its own format.
+returns the results in the order of the schema. None replaces auxiliary outputs, such as the data
+that a kernel saves for its backward pass. The backward passes recompute everything from the inputs,
+because the saved data are in the kernel's own format.
+
+A function raises `NotImplementedError` for a call that its formula does not cover.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Outputs = tuple[Nested, ...]
 
 
 def _repeat_heads(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value; heads of key and value are repeated for queries that share them."""
+    """Return query, key and value; repeat heads of key and value that several queries share."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if arguments.get("dropout_p"):
         raise NotImplementedError("the kernel keeps its random numbers to itself")
@@ -36,12 +38,13 @@ def _repeat_heads(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scale(arguments: Arguments) -> float:
+    """Return the factor of the scores; by default, one over the root of the head size."""
     scale = arguments.get("scale")
     return 1 / math.sqrt(arguments["query"].shape[-1]) if scale is None else float(scale)
 
 
 def _attention_weights(arguments: Arguments, query: Tensor, key: Tensor) -> Tensor:
-    """The softmax of the scores; as in torch's kernels, fully masked rows are zero."""
+    """Compute the softmax of the scores; as in torch's kernels, fully masked rows are zero."""
     scores = _scale(arguments) * query @ key.mT
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     if mask is not None:
@@ -53,7 +56,7 @@ def _attention_weights(arguments: Arguments, query: Tensor, key: Tensor) -> Tens
 
 
 def attend(arguments: Arguments) -> Tensor:
-    """Scaled dot-product attention.
+    """Compute scaled dot-product attention.
 
     >>> x = torch.eye(3, dtype=torch.float64)[None, None]
     >>> expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -69,7 +72,7 @@ def _attention(arguments: Arguments) -> Outputs:
 
 
 def _attention_backward(arguments: Arguments) -> Outputs:
-    """The gradients of query, key, value and, if requested, the additive mask."""
+    """Compute the gradients of query, key, value and, if requested, the additive mask."""
     query, key, value = _repeat_heads(arguments)
     gradient = arguments["grad_out"] if "grad_out" in arguments else arguments["grad_out_"]
     weights = _attention_weights(arguments, query, key)
@@ -93,7 +96,7 @@ def _attention_backward(arguments: Arguments) -> Outputs:
 
 
 def _sum_shared_heads(gradient: Tensor, like: Tensor) -> Tensor:
-    """A gradient summed over the queries that share one head."""
+    """Sum a gradient over the queries that share a head of key and value."""
     if gradient.shape == like.shape:
         return gradient
     return gradient.unflatten(1, (like.shape[1], -1)).sum(2)
@@ -101,13 +104,14 @@ def _sum_shared_heads(gradient: Tensor, like: Tensor) -> Tensor:
 
 # --- oneDNN's LSTM --------------------------------------------------------------------------------
 
-_LSTM_MODE = 2  # torch's number of the kind of recurrent network
+_LSTM_MODE = 2  # torch's number for an LSTM, among the types of recurrent networks
 
 
 def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...]]:
-    """The time, previous state, gates, cell and hidden state of each step, as computed.
+    """Run one layer in one direction; return all intermediate values of each time step.
 
-    One layer in one direction: the kernel is called for each direction by itself.
+    These are the time, the previous hidden and cell state, the four gates, and the new cell and
+    hidden state, in the order of computation. The kernel is called separately for each direction.
     """
     if arguments["mode"] != _LSTM_MODE or arguments["batch_sizes"]:
         raise NotImplementedError("only an LSTM without packed sequences has a formula")
@@ -137,9 +141,9 @@ def _lstm_layer(arguments: Arguments) -> Outputs:
 
 
 def _lstm_layer_backward(arguments: Arguments) -> Outputs:
-    """Backpropagation through time.
+    """Compute the gradients of input, weights, biases and states by backpropagation through time.
 
-    Without biases, the kernel is given the weights in their place.
+    A call without biases passes the weights in place of the biases.
     """
     weights = [arguments[f"weight{number}"] for number in range(1, 5)]
     input_weight, hidden_weight = weights[:2]
@@ -189,7 +193,7 @@ _LAYER_FUNCTIONS: dict[int, Callable[..., Nested]] = {
 
 
 def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """All hidden states and the last states, by torch's own layers.
+    """Compute all hidden states and the final states by torch's public recurrent functions.
 
     `leaves` are the input, the states and the weights.
     """
@@ -214,15 +218,16 @@ def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]
 
 
 def _copy_leaves(arguments: Arguments) -> list[Tensor]:
+    """Copy input, states and weights to the CPU, as leaves that can be differentiated."""
     states = [arguments["hx"], *([arguments["cx"]] if arguments["cx"] is not None else [])]
     return [t.detach().cpu().clone() for t in (arguments["input"], *states, *arguments["weight"])]
 
 
 def _run_in_thread(function: Callable[[], Nested]) -> Nested:
-    """Run a function in a separate thread, where autograd works as usual.
+    """Run a function in a separate thread, where autograd is available without restrictions.
 
-    It computes on the CPU alone, because the thread that waits may be the one that serves autograd
-    on a GPU.
+    The function must compute on the CPU, because the waiting thread may be the one in which
+    autograd runs the backward pass on a GPU.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
@@ -236,7 +241,7 @@ def _cudnn_rnn(arguments: Arguments) -> Outputs:
 
 
 def _cudnn_rnn_backward(arguments: Arguments) -> Outputs:
-    """The gradients of input, states and weights."""
+    """Compute the gradients of input, states and weights by autograd on the CPU."""
     device = arguments["input"].device
     has_cell = arguments["cx"] is not None
     output_gradients = [arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")]
@@ -264,9 +269,10 @@ def _cudnn_rnn_backward(arguments: Arguments) -> Outputs:
 
 
 def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Outputs:
-    """An update by Adam or AdamW, in place, as in torch.optim.
+    """Update parameters and states by Adam or AdamW in place, as in `torch.optim`.
 
-    Some kernels compute 1 - beta in float32.
+    torch's fused kernels are not used, because some of them compute 1 - beta in float32. If
+    `decoupled` is true, the weight decay is that of AdamW.
     """
     if arguments.get("grad_scale") is not None or arguments.get("found_inf") is not None:
         raise NotImplementedError("a fused optimizer that unscales its gradients has no formula")

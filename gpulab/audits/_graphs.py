@@ -18,9 +18,9 @@ class Node:
 
     Attributes:
         op: The operation.
-        inputs: The values that it was given.
-        outputs: The values that it made or changed.
-        number: Its place in the execution.
+        inputs: The values that the operation reads.
+        outputs: The values that the operation returns or changes.
+        number: The index of the node in the graph.
     """
 
     op: Operation
@@ -50,8 +50,8 @@ class Graph:
     def maker(self) -> dict[Value, Node]:
         """The node that first made a value.
 
-        A node that passes a value on did not make it, nor did one that recreates an earlier value,
-        as by transposing twice.
+        A node that returns one of its inputs did not make the value. Nor did a node that recreates
+        an earlier value, for example by a second transposition.
         """
         makers: dict[Value, Node] = {}
         existing_values: set[Value] = set()
@@ -103,13 +103,13 @@ class Graph:
         return pure_rounding
 
     def values(self) -> list[Value]:
-        """All values that nodes read or wrote, in order."""
+        """Return all values that nodes read or wrote, in order."""
         return list(
             dict.fromkeys(value for node in self.nodes for value in (*node.inputs, *node.outputs))
         )
 
     def following(self, values: set[Value]) -> set[Value]:
-        """The given values, and all values that were computed from them."""
+        """Return the given values and all values that were computed from them."""
         reached = set(values)
         for node in self.nodes:
             if not reached.isdisjoint(node.inputs):
@@ -118,11 +118,12 @@ class Graph:
 
 
 def _reference_norm(value: Value) -> float:
+    """Return the norm of a value's reference; 0 without a reference."""
     return float(np.linalg.norm(value.reference)) if value.reference is not None else 0.0
 
 
 def _split_lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
-    """The inputs and outputs of each list position; most operations have a single one.
+    """Return the inputs and outputs for each list position; most operations have only one.
 
     >>> op = Operation(
     ...     "_foreach_add",

@@ -1,8 +1,7 @@
 """Match the float64 values of two executions: equal, reordered, or parts of each other.
 
-Nothing is compared but float64 references, so that two values which are one coincide to some ten
-digits, whatever the precision of the executions. References without rounding are independent of the
-order and the names of the operations that led to them.
+Only float64 references are compared. References of the same value agree to about ten digits,
+independently of the precision of the executions and of the order and names of their operations.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from gpulab.audits._values import Value
 Tolerance = Callable[[Value], float]
 MIN_PART_SIZE = 4  # numbers; fewer may match by chance
 MAX_TOLERANCE = 1e6
-MAX_STRETCHES = 1 << 18  # sums that are compared at a time
-NEGLIGIBLE_SQUARES_SHARE = (
-    1e-24  # of the sum of squares: a slice with a smaller share consists of rounding errors
-)
-MAX_PART_DEPTH = 12  # operations after a matched value whose results are searched for parts
+MAX_STRETCHES = 1 << 18  # sums that are compared at a time, which bounds the memory
+# A slice with a smaller share of the sum of squares consists of rounding errors.
+NEGLIGIBLE_SQUARES_SHARE = 1e-24
+MAX_PART_DEPTH = 12  # values more operations after a matched value are not searched for parts
 
 
 def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
-    """Whether two values agree in float64, number by number in the order of memory."""
+    """Return whether the references of two values agree, number by number in memory order."""
     if (
         x.reference is None
         or y.reference is None
@@ -46,7 +44,11 @@ def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
 def _are_same_sketches(
     reference: np.ndarray, candidates: np.ndarray, tolerance: float, tolerances: np.ndarray
 ) -> np.ndarray:
-    """Whether each row of candidate sketches equals the sketch of a value."""
+    """Return for each row of candidates whether it equals the sketch of a value.
+
+    NaN equals NaN, and infinity equals infinity. All other numbers are compared by the norm of
+    their differences.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         unequal = ~((candidates == reference) | (np.isnan(candidates) & np.isnan(reference)))
         size = np.linalg.norm(np.where(unequal, reference, 0.0), axis=1)
@@ -57,15 +59,15 @@ def _are_same_sketches(
 
 
 class Matches:
-    """For each value, the values of the other execution with the same numbers in any order.
+    """The values of two executions that have the same numbers, in the same or another order.
 
     Args:
-        graphs: Of the two executions.
-        tolerance: How far two references of one value may be apart, relative to it.
+        graphs: The graphs of the two executions.
+        tolerance: A function that returns the largest relative distance of a value's references.
 
     Attributes:
-        equal: The counterparts in the same order of memory, by value, for the values of both
-            executions.
+        equal: The counterparts of each value with the same numbers in the same memory order, for
+            the values of both executions.
         matched_values: The values that have a counterpart in any form.
         permuted_values: Values with the numbers of a value of the other execution, but in an order
             that no transposition makes, such as flipped ones.
@@ -82,6 +84,7 @@ class Matches:
         self.permuted_values -= self.matched_values
 
     def _match_wholes(self, values_a: Sequence[Value], values_b: Sequence[Value]) -> None:
+        """Find equal, transposed and permuted values of the same size."""
         groups: dict[tuple[int, int], list[Value]] = defaultdict(list)
         for value in values_b:
             if value.total and value.reference is not None:
@@ -108,13 +111,20 @@ class Matches:
                     self.permuted_values.update([value, *permuted])
 
     def match_parts(self) -> None:
-        """Find values that are a slice of one value, or a union of slices, of the other side."""
+        """Find values that are a slice of a value of the other side, or consist of such slices.
+
+        They are added to `matched_values`.
+        """
         all_values = [graph.values() for graph in self.graphs]
         for side, graph in enumerate(self.graphs):
             candidates = [v for v in all_values[1 - side] if v.profiles and not v.is_pure_rounding]
             self.matched_values |= self._find_parts(graph, PartSearch(candidates, self.tolerance))
 
     def _find_parts(self, graph: Graph, search: PartSearch) -> set[Value]:
+        """Return the values of a graph that contain, or are, parts of the searched values.
+
+        Values far from any matched value, by the number of operations, are not searched.
+        """
         depth: dict[Value, int] = {}
         parts: set[Value] = set()
         for value in graph.values():
@@ -155,7 +165,8 @@ class _ValueTable:
     def find_near(
         self, value: Value, reference: np.ndarray, tolerance: float
     ) -> tuple[list[Value], list[Value]]:
-        """Values whose sums agree within the tolerance, and those of them that are equal."""
+        """Return the values whose sums agree within the tolerance, and the equal ones of them."""
+        # The factor 4 and the small constant below allow for the rounding errors of the sums.
         allowed = np.minimum(4 * np.maximum(self.tolerances, tolerance), 1e9)
         squares = np.maximum(self.totals[:, 1], value.total[1])
         with np.errstate(invalid="ignore", over="ignore"):
@@ -174,11 +185,13 @@ class _ValueTable:
 
 
 def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
-    """Whether one of two values with equal sums may be a transposition of the other.
+    """Return whether one of two values with equal sums may be a transposition of the other.
 
-    Flipped dimensions do not count.
+    Flipped dimensions do not count as a transposition.
 
-    None if they have no dimension of one size, so that it cannot be decided.
+    Returns:
+        Whether all profiles agree; None if this cannot be decided, because the tolerance is too
+        wide, the numbers are not finite, or the two have no profiled dimension of equal size.
     """
     if x.is_pure_rounding and y.is_pure_rounding:
         return True
@@ -203,12 +216,12 @@ def is_transposed(x: Value, y: Value, tolerance: Tolerance) -> bool | None:
 class PartSearch:
     """Search for values that contain another value as a slice, or that together cover it.
 
-    A slice is recognised by its sum and its sum of squares, which are those of a stretch of the
-    whole's profile.
+    A slice is recognised by its sum and its sum of squares. They equal the sums over a stretch of
+    consecutive indices in a profile of the whole value.
 
     Args:
-        values: Those with profiles.
-        tolerance: How far two references of one value may be apart, relative to it.
+        values: The values to search, which have profiles.
+        tolerance: A function that returns the largest relative distance of a value's references.
     """
 
     def __init__(self, values: Sequence[Value], tolerance: Tolerance) -> None:
@@ -241,7 +254,7 @@ class PartSearch:
         }
 
     def contains(self, part: Value) -> bool:
-        """Whether a value is a slice of one of these."""
+        """Return whether a value is a slice of one of the searched values."""
         if not part.total or not np.isfinite(part.total).all():
             return False
         tolerance = np.array([self.tolerance(part)])
@@ -256,7 +269,10 @@ class PartSearch:
         return False
 
     def covers(self, whole: Value) -> bool:
-        """Whether slices of a value that are among these make up all of it, except for rounding."""
+        """Return whether the searched values include slices that make up all of a value.
+
+        Slices that consist of rounding errors need not be found.
+        """
         if not whole.profiles or not np.isfinite(whole.total).all():
             return False
         for dim, profile in whole.profiles.items():
@@ -278,7 +294,10 @@ class PartSearch:
 
 
 class _StretchSums:
-    """The sums over stretches of the profiles along one dimension, of values of one shape there."""
+    """The sums over stretches of consecutive indices along one dimension of several values.
+
+    All values have the same number of elements and the same size along the dimension.
+    """
 
     def __init__(self, wholes: Sequence[Value], dim: int, tolerance: Tolerance) -> None:
         profiles = np.stack([whole.profiles[dim] for whole in wholes])
@@ -291,17 +310,18 @@ class _StretchSums:
         self.n_per_index = wholes[0].count // profiles.shape[2]
 
     def find(self, length: int, totals: np.ndarray, tolerances: np.ndarray) -> np.ndarray:
-        """The stretches that have the sums of a part.
+        """Find the stretches whose sums equal those of a part.
+
+        Either there is one part and several wholes, or there are several parts and one whole.
 
         Args:
-            length: Of the stretches. All parts have this length.
-            totals: The sums of the parts, and those of their squares, in two columns. Either there
-                is one part, or one whole.
-            tolerances: Of the parts.
+            length: The length of the stretches and of all parts.
+            totals: The sums of the parts and of their squares, in two columns.
+            tolerances: The tolerance of each part.
 
         Returns:
-            A truth value for each part or whole, in rows, and each first index of a stretch, in
-            columns.
+            A Boolean array with a row for each part or whole, and a column for each first index of
+            a stretch.
         """
         sums, squares = np.moveaxis(
             self.cumulative_sums[:, :, length:] - self.cumulative_sums[:, :, :-length], 1, 0
@@ -316,15 +336,16 @@ class _StretchSums:
 
 
 def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
-    """The largest relative distance between two references of one value.
+    """Return a function that computes the largest relative distance of a value's references.
 
-    An exact reference coincides with another one to ten digits. Where the operation that made a
-    value loses digits, as by subtracting, so does float64; how many shows in how far the recorded
-    numbers are from the reference. Of values that consist of roundings, two need not coincide.
+    Exact references of the same value agree to about ten digits. If an operation loses digits, for
+    example by cancellation, float64 loses as many as the recorded format. The deviation of the
+    recorded numbers from the reference shows how many. Values that consist of rounding errors need
+    not agree at all.
 
     Args:
-        graph: The execution.
-        uncertain: Values whose references are less certain, and how far off they may be.
+        graph: The graph of the execution.
+        uncertain: The values whose references are not exact, with the errors that they may have.
     """
     cache: dict[Value, float] = {}
 
@@ -344,7 +365,10 @@ def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
 
 
 def _condition(graph: Graph, value: Value) -> float:
-    """How much larger a value's relative rounding error may be than its inputs', by its bound."""
+    """Return the factor by which the operation that made a value may amplify relative errors.
+
+    It is the rounding bound of the operation in units of the roundoff, and at least 1.
+    """
     node = graph.maker.get(value)
     bound = (node.op.bound or 0.0) if node else 0.0
     unit = (

@@ -1,4 +1,4 @@
-"""The named results of a step, or of one module alone, as far as a compiled network shows them."""
+"""Execute a step or a single module, and collect the results that are visible when compiled."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NamedTensors = dict[str, Tensor]
 # two correct results may lie on either side of it.
 MAX_ERROR_RATIO = 64.0
 MAX_NUDGE = 2.0**-6  # the largest relative perturbation; 64 roundings of TF32 exceed it
-# In bfloat16 and float16 one rounding is so large that 64 of them say nothing. The inputs are
-# perturbed by one.
+# In bfloat16 and float16, 64 roundings would hide any fault, so inputs are perturbed by one. A
+# format counts as short if its unit roundoff is at least this.
 MIN_SHORT_ROUNDOFF = 2.0**-11
 
 
@@ -36,8 +36,8 @@ class Execution:
     """One execution of a step, or of a module alone.
 
     Attributes:
-        results: All that it made, by name, in float64.
-        random_state: The states of torch's generators afterwards, the CPU's and the device's.
+        results: All results by name, converted to float64.
+        random_state: The final states of torch's random number generators, of CPU and device.
     """
 
     results: NamedTensors
@@ -46,29 +46,31 @@ class Execution:
 
 @dataclass(frozen=True)
 class ModuleCall(Step):
-    """A module of a model, by its name there, and its first call.
+    """A module of a model and its first call, as a step that can be executed alone.
 
-    `batch` holds the arguments of the call and its output gradients.
+    `name` is the path of the module in the model. `batch` holds the positional arguments, the named
+    arguments and the output gradients of the call.
     """
 
     name: str = ""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What determines the compiled code; equal modules are compiled and tried once."""
+        """The key of the compiled code; of the calls with equal keys only one is tried."""
         shapes = [(name, t.shape, t.dtype) for name, t in named_tensors("", self.batch[:2]).items()]
         return type(self.model), repr(self.model), self.model.training, *shapes
 
     def contains(self, name: str) -> bool:
-        """Whether a module is this one, or inside it."""
+        """Return whether a module, given by name, is this one or inside it."""
         return not self.name or name == self.name or name.startswith(f"{self.name}.")
 
 
 class _StepRun(PreparedStep):
-    """A step that returns the loss, the outputs, the gradients and the changed buffers.
+    """A prepared step that returns the loss, the outputs, the gradients and the changed buffers.
 
-    With `nudge`, the number of a draw, every number that it begins with is moved by `nudge_size`,
-    up or down. With `first_rounded_to`, every number is rounded to this format first.
+    `nudge` is the seed of a perturbation of all initial numbers: each is increased or decreased by
+    the relative amount `nudge_size`. A `nudge` of 0 changes nothing. If `first_rounded_to` is
+    given, all numbers are rounded to this format before they are converted to the setting's.
     """
 
     def __init__(
@@ -107,30 +109,35 @@ class _StepRun(PreparedStep):
         }
 
     def _convert(self, tensor: Tensor) -> Tensor:
+        """Convert a tensor to the setting, after rounding it to `first_rounded_to`."""
         if self.first_rounded_to is not None and tensor.is_floating_point():
             tensor = tensor.to(self.first_rounded_to)
         return super()._convert(tensor)
 
     def _nudge(self, value: Nested) -> Nested:
+        """Perturb all numbers of a tensor with random signs; return any other value unchanged."""
         if not self.nudge or not isinstance(value, Tensor) or not is_float_or_complex(value):
             return value
         signs = 2 * torch.randint(0, 2, value.shape, generator=self.generator).to(value.device) - 1
-        # bfloat16 does not hold 1 + 2**-8, by which its numbers are moved to their neighbours.
+        # The factors are in float32 at least, because bfloat16 cannot represent 1 + 2**-8.
         factors = 1 + nudge_size(self.setting) * signs.to(
             torch.promote_types(value.dtype, torch.float32)
         )
         return (value * factors).to(value.dtype)
 
     def _wrap_model(self, model: nn.Module) -> None:
-        """Keep what the model returns, and compile it if the setting does, until the step ends."""
+        """Record the model's outputs, and compile its calls if the setting asks for it.
 
-        # `compile` of torch's own modules compiles nothing
+        The snapshot of the step undoes this at the end.
+        """
+
+        # A function is compiled, because `torch.compile` skips the classes of torch itself.
         def call(*args: Nested, **kwargs: Nested) -> Nested:
             return _torch_internals.call_as_written(model, *args, **kwargs)
 
         run = self.setting.compiled(call) if self.setting.compile else call
 
-        # A forward hook would be compiled together with the model.
+        # A forward hook could record the outputs, too, but it would be compiled with the model.
         def call_and_keep(*args: Nested, **kwargs: Nested) -> Nested:
             output = run(*args, **kwargs)
             self.outputs |= named_tensors("output", output)
@@ -139,7 +146,7 @@ class _StepRun(PreparedStep):
         _torch_internals.replace_call(model, call_and_keep)
 
     def results(self) -> NamedTensors:
-        """The results after the backward pass."""
+        """Execute forward and backward pass, and return the loss and the outputs."""
         loss, self.loss_taken = loss_of(self.model, self.batch, self.loss)
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
@@ -147,14 +154,16 @@ class _StepRun(PreparedStep):
 
 
 class _IsolatedModuleRun(_StepRun):
-    """A module with the inputs, and the gradients of its outputs, that it had in a step."""
+    """A prepared module with the inputs and output gradients that it had in a step."""
 
     def results(self) -> NamedTensors:
+        """Execute forward and backward pass, and return outputs and input gradients."""
         args, kwargs, gradients = self.batch
         inputs = named_tensors("input", args) | named_tensors("input", kwargs)
         for tensor in inputs.values():
             tensor.requires_grad_()
-        # Clones, since a leaf may not be changed in place, as some modules do to their inputs.
+        # Some modules change their inputs in place, which is forbidden for leaves. So the module
+        # receives clones.
         args, kwargs = tree_map(_clone, (args, kwargs))
         self.model(*args, **kwargs)
         followed = {
@@ -173,25 +182,25 @@ class _IsolatedModuleRun(_StepRun):
 
 
 def named_tensors(prefix: str, values: Nested) -> NamedTensors:
-    """The floating-point tensors among nested values, by their paths."""
+    """Return the floating-point and complex tensors among nested values, by their paths."""
     leaves = [(path, leaf) for path, leaf in named_leaves(values) if isinstance(leaf, Tensor)]
     return {f"{prefix}{path}": leaf for path, leaf in leaves if is_float_or_complex(leaf)}
 
 
 def rounding_unit(setting: Setting) -> float:
-    """The largest relative error of rounding a product once under the active setting.
+    """Return the largest relative error of rounding a product once under the active setting.
 
     >>> rounding_unit(Setting.parse("cpu")) == 2**-24
     True
     """
     if setting.kind == "cuda" and "tf32" in arithmetic().values():
-        return 2.0**-11
+        return 2.0**-11  # TF32 has a significand of 11 bits
     dtype = getattr(torch, setting.autocast) if setting.autocast else setting.dtype
     return torch.finfo(dtype).eps / 2
 
 
 def uses_short_format(setting: Setting) -> bool:
-    """Whether a setting computes in bfloat16 or float16, all of a step or its products.
+    """Return whether a setting computes in bfloat16 or float16, at least under autocast.
 
     >>> [
     ...     uses_short_format(Setting.parse(text))
@@ -204,7 +213,7 @@ def uses_short_format(setting: Setting) -> bool:
 
 
 def nudge_size(setting: Setting) -> float:
-    """The relative perturbation of a step's initial numbers under the active setting.
+    """Return the relative perturbation of a step's initial numbers under the active setting.
 
     >>> (
     ...     nudge_size(Setting.parse("cpu")) == 2**-18,
@@ -221,7 +230,7 @@ def _clone(value: Nested) -> Nested:
 
 
 def _detached_copy(value: Nested) -> Nested:
-    """A detached copy of a tensor; any other value as it is."""
+    """Return a detached copy of a tensor, or any other value unchanged."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -232,19 +241,18 @@ def execute(
     first_rounded_to: torch.dtype | None = None,
     context: AbstractContextManager[object] | None = None,
 ) -> Execution:
-    """Do a step, or a module alone, once with fixed random numbers.
+    """Execute a step, or a single module, once with fixed random numbers.
 
     Args:
-        step: What is done.
-        setting: What it is done under.
-        nudge: The number of a draw by which all numbers that it begins with are moved by
-            `nudge_size`; 0 moves none.
-        first_rounded_to: The format that all numbers that it begins with are rounded to before they
-            are converted to the setting's; None rounds none.
-        context: A context that the step is done in.
+        step: The step, or a `ModuleCall`.
+        setting: The setting to execute it under.
+        nudge: The seed of a perturbation of all initial numbers by `nudge_size`; 0 for none.
+        first_rounded_to: The format that all initial numbers are rounded to before they are
+            converted to the setting's; None for no rounding.
+        context: A context manager that is active during the step.
 
     Raises:
-        GpulabError: Where torch's compiler fails, and where the step fails.
+        GpulabError: If torch's compiler fails, or the step fails.
     """
     kind = _IsolatedModuleRun if isinstance(step, ModuleCall) else _StepRun
     with seed_generators(setting, SEED), setting.apply():
@@ -261,10 +269,10 @@ def execute(
 
 
 def find_failing_request(step: Step, setting: Setting) -> Request | None:
-    """The request for a short format in a step or module that fails in float64.
+    """Find the request for a short format that makes a step or module fail in float64.
 
     Returns:
-        The request; None where the step asks for none, so that it fails for another reason.
+        The most likely request; None if there is none, so that the failure has another reason.
     """
     requests = ShortFormatRequests(step.model, calling_file=__file__)
     with contextlib.suppress(GpulabError):
@@ -273,7 +281,7 @@ def find_failing_request(step: Step, setting: Setting) -> Request | None:
 
 
 def _random_state(setting: Setting) -> tuple[bytes, ...]:
-    """The states of the CPU's generator and the device's."""
+    """Return the states of the random number generators of the CPU and the device."""
     states = [torch.get_rng_state()]
     if setting.kind != "cpu":
         states.append(
@@ -284,7 +292,12 @@ def _random_state(setting: Setting) -> tuple[bytes, ...]:
 
 @contextlib.contextmanager
 def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
-    """Raise errors of torch's compiler and of the step as one sentence with the user's line."""
+    """Convert errors of torch's compiler and of the step to one sentence with the user's line.
+
+    Raises:
+        GpulabError: For an error of the compiler.
+        UsageError: For any other error of the step.
+    """
     compiler_error = _torch_internals.compiler_error()
     try:
         yield
@@ -305,7 +318,7 @@ def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
 
 
 def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
-    """The first call of each module in an uncompiled step; inner modules come first."""
+    """Record the first call of each module in an uncompiled step; inner modules come first."""
     prepared = _StepRun(step, setting)
     calls: dict[nn.Module, ModuleCall] = {}
     inputs: dict[nn.Module, Nested] = {}

@@ -51,7 +51,7 @@ class AnswerPage(Answer):
     """An answer that a notebook and an HTML file show as a page.
 
     Attributes:
-        step_name: What the step is called on the page; empty where that is not known.
+        step_name: The name of the step on the page; empty if it is unknown.
         table: One row for each operation or result.
     """
 
@@ -190,20 +190,20 @@ class Card:
 
     Attributes:
         rank: `fault`, `note` or `ok`.
-        kind: Of the finding, as are `operation`, `phase` and `module`.
-        operation: The first operation.
-        phase: Where it ran.
-        module: What called it.
-        location: The file and the number of the line.
-        code: The line.
-        percent: How much of the difference it explains.
-        width: The same as a number from 0 to 100, where it is known.
-        effect: The same as a clause.
-        detail: What was seen, as a sentence.
+        kind: The kind of the finding.
+        operation: The name of the operation.
+        phase: The phase of the operation.
+        module: The path of the module that called the operation.
+        location: The file and the number of the user's line.
+        code: The text of the user's line.
+        percent: The share of the difference that the finding explains, as a text.
+        width: The share as a number from 0 to 100, if it is known.
+        effect: The share as a clause.
+        detail: What was observed, as a sentence.
         advice: What to do, as a sentence.
-        facts: What is less important, by name.
-        others_count: How many other findings the line has, in words.
-        others: These findings, in words.
+        facts: Less important details, by name.
+        others_count: The number of other findings for the line, in words.
+        others: Descriptions of these other findings.
     """
 
     rank: str

@@ -1,4 +1,4 @@
-"""Record a training step: run it twice, to see its values and which of them are repeated."""
+"""Record a training step: execute it twice, and note which operations repeat their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gpulab.steps import (
     seed_generators,
 )
 
-MAX_ARGUMENT_LETTERS = 32  # of an argument in the name of a step
+MAX_ARGUMENT_LETTERS = 32  # longer arguments are shortened in the name of a step
 SEED = 0  # the seed of torch, NumPy and Python in every execution of a step
 
 
@@ -41,32 +41,33 @@ def record(
     *,
     progress: bool = True,
 ) -> Trace:
-    """Do a step under a setting and note what every operation computed.
+    """Execute a step under a setting and record every operation and its results.
 
-    The step is done twice from the same random numbers (torch's, NumPy's and Python's are seeded).
-    The first time only shows whether it repeats itself. The second time, the memory of every tensor
-    has a copy in float64, on which every operation is repeated with the same random numbers and
-    along the same branches. These copies are the float64 references of the values, with which two
-    traces are compared.
+    The step is executed twice with the same seeds of torch, NumPy and Python. The first execution
+    only shows whether the step is deterministic. In the second one, the memory of every tensor has
+    a copy in float64. Every operation is repeated on these copies with the same random numbers and
+    along the same branches. The copies are the float64 references of the values. Two traces are
+    compared by their references.
 
-    It takes several times as long as the step, and about three times its memory.
+    Recording takes several times as long as the step, and about three times its memory.
 
     Args:
-        step: a `Step`, or a function that does one training step, backward pass included. It is
-            called with the `Setting`, and puts its tensors on `setting.device` in `setting.dtype`;
-            or, if it takes no argument, with these as torch's defaults. See `gpulab.Step`.
-        setting: what it is done under.
-        file: where the trace is kept, if anywhere.
-        progress: whether to show a progress bar.
+        step: A `Step`, or a function that does one training step including the backward pass. The
+            function is called with the `Setting`, and puts its tensors on `setting.device` in
+            `setting.dtype`. If it takes no argument, these are torch's defaults during the call.
+            See `gpulab.Step`.
+        setting: The setting to execute the step under.
+        file: The file in which the trace is saved; None to save no file.
+        progress: Whether to show a progress bar.
 
     Returns:
-        A `Trace`. `gpulab.audit` compares two, from one machine or from two, of one program or of
-        two. It holds sketches of the values and not the values themselves.
+        A `Trace`, which contains sketches of the values and not the values themselves.
+        `gpulab.audit` compares two traces, which may come from different machines or programs.
 
     Raises:
-        UsageError: for what is no step, for a step that does nothing on floating-point numbers, and
-            for a setting that compiles.
-        GpulabError: for a setting that cannot run here.
+        UsageError: If `step` is not a step or runs no floating-point operation, or if the setting
+            compiles.
+        GpulabError: If the setting cannot run on this machine.
 
     Examples:
         >>> import torch
@@ -88,7 +89,7 @@ def record(
         )
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
         first_trace = perform(step, parsed, Tracer(bar.update))
-        bar.total = len(first_trace.operations) * 2
+        bar.total = len(first_trace.operations) * 2  # two executions
         trace = _perform_measured(step, parsed, bar)
     _mark_changes(first_trace, trace)
     trace.passport = dict(passport())
@@ -100,7 +101,7 @@ def record(
 
 
 def _perform_measured(step: Callable[..., object], setting: Setting, bar: Progress) -> Trace:
-    """Do the step with references inside the guard, or without it if torch forbids hooks."""
+    """Execute the step with references inside the guard, or without it if torch forbids hooks."""
     try:
         return perform(step, setting, Tracer(bar.update, is_measuring=True))
     except GpulabError as error:
@@ -112,8 +113,14 @@ def _perform_measured(step: Callable[..., object], setting: Setting, bar: Progre
 def perform(
     step: Callable[..., object], setting: Setting, tracer: Tracer, guarded: bool = True
 ) -> Trace:
-    """Do the step once under a setting with a tracer; if that measures, inside the guard."""
-    torch.clear_autocast_cache()  # it holds weights that another execution has cast
+    """Execute the step once under a setting with a tracer.
+
+    A tracer that measures runs inside the guard, unless `guarded` is false.
+
+    Raises:
+        UsageError: If a tracer that measures saw no floating-point operation.
+    """
+    torch.clear_autocast_cache()  # it contains weights that an earlier execution has cast
     tracer.is_preparing = True
     default_dtype = torch.get_default_dtype()
     with (
@@ -127,7 +134,7 @@ def perform(
         guard(on="warn") if tracer.is_measuring and guarded else contextlib.nullcontext() as report,
     ):
         tracer.results.restores = not isinstance(run, PreparedStep)
-        # Of the hooks of the Tracer.
+        # The global hooks that this warning is about are those of the tracer.
         warnings.filterwarnings(
             "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
         )
@@ -156,7 +163,7 @@ def perform(
         }
         for f in (report.findings if report else [])
     ]
-    # While it is traced, torch runs a compiled model uncompiled.
+    # torch runs compiled models uncompiled while the tracer is active.
     has_compiled_module = any(map(is_compiled, tracer.results.used_modules()))
     notes = {}
     if not guarded:
@@ -181,7 +188,7 @@ def perform(
 
 
 def describe_step(step: Callable[..., object]) -> str:
-    """The name of a step: that of its function, or of its model and loss if it is a `Step`.
+    """Return the name of a step: that of its function, or of the model and loss of a `Step`.
 
     >>> (
     ...     describe_step(functools.partial(round, ndigits=2)),
@@ -202,7 +209,7 @@ def describe_step(step: Callable[..., object]) -> str:
 
 
 def _shorten(value: object) -> str:
-    """An argument as a short text."""
+    """Convert an argument of a step to a short text."""
     if isinstance(value, torch.Tensor):
         return f"tensor{tuple(value.shape)}"
     text = str(value)
@@ -210,16 +217,21 @@ def _shorten(value: object) -> str:
 
 
 def _mark_changes(first_trace: Trace, trace: Trace) -> None:
-    """Mark operations whose results or inputs were different in the second execution."""
+    """Mark operations whose results or inputs differ between the two executions.
+
+    `repeats` and `spread` are set if an operation returned different results from equal inputs.
+    `inputs_changed` is set if an operation received different values or arguments that no recorded
+    operation explains.
+    """
     produced_before = _produced_contents(first_trace)
     produced = _produced_contents(trace)
-    # Whether an earlier operation returned something else. Later ones may have been given that.
+    # Whether an earlier operation returned a different result. Later arguments may depend on it.
     varies = False
     for op, first_op in align_operations(trace.operations, first_trace.operations):
         if op is None or op.is_random or op.phase == RESULT:
             continue
         if first_op is None:
-            op.repeats = False
+            op.repeats = False  # the first execution has no such operation
             continue
         is_repeated = True
         first_inputs = _contents(first_trace, first_op.inputs)
@@ -244,11 +256,12 @@ def _mark_changes(first_trace: Trace, trace: Trace) -> None:
 
 
 def _contents(trace: Trace, names: Sequence[str]) -> list[str]:
+    """Return the content hashes of values that are given by name."""
     return [trace.values[name].content for name in names]
 
 
 def _produced_contents(trace: Trace) -> set[str]:
-    """The contents that operations made, without those that a copy passed on."""
+    """Return the content hashes of all values that operations made, except for mere copies."""
     return {
         content
         for op in trace.operations

@@ -1,14 +1,14 @@
 """Float64 references: a float64 copy of each storage that torch uses while a step runs.
 
 Every operation of the step is repeated on these copies, with the same random numbers and along the
-same branches of the program. So each value has a reference of its own, by construction: no second
-program has to be run in float64, and nothing has to be paired. An operation that has no kernel for
-float64, and no formula here, leaves its recorded result as the reference, which is then marked as
-not exact; so is all that follows from it.
+same branches of the program. So each value has a reference of its own. No second program has to run
+in float64, and no values have to be paired. If an operation has neither a kernel for float64 nor a
+formula in `_formulas`, its recorded result becomes the reference. This reference is marked as not
+exact, and so are all references that are computed from it.
 
-This is shadow-value analysis, as Fpdebug (Benz, Hildebrandt, Hack 2012, PLDI) and Herbgrind
-(Sanchez-Stern et al. 2018, PLDI) do it for each floating-point instruction, done here for each
-operation on tensors.
+This is shadow-value analysis. Fpdebug (Benz, Hildebrandt, Hack 2012, PLDI) and Herbgrind
+(Sanchez-Stern et al. 2018, PLDI) apply it to each floating-point instruction. Here it is applied to
+each operation on tensors.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ from gpulab.audits._formulas import FORMULAS
 from gpulab.audits._traces import Operation
 
 HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
-MIN_GROWTH = 1 << 18  # bytes of new copies before freed storages are searched for
-MAX_GROWTH = 1 / 32  # the same, relative to all copies
-MIN_NEW_STORAGES = 64  # before freed storages are searched for, whatever their size
-# Operations that return or write numbers of the program's own state, which the reference shares.
+# Freed storages are searched for when the new copies reach the larger of these two sizes: a number
+# of bytes, and a share of all copies.
+MIN_GROWTH = 1 << 18
+MAX_GROWTH = 1 / 32
+MIN_NEW_STORAGES = 64  # new storages, of any size, before freed ones are searched for
+# Operations on the program's own state, such as the scale of a gradient scaler. Their recorded
+# results are also the reference.
 UNREPEATED_OPERATIONS = {"_amp_update_scale", "_cudnn_rnn_flatten_weight"}
 _REAL_DTYPES = {
     torch.complex64: torch.float32,
@@ -51,14 +54,14 @@ class Memory:
     """A storage: its float64 copy, and its history.
 
     Attributes:
-        serial: A number of its own; an address may be that of another storage later.
-        numbers: The copy, flat; None for data that no operation has written to, and where there is
-            none.
-        resized_reference: The float64 result of an operation if it has another size, such as a
-            kernel's notes.
-        version: How often it has been written to.
-        maker: The operation that wrote to it last; None for data.
-        exact: Whether the copy was computed in float64 all the way.
+        serial: A unique number. An address is not unique, because it may be reused later.
+        numbers: The float64 copy as a flat tensor; None if there is no copy, as for data that no
+            operation has written to.
+        resized_reference: The float64 result of an operation if its shape differs from that of the
+            recorded result, as auxiliary outputs of kernels may.
+        version: The number of writes to the storage.
+        maker: The operation that wrote to the storage last; None for data.
+        exact: Whether the copy was computed entirely in float64.
     """
 
     def __init__(self, storage: torch.UntypedStorage, serial: int) -> None:
@@ -79,7 +82,7 @@ class References:
         self.serials = itertools.count(1)
         # Floats that the program read from tensors, and their references.
         self.read_numbers: dict[float, float] = {}
-        self.failures: dict[str, str] = {}  # operations without float64, and what torch said
+        self.failures: dict[str, str] = {}  # torch's error by operation, if float64 failed
         self.is_disabled = False
         self.new_bytes = 0  # bytes of copies since freed storages were last discarded
         self.next_bytes = MIN_GROWTH  # the number of new bytes at which they are discarded next
@@ -88,7 +91,7 @@ class References:
     # --- storages ---------------------------------------------------------------------------------
 
     def memory(self, tensor: Tensor) -> Memory:
-        """The record of a plain tensor's storage."""
+        """Return the record of a strided tensor's storage; create it for a new storage."""
         storage = tensor.untyped_storage()
         key = storage_identity(storage)
         memory = self.memories.get(key)
@@ -102,7 +105,7 @@ class References:
     def _discard_freed(self) -> None:
         """Discard freed storages and their copies.
 
-        The more remain, the later this is done again.
+        The limits for the next search grow with the number and size of the remaining storages.
         """
         self.memories = {
             key: memory
@@ -117,26 +120,24 @@ class References:
         self.next_bytes = max(MIN_GROWTH, int(MAX_GROWTH * copied_bytes))
 
     def is_exact(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the references of all these were computed in float64 all the way."""
+        """Return whether the references of all tensors were computed entirely in float64."""
         return not self.is_disabled and all(self.memory(t).exact for t in tensors)
 
     def has_copy(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor's reference is a copy; else it is the recorded numbers."""
+        """Return whether a strided tensor has a float64 copy; if not, it is its own reference."""
         memory = self.memory(tensor)
         return memory.numbers is not None or memory.resized_reference is not None
 
     def of(self, tensor: Tensor, for_writing: bool = False) -> Tensor:
-        """The reference of a plain tensor: a view of its storage's copy.
+        """Return the reference of a tensor: a view of the float64 copy of its storage.
 
-        Whole numbers are referred to by a copy.
-
-        Data have no copy until an operation writes to them. Their numbers are converted to float64
-        at each call.
+        Data have no copy until an operation writes to them. Until then, their numbers are converted
+        to float64 at each call. Integers are copied without conversion.
 
         Args:
-            tensor: A tensor whose numbers lie in memory by its strides.
-            for_writing: Whether what is written to the reference must stay. The storage then gets a
-                copy.
+            tensor: A strided tensor.
+            for_writing: Whether the caller writes to the reference. The storage then gets a copy,
+                so that the written numbers are kept.
         """
         memory = self.memory(tensor)
         real = _real_type(tensor.dtype)
@@ -145,6 +146,7 @@ class References:
         if self.is_disabled or tensor.device.type not in sketches.FLOAT64_DEVICES:
             return _widened(tensor)
         storage = tensor.untyped_storage()
+        # The storage may have been resized since the copy was made.
         is_outdated = (
             memory.numbers is not None
             and memory.numbers.numel() * real.itemsize != storage.nbytes()
@@ -157,7 +159,8 @@ class References:
         if memory.numbers is None:
             return _with_layout_of(tensor, _converted(_span(tensor)), 0)
         if memory.numbers.dtype != (torch.float64 if real.is_floating_point else real):
-            memory.exact = False  # the bits are looked at as another type
+            # The tensor views the bits as another type, for which the copy has no numbers.
+            memory.exact = False
             return _widened(tensor)
         return _with_layout_of(tensor, memory.numbers, int(tensor.storage_offset()))
 
@@ -172,10 +175,10 @@ class References:
         """Store a reference for a new tensor.
 
         Args:
-            tensor: What an operation returned.
-            reference: What it returned in float64.
-            exact: Whether that was computed in float64 all the way.
-            is_second: Whether another result of the same call lies in the same storage.
+            tensor: A result of an operation.
+            reference: The result of the operation in float64.
+            exact: Whether the reference was computed entirely in float64.
+            is_second: Whether another result of the same call has the same storage.
             may_own: Whether nothing else uses the memory of the reference, so that it need not be
                 copied.
         """
@@ -214,17 +217,18 @@ class References:
         """Record that an operation wrote to a tensor.
 
         Args:
-            tensor: What it wrote to.
-            exact: Whether the references of what it read are exact.
-            is_repeated: Whether it was repeated on the reference. If not, the recorded numbers are
-                the reference.
-            float32_draws: For random numbers in a short format, those that would have been drawn in
-                float32.
+            tensor: The tensor that was written to.
+            exact: Whether the references of all inputs are exact.
+            is_repeated: Whether the operation was repeated on the reference. If not, the recorded
+                numbers become the reference.
+            float32_draws: For random numbers in a short format, the numbers that would have been
+                drawn in float32. They become the reference instead of the recorded numbers.
         """
         memory = self.memory(tensor)
         if self.is_disabled:
             memory.exact = False
             return
+        # A write to a part of the storage leaves the rest as exact or inexact as it was.
         fills_storage = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
         memory.exact = exact if fills_storage else exact and memory.exact
         if not is_repeated:
@@ -233,7 +237,10 @@ class References:
             )
 
     def reread(self, tensor: Tensor) -> None:
-        """Reset the reference of a storage that something other than torch wrote to."""
+        """Discard the reference of a storage that was written to from outside torch.
+
+        The new numbers are data. They count as exact only if the previous ones were exact data.
+        """
         memory = self.memory(tensor)
         memory.exact = memory.exact and memory.maker is None
         memory.version += 1
@@ -241,7 +248,10 @@ class References:
         memory.numbers = None
 
     def record_copy(self, out: Tensor, source: Tensor) -> None:
-        """Record that a new tensor is a copy of another one, in any format."""
+        """Store the reference of a new tensor that is a copy of another one, in any format.
+
+        Nothing is stored if the two share memory, or if the copy is its own reference.
+        """
         if sketches.is_strided(out) and sketches.is_strided(source) and out is not source:
             same_storage = storage_identity(out.untyped_storage()) == storage_identity(
                 source.untyped_storage()
@@ -261,12 +271,15 @@ class References:
     def inputs_of(
         self, args: Sequence[Nested], kwargs: dict[str, Nested], written: Sequence[Tensor] = ()
     ) -> Nested:
-        """The arguments of a call as its reference takes them.
+        """Return the arguments of a call with references instead of tensors.
+
+        Floating-point types among the arguments become float64, and numbers that the program read
+        from tensors are replaced by their exact values.
 
         Args:
             args: The positional arguments.
             kwargs: The named arguments.
-            written: The plain tensors among them that the call writes to.
+            written: The strided tensors among the arguments that the call writes to.
         """
         for tensor in written:
             self.of(tensor, for_writing=True)
@@ -284,7 +297,7 @@ class References:
         return self._with_exact_numbers(inputs) if self.read_numbers else inputs
 
     def _with_exact_numbers(self, values: Nested) -> Nested:
-        """The arguments with the references of floats that the program read from tensors."""
+        """Replace floats that the program read from tensors by their exact values."""
         if isinstance(values, list | tuple):
             return type(values)([self._with_exact_numbers(value) for value in values])
         if isinstance(values, dict):
@@ -299,14 +312,18 @@ class References:
         out: Nested,
         is_random: bool,
     ) -> Nested | None:
-        """Apply an operation to the references, in place where it writes; None if it fails.
+        """Apply an operation to the references, which it may overwrite.
 
         Args:
             operation: An overload of `torch.ops`.
-            name: Its bare name.
-            inputs: What `inputs_of` gave before the operation ran.
-            out: What it returned.
-            is_random: Whether it draws random numbers. Its reference shares them.
+            name: The name of the operation without namespace and overload.
+            inputs: The result of `inputs_of` before the operation ran.
+            out: The recorded result of the operation.
+            is_random: Whether the operation draws random numbers. The reference then uses the
+                recorded ones.
+
+        Returns:
+            The result in float64; an empty tuple if there is no result; None if float64 failed.
         """
         args, kwargs = inputs
         if self.is_disabled:
@@ -316,6 +333,7 @@ class References:
         try:
             if is_random:
                 return _with_same_draws(operation, name, args, kwargs, out)
+            # torch accepts only a float32 scale here, so the gradients are multiplied directly.
             if name == "_amp_foreach_non_finite_check_and_unscale":
                 for gradient in args[0]:
                     gradient.mul_(args[2])
@@ -325,6 +343,8 @@ class References:
             if name in ("_softmax", "_log_softmax"):
                 # The last argument would request a conversion from float16 to float32.
                 args = [*args[:2], False]
+            # An operation without tensor arguments, such as `rand` or `ones`, would otherwise
+            # return torch's default type.
             makes_reals = any(sketches.is_float_or_complex(t) for t in find_tensors(out))
             if (
                 "dtype" in argument_names(operation)
@@ -336,7 +356,7 @@ class References:
             return () if outputs is None else outputs  # operations on lists return nothing
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # no kernel for float64, or a check of torch's own
+        except Exception as error:  # there is no kernel for float64, or torch refuses the arguments
             self.failures.setdefault(
                 name, next(iter(str(error).splitlines()), type(error).__name__)
             )
@@ -346,7 +366,11 @@ class References:
 def _with_same_draws(
     operation: OpOverload, name: str, args: Nested, kwargs: Nested, out: Nested
 ) -> Nested | None:
-    """The reference of an operation that draws: its recorded draws, applied in float64."""
+    """Compute the reference of a random operation from the numbers that it has drawn.
+
+    Returns:
+        The reference; None if the draws cannot be separated from the rest of the operation.
+    """
     named = named_arguments(operation, args, kwargs)
     if name == "native_dropout":
         mask = out[1]
@@ -366,7 +390,7 @@ def _with_same_draws(
     return map_nested(widen, out)
 
 
-# Operations that draw by numbers, and read nothing of the tensor that they are given but its shape.
+# Random operations that use only the shape of the tensor that they receive, and not its numbers.
 FACTORY_DRAWS = {
     *("uniform", "normal", "random", "exponential", "geometric", "cauchy", "log_normal"),
     *("rand_like", "randn_like", "randint_like"),
@@ -376,10 +400,12 @@ FACTORY_DRAWS = {
 def redraw_in_float32(
     operation: OpOverload, tensor: Tensor, args: Nested, kwargs: Nested, state: Tensor
 ) -> Tensor | None:
-    """The float32 numbers that a short-format random operation draws from the same state.
+    """Repeat a random operation in a short format with the same generator state in float32.
 
-    Weights of a model in bfloat16 are drawn as those in float32 are, and rounded. None where the
-    draws are others.
+    On the CPU, torch draws most random numbers in bfloat16 like those in float32, and rounds them.
+
+    Returns:
+        The float32 numbers; None on other devices, and if the draws do not correspond.
     """
     if tensor.device.type != "cpu":
         return None
@@ -390,13 +416,15 @@ def redraw_in_float32(
     has_same_state = torch.equal(torch.get_rng_state(), final_state)
     torch.set_rng_state(final_state)
     difference = float((float32_draws - tensor.float()).abs().max()) if tensor.numel() else 0.0
+    # Rounding to bfloat16 changes a number by at most 2^-8 of its size, which is less than 1 %.
     is_same_draw = has_same_state and difference <= 0.01 * float(float32_draws.abs().max())
     return float32_draws if is_same_draw else None
 
 
 def _span(tensor: Tensor) -> Tensor:
-    """The real numbers of a storage from the first of a tensor's to its last."""
+    """Return the memory from the first to the last element of a tensor, as a flat real tensor."""
     real = _real_type(tensor.dtype)
+    # A complex number has two parts.
     parts = tensor.dtype.itemsize // real.itemsize
     length = 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -406,12 +434,12 @@ def _span(tensor: Tensor) -> Tensor:
 
 
 def _converted(numbers: Tensor) -> Tensor:
-    """A copy, of floating-point numbers in float64."""
+    """Copy a real tensor; convert floating-point numbers to float64."""
     return numbers.to(torch.float64 if numbers.is_floating_point() else numbers.dtype, copy=True)
 
 
 def _with_layout_of(tensor: Tensor, numbers: Tensor, offset: int) -> Tensor:
-    """A view of a flat real tensor with the shape, strides and lazy signs of another one."""
+    """View a flat real tensor with the type, shape, strides and lazy signs of another tensor."""
     flat = torch.view_as_complex(numbers.view(-1, 2)) if tensor.is_complex() else numbers
     view = flat.as_strided(tensor.shape, tensor.stride(), offset)
     view = view.conj() if tensor.is_conj() else view
@@ -419,7 +447,10 @@ def _with_layout_of(tensor: Tensor, numbers: Tensor, offset: int) -> Tensor:
 
 
 def _has_layout(reference: Tensor, tensor: Tensor, count: int) -> bool:
-    """Whether a real reference has the memory layout of a tensor with such a storage size."""
+    """Return whether a real reference has the memory layout of a tensor.
+
+    `count` is the number of real numbers in the tensor's storage.
+    """
     same_offset = int(reference.storage_offset()) == int(tensor.storage_offset())
     same_places = same_offset and reference.stride() == tensor.stride()
     same_size = reference.untyped_storage().nbytes() == count * reference.dtype.itemsize
@@ -427,11 +458,12 @@ def _has_layout(reference: Tensor, tensor: Tensor, count: int) -> bool:
 
 
 def _real_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the parts of a complex type, or any other type unchanged."""
     return _REAL_DTYPES.get(dtype, dtype)
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """The recorded numbers in float64; whole numbers as they are."""
+    """Convert recorded numbers to float64; clone integers, and all numbers without float64."""
     tensor = tensor.detach()
     if (
         not sketches.is_float_or_complex(tensor)

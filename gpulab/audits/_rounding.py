@@ -1,8 +1,8 @@
 """An operation's forward error: its distance from the float64 result, and a rounding bound.
 
-Both get the inputs that the operation had, so that earlier errors do not count as errors of the
-operation. The bound allows sums in any order and every algorithm that libraries document for the
-operation.
+Both are computed from the recorded inputs of the operation, so errors of earlier operations do not
+count. The bound allows for sums in any order, and for every algorithm that libraries document for
+the operation.
 """
 
 from __future__ import annotations
@@ -32,16 +32,13 @@ from gpulab.numerics._formats import round_to, rounded_format
 # Higham and Mary's lambda: rounding errors that behave as random almost never exceed the bound with
 # this factor.
 SAFETY_FACTOR = 4.0
-MIN_EXPLAINED_SHARE = (
-    0.5  # a number format is named as the cause of an error that it explains by at least this share
-)
-SMALL_RESULT_SIZE = (
-    32  # numbers; one format in four explains half of the errors of fewer numbers by chance
-)
-MIN_SMALL_RESULT_EXPLAINED_SHARE = (
-    0.99  # the share that a format must explain of the error of a small result
-)
-FLUSHED = "float32_ftz"  # float32 whose subnormal numbers, those below 1.2e-38, are taken for zero
+# A number format is reported as the cause of an error if it explains at least this share of it.
+MIN_EXPLAINED_SHARE = 0.5
+# A result with at most this many numbers is small. One format in four explains half of the error of
+# a small result by chance, so a larger share is required.
+SMALL_RESULT_SIZE = 32
+MIN_SMALL_RESULT_EXPLAINED_SHARE = 0.99
+FLUSHED = "float32_ftz"  # float32 with subnormal numbers (below 1.2e-38) flushed to zero
 
 # The operands that are multiplied with each other, by position. Any other operand, such as a bias,
 # is added.
@@ -65,8 +62,9 @@ RECURRENT = {
     for kernel in ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn")
     for suffix in ("", "_backward")
 }
-# Sums that a GPU's atomics, and a CPU, add up sequentially. Equal numbers then round in the same
-# way and not at random, so that the sum of n of them may be off by n roundings.
+# Sums whose terms are added one after the other, by a CPU or by a GPU's atomic operations. If the
+# terms are equal, their rounding errors have one sign, so a sum of n terms may be off by n
+# roundings.
 SUMS_BY_INDEX = {
     "embedding_dense_backward",
     "index_add",
@@ -74,11 +72,11 @@ SUMS_BY_INDEX = {
     "_index_put_impl",
     "scatter_add",
 }
-# The formats that hardware multiplies in when it is asked for float32, how it gets there, and the
-# result's format.
+# The formats in which hardware may compute products of float32 numbers: the format of the factors,
+# the mode of rounding, and the format of the result (None for float32).
 HARDWARE_ROUNDINGS = (
     ("tf32", "nearest", None),
-    ("tf32", "away", None),  # ties go one way, which biases sums
+    ("tf32", "away", None),  # ties are rounded away from zero, which biases sums
     ("tf32", "truncate", None),
     ("bfloat16", "nearest", None),
     ("float16", "nearest", None),
@@ -91,14 +89,19 @@ HARDWARE_ROUNDINGS = (
 
 @dataclass(kw_only=True)
 class Accuracy:
-    """The worst error of one operation against float64, relative to the exact result's norm.
+    """The error of one operation against float64, relative to the norm of the exact result.
 
-    `bound` is the error that rounding explains, in the same unit, and `max_bound` the largest bound
-    of all results. `format` is the short number format that a product was computed in. It is known
-    by the error if the kernel rounded the factors, or by the factors if these were rounded before
-    (`has_rounded_factors`). For any operation it is `FLUSHED` if subnormal numbers were flushed to
-    zero. A value is None if it does not apply: there is no float64 reference, or the operation is
-    no product.
+    An attribute is None if it does not apply, because there is no float64 reference or the
+    operation is not a product.
+
+    Attributes:
+        error: The error of the result that is worst in comparison with its bound.
+        bound: The error of this result that rounding explains.
+        format: The short number format in which a product was computed, or `FLUSHED` if subnormal
+            numbers were flushed to zero by any operation.
+        has_rounded_factors: Whether `format` was found in the factors, which had been rounded to it
+            before. If not, it was found in the error, so the kernel rounded the factors.
+        max_bound: The largest bound of all results.
     """
 
     error: float | None = None
@@ -109,7 +112,7 @@ class Accuracy:
 
     @property
     def ratio(self) -> float | None:
-        """The error in units of what rounding explains."""
+        """The error divided by its bound; None if either is unknown."""
         if self.error is None or self.bound is None:
             return None
         return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
@@ -118,14 +121,14 @@ class Accuracy:
 def forward_error(
     operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested], out: Nested
 ) -> Accuracy:
-    """Compare what an operation returned with the same operation in float64, on the same device.
+    """Compare the result of an operation with the same operation in float64, on the same device.
 
     Args:
-        operation: an overload of `torch.ops.aten`, or a custom one.
-        name: its bare name, such as `convolution`.
-        args: positional arguments of the call, before it changed any of them.
-        kwargs: named arguments of the call.
-        out: what it returned; or wrote, where it returns nothing.
+        operation: An overload of `torch.ops.aten`, or a custom operation.
+        name: The name without namespace and overload, such as `convolution`.
+        args: The positional arguments as they were before the call.
+        kwargs: The named arguments as they were before the call.
+        out: The returned values, or the written arguments of an operation that returns nothing.
     """
     if name in RECURRENT or has_failed(operation, out):
         return Accuracy()  # libraries differ in what a failed factorisation returns
@@ -139,7 +142,7 @@ def forward_error(
     if name in ATTENTION_OPERANDS:
         reference.compute = _attention(operation)
     elif name == "_to_copy" and is_float_or_complex(args[0]):
-        reference.compute = _return_input  # the exact result of a conversion is what it converts
+        reference.compute = _return_input  # the exact result of a conversion is its input
     try:
         answer = reference.check_definition(name, out)
         if answer is not None:
@@ -149,14 +152,14 @@ def forward_error(
                 error=error, bound=None if roundings is None else SAFETY_FACTOR * roundings * unit
             )
         return _compare_with_reference(name, args, results, reference)
-    except RuntimeError:  # a kernel of one device alone, or none for float64
+    except RuntimeError:  # there is no kernel for float64, or none on this device
         return Accuracy()
 
 
 def _compare_with_reference(
     name: str, args: Sequence[Nested], results: list[Tensor], reference: Float64Reference
 ) -> Accuracy:
-    """The error of the worst result, and the number format that explains it."""
+    """Compute the error of the worst result, and find the number format that explains it."""
     exact = reference()
     sizes = list(map(norm, exact))
     has_same_shapes = [e.shape for e in exact] == [r.shape for r in results]
@@ -164,7 +167,8 @@ def _compare_with_reference(
         return Accuracy()
     unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
     has_same_sizes = [t.numel() for t in reference.float_tensors] == [r.numel() for r in results]
-    if has_same_sizes and not any(map(difference_norm, results, exact)):  # such as a copy
+    # An operation that moves numbers without rounding, such as a copy, has no error.
+    if has_same_sizes and not any(map(difference_norm, results, exact)):
         return Accuracy(error=0.0, bound=unit)
     terms = (
         _count_products(name, args)
@@ -202,7 +206,7 @@ def _compare_with_reference(
     error = errors[worst]
     bound = float(bounds[worst])
     size = norm(exact[worst]) or 1.0
-    if math.isnan(bound):  # the inputs lie next to some for which the operation has no result
+    if math.isnan(bound):  # a perturbed input lies outside the domain of the operation
         return Accuracy()
     max_bound = float(max(bounds / [norm(e) or 1.0 for e in exact]))
     accuracy = Accuracy(error=error / size, bound=bound / size, max_bound=max_bound)
@@ -210,13 +214,13 @@ def _compare_with_reference(
     if error > bound and _is_flushed(reference, results[worst], worst, bound + underflow[worst]):
         accuracy.format = FLUSHED
     elif factors and all(factor.dtype == torch.float32 for factor in factors):
-        # If a format shorter than float32 was used, the error is at least half of one rounding. If
-        # all products have one sign, the sum of n of them hides it best: the error is then at least
-        # 2^-12 / sqrt(n) of the result.
+        # A format is searched for only if the error is large enough. In a format shorter than
+        # float32, the error is at least half of one rounding. It is smallest for a sum of n
+        # products of one sign, where it is at least 2^-12 / sqrt(n) of the result.
         growth_factor = growth_factors[worst] if name in PRODUCT_OPERANDS else SAFETY_FACTOR
         if not error <= max(bound / 2, SAFETY_FACTOR * 2.0**-15 * sizes[worst]) / growth_factor:
-            # If factors overflowed the error is NaN; the format that overflows in the same places
-            # explains all of it.
+            # If factors overflowed, the error is NaN. A format that overflows in the same places
+            # explains all of it, so any finite remainder must count as zero: divide by infinity.
             worst_error = math.inf if math.isnan(error) else error
             accuracy.format = _explaining_format(
                 ROUNDED_OPERANDS[name], reference, results[worst], worst_error, worst
@@ -235,7 +239,7 @@ def _return_input(x: Tensor, **_: Nested) -> Tensor:
 
 
 def _count_products(name: str, args: Sequence[Nested]) -> list[float]:
-    """How many products are summed in each element of each result."""
+    """Count the products that are summed in each element of each result."""
     if name == "convolution":
         weight = args[1]
         transposed = args[6]
@@ -260,10 +264,10 @@ def _count_products(name: str, args: Sequence[Nested]) -> list[float]:
 
 
 def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -> list[float]:
-    """The most terms summed for one number of each result, for operations without products.
+    """Estimate the largest number of terms that are summed for one element of each result.
 
-    This is the ratio of the numbers of inputs and results, or what the arguments say if the shapes
-    do not show it.
+    This is for operations without products. The estimate is the ratio of the sizes of inputs and
+    results, or a number from the arguments if the shapes do not show it.
     """
     inputs = reference.float_tensors
     arguments = reference.arguments
@@ -294,9 +298,10 @@ def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -
 
 
 def _product_perturbations(reference: Float64Reference, unit: float) -> np.ndarray:
-    """The norms of u |A| |B|; times sqrt(n), they bound the error for any order of summation.
+    """Compute the norms of u |A| |B|, where u is the unit roundoff, for each result.
 
-    See Higham and Mary 2019 (SIAM J. Sci. Comput. 41(5)).
+    Multiplied by sqrt(n), they bound the error for any order of summation (Higham and Mary 2019,
+    SIAM J. Sci. Comput. 41(5)).
 
     Because these are norms, the bound also covers convolutions by Winograd's algorithm (Barabasz et
     al. 2020, ACM TOMS 46(4)) and by the Fourier transform, and complex products by three real ones
@@ -308,12 +313,14 @@ def _product_perturbations(reference: Float64Reference, unit: float) -> np.ndarr
 def _measure_perturbations(
     name: str, reference: Float64Reference, exact: list[Tensor], unit: float
 ) -> np.ndarray:
-    """The norms of the changes if inputs and result are off by one rounding each.
+    """Measure how much each result changes if inputs and result are off by one rounding each.
 
-    The roundings have random signs, in two draws, so that a lucky draw does not hide a movement. In
-    a third one they have one sign, which sums the absolute values of the terms of a sum: its
-    roundings can be as large, because its terms may be added in any order. No number grows above 1,
-    since some kernels reject a probability above 1.
+    The inputs are perturbed three times. Two perturbations have random signs. They are two, because
+    the effects of a single one may cancel by chance. The third has one sign, so that the effects on
+    the terms of a sum add up. It is left out for pointwise operations.
+
+    All perturbations reduce the absolute values of numbers, because some kernels reject a
+    probability above 1.
     """
     draws = itertools.count()
 
@@ -333,8 +340,9 @@ def _measure_perturbations(
     ]
     sizes = list(map(norm, exact))
     if name in ATTENTION_OPERANDS:
-        # Averages cancel, their roundings do not; a GPU's quick exponential is 2 ulp off (CUDA
-        # guide).
+        # The terms of an average may cancel, but their rounding errors do not. So the size is that
+        # of the average of absolute values. The factor 4 is for the fast exponential of a GPU,
+        # whose error is 2 ulp (CUDA guide).
         sizes = [4 * norm(t) for t in reference(torch.abs, (2,))]
     return np.array(perturbations) + unit * np.array(sizes)
 
@@ -342,11 +350,12 @@ def _measure_perturbations(
 def _one_pass_variance_loss(
     name: str, reference: Float64Reference, exact: list[Tensor], unit: float
 ) -> np.ndarray:
-    """The loss of digits if a variance is the mean of squares minus the squared mean.
+    """Bound the errors of normalisations that compute a variance in one pass over the data.
 
-    oneDNN documents that for its batch normalisation, and compilers generate it for others (Chan,
-    Golub, LeVeque 1983, American Statistician 37(3)). The loss is in units of the roundings of a
-    sum.
+    One pass means that the variance is the mean of squares minus the squared mean, which cancels
+    (Chan, Golub, LeVeque 1983, American Statistician 37(3)). oneDNN documents this algorithm for
+    its batch normalisation, and compilers generate it for other normalisations. The errors are
+    those for one rounding in each sum. They are zero for all other operations.
     """
     losses = np.zeros(len(exact))
     if "norm" in name and "backward" not in name and name != "_foreach_norm" and len(exact) > 2:
@@ -356,7 +365,7 @@ def _one_pass_variance_loss(
             x = x.transpose(0, 1)
         result = result.transpose(0, 1)
         x, result = (t.reshape(reciprocal.numel(), -1) for t in (x, result))
-        # The root mean square in units of the standard deviation.
+        # The root mean square divided by the standard deviation.
         steepness = x.square().mean(1).sqrt() * reciprocal.flatten()
         amplification = steepness + steepness.square() / 2
         losses[0] = unit * norm(amplification * torch.linalg.vector_norm(result, dim=1))
@@ -370,9 +379,9 @@ def _one_pass_variance_loss(
 def _is_flushed(
     reference: Float64Reference, result: Tensor, output_index: int, bound: float
 ) -> bool:
-    """Whether flushing subnormal numbers to zero explains a result.
+    """Return whether flushing subnormal numbers to zero explains a result.
 
-    The bound includes the loss of these numbers.
+    The inputs of the reference are flushed. `bound` allows for flushed intermediate results.
     """
     smallest = torch.finfo(result.dtype).smallest_normal
     flushed = reference(lambda x: torch.where(x.abs() < smallest, 0.0, x))[output_index]
@@ -386,7 +395,10 @@ def _explaining_format(
     error: float,
     output_index: int,
 ) -> str | None:
-    """The format whose rounding of the factors explains the error best, and at least half."""
+    """Find the format whose rounding of the factors explains the error best; None if none does.
+
+    A format must explain at least half of the squared error, and more for a small result.
+    """
     is_small = result.numel() <= SMALL_RESULT_SIZE
     best_format = None
     max_remaining = 1 - (MIN_SMALL_RESULT_EXPLAINED_SHARE if is_small else MIN_EXPLAINED_SHARE)
@@ -408,7 +420,7 @@ def _explaining_format(
 
 
 def _attention(operation: OpOverload) -> Callable[..., Tensor]:
-    """Attention as a formula, for kernels that exist on one device or for float32 only."""
+    """Return attention as a formula, for kernels without float64 or for one device only."""
 
     def compute(*args: Nested, **kwargs: Nested) -> Tensor:
         return attend(named_arguments(operation, args, kwargs))

@@ -1,8 +1,9 @@
 """Find where two executions whose results differ in float64 begin to differ.
 
-A value is certified if it has a counterpart in the other execution, or if all that was made of it
-has. A source is an operation on the way to a differing result whose inputs are all certified, and
-whose output is not: of the same values it makes something that the other execution has not.
+A value is certified if it has a counterpart in the other execution, or if all values that were
+computed from it have one. A source is an operation on the way to a differing result with certified
+inputs and an output that is not certified. It computes something from common values that the other
+execution does not have.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ _SHAPE_READING_OPERATIONS = """
 SHAPE_READING_OPERATIONS = frozenset(_SHAPE_READING_OPERATIONS.split())
 # The positions of inputs of which an operation reads only the shape.
 SHAPE_INPUT_POSITIONS = {"nll_loss_backward": 1, "nll_loss2d_backward": 1}
-# Operations that discard some of their input: a value that they discard may be wrong.
+# Operations that discard some numbers of their input. A discarded number may be wrong although the
+# output is right.
 _SELECTING_OPERATIONS = """
     amax amin clamp_min diagonal embedding gather index index_select kthvalue masked_select max
     max_pool2d_with_indices min narrow relu select slice split split_with_sizes take topk unbind
     unsafe_split where
 """
 SELECTING_OPERATIONS = frozenset(_SELECTING_OPERATIONS.split())
-# Operations that map distant values to close ones: those of Adam's first update are signs, a
-# normalisation forgets size and offset, a softmax forgets an offset.
+# Operations that map distant inputs to close outputs. Adam's first update depends only on signs, a
+# normalisation removes scale and offset, and a softmax removes an offset.
 _SCALE_FORGETTING_OPERATIONS = """
     addcdiv cudnn_batch_norm _foreach_addcdiv _foreach_sqrt _fused_adam _fused_adamw
     _log_softmax miopen_batch_norm native_batch_norm native_group_norm native_layer_norm
@@ -50,13 +52,12 @@ class Source:
     """A place where the executions begin to differ, on one side or both.
 
     Attributes:
-        a: The first operation of the first side whose result has no counterpart, if there is one.
-        b: That of the second side.
-        data_a: The value from outside of the step of the first side that has no counterpart, if
-            there is one.
-        data_b: That of the second side.
+        a: The operation of the first side whose result has no counterpart, if there is one.
+        b: The operation of the second side whose result has no counterpart, if there is one.
+        data_a: The data or weights of the first side without a counterpart, if there are any.
+        data_b: The data or weights of the second side without a counterpart, if there are any.
         user: The operation that uses the data.
-        share_inputs: Whether the operations of the two sides were given a value that both have.
+        share_inputs: Whether the operations of the two sides have an input in common.
     """
 
     a: Node | None = None
@@ -73,7 +74,7 @@ class Source:
 
 
 class SideSearch:
-    """One of two executions: its certified values, and where it begins to differ."""
+    """The search for certified values and sources in one of two executions."""
 
     def __init__(self, comparison: Comparison, side: int) -> None:
         self.comparison = comparison
@@ -83,7 +84,7 @@ class SideSearch:
 
     @cached_property
     def foreign_values(self) -> set[Value]:
-        """Values from data, random numbers or orders that only this execution has."""
+        """The values computed from data, random numbers or orders that only this side has."""
         foreign = {
             value
             for value in self.graph.values()
@@ -106,7 +107,11 @@ class SideSearch:
 
     @cached_property
     def certified_values(self) -> set[Value]:
-        """The values that have a counterpart, or lead to one."""
+        """The values that have a counterpart, or from which such values were computed.
+
+        The operations are followed backwards. If all used outputs of an operation are certified,
+        its inputs are certified as well, except for operations that discard information.
+        """
         certified = {
             value
             for value in self.graph.values()
@@ -149,7 +154,11 @@ class SideSearch:
         return certified
 
     def _is_conclusive(self, value: Value) -> bool:
-        """Whether a value's counterpart is no coincidence: varied numbers, or the same call."""
+        """Return whether a value's counterpart is unlikely to be equal by chance.
+
+        This is so if the value has varied numbers, or if the counterpart is data as well or was
+        made by the same call.
+        """
         if not value.is_uninformative or (value.is_pure_rounding and value.is_float_or_complex):
             return True
         node = self.graph.maker.get(value)
@@ -168,7 +177,7 @@ class SideSearch:
         )
 
     def _implied_inputs(self, node: Node, outputs: Sequence[Value]) -> list[Value]:
-        """The inputs of an operation that are correct if its outputs are."""
+        """Return the inputs of an operation that must be correct if its outputs are."""
         shape_position = SHAPE_INPUT_POSITIONS.get(node.op.name)
         n_outputs = sum(value.count for value in outputs)
         is_selecting = node.op.name in SELECTING_OPERATIONS
@@ -183,7 +192,14 @@ class SideSearch:
     def find_sources(
         self, differing: Sequence[Value]
     ) -> tuple[list[Node], list[tuple[Value, Node | None]]]:
-        """The operations, and data with their users, where the paths to differing values part."""
+        """Search backwards from differing values for operations and data where differences begin.
+
+        Args:
+            differing: The values of results that differ between the two sides.
+
+        Returns:
+            The operations in their order, and the data with the first operation that uses each.
+        """
         nodes: dict[Node, None] = {}
         data: list[tuple[Value, Node | None]] = []
         visited: set[Value] = set()
@@ -231,7 +247,7 @@ def _pair_data(
     data_a: Sequence[tuple[Value, Node | None]],
     data_b: Sequence[tuple[Value, Node | None]],
 ) -> list[Source]:
-    """Pair data of both sides that have one shape and are closest to each other."""
+    """Pair data of equal shape on both sides, each with the closest data of the other side."""
     sources = []
     unpaired_b = list(data_b)
     for value, user in data_a:
@@ -250,10 +266,15 @@ def _pair_data(
 def _pair_operations(
     comparison: Comparison, nodes_a: Sequence[Node], nodes_b: Sequence[Node]
 ) -> list[Source]:
-    """Pair operations of both sides that have an input in common."""
+    """Pair operations of both sides by common inputs and kernels.
+
+    Random operations come first in the returned sources, then the others by their relative position
+    in the executions.
+    """
     graph_a, graph_b = comparison.graphs
 
     def similarity(a: Node, b: Node) -> int:
+        # Only the order of the returned numbers matters. Operations with 0 are not paired.
         inputs_a = _inputs_and_bases(graph_a, a)
         inputs_b = _inputs_and_bases(graph_b, b)
         counterparts = {
@@ -295,7 +316,10 @@ def _pair_operations(
 
 
 def _merge_first_sources(sources: list[Source]) -> list[Source]:
-    """Merge a one-sided first source with the first source that only the other side has."""
+    """Merge a one-sided first source with the first source that only the other side has.
+
+    Random operations are not merged.
+    """
     if not sources or (sources[0].a and sources[0].b):
         return sources
     first_source = sources[0]
@@ -313,7 +337,7 @@ def _merge_first_sources(sources: list[Source]) -> list[Source]:
 
 
 def _with_same_call(comparison: Comparison, source: Source) -> Source:
-    """Complete a one-sided source with the other side's only operation of the same line."""
+    """Complete a one-sided source by the same call on the other side, if there is just one."""
     if len(source.nodes) == 2:
         return source
     (node,) = source.nodes
@@ -326,7 +350,10 @@ def _with_same_call(comparison: Comparison, source: Source) -> Source:
 
 
 def same_call(comparison: Comparison, node: Node) -> Node | None:
-    """The operation of the same line on the other side, if there is just one."""
+    """Return the operation of the same line and name on the other side.
+
+    None unless each side has exactly one such operation.
+    """
     side = comparison.side_of[node.op]
 
     def find_same_calls(graph: Graph) -> list[Node]:
@@ -343,7 +370,7 @@ def same_call(comparison: Comparison, node: Node) -> Node | None:
 
 
 def _inputs_and_bases(graph: Graph, node: Node) -> set[Value]:
-    """The inputs of an operation, and the values that these are views of."""
+    """Return the inputs of an operation, and the values that these are views of."""
     visited = set(node.inputs)
     queue = deque(node.inputs)
     while queue:
@@ -355,11 +382,13 @@ def _inputs_and_bases(graph: Graph, node: Node) -> set[Value]:
 
 
 def find_external_values(comparison: Comparison, sources: Sequence[Source]) -> dict[Value, float]:
-    """Find values read as numbers or from outside torch that differ only by rounding.
+    """Find values whose small differences do not come from the operations of the step.
+
+    These are data that differ by rounding, and results of operations that differ negligibly, for
+    example because they are nondeterministic.
 
     Returns:
-        The values of both sides, and the difference between them. Results of nondeterministic
-        operations are included.
+        The values of both sides, each with the relative difference from its counterpart.
     """
     external_values: dict[Value, float] = {}
     for source in sources:
@@ -381,7 +410,11 @@ def find_external_values(comparison: Comparison, sources: Sequence[Source]) -> d
 
 
 def _max_external_gap(comparison: Comparison, source: Source) -> float:
-    """The largest difference between data that may be computed from rounded values."""
+    """Return the largest difference of data that rounding can explain.
+
+    Data may have been computed outside torch from earlier values of the step, whose deviations they
+    then inherit.
+    """
     deviations = [0.0]
     for graph, value in zip(comparison.graphs, (source.data_a, source.data_b), strict=True):
         users = graph.users.get(value, []) if value is not None else []
@@ -399,11 +432,11 @@ def _max_external_gap(comparison: Comparison, source: Source) -> float:
 
 
 def _is_negligible_difference(a: Node, b: Node, source: Source) -> bool:
-    """Whether two operations differ although they compute the same function.
+    """Return whether two operations compute the same function in spite of different results.
 
-    They were given floats that differ by rounding, or are nondeterministic, or are kernels of one
-    operation whose results in float64 differ by less than a rounding of float32, because some
-    kernels have constants in float32.
+    There are three reasons: float arguments that differ by rounding, nondeterminism, and kernels of
+    one operation whose float64 results differ by less than a few roundings of float32. The last
+    happens because some kernels use constants in float32.
     """
     if _has_rounded_arguments(a, b) or _is_within_spread(source):
         return True
@@ -423,7 +456,7 @@ def _is_negligible_difference(a: Node, b: Node, source: Source) -> bool:
 
 
 def _is_within_spread(source: Source) -> bool:
-    """Whether two nondeterministic operations differ by no more than their repetitions."""
+    """Return whether two nondeterministic results differ about as much as repetitions do."""
     assert source.a is not None
     assert source.b is not None
     spread = max((node.op.spread or 0.0 for node in source.nodes), default=0.0)
@@ -441,7 +474,7 @@ def _is_within_spread(source: Source) -> bool:
 
 
 def _has_rounded_arguments(a: Node, b: Node) -> bool:
-    """Whether two calls have equal arguments, except for floats that differ by rounding."""
+    """Return whether the arguments of two calls differ, but only in floats and by rounding."""
     if a.op.name != b.op.name or a.op.arguments.keys() != b.op.arguments.keys():
         return False
     pairs = [(x, b.op.arguments[name]) for name, x in a.op.arguments.items()]

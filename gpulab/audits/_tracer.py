@@ -1,7 +1,7 @@
 """Trace one execution of a training step below autograd: every operation and its results.
 
-The results of a step are its loss, gradients and updates. Modules, optimizers and leaves are put
-back afterwards.
+The results of a step are its loss, gradients and updates. The states of modules, optimizers and
+leaves are restored afterwards.
 """
 
 from __future__ import annotations
@@ -58,21 +58,22 @@ from gpulab.numerics._emulation import COMPOSED_OPERATIONS
 from gpulab.steps import Snapshot
 
 IGNORED_OPERATIONS = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
-# What kernels return in addition to their results, by the names of torch's schemas. These are no
-# data, but notes for the backward pass, which are unset if nothing is dropped, or uninitialised
-# memory.
+# Names in torch's schemas of outputs that a kernel returns in addition to its results. They prepare
+# the backward pass. Without dropout, or in unused parts, their memory may be uninitialised, so they
+# cannot be compared.
 AUXILIARY_OUTPUTS = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
+# cuDNN's recurrent layers return a copy of the weights and their internal state.
 AUXILIARY_OUTPUTS |= {
     "weight_buf",
     "reserve",
     "dropout_state",
-}  # of cuDNN's recurrent layers: the weights again, and its own
+}
 AUXILIARY_OUTPUTS |= {"logsumexp", "log_sumexp", "log_alpha"}  # these are only written in part
-# Kernels that write to an input although their schema does not say so: cuDNN's notes of the forward
-# pass serve once.
+# These kernels overwrite an input although their schema does not say so: the state that the forward
+# pass saved can be used only once.
 UNDECLARED_WRITERS = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
-MAX_TRACKED_UPDATE_SIZE = 1 << 28  # numbers of a leaf of which lost updates are counted
-MAX_SIMPLE_NUMBER_DIGITS = 5  # of a number that may be a constant
+MAX_TRACKED_UPDATE_SIZE = 1 << 28  # lost updates are not counted in leaves with more numbers
+MAX_SIMPLE_NUMBER_DIGITS = 5  # a number with at most this many digits may be a constant
 COPY_OPERATIONS = {"_to_copy", "clone", "copy"}
 
 
@@ -81,18 +82,18 @@ class Call:
 
     Attributes:
         operation: An overload of `torch.ops`.
-        name: Its bare name.
+        name: The name of the operation without its namespace and overload.
         args: The positional arguments.
         kwargs: The named arguments.
         named_args: All arguments by name.
-        arguments: The same as JSON has them.
-        input_tensors: The tensors among them.
-        mutated_tensors: Those that the operation writes to.
-        bases: What these are views of.
-        is_mutating: Whether it changes anything that it is given.
-        is_random: Whether it draws random numbers.
-        overwritten_argument: The argument that it overwrites without reading it, if there is one.
-        read_arguments: The arguments that it reads.
+        arguments: All arguments by name, converted to JSON.
+        input_tensors: The tensors among the arguments.
+        mutated_tensors: The tensors that the operation writes to.
+        bases: The base tensors of those `mutated_tensors` that are views.
+        is_mutating: Whether the operation writes to any of its arguments.
+        is_random: Whether the operation draws random numbers.
+        overwritten_argument: The argument that is overwritten without being read, if there is one.
+        read_arguments: The arguments that the operation reads.
     """
 
     def __init__(
@@ -129,23 +130,24 @@ class Call:
         ]
 
     def copied_arguments(self) -> Nested:
-        """Copies of the arguments, for a call that changes them."""
+        """Copy the arguments, so that they are still known after a call that changes them."""
         return map_nested(_copy_tensor, (self.args, self.kwargs))
 
 
 class Tracer(UncompiledDispatchMode):
-    """Records every operation below autograd, forward and backward, and the step's results.
+    """Record every operation below autograd, forward and backward, and the step's results.
 
     Args:
-        on_operation: Is called after each operation.
+        on_operation: The function to call after each operation.
         is_measuring: Whether each value gets a float64 reference, and each operation is repeated to
             measure its error.
 
     Attributes:
-        operations: What ran, in order.
-        values: What the tensors held, by the names that the operations have for them.
-        is_preparing: Whether what runs belongs to no step: it moves a model and its batch to a
-            setting. Copies get the references of what they are copies of, and nothing is noted.
+        operations: The recorded operations in the order of their execution.
+        values: The contents of tensors, by the names that operations use for them.
+        is_preparing: Whether a model and its batch are being moved to a setting, before the step
+            starts. Operations are not recorded then, but copies inherit the references of their
+            sources.
     """
 
     def __init__(self, on_operation: Callable[[], object], is_measuring: bool = False) -> None:
@@ -159,7 +161,7 @@ class Tracer(UncompiledDispatchMode):
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
         self.names: dict[tuple[Nested, ...], str] = {}
-        # Values by their memory, whatever their shape.
+        # Contiguous values by their memory alone, so that reshaped views are recognised.
         self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}
         self.numbers_read: dict[float, str] = {}
         self.callers = OperationCallers()
@@ -171,14 +173,15 @@ class Tracer(UncompiledDispatchMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        """Run an operation and record what it did."""
+        """Run an operation and record it, unless it is ignored or split into smaller ones."""
         kwargs = kwargs or {}
         name = operation_name(operation)
         if name in IGNORED_OPERATIONS or is_guard_running():
             return operation(*args, **kwargs)
         if self.is_preparing:
             return self._prepare(operation, name, args, kwargs)
-        if name == "_efficientzerotensor":  # has no memory; forward-mode differentiation makes some
+        # Forward-mode differentiation makes zero tensors without memory. Values need memory.
+        if name == "_efficientzerotensor":
             return torch.zeros(*args, **kwargs)
         if only_allocates(name):
             out = operation(*args, **kwargs)
@@ -188,15 +191,15 @@ class Tracer(UncompiledDispatchMode):
             return out
         if has_wrapper_subclass(types):
             self.results.find_leaves(args)
-            # The class of a nested tensor, for example, calls operations on its parts.
+            # The subclass then calls operations on its parts, which are traced instead. Nested
+            # tensors are an example.
             return NotImplemented
-        # This operation has no kernel. It is traced as a product and its root.
+        # This operation has no kernel. Its decomposition, a product and a root, is traced instead.
         if name == "_euclidean_dist":
             with self:
                 return decomposition_of(operation)(*args)
-        if (
-            name in COMPOSED_OPERATIONS
-        ):  # they have none either; the operations that they call are traced
+        # These have no kernel either. The operations that they call are traced.
+        if name in COMPOSED_OPERATIONS:
             with self:
                 return call_composite_kernel(operation, args, kwargs, is_explicit=True)
         if is_composite(operation):
@@ -207,7 +210,7 @@ class Tracer(UncompiledDispatchMode):
     def _prepare(
         self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]
     ) -> Nested:
-        """Run an operation that moves a model or its batch."""
+        """Run an operation that moves a model or its batch; a copy inherits its reference."""
         out = operation(*args, **kwargs)
         if self.is_measuring and name in COPY_OPERATIONS and isinstance(out, Tensor):
             source = args[1] if name == "copy" else args[0]
@@ -222,6 +225,7 @@ class Tracer(UncompiledDispatchMode):
     ) -> Nested:
         """Run an operation, repeat it on the references, and record both."""
         call = Call(operation, name, args, kwargs)
+        # The repetition that measures the error needs the arguments as they were before the call.
         initial_arguments = (
             self._retry_without_references(call.copied_arguments)
             if call.is_mutating and self.is_measuring
@@ -237,6 +241,7 @@ class Tracer(UncompiledDispatchMode):
             if follows
             else None
         )
+        # Random numbers in a short format are drawn again in float32 from the same generator state.
         draws_short = call.is_random and any(
             t.dtype in HALF_PRECISION_DTYPES for t in call.mutated_tensors
         )
@@ -244,7 +249,7 @@ class Tracer(UncompiledDispatchMode):
 
         out = self._retry_without_references(lambda: operation(*args, **kwargs))
         if self.references.is_disabled:
-            inputs = None  # they would hold their memory
+            inputs = None  # otherwise they would keep the memory of the references occupied
         for t in call.mutated_tensors:
             memory = self.references.memory(t)
             memory.version += 1
@@ -264,7 +269,7 @@ class Tracer(UncompiledDispatchMode):
         return out
 
     def _start_record(self, call: Call) -> Operation:
-        """The record of an operation that is about to run: its caller and its inputs."""
+        """Create the record of an operation that is about to run: its caller and its inputs."""
         caller = self.callers.caller_of_operation(
             self.results.path[-1] if self.results.path else ""
         )
@@ -282,8 +287,10 @@ class Tracer(UncompiledDispatchMode):
         )
         op.inputs = [self.value_of(t) for t in _numeric_tensors(call.read_arguments)]
         op.lanes = _count_lanes(call.name, call.named_args, op.inputs)
+        # A write to a view changes only a part of its base, so the result depends on the base, too.
         base_values = [self.value_of(base) for base in call.bases]
         op.inputs += [value for value in base_values if value not in op.inputs]
+        # The overwritten argument is always the first one.
         read_arguments = call.args[1:] if call.overwritten_argument is not None else call.args
         self._retry_without_references(lambda: self.results.find_leaves(read_arguments))
         self._retry_without_references(
@@ -294,7 +301,7 @@ class Tracer(UncompiledDispatchMode):
     def _update_written_references(
         self, call: Call, reference_out: Nested | None, exact: bool, state: Tensor | None
     ) -> None:
-        """Update the references of what an operation wrote to."""
+        """Update the references of the tensors that an operation wrote to."""
         float32_draws = None
         if state is not None:
             float32_draws = redraw_in_float32(
@@ -332,19 +339,22 @@ class Tracer(UncompiledDispatchMode):
             for t in call.input_tensors
             if sketches.is_strided(t)
         }
-        # Storages that the reference of a result may share with something else.
+        # A reference that shares one of these storages has to be copied before it is stored.
         existing_tensors = find_tensors((inputs, call.input_tensors, out))
         shared_storages = {
             storage_identity(t.untyped_storage())
             for t in existing_tensors
             if sketches.is_strided(t)
         }
-        new_storages: set[int] = set()  # storages; some kernels return views of one
+        # Several results of an operation may be views of one storage.
+        new_storages: set[int] = set()
         for t, reference in _pair_with_references(out, reference_out):
             storage = storage_identity(t.untyped_storage()) if sketches.is_strided(t) else None
             if storage is None or storage in input_storages:
-                continue
+                continue  # the result is not strided, or it has no memory of its own
             if follows:
+                # Integers and the results of operations that are not repeated are their own
+                # reference.
                 is_note = reference_out is not None and (
                     not sketches.is_float_or_complex(t) or call.name in UNREPEATED_OPERATIONS
                 )
@@ -370,7 +380,10 @@ class Tracer(UncompiledDispatchMode):
                     memory.maker = op
 
     def _record_number_read(self, number: float, value: str) -> None:
-        """Record that the program read a number, so that its reference uses the exact one."""
+        """Record that the program read a number, so that the references use its exact value.
+
+        A simple number such as 0.5 is not replaced, since it may also be a constant of the program.
+        """
         self.numbers_read[number] = value
         reference = self.values[value].reference
         if reference is not None and not _is_simple_number(number):
@@ -394,6 +407,7 @@ class Tracer(UncompiledDispatchMode):
         written = call.mutated_tensors if call.overwritten_argument is None else []
         changed = [self.value_of(t, op) for t in (*written, *call.bases)]
         op.mutated_values = [value for value in dict.fromkeys(changed) if value not in op.outputs]
+        # Only floating-point results have a rounding error.
         rounded = [t for t in results if sketches.is_float_or_complex(t)]
         op.has_nan = self.is_measuring and any(map(_has_nan, rounded))
         is_measured = self.is_measuring and not call.is_random and not call.operation.is_view
@@ -407,7 +421,7 @@ class Tracer(UncompiledDispatchMode):
         self.on_operation()
 
     def _try_with_references(self, function: Callable[[], Nested]) -> Nested:
-        """Call a function of the references; if memory runs out, disable them, return None."""
+        """Call a function that uses references; if memory runs out, disable them, return None."""
         try:
             return function()
         except torch.OutOfMemoryError:
@@ -415,7 +429,11 @@ class Tracer(UncompiledDispatchMode):
             return None
 
     def _retry_without_references(self, function: Callable[[], Nested]) -> Nested:
-        """Call a function; if memory runs out, call it again without references."""
+        """Call a function; if memory runs out, disable the references and call it again.
+
+        Raises:
+            torch.OutOfMemoryError: If memory runs out although the references are disabled.
+        """
         try:
             return function()
         except torch.OutOfMemoryError:
@@ -445,7 +463,7 @@ class Tracer(UncompiledDispatchMode):
             op.spread = sketches.max_distance(
                 [sketches.sketch(t) for t in repeated], [value.sketch for value in outputs]
             )
-        # Tensors of other layouts are compared by their parts alone.
+        # The error against float64 can be measured only if all tensors are strided.
         if all(map(sketches.is_strided, find_tensors((initial_arguments, raw_results)))):
             vars(op).update(
                 vars(
@@ -458,11 +476,11 @@ class Tracer(UncompiledDispatchMode):
     # --- values -----------------------------------------------------------------------------------
 
     def value_of(self, tensor: Tensor, maker: Operation | None = None) -> str:
-        """The name of a tensor's current value, which is stored.
+        """Return the name of a tensor's current value; store a value that is new.
 
         Args:
-            tensor: A tensor whose numbers lie in memory by its strides.
-            maker: The operation that made it, where that is the one that is being noted.
+            tensor: A strided tensor.
+            maker: The operation that is being recorded, if it made the tensor.
         """
         memory = self.references.memory(tensor)
         digest = content_digest(tensor)
@@ -477,7 +495,9 @@ class Tracer(UncompiledDispatchMode):
         )
         known_digest, equal_value = self.flat_values.get(flat, (digest, None))
         if name is not None or known_digest != digest:
-            self.references.reread(tensor)  # NumPy, or another library, has written to it
+            # The memory has changed without a recorded write, for example by NumPy. `reread`
+            # updates the reference, and the call below then finds or stores the new value.
+            self.references.reread(tensor)
             return self.value_of(tensor, maker)
         name = self.names[key] = str(len(self.values))
         value = self.values[name] = self._new_value(tensor, digest, equal_value)
@@ -485,11 +505,12 @@ class Tracer(UncompiledDispatchMode):
             self.flat_values.setdefault(flat, (digest, value))
         made_by = maker or memory.maker
         if made_by is not None and made_by is not maker:
-            made_by.mutated_values.append(name)  # another view of what an operation wrote before
+            # This is another view of memory that an earlier operation wrote to.
+            made_by.mutated_values.append(name)
         return name
 
     def _new_value(self, tensor: Tensor, digest: int, equal_value: Value | None) -> Value:
-        """The value of a tensor, with its reference where there is one."""
+        """Create the value of a tensor, with a reference if there is one of the same shape."""
         references = self.references
         slabs = self.slabs
 
@@ -511,9 +532,9 @@ class Tracer(UncompiledDispatchMode):
         )
 
     def _is_exact(self, tensor: Tensor) -> bool:
-        """Whether a tensor's reference was computed in float64 all the way.
+        """Return whether a tensor's reference was computed entirely in float64.
 
-        A tensor of another layout counts as exact if it is data.
+        A tensor that is not strided counts as exact if no operation of the step has written to it.
         """
         if sketches.is_strided(tensor):
             return self.references.is_exact([tensor])
@@ -522,7 +543,7 @@ class Tracer(UncompiledDispatchMode):
 
 
 def _is_simple_number(number: float) -> bool:
-    """Whether a number has few digits, such as one half, so that a program may contain it.
+    """Return whether a number has so few digits that it may be a constant of the program.
 
     >>> _is_simple_number(0.125), _is_simple_number(0.31783719360828)
     (True, False)
@@ -534,7 +555,7 @@ def _is_simple_number(number: float) -> bool:
 
 
 def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
-    """The key that identifies a value within one execution."""
+    """Return the key that identifies a value within one execution: memory, version, layout."""
     layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
     return serial, version, *layout, tensor.is_conj(), tensor.is_neg()
 
@@ -542,7 +563,7 @@ def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
 def _pair_with_references(
     out: Nested, reference_out: Nested
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Each tensor that an operation returned, with its counterpart in the reference's results."""
+    """Yield each tensor that an operation returned, with its float64 reference or None."""
     if isinstance(out, Tensor):
         yield out, reference_out if isinstance(reference_out, Tensor) else None
     elif isinstance(out, list | tuple):
@@ -554,7 +575,11 @@ def _pair_with_references(
 
 
 def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
-    """The length and number of an operation's tensor lists; empty for other operations."""
+    """Return the length and number of an operation's tensor lists.
+
+    The list is empty if the operation takes no tensor lists, if their lengths differ, or if not all
+    of their tensors are among the inputs.
+    """
     if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return []
     lists = [
@@ -567,7 +592,11 @@ def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) 
 
 
 def _numeric_tensors(values: Nested) -> list[Tensor]:
-    """The tensors among nested values, without the bytes that a kernel keeps beside numbers."""
+    """Return the nonempty tensors among nested values.
+
+    If any of them holds floating-point numbers, uint8 tensors are left out: they are then buffers
+    of a kernel, such as the states of random number generators.
+    """
     tensors = sketches.nonempty_components(values)
     return (
         [t for t in tensors if t.dtype != torch.uint8]
@@ -577,7 +606,7 @@ def _numeric_tensors(values: Nested) -> list[Tensor]:
 
 
 def _numeric_results(operation: OpOverload, raw_results: Nested) -> list[Tensor]:
-    """The tensors that an operation computed, without its auxiliary outputs."""
+    """Return the tensors that an operation computed, without its auxiliary outputs."""
     names = result_names(operation)
     if isinstance(raw_results, tuple) and len(raw_results) == len(names):
         raw_results = [
@@ -589,13 +618,14 @@ def _numeric_results(operation: OpOverload, raw_results: Nested) -> list[Tensor]
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    """Whether a tensor has a NaN.
+    """Return whether a tensor contains NaN.
 
     >>> _has_nan(torch.tensor([torch.inf, -torch.inf])), _has_nan(torch.tensor([1.0, torch.nan]))
     (False, True)
     """
     tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
-    # The sum is faster to compute, and NaN if any number is.
+    # The sum is faster to compute and is NaN if any number is NaN. A sum of opposite infinities is
+    # NaN as well, so the numbers are then checked one by one.
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
@@ -609,6 +639,7 @@ def _copy_tensor(value: Nested) -> Nested:
         return value
     if not sketches.is_strided(value) or value.is_conj() or value.is_neg() or not value.numel():
         return value.clone()
+    # The number of elements of memory from the first element of the tensor to the last.
     span = 1 + sum(
         (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
     )
@@ -616,24 +647,27 @@ def _copy_tensor(value: Nested) -> Nested:
 
 
 def _is_random(operation: OpOverload, arguments: Mapping[str, object]) -> bool:
-    """Whether an operation draws; attention and LSTMs are marked so even without dropout."""
+    """Return whether an operation draws random numbers.
+
+    torch tags attention and LSTMs as random even if their dropout is zero, when they draw nothing.
+    """
     dropped = (arguments.get(name) for name in ("dropout_p", "dropout"))
     return torch.Tag.nondeterministic_seeded in operation.tags and 0.0 not in dropped
 
 
-# --- what the step is for -------------------------------------------------------------------------
+# --- results of the step --------------------------------------------------------------------------
 
 
 class StepResults:
-    """Follows the modules, leaves and optimizers of a step, and reports their final states.
+    """Follow the modules, leaves and optimizers of a step, and report their final states.
 
     Args:
-        tracer: Gives values their names.
+        tracer: The tracer that names and stores values.
 
     Attributes:
-        path: The modules at work, the innermost last.
-        restores: Whether modules and optimizers that the step uses are put back afterwards, as they
-            were.
+        path: The names of the modules that are running, the innermost last.
+        restores: Whether modules, leaves and optimizers are restored to their initial states after
+            the step.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -645,12 +679,12 @@ class StepResults:
         self.undo = contextlib.ExitStack()
         # The outermost modules, and the values of their buffers.
         self.roots: dict[nn.Module, dict[str, list[str]]] = {}
-        # What a gradient is accumulated for, and its content at first; `Module.to` leaves a leaf of
-        # another type or device, which is no update of it.
+        # The initial values of each leaf by type and device. `Module.to` may change the type or the
+        # device of a leaf, which does not count as an update.
         self.leaves: dict[Tensor, dict[tuple[torch.dtype, torch.device], list[str]]] = {}
         self.gradients: dict[Tensor, list[str]] = {}
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
-        # Gradients as an optimizer received them last.
+        # The gradients that an optimizer received at its last call.
         self.optimizer_gradients: dict[Tensor, list[str]] = {}
         # The initial contents of a leaf and of its reference.
         self.initial_contents: dict[Tensor, tuple[Tensor, Tensor]] = {}
@@ -687,6 +721,7 @@ class StepResults:
             yield
 
     def _save_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Save the state of an optimizer and the gradients that it receives, before its step."""
         self.optimizers.setdefault(optimizer)
         self._save_state(optimizer)
         for parameter in (
@@ -697,22 +732,21 @@ class StepResults:
 
     @as_guard_work
     def _save_state(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
-        """Save a module's, optimizer's or tensor's state at its first use, to restore it."""
+        """Save the state of a module, optimizer or tensor before its first use, for `follow`."""
         if isinstance(owner, nn.Module) and not all(
             component_tensors(p) for p in owner.parameters() if p.numel()
         ):
-            # `torch.func.functional_call` has put other parameters into it, and takes them out
-            # again
+            # `torch.func.functional_call` has replaced the parameters, and restores them itself.
             return
         if self.restores and owner not in self.saved_owners:
             self.saved_owners.add(owner)
             self.undo.callback(Snapshot(owner, with_contents=True).restore)
 
     def find_leaves(self, args: Nested) -> None:
-        """Note which arguments of an operation are leaves; their gradients are results."""
+        """Find the leaves among an operation's arguments, and start to record their gradients."""
         for t in find_tensors(args):
             if not t.requires_grad or is_view(t) or not t.is_leaf or not component_tensors(t):
-                continue  # a tensor inside of a transform of torch.func has no components
+                continue  # not a leaf, or a tensor in a transform of torch.func (no components)
             if t not in self.leaves and not t.is_inference():
                 self.undo.callback(
                     t.register_post_accumulate_grad_hook(self._record_gradient).remove
@@ -720,25 +754,30 @@ class StepResults:
                 self._save_state(t)
             contents = self.leaves.setdefault(t, {})
             if (t.dtype, t.device) not in contents:
-                self.initial_contents.pop(t, None)  # `Module.to` gave the leaf another type
+                # `Module.to` changed the type or device, so the saved content is out of date.
+                self.initial_contents.pop(t, None)
                 contents[t.dtype, t.device] = self._value_names(t)
 
     def _record_gradient(self, leaf: Tensor) -> None:
+        """Record the gradient of a leaf after the backward pass has added to it."""
         self.gradients[leaf] = [] if leaf.grad is None else self._value_names(leaf.grad)
 
     def save_initial_contents(self, written: Sequence[Tensor]) -> None:
-        """Save the content of leaves before the first write, to find unchanged numbers."""
+        """Save the contents of leaves before the first write, so that lost updates are found.
+
+        Nothing is saved if no lost updates are counted, and no leaf that is too large for it.
+        """
         references = self.tracer.references
         if references.is_disabled or not (self.restores and self.tracer.is_measuring):
             return
         storages = {storage_identity(t.untyped_storage()) for t in written}
         for leaf in self.leaves if storages else ():
-            is_known = (
+            is_skipped = (
                 leaf in self.initial_contents
                 or not (sketches.is_strided(leaf) and sketches.is_float_or_complex(leaf))
                 or leaf.numel() > MAX_TRACKED_UPDATE_SIZE
             )
-            if not is_known and storage_identity(leaf.untyped_storage()) in storages:
+            if not is_skipped and storage_identity(leaf.untyped_storage()) in storages:
                 recorded = leaf.detach().clone()
                 has_copy = references.has_copy(leaf)
                 self.initial_contents[leaf] = (
@@ -748,12 +787,17 @@ class StepResults:
 
     @as_guard_work
     def _value_names(self, tensor: Tensor) -> list[str]:
-        """The names of a tensor's values, computed without recording operations."""
+        """Return the names of a tensor's values, without recording the operations for it."""
         return [self.tracer.value_of(t) for t in sketches.nonempty_components(tensor.detach())]
 
     @as_guard_work
     def _count_lost_updates(self, leaf: Tensor) -> dict[str, int]:
-        """Count a leaf's numbers that change in the reference, and those with unchanged bits."""
+        """Count the numbers of a leaf that the step updates, and the updates that are lost.
+
+        Returns:
+            `moved`, the number of updates that change the reference, and `lost`, how many of these
+            leave the recorded bits unchanged. Empty if the leaf has no comparable initial content.
+        """
         if leaf not in self.initial_contents or self.tracer.references.is_disabled:
             return {}
         recorded, start = self.initial_contents[leaf]
@@ -772,7 +816,7 @@ class StepResults:
         }
 
     def _have_changed(self, old_names: list[str], new_names: list[str]) -> bool:
-        """Whether the recorded bits or the references have changed."""
+        """Return whether the recorded bits or the references of a tensor have changed."""
         if len(old_names) != len(new_names):
             return True
         values = self.tracer.values
@@ -790,20 +834,22 @@ class StepResults:
         )
 
     def _buffer_values(self, module: nn.Module) -> dict[str, list[str]]:
+        """Return the names of the current values of a module's buffers, by buffer."""
         return {
             name_as_written(name): self._value_names(buffer)
             for name, buffer in module.named_buffers()
         }
 
     def used_modules(self) -> list[nn.Module]:
-        """The modules that a step called, and their submodules."""
+        """Return the modules that a step called, and their submodules."""
         return [submodule for model in self.roots for submodule in model.modules()]
 
     def to_operations(self, returned: Nested) -> list[Operation]:
-        """Returned values, gradients, changed parameters and buffers, and optimizer states.
+        """Convert the results of the step to operations, sorted by name and module.
 
-        The `inputs` of gradients and updates are the values that the parameter or buffer began
-        with.
+        The results are returned values, gradients, changed parameters and buffers, and optimizer
+        states. The `inputs` of a gradient or update are the initial values of the parameter or
+        buffer.
         """
         entries: list[Operation] = []
         returned_leaves = named_leaves(returned)
@@ -817,7 +863,8 @@ class StepResults:
                 )
                 entries.append(self._make_result(label, "", values, values))
         names: dict[Tensor, str] = {}
-        for root in reversed(self.roots):  # a parameter of two has its name in the first
+        # In reverse, so that a parameter of two modules gets its name in the first one.
+        for root in reversed(self.roots):
             names |= {
                 parameter: name_as_written(name) for name, parameter in root.named_parameters()
             }
@@ -858,9 +905,9 @@ class StepResults:
         return sorted((op for op in entries if op.outputs), key=lambda op: (op.name, op.module))
 
     def _is_alias(self, leaf: Tensor, names: Mapping[Tensor, str]) -> bool:
-        """Whether a leaf shares the memory of another one that has a name or a gradient.
+        """Return whether a leaf has the memory and shape of another with a name or a gradient.
 
-        A convolution's kernel is given such an object in place of the weight.
+        An example is the tensor object that a convolution's kernel receives instead of the weight.
         """
         if leaf in names or leaf in self.gradients or not sketches.is_strided(leaf):
             return False
@@ -875,17 +922,17 @@ class StepResults:
         )
 
     def _number_leaf(self, leaf: Tensor) -> str:
-        """The name of a leaf that belongs to no module."""
+        """Return the name of a leaf that belongs to no module: its number and its shape."""
         number = next(
             (number for number, candidate in enumerate(self.leaves, 1) if candidate is leaf), 0
         )
         return f"tensor {number} of shape {tuple(leaf.shape)}"
 
     def _gradient_result(self, leaf: Tensor, name: str, start: list[str]) -> Operation:
-        """The gradient of a leaf as an optimizer last received it, or else the final one.
+        """Return the gradient that an optimizer last received for a leaf, or else the final one.
 
-        Some optimizers write to gradients. Where it was removed, it is as the backward pass left
-        it.
+        The final gradient comes second because some optimizers write to it. If it has been removed
+        or set to zero, the gradient after the last accumulation is returned.
         """
         final = [] if leaf.grad is None else self._value_names(leaf.grad)
         values = [self.tracer.values[name] for name in final]
@@ -913,7 +960,11 @@ class StepResults:
 
     @as_guard_work
     def _name_of_number(self, number: float) -> str:
-        """The value of a returned number: of the tensor it was read from, or its own."""
+        """Return the name of the value of a returned number.
+
+        The value is that of the tensor that the number was read from. If it was not read from a
+        tensor, it gets a value of its own.
+        """
         if number not in self.tracer.numbers_read:
             self.tracer.numbers_read[number] = self.tracer.value_of(
                 torch.tensor(number, dtype=torch.float64)

@@ -1,9 +1,10 @@
 """The trace of a training step: the result, error and caller of each operation.
 
-A trace is a file of its own: two laboratories record the same step, each on its card, and compare.
-The file is Parquet, one row an operation, with what concerns the whole step as JSON in its
-metadata. A row has the fields of an `Operation` as JSON, and those of its values (inputs, outputs,
-changed) that no row before it has: what is said of each as JSON, and its arrays.
+A trace can be saved to a file, so that executions on different machines can be compared. The file
+has the format Parquet, with one row for each operation. Its metadata hold the fields that concern
+the whole step, as JSON. A row holds the fields of an `Operation` as JSON, and its values (inputs,
+outputs and changed ones). Each value is stored once, in the first row that needs it, as a JSON
+description and arrays.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gpulab.audits._values import Value
 from gpulab.errors import DataError
 from gpulab.settings import Setting
 
-# A value as JSON has it. No narrower type: pydantic would convert what it reads from a file to it.
+# A JSON value. A narrower type would make pydantic convert the values that it reads from a file.
 Json: TypeAlias = Any
 
 RESULT = "result"  # the phase of results: loss, gradients and updates
@@ -39,7 +40,7 @@ ROW_FIELDS = {
     "operations",
     "values",
 }
-# The keys of an operation in files whose attributes have other names now.
+# The keys in files of those attributes of an operation that have been renamed since.
 STORED_KEYS = {
     "mutated_values": "changed",
     "is_random": "random",
@@ -54,7 +55,7 @@ COMPRESSION: dict[str, bool | int | str] = {
     "compression": "zstd",
     "compression_level": 19,
 }
-# Numbers in a column. The largest recorded network has some 200,000.
+# The largest allowed number of values in a column. The largest recorded network has about 200,000.
 MAX_COLUMN_NUMBERS = 1 << 27
 
 # Kernels of different devices that compute the same thing.
@@ -71,25 +72,35 @@ for _suffix in ("", "_backward"):
 class Operation(Accuracy):
     """One operation: its inputs, its outputs and its error.
 
-    `name` is torch's, without device or overload. `module` is the path of the module that called it
-    (in the backward pass, of the module that called what is differentiated), and `line` the line of
-    the user's code. `inputs`, `outputs` and `mutated_values` (inputs that it wrote to) name values
-    of the trace. `arguments` are those of the call by the names of torch's schema, defaults
-    included, as JSON has them (a tensor is "Tensor"). `is_random` says whether it draws random
-    numbers. `repeats` says whether the operation returned the same bits when it was called again at
-    once, and when the whole step was done again. `has_nan` says whether there is a NaN in what it
-    returned. `spread` is the difference between the results of two executions, relative to the
-    first, if they were not the same. `inputs_changed` says that it was given values that no
-    operation made, and that these differed when the step was done again. An operation on lists of
-    tensors, as optimizers use them, has `lanes`: the number of tensors in each list, and the number
-    of lists. `is_view` says that it computed nothing, but returned a view of its input.
+    In the phase `result`, the object is not an operation but a result of the step: the `loss`, a
+    `gradient`, or a tensor that was `updated`. The inputs of the last two are the initial values of
+    the parameter. A gradient is the last one that an optimizer received, or the final one without
+    an optimizer. The `arguments` of an update hold the number of its numbers that `moved` in the
+    float64 reference, and how many of these were `lost`, because their bits did not change. For the
+    state of an optimizer, they hold its name as `state`.
 
-    In the phase `result` it is no operation, but a result of the step: the `loss`, a `gradient`, or
-    a tensor that was `updated`. The inputs of the last two are the values that the parameter began
-    with. A gradient is the last one that an optimizer was given; without an optimizer, it is the
-    final one. The `arguments` of an update say how many of its numbers `moved` in the float64
-    reference, and how many of these were `lost`: they kept their bits. Or they say which `state` of
-    an optimizer it is.
+    Attributes:
+        name: The name in torch, without device or overload.
+        phase: `forward`, `backward` or `result`, for example.
+        module: The path of the module that called the operation. In the backward pass, the module
+            that called the differentiated operation.
+        line: The line of the user's code.
+        inputs: The names of the values that the operation reads.
+        outputs: The names of the values that the operation returns.
+        shape: The shape of the first output.
+        dtype: The type of the first output.
+        arguments: The arguments by the names of torch's schema, defaults included, as JSON. A
+            tensor is "Tensor".
+        mutated_values: The names of the new values of inputs that the operation wrote to.
+        is_random: Whether the operation draws random numbers.
+        repeats: Whether the operation returned the same bits when it was repeated immediately, and
+            in the second execution of the step; None if it was not repeated.
+        has_nan: Whether an output contains NaN.
+        inputs_changed: Whether the operation received values or arguments that differed in the
+            second execution, and that no operation explains.
+        spread: The relative difference between the results of repetitions; None if there is none.
+        lanes: For an operation on lists of tensors, the length and the number of the lists.
+        is_view: Whether the operation only returns a view of its input.
     """
 
     name: str
@@ -120,7 +131,7 @@ class Operation(Accuracy):
 
 
 def as_json(argument: Nested) -> Json:
-    """An argument as JSON: `TENSOR` for a tensor, None for what may vary or JSON lacks."""
+    """Convert an argument to JSON: `TENSOR` for a tensor, None for a type that JSON lacks."""
     if isinstance(argument, Tensor):
         return TENSOR
     if isinstance(argument, list | tuple):
@@ -133,18 +144,18 @@ class Trace:
     """One step under one setting: every torch operation, and every value with its reference.
 
     Attributes:
-        setting: What the step was done under.
-        operations: The operations, in the order in which they ran.
-        values: What tensors held, by name; see `Value`.
-        overwritten: What the guard found: the `operation`, its `line`, `why` and the `remedy` of
-            each.
-        passport: The machine.
-        arithmetic: The flags in force, such as TF32.
-        label: What reports call the trace, instead of its setting.
-        notes: What else is known of the step: the `loss` that was taken where it names none, and
-            that a `compiled` model was not run as such.
-        without_reference: Operations that have no float64 reference, and what torch says of them.
-        step: What the step is called: two traces of one name are of one program.
+        setting: The setting that the step was executed under.
+        operations: The operations in the order of their execution.
+        values: The contents of tensors, by name; see `Value`.
+        overwritten: The findings of the guard, each with `operation`, `line`, `why` and `remedy`.
+        passport: A description of the machine.
+        arithmetic: The flags that affect arithmetic, such as those of TF32.
+        label: The name of the trace in reports; empty to use its setting.
+        notes: Remarks on the step: under `loss`, how the loss was chosen if the step has no loss
+            function; under `compiled`, that a compiled model ran uncompiled; under `guard`, that
+            the guard could not be used.
+        without_reference: The operations that have no float64 reference, with torch's error.
+        step: The name of the step. Traces with equal names count as the same program.
 
     Examples:
         >>> import torch
@@ -170,7 +181,7 @@ class Trace:
     step: str = ""
 
     def __post_init__(self) -> None:
-        Setting.parse(self.setting)  # or it is no trace
+        Setting.parse(self.setting)  # raises an error for an invalid setting
 
     @property
     def title(self) -> str:
@@ -218,15 +229,16 @@ class Trace:
 
     @classmethod
     def load(cls, file: str | Path, content: bytes | None = None, most: int | None = None) -> Trace:
-        """Read a trace.
+        """Read a trace from a file or from bytes.
 
         Args:
-            file: What to read; or what errors call it, where there is a content.
-            content: Of a file that is not on this disk, such as one that was uploaded.
-            most: Numbers that a column of it may have, where that is less than of any trace.
+            file: The file to read. If `content` is given, only its name in error messages.
+            content: The content of a file that is not on this disk, such as an uploaded one.
+            most: The largest allowed number of values in a column; None for the usual limit.
 
         Raises:
-            DataError: naming the file, for one that is missing, cut short, damaged or foreign.
+            DataError: If the file is missing, truncated, damaged or not a trace. The message names
+                the file.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -277,13 +289,13 @@ ValueDescription: TypeAlias = tuple[str, str, list[int], str, bool, list[float],
 
 
 def _describe_value(value: Value) -> list[Json]:
-    """The fields of a value's row, without its arrays."""
+    """Return the JSON description of a value, which leaves out its arrays."""
     dims = None if value.reference is None else list(value.profiles)
     return [value.content, value.shape, value.dtype, value.exact, value.total, dims]
 
 
 def _arrays(value: Value) -> list[np.ndarray]:
-    """The arrays of a value, in the order in which `_restore_value` takes them."""
+    """Return the arrays of a value, in the order in which `_restore_value` reads them."""
     if value.reference is None:
         return [value.sketch]
     return [
@@ -294,7 +306,7 @@ def _arrays(value: Value) -> list[np.ndarray]:
 
 
 def _restore_value(description: list[Json], numbers: Iterator[np.ndarray]) -> Value:
-    """A value as it was saved."""
+    """Restore a saved value from its description and the next arrays of the file."""
     content, shape, dtype, exact, total, dims = description
     value = Value(content, shape, dtype, next(numbers), exact=exact, total=total)
     if dims is not None:
@@ -304,9 +316,9 @@ def _restore_value(description: list[Json], numbers: Iterator[np.ndarray]) -> Va
 
 
 def alignment_key(op: Operation) -> tuple[str, str, str]:
-    """The key for aligning operations: phase, module and name, with aliases resolved.
+    """Return the key for aligning operations: phase, module and name.
 
-    Kernels in `KERNEL_ALIASES` have one name.
+    Equivalent kernels have the same name, by `KERNEL_ALIASES`.
     """
     return op.phase, op.module, KERNEL_ALIASES.get(op.name, op.name)
 

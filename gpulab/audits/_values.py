@@ -1,8 +1,8 @@
 """A value of a training step: the content of a tensor at one moment, and of its reference.
 
-A trace keeps no tensors. It keeps a sketch of the recorded numbers, a sketch of the reference, and
-sums of the reference, from which two values of different executions can be recognised as the same,
-as the same in another order, or as a part of each other.
+A trace contains no tensors. It contains a sketch of the recorded numbers, a sketch of the
+reference, and sums of the reference. These show whether two values of different executions are
+equal, are equal in another order, or are parts of each other.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from gpulab.audits import _count_sketch as sketches
 from gpulab.audits import _tolerances as tol
 
-SLAB_SIZE = 1 << 17  # numbers
-MAX_PROFILE_SIZE = 512  # numbers; longer dimensions have no profile
+SLAB_SIZE = 1 << 17  # float64 numbers that are allocated at once
+MAX_PROFILE_SIZE = 512  # longer dimensions have no profile
 MIN_MASK_SIZE = 8  # fewer Boolean values may be equal by chance
 Array = np.ndarray
 
@@ -27,8 +27,9 @@ Array = np.ndarray
 class Slabs:
     """Memory for small long-lived arrays, allocated in large pieces.
 
-    Allocated one by one between large temporary arrays, they would keep the memory of these from
-    being used again: the heap of a process that recorded a transformer grew five times as much.
+    Small arrays that are allocated one by one between large temporary arrays fragment the heap, so
+    that the memory of the large arrays cannot be reused. Without slabs, the heap of a process that
+    recorded a transformer grew five times as much.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Slabs:
         self.n_used = 0
 
     def store(self, array: Array) -> Array:
-        """A copy of an array of float64 numbers.
+        """Copy an array of float64 numbers to the current slab, and return the copy.
 
         >>> Slabs().store(np.array([[1.0, 2.0]]))
         array([[1., 2.]])
@@ -56,15 +57,15 @@ class Value:
 
     Attributes:
         content: A hash of the recorded bits, the type and the shape.
-        shape: Of the tensor.
-        dtype: Of the tensor, such as `float32`.
-        sketch: Of the recorded numbers; see `_count_sketch`.
-        reference: The sketch of the float64 reference. None where references were not followed.
-        total: The sum of the reference's numbers, and of their squares.
-        profiles: For each dimension, by its number, the sums over all others: of the numbers and of
-            the squares.
-        exact: Whether the reference was computed in float64 all the way. If not, the recorded
-            numbers stood in somewhere, and the reference is as uncertain as they are.
+        shape: The shape of the tensor.
+        dtype: The type of the tensor, such as `float32`.
+        sketch: The sketch of the recorded numbers; see `_count_sketch`.
+        reference: The sketch of the float64 reference; None without references.
+        total: The sum of the reference's numbers, and the sum of their squares.
+        profiles: For each dimension, by its number, the sums of the numbers and of their squares
+            over all other dimensions. Dimensions of size 1 and long ones have no profile.
+        exact: Whether the reference was computed entirely in float64. If not, recorded numbers were
+            used at some point, and the reference is as inaccurate as they are.
     """
 
     content: str
@@ -86,16 +87,16 @@ class Value:
         digest: int | None = None,
         equal_value: Value | None = None,
     ) -> Value:
-        """The value of a tensor and of its reference.
+        """Create the value of a tensor and its reference.
 
         Args:
-            tensor: A tensor whose numbers lie in memory by its strides.
-            reference: A tensor of the same shape; or the tensor, if that is its own reference.
-            exact: Whether the reference was computed in float64 all the way.
-            slabs: Memory for sketches and profiles.
-            digest: Of the tensor's content, if that is known.
-            equal_value: A value that has the same numbers and the same reference, in the same
-                order, in another shape.
+            tensor: A strided tensor.
+            reference: A tensor of the same shape, or `tensor` if it is its own reference.
+            exact: Whether the reference was computed entirely in float64.
+            slabs: The memory for sketches and profiles.
+            digest: The digest of the tensor's content, if it is known.
+            equal_value: A value with the same numbers and reference in the same order, but perhaps
+                in another shape. Its sketches are reused.
         """
         slabs = slabs or Slabs()
         value = cls._recorded(tensor, exact, slabs, digest, equal_value)
@@ -120,7 +121,11 @@ class Value:
         digest: int | None = None,
         equal_value: Value | None = None,
     ) -> Value:
-        """The value of a tensor without a reference; the recorded numbers may stand in for it."""
+        """Create the value of a tensor without a float64 reference.
+
+        If `stands_in` is true, the recorded numbers are used as the reference, which is then not
+        exact.
+        """
         value = cls._recorded(tensor, not stands_in, slabs, digest, equal_value)
         if stands_in:
             real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -170,7 +175,7 @@ class Value:
 
     @cached_property
     def is_pure_rounding(self) -> bool:
-        """Whether it consists of rounding errors, or zeros."""
+        """Whether the value consists of rounding errors or zeros, or has no reference."""
         return (
             self.reference is None
             or self.deviation > tol.PURE_ROUNDING_RATIO
@@ -179,7 +184,7 @@ class Value:
 
     @cached_property
     def is_constant(self) -> bool:
-        """Whether its numbers are all equal."""
+        """Whether all numbers are equal, so that the squared sum is n times the sum of squares."""
         total, squares = self.total or (0.0, 0.0)
         return (
             self.count > 1
@@ -188,7 +193,7 @@ class Value:
 
     @cached_property
     def is_integral(self) -> bool:
-        """Whether all its numbers are whole, as far as the sketch shows."""
+        """Whether all numbers in the sketch of the reference are integers."""
         return self.reference is not None and bool(
             (np.round(self.reference) == self.reference).all()
         )
@@ -214,7 +219,7 @@ class Value:
 
 
 def finite_distance(x: Array, reference: Array) -> float:
-    """The relative distance of two sketches of one size; infinite if it has none.
+    """Return the relative distance of two sketches; infinity instead of NaN.
 
     >>> finite_distance(np.array([1.0, np.nan]), np.array([2.0, 1.0]))
     inf
@@ -224,13 +229,13 @@ def finite_distance(x: Array, reference: Array) -> float:
 
 
 def _profiles(numbers: Tensor) -> dict[int, Array]:
-    """The sums of the numbers, and of their squares, for each index along each dimension."""
+    """Sum the numbers, and their squares, over all dimensions but one, for each dimension."""
     if numbers.dim() == 0 or numbers.numel() == 0:
         return {}
     dims = range(numbers.dim())
     profiled_dims = [dim for dim in dims if 2 <= numbers.shape[dim] <= MAX_PROFILE_SIZE]
-    # The first and the last dimensions are each summed out once, so that the data are not read once
-    # for each profile.
+    # For speed, each half of the dimensions is summed first. The profiles are computed from these
+    # partial sums, so that the data are not read again for each profile.
     middle = (numbers.dim() + 1) // 2
     halves = [list(dims[:middle]), list(dims[middle:])]
     profiles: dict[int, list[Tensor]] = {}
@@ -250,6 +255,7 @@ def _profiles(numbers: Tensor) -> dict[int, Array]:
 
 
 def _totals(numbers: Tensor, profiles: dict[int, Array]) -> list[float]:
+    """Sum the numbers and their squares, from a profile if there is one, which is faster."""
     if profiles:
         first_profile = next(iter(profiles.values()))
         with np.errstate(invalid="ignore", over="ignore"):
