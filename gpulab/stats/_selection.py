@@ -92,7 +92,7 @@ class RowChoice:
     mode: str | None = None
 
     def check(self, frame: pd.DataFrame) -> None:
-        """Raise `UsageError` if the choice contradicts itself or names a column not in the table."""
+        """Raise `UsageError` if the choice contradicts itself or names a column that is missing."""
         if self.last is not None and self.best is not None:
             raise UsageError(f"last={self.last!r} and best={self.best!r}: expected one of the two")
         if self.mode is not None and self.mode not in MODES:
@@ -505,7 +505,7 @@ class _RunTable:
         return ChosenRows(positions, is_diverged[positions], tuple(notes))
 
     def _check_ended(self, best: str, row: NDArray[np.intp], has_diverged: bool) -> None:
-        """Raise `UsageError` if a run without a value of `best` has a metric and did not diverge."""
+        """Raise `UsageError` if a run without values of `best` has a metric and did not diverge."""
         if not has_diverged and np.isfinite(self.column.values[row]).all():
             raise UsageError(
                 f"{self._run_text(row[0])} has no {best}: leave it out, or take the last by last="
