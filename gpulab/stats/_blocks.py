@@ -20,9 +20,9 @@ MAX_EXAMPLES = 3  # types and examples in one sentence
 def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
     """Unify the types of blocks and levels, so that `"3"` and `3` are the same seed.
 
-    A text that is a number becomes that number if another row has it as a number. In the column of
-    blocks it also does if another row spells it differently, such as `"3.0"`, unless one level has
-    two spellings of a number.
+    A text such as `"3"` becomes a number if another row has the same number as a number. In the
+    column of blocks, all texts of numbers also become numbers if two of them are the same number,
+    such as `"3"` and `"3.0"`, unless one level has both spellings.
 
     Raises:
         UsageError: If the blocks of the levels still have no type in common, such as text under one
