@@ -94,7 +94,7 @@ class Workers(contextlib.AbstractContextManager):
                     raise
 
     def _shared_setting(self, job: dict[str, Any]) -> str:
-        """Return the setting of a run that may share a GPU with others; an empty text if it may not.
+        """Return the setting of a run that may share a GPU with others, and "" if it may not.
 
         The built-in networks may share a GPU: each training has its own random generators, and its
         CUDA stream keeps its kernels in order. Training functions may not, since they draw from
