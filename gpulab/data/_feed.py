@@ -151,7 +151,7 @@ def prefetch(windows: Iterator[Window], setting: Setting, data: Data) -> Iterato
 
 
 def _prefetch_in_thread(windows: Iterator[Window]) -> Iterator[Window]:
-    """Yield the same windows; another thread prepares the next one while the current one is used."""
+    """Yield the windows; another thread prepares the next one while the current one is used."""
     with ThreadPoolExecutor(1) as pool:
         window = pool.submit(next, windows, None).result()
         while window is not None:

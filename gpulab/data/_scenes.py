@@ -165,8 +165,8 @@ class Walk:
             np.where(ground, ground_index, np.where(sky, sky_index, wall_index))
         )
 
-        # Distant pixels fade into haze, and walls that face north or south fade more. The visibility
-        # is the weight of a pixel's colour, in 1/256. The haze has the grey level 120.
+        # Distant pixels fade into haze, and walls that face north or south fade more. The
+        # visibility is the weight of a pixel's colour, in 1/256. The haze has the grey level 120.
         distance_seen = np.where(ground, ground_distance, depth32)
         visibility = 256 - np.minimum((distance_seen * f32(7.5)).astype(np.int32), 150)
         visibility = np.where(~ground & (side[:, None, :] == 1), visibility * 3 // 4, visibility)
