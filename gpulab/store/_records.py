@@ -91,7 +91,7 @@ def _check_passport(passport: dict[str, Any], device: str) -> None:
 
 
 def _check_configuration(configuration: dict[str, Any]) -> None:
-    """Raise an error, usually `KeyError`, if a configuration lacks a value for the table of runs."""
+    """Raise an error, usually `KeyError`, if a configuration lacks a value for the table."""
     if "source" in configuration:
         dict(configuration["options"])
         return

@@ -194,8 +194,8 @@ def read_tables(folder: Path) -> list[tuple[pd.DataFrame, dict[str, Any]]]:
 def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyarrow.Table]) -> None:
     """Write runs into one file atomically.
 
-    The seconds of a history are rounded to 1/1024. Further digits have no meaning, and would make
-    the file larger by a fourth.
+    The seconds of a history are rounded to 1/1024. Further digits have no meaning, and would take
+    up a fifth of the file.
     """
     import pyarrow
 
