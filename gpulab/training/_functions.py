@@ -248,8 +248,8 @@ class FunctionRun(PlannedRun):
 def _summarize_metrics(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Build the results for the record of a training with these metrics.
 
-    If a metric is missing or not finite, the training diverged, and no metrics are recorded. A
-    metric `loss` is also the `final_loss`, unless there is one.
+    If there are no metrics, or one of them is not finite, the training diverged, and no metrics are
+    recorded. A metric `loss` also becomes the `final_loss`, unless there is one.
     """
     if not all(map(math.isfinite, metrics.values())):
         metrics = {}

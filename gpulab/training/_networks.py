@@ -369,7 +369,7 @@ def _check_lengths(frames: int, window: int, learning_rate: float) -> None:
 
 
 def _check_loader(loader: str, model: Trainable) -> None:
-    """Raise `UsageError` if a loader of single frames is combined with a model of larger batches."""
+    """Raise `UsageError` if a loader of single frames is used with a model of larger batches."""
     batch_size = getattr(model, "batch_size", 1)
     if loader != "window" and batch_size > 1:
         raise UsageError(

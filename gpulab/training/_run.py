@@ -100,7 +100,7 @@ class Run:
         per frame, averaged over the window) and `seconds` (since the beginning). A training of your
         own has a single row.
         """
-        # pandas is imported only when it is needed, since loading it takes a third as long as torch.
+        # pandas is imported only when it is needed: loading it takes a third as long as torch.
         import pandas as pd
 
         return pd.DataFrame(self.columns)
