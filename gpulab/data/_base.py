@@ -17,8 +17,8 @@ from gpulab.files import JSON, Stamps, check_unchanged, content_digest
 
 Bytes = npt.NDArray[np.uint8]
 
-HELD_OUT = 10  # one frame in this many is held out, where the data's length is given
-HELDOUT_WINDOW = 20  # frames of a window in which losses to compare with are computed
+HELD_OUT = 10  # for each ten frames to train on, one frame is held out
+HELDOUT_WINDOW = 20  # the window's length for reference losses on held-out frames
 
 
 def check_folder(folder: Path, expected: str) -> None:
@@ -29,26 +29,40 @@ def check_folder(folder: Path, expected: str) -> None:
 
 
 class Window(NamedTuple):
-    """`frames` (t, C, H, W) of bytes to train on; `restart` says that the state begins anew."""
+    """A window of frames to train on.
+
+    Attributes:
+        frames: Bytes of shape (t, C, H, W).
+        restart: Whether the network's state is reset before this window.
+    """
 
     frames: Bytes
     restart: bool
 
 
 class Data(ABC):
-    """A data set, in two parts, of frames of `channels` and `size` (height, width)."""
+    """A data set with a training part and a held-out part.
+
+    Attributes:
+        name: The name of the data.
+        channels: The number of channels of a frame.
+        size: The height and width of a frame.
+        sequential: Whether the frames are a sequence, or else a set of images.
+        threads: The number of threads that may prepare frames in advance.
+        stamps: The stamps of the source files when the data were loaded.
+    """
 
     name: str
     channels: int
     size: tuple[int, int]
     sequential: bool
-    threads: int = 0  # how many may prefetch frames for a device that would wait for them
-    stamps: Stamps = {}  # of the files that are read later, as they were when the data were loaded
+    threads: int = 0
+    stamps: Stamps = {}
 
     @property
     def content(self) -> str | None:
         """The SHA-256 (hex) of the sources: `""` without a file, `None` if it cannot be known."""
-        # Of the images of a folder the names count, too: they say in which order the frames come.
+        # For a folder of images, the names are part of the digest, since they determine the order.
         return content_digest(self.stamps) if self.stamps else None
 
     def check_unchanged(self) -> None:
@@ -57,18 +71,21 @@ class Data(ABC):
 
     @abstractmethod
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
-        """Training windows from number `start` on, endlessly; `length` frames are new in each."""
+        """Yield training windows without end, from number `start` on.
+
+        Each window has `length` new frames.
+        """
 
     @abstractmethod
     def heldout(self, length: int) -> Iterator[Window]:
-        """The held-out frames, once, in windows."""
+        """Yield the held-out frames in windows, each frame once."""
 
     @abstractmethod
     def __len__(self) -> int:
         """The number of training frames or images."""
 
     def options(self) -> dict[str, JSON]:
-        """What, besides the name, makes this data: JSON-ready, for the record of a run."""
+        """Return what determines the data besides the name, in JSON types, for a run's record."""
         return {"size": list(self.size)}
 
     def __repr__(self) -> str:
@@ -81,11 +98,11 @@ class Data(ABC):
 
 
 class Sequence(Data):
-    """Frames (C, H, W) in order: `frames` to train on, then `heldout_count` held-out ones.
+    """A sequence of frames (C, H, W): `frames` to train on, followed by `heldout_count` others.
 
-    As in the published loop, the first window of a pass has `length` frames, and each later one
-    begins with the last frame of the one before. A sequence shorter than the training is passed
-    over again.
+    As in the published training loop, the first window of a pass has `length` frames. Each later
+    window has one more: it begins with the last frame of the window before it. If the sequence is
+    shorter than the training, it is repeated from the beginning.
     """
 
     sequential = True
@@ -104,10 +121,13 @@ class Sequence(Data):
 
     @abstractmethod
     def stream(self, start: int, stop: int) -> Iterator[Bytes]:
-        """Frames `start` to `stop` in order, training part and held-out part together."""
+        """Yield frames `start` to `stop`; held-out frames are numbered after the training part."""
 
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:  # noqa: ARG002
-        """Windows in order, endlessly, whatever the seed."""
+        """Yield windows in order without end; the seed is ignored.
+
+        Frames at the end that do not fill a window are left out of each pass.
+        """
         windows_per_pass = self.frames // length
         if windows_per_pass == 0:
             raise DataError(
@@ -117,7 +137,10 @@ class Sequence(Data):
             yield from self._iterate_windows(length, number, windows_per_pass, offset=0)
 
     def heldout(self, length: int) -> Iterator[Window]:
-        """The held-out frames in windows, the state beginning anew at the first."""
+        """Yield the held-out frames in windows; the first one resets the network's state.
+
+        Frames at the end that do not fill a window are left out.
+        """
         if self.heldout_count < 2:
             raise DataError(
                 f"{self.name}: {self.heldout_count} held-out frames; a prediction needs 2"
@@ -128,13 +151,18 @@ class Sequence(Data):
         )
 
     def repeat_loss(self) -> float:
-        """The mean squared error, in [0, 1], of repeating the last held-out frame."""
+        """Compute the held-out loss of predicting each frame by the frame before it.
+
+        It is the mean squared error of frames scaled to [0, 1].
+        """
         frames = (window.frames / 255 for window in self.heldout(HELDOUT_WINDOW))
         losses = [np.square(np.diff(window, axis=0)).mean((1, 2, 3)) for window in frames]
         return float(np.concatenate(losses).mean())
 
     def missing_colour_loss(self) -> float:
-        """The least held-out loss of a network with one dead output channel.
+        """Compute the least held-out loss that a network with one dead output channel can have.
+
+        The dead channel is always 0, and all others are predicted without error.
 
         >>> import gpulab as gl
         >>> walk = gl.load("walk", frames=300, size=(24, 32))
@@ -148,13 +176,17 @@ class Sequence(Data):
         return float(np.mean(squares, axis=0).min() / self.channels)
 
     def options(self) -> dict[str, JSON]:
-        """The size and the numbers of frames."""
+        """Return the size and the numbers of training and held-out frames."""
         return super().options() | {"frames": self.frames, "heldout": self.heldout_count}
 
     def _iterate_windows(
         self, length: int, first_window: int, stop: int, offset: int
     ) -> Iterator[Window]:
-        """Windows `first_window` to `stop` of `length` new frames each, from frame `offset` on."""
+        """Yield windows `first_window` to `stop` of `length` new frames each.
+
+        Frame `offset` is the first frame of window 0.
+        """
+        # Each window but the first begins with the last frame of the window before it.
         frames = self.stream(offset + max(0, first_window * length - 1), offset + stop * length)
         window = [next(frames)] if first_window else []
         for number in range(first_window, stop):

@@ -1,4 +1,4 @@
-"""A data set by its name: rendered scenes, images, films and folders of images."""
+"""Loading of data sets by name: rendered scenes, images, films and folders of images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from gpulab.files import JSON
 
 
 class OptionGroup(NamedTuple):
-    """Options of `load` that only some kinds of data take: their defaults and their purpose."""
+    """Options of `load` that only some kinds of data take.
+
+    Attributes:
+        defaults: The default of each option by name.
+        purpose: The end of an error message that says which data the options are for.
+    """
 
     defaults: Mapping[str, float]
     purpose: str
@@ -30,9 +35,9 @@ READING = OptionGroup({"grey": False}, "is for frames of your own")
 
 
 class Rendered(Sequence):
-    """One of the project's own scenes, of any length."""
+    """A rendered scene of any length, as a sequence of frames."""
 
-    content = ""  # the frames come from no file
+    content = ""  # the frames are not read from a file
 
     def __init__(
         self, name: str, scene: Walk | MovingDigits, frames: int, heldout_count: int
@@ -41,11 +46,11 @@ class Rendered(Sequence):
         self.scene = scene
 
     def stream(self, start: int, stop: int) -> Iterator[Bytes]:
-        """Frames `start` to `stop`, rendered as they are asked for."""
+        """Yield frames `start` to `stop`, rendered when they are needed."""
         return self.scene.stream(start, stop, self.threads)
 
     def options(self) -> dict[str, JSON]:
-        """The size, the numbers of frames, the scene's seed and its speed."""
+        """Return the size, the numbers of frames, the scene's seed and its speed."""
         return super().options() | {"scene_seed": self.scene.seed, "speed": self.scene.speed}
 
 
@@ -61,7 +66,7 @@ class Request(NamedTuple):
 
 
 def _load_digits(_: Request) -> Images:
-    # Each caller gets its own copy.
+    # `digits` caches its array, so each caller gets a copy. The last 297 images are held out.
     return Images("digits", *map(np.copy, np.split(digits(), [1500])))
 
 
@@ -79,6 +84,7 @@ def _load_moving_digits(request: Request) -> Rendered:
 
 
 def _load_scene(name: str, scene: Walk | MovingDigits, frames: int | None) -> Rendered:
+    """Create a scene with 1,000 frames by default, and a tenth as many held out, at least 20."""
     frames = frames or 1000
     return Rendered(name, scene, frames, max(20, frames // HELD_OUT))
 
@@ -108,7 +114,7 @@ KINDS = {
     "frames": Kind(("frames:DIR",), _load_folder, READING),
 }
 NAMES = tuple(name for data_kind in KINDS.values() for name in data_kind.names)
-# What a name begins with: a kind, and a colon where a place follows.
+# The possible beginnings of names: a kind, with a colon if a file or folder follows.
 PREFIXES = {name.removesuffix("DIR").removesuffix("FILE") for name in NAMES}
 
 
@@ -193,14 +199,14 @@ def load(
         raise UsageError(f"data {name!r}: grey={grey!r}: expected True or False")
     data_kind = KINDS[kind_name]
     _check_options(name, data_kind, {"seed": seed, "speed": speed, "grey": grey})
-    # The speeds 2 and 2.0 are the same, and must give the same record.
+    # The conversion makes the record the same for the speeds 2 and 2.0.
     return data_kind.load(
         Request(location, frames, (height, width), seed, float(speed), bool(grey))
     )
 
 
 def _check_options(name: str, data_kind: Kind, options: Mapping[str, float]) -> None:
-    """Raise `UsageError` for options other than the defaults that this kind does not take."""
+    """Raise `UsageError` if an option that this kind does not take has not its default value."""
     for group in (RENDERING, READING):
         option_values = {option: options[option] for option in group.defaults}
         if group != data_kind.options and option_values != group.defaults:

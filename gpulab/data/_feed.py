@@ -18,7 +18,10 @@ from gpulab.settings import Setting
 
 
 class _Batching(Protocol):
-    """The interface that a loader needs of a network; networks are in a higher layer."""
+    """The part of a network's interface that a loader uses.
+
+    It is declared here because networks are in a higher layer, which this module cannot import.
+    """
 
     @property
     def sequential(self) -> bool: ...
@@ -27,7 +30,11 @@ class _Batching(Protocol):
 
 
 class Feed:
-    """Frames (1, C, H, W), read on demand through a host buffer and converted by `to_device`."""
+    """Frames of shape (1, C, H, W), one after the other through the same host buffer.
+
+    Each iteration overwrites the buffer with the next frame, scaled to [0, 1], and passes it to
+    `to_device`, whose result is yielded.
+    """
 
     def __init__(
         self, frames: np.ndarray, buffer: np.ndarray, to_device: Callable[[np.ndarray], Tensor]
@@ -46,22 +53,24 @@ class Feed:
 
 
 class Loader:
-    """Brings windows of bytes (t, C, H, W) to the device of a setting, scaled to [0, 1].
+    """Copies windows of frames, bytes of shape (t, C, H, W), to a device, scaled to [0, 1].
 
-    - `window`: the whole window in one copy from host to device; gpulab's own way.
-    - `reused`: the published loop: one NumPy buffer is filled and wrapped, `torch.as_tensor(buffer,
-      device=device)`, frame by frame. On a CPU that copies nothing, so every time step of the graph
-      holds the same memory.
-    - `copied`: the same, from a copy of the buffer.
-    - `imitated`: what `reused` does on a CPU, on any device: every frame is written into the same
-      memory of the device, behind autograd's back.
+    There are four loaders:
+
+    - `window`: Copy the whole window at once. This is the default.
+    - `reused`: Write each frame into the same NumPy buffer, and convert the buffer by
+      `torch.as_tensor(buffer, device=device)`, as in the published training loop. On a CPU this
+      copies nothing, so all time steps of the graph share one memory, which is overwritten.
+    - `copied`: Like `reused`, but each frame has its own copy of the buffer.
+    - `imitated`: Do on any device what `reused` does on a CPU: write each frame into the same
+      memory of the device without autograd noticing.
 
     Args:
-        name: Which of these.
-        setting: Whose device and precision the tensors have.
+        name: The name of the loader.
+        setting: The setting whose device and precision the tensors have.
 
     Raises:
-        UsageError: For another name.
+        UsageError: If there is no loader of this name.
 
     Examples:
         >>> loader = Loader("reused", Setting.parse("cpu"))
@@ -81,28 +90,29 @@ class Loader:
         self.quotients = quotients.to(self.device, self.dtype) if setting.kind == "cuda" else None
 
     def window(self, frames: np.ndarray) -> Tensor:
-        """The frames as one new tensor."""
+        """Return the frames as one new tensor on the device."""
         if self.quotients is None:
             return torch.from_numpy(frames.astype(np.float32)).div_(255).to(self.device, self.dtype)
-        # Bytes are less to move. A division on a GPU may round differently from one on the CPU, so
-        # the quotients are looked up.
+        # Copying bytes is faster than copying floats. The quotients are looked up in a table from
+        # the CPU, since a division on the GPU may round differently.
         return self.quotients[torch.from_numpy(frames).to(self.device).int()]
 
     def feed(self, frames: np.ndarray) -> Feed:
-        """The frames one by one, through one buffer."""
+        """Return the frames as a `Feed`, which passes them through one buffer."""
         numpy_type = np.float64 if self.dtype == torch.float64 else np.float32
         return Feed(frames, np.empty((1, *frames.shape[1:]), numpy_type), self._to_device)
 
     def batches(self, model: _Batching, frames: np.ndarray) -> Iterable[Tensor | Feed]:
-        """What each update of a model sees of a window."""
+        """Return the batches of a window: the input of each update of a model."""
         if self.name == "window":
             return model.batches(self.window(frames))
         feed = self.feed(frames)
         return [feed] if model.sequential else feed
 
     def _to_device(self, buffer: np.ndarray) -> Tensor:
+        """Convert the host buffer to a tensor on the device, as the loader's name says."""
         if self.device_buffer is not None:
-            # `.data` has a version counter of its own
+            # Autograd does not notice a write to `.data`, which has its own version counter.
             self.device_buffer.data.copy_(torch.from_numpy(buffer))
             return self.device_buffer
         host = buffer if self.name == "reused" else buffer.copy()
@@ -112,7 +122,11 @@ class Loader:
 
 
 def has_exclusive_device(setting: Setting) -> bool:
-    """Whether no other training uses the GPU: trainings that share one have a stream each."""
+    """Return whether no other training shares the GPU; always true on other devices.
+
+    Trainings that share a GPU run on their own streams, so the default stream means that this
+    training is alone.
+    """
     device = setting.device
     return setting.kind != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(
         device
@@ -120,10 +134,11 @@ def has_exclusive_device(setting: Setting) -> bool:
 
 
 def prefetch(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[Window]:
-    """The windows of data; for another device, several threads prepare the next one in advance.
+    """Return the windows, prepared in advance by threads if that saves time.
 
-    Trainings that share a device need no such threads: while one makes a window, others keep the
-    device busy.
+    Threads are used for other devices than the CPU, and only if no other training shares the
+    device. Otherwise the other trainings keep the device busy while this one prepares a window.
+    With threads, `data.threads` is set to at most four, so that the data may use several, too.
 
     >>> windows = iter(())
     >>> prefetch(windows, Setting.parse("cpu"), None) is windows
@@ -136,7 +151,7 @@ def prefetch(windows: Iterator[Window], setting: Setting, data: Data) -> Iterato
 
 
 def _prefetch_in_thread(windows: Iterator[Window]) -> Iterator[Window]:
-    """The same windows, each prepared while this thread waits for the device."""
+    """Yield the windows; another thread prepares the next one while the current one is used."""
     with ThreadPoolExecutor(1) as pool:
         window = pool.submit(next, windows, None).result()
         while window is not None:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     import av.container
     import PIL.Image
 
-MAX_PIXELS = 1 << 27  # of a frame or an image
+MAX_PIXELS = 1 << 27  # the largest number of pixels of a frame or an image
 EXIF_ORIENTATION = 0x0112  # the number of this note in Exif
 IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # EPS would start Ghostscript
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
-# Not those that open further files or addresses, which their content names: playlists, and lists of
-# images.
+# Formats such as playlists and lists of images are left out, because their content can name further
+# files or addresses, which would be opened.
 VIDEO_FORMATS = (
     "asf,avi,dv,flv,gif,h264,hevc,m4v,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,mxf,ogg,wav,"
     "yuv4mpegpipe"
@@ -48,28 +48,28 @@ TRANSPARENT_IMAGE = (
     " Image.alpha_composite(Image.new('RGBA', image.size, 'white'),"
     " image.convert('RGBA')).convert('RGB')"
 )
-SIXTEEN_BITS = {"I;16", "I;16L", "I;16B", "I;16N"}  # modes of Pillow
-GREY_MODES = {"1", "L", "LA", "La", "I", "F"}  # of Pillow, without what follows a semicolon
-UNREADABLE_MODES = {  # their numbers do not determine a shade
+SIXTEEN_BITS = {"I;16", "I;16L", "I;16B", "I;16N"}  # Pillow's modes for 16-bit grey
+GREY_MODES = {"1", "L", "LA", "La", "I", "F"}  # Pillow's modes for grey, up to a semicolon
+UNREADABLE_MODES = {  # Pillow's modes whose numbers do not determine a colour on a screen
     "CMYK": (
         "holds amounts of ink (CMYK), and a screen's colours depend on the printer; save it as RGB"
     ),
     "LAB": "holds colours as L*a*b*; save it as RGB",
     "HSV": "holds colours as hue, saturation and value; save it as RGB",
 }
-# of Pillow: whole numbers of 32 bits or with a sign, and floating-point numbers
+# Pillow's modes for 32-bit or signed integers, and for floating-point numbers.
 WIDE_MODES = (
     "I",
     "F",
 )
-TIFF_PHOTOMETRIC = 262  # the number of a tag in TIFF
-TIFF_WHITE_IS_ZERO = 0  # a value of that tag
+TIFF_PHOTOMETRIC = 262  # the number of the tag PhotometricInterpretation in TIFF
+TIFF_WHITE_IS_ZERO = 0  # the value of that tag for negatives, in which 0 is white
 
 
 class Video(Sequence):
     """A video file that PyAV can decode, centre-cropped to the shape of `size` and scaled to it.
 
-    Frames further on are reached by decoding those before them.
+    To reach a frame, all frames before it are decoded.
     """
 
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
@@ -83,7 +83,7 @@ class Video(Sequence):
         super().__init__(name, 1 if grey else 3, size, *_split_counts(name, count, frames))
 
     def stream(self, start: int, stop: int) -> Iterator[Bytes]:
-        """Frames `start` to `stop`, decoded as they are asked for."""
+        """Yield frames `start` to `stop`, each decoded when it is needed."""
         with _open_film(self.file) as film:
             for frame in itertools.islice(film.decode(video=0), start, stop):
                 yield _crop_and_scale(_orient_frame(self.file, frame), self.size, self.grey)
@@ -101,7 +101,7 @@ class Folder(Sequence):
         )
 
     def stream(self, start: int, stop: int) -> Iterator[Bytes]:
-        """Frames `start` to `stop`, read as they are asked for."""
+        """Yield frames `start` to `stop`, each read when it is needed."""
         for file in itertools.islice(self.stamps, start, stop):
             with _open_image(file) as image:
                 yield _crop_and_scale(image, self.size, self.grey)
@@ -110,12 +110,15 @@ class Folder(Sequence):
 # --- films ----------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=256)  # an experiment asks for its film once a run
+@functools.lru_cache(maxsize=256)  # each run of an experiment inspects the same film
 def _inspect_film(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG001
-    """Decode a film to count its frames; also return its grey pixel format, "" if it has colour.
+    """Decode a film to count its frames, and find its pixel format if it is grey.
+
+    The pixel format is an empty text for a film in colour. `version` only serves the cache: a film
+    that has changed is inspected again.
 
     Raises:
-        DataError: For a film with transparent places, or one that ends within a frame.
+        DataError: If the film has transparent pixels, or a frame is damaged or incomplete.
     """
     count = 0
     grey_pixels = ""
@@ -139,28 +142,34 @@ def _inspect_film(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG00
 
 
 def _has_alpha(pixels: av.VideoFormat) -> bool:
-    """Whether pixels of this format say how transparent they are, or their palette does."""
+    """Return whether pixels of this format, or the colours of its palette, can be transparent."""
     return pixels.has_palette or any(component.is_alpha for component in pixels.components)
 
 
 def _is_grey(pixels: av.VideoFormat) -> bool:
-    """Whether pixels of this format have only a brightness."""
+    """Return whether pixels of this format have no colour, only a brightness."""
     colours = [component for component in pixels.components if not component.is_alpha]
     return len(colours) == 1 and not pixels.has_palette and not pixels.is_rgb
 
 
 def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
-    """Rotate a frame for display: phones record their orientation and do not rotate the pixels."""
+    """Rotate or mirror a frame as its display matrix says.
+
+    Phones record their orientation in this matrix and do not rotate the pixels.
+
+    Raises:
+        DataError: If the rotation is not by a multiple of 90°.
+    """
     from PIL import Image
 
     pixels = frame.to_ndarray(format="rgb24")
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is not None:
-        # A pixel at (x, y) is shown at (a x + c y, b x + d y), in numbers of 16 bits before and
-        # after the point. PyAV's stub knows of motion vectors only, and not that side data are
-        # buffers.
+        # A pixel at (x, y) is shown at (a x + c y, b x + d y). The numbers are fixed-point, with 16
+        # bits after the point; only their signs are used. The type is ignored because PyAV's stub
+        # does not declare side data as buffers.
         a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()  # type: ignore[call-overload]
-        if not (a or d):
+        if not (a or d):  # a quarter turn exchanges x and y
             pixels = pixels.swapaxes(0, 1)
             a = c
             d = b
@@ -174,7 +183,14 @@ def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
 
 @contextlib.contextmanager
 def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
-    """A film as PyAV's container, limited to this one file and to frames of `MAX_PIXELS`."""
+    """Open a film for reading inside the block.
+
+    PyAV may open only this file, and frames may have at most `MAX_PIXELS` pixels.
+
+    Raises:
+        DataError: If the file is not a readable video, or its frames are too large. Errors inside
+            the block become `DataError`, too.
+    """
     import av
 
     with (
@@ -195,7 +211,11 @@ def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
 
 
 def _split_counts(name: str, count: int, frames: int | None) -> tuple[int, int]:
-    """How many of `count` frames to train on and to hold out: the last tenth, or as many as asked.
+    """Compute how many of `count` frames to train on, and how many of the following to hold out.
+
+    `frames` is the number of frames that the training needs, if it is given. About one frame in
+    eleven is held out, but at least two. If the film is too short for `frames`, all frames that are
+    not held out are trained on, and they are used more than once.
 
     >>> (
     ...     [_split_counts("film", 100, frames) for frames in (None, 30, 95)],
@@ -207,12 +227,17 @@ def _split_counts(name: str, count: int, frames: int | None) -> tuple[int, int]:
         raise DataError(f"{name}: {count} frames; at least 4 are needed")
     heldout_count = max(2, count // (HELD_OUT + 1))
     if frames is None or frames + heldout_count > count:
-        return count - heldout_count, heldout_count  # a shorter sequence is passed over again
+        return count - heldout_count, heldout_count
     return frames, max(2, min(count - frames, frames // HELD_OUT))
 
 
 def _image_files(folder: Path, grey: bool) -> Stamps:
-    """The images of a folder by name, as they are now, after a look at the header of each."""
+    """List the images of a folder in natural order, each with its stamp, and check all of them.
+
+    Raises:
+        DataError: If the folder has no images, or an image is unreadable, transparent, of another
+            size than the first, or grey without `grey`.
+    """
     check_folder(folder, "'frames:DIR' reads a folder of images, 'video:FILE' a film")
     images = sorted(
         (file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES),
@@ -244,10 +269,13 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
 
 
 def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
-    """Raise `DataError` unless numbers of any size can be taken as shades of grey, 0 to 255."""
+    """Raise `DataError` unless all numbers can be taken as shades of grey from 0 to 255.
+
+    If no number exceeds 1, white may be 1 instead of 255. This is an error, too, except if all
+    numbers are 0.
+    """
     lowest = shades.min()
     highest = shades.max()
-    # If no number exceeds 1, white may be 1.
     if (1 < highest <= 255 and lowest >= 0) or not shades.any():
         return
     raise DataError(
@@ -257,17 +285,21 @@ def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
 
 
 def _is_transparent(image: PIL.Image.Image) -> bool:
-    """Whether an image has transparent pixels; they are read only if it may have some."""
+    """Return whether an image has transparent pixels.
+
+    The pixels are read only if the header of the image says that they may be transparent.
+    """
     if not image.has_transparency_data:
         return False
-    if image.mode in SIXTEEN_BITS:  # one shade of grey stands for nothing
+    if image.mode in SIXTEEN_BITS:  # the header names one shade of grey that is transparent
         return bool((np.asarray(image) == image.info["transparency"]).any())
     return bool(np.asarray(image.convert("RGBA").getchannel("A")).min() < 255)
 
 
 def _natural_key(file: Path) -> tuple[list[str | int], str]:
-    """Sorts names by the numbers in them: 2.png comes before 10.png."""
+    """Build a sorting key that orders names by the numbers in them: 2.png before 10.png."""
     key: list[str | int] = []
+    # Texts and numbers alternate: the parts at odd positions are the numbers.
     for position, text in enumerate(re.split("([0-9]+)", file.name)):
         is_number = position % 2 == 1
         key.append(int(text) if is_number else text)
@@ -276,11 +308,16 @@ def _natural_key(file: Path) -> tuple[list[str | int], str]:
 
 @contextlib.contextmanager
 def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
-    """Open an image for reading inside the block; errors name its file."""
+    """Open an image for reading inside the block.
+
+    Raises:
+        DataError: If the file is not an image of a known format, has too many pixels, or holds
+            several pictures. Errors inside the block become `DataError`, too.
+    """
     from PIL import Image
 
     not_an_image = f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"
-    # Pillow warns of sizes below the bound and of metadata.
+    # Pillow warns of large images, also below `MAX_PIXELS`, and of unusual metadata.
     no_warnings = warnings.catch_warnings(action="ignore")
     with (
         convert_read_errors(file, not_an_image),
@@ -291,7 +328,7 @@ def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
             raise DataError(
                 f"{file}: has {image.width:,}×{image.height:,} pixels; it may have {MAX_PIXELS:,}"
             )
-        # A photograph's second picture is its preview, or what another lens saw.
+        # In a photograph (MPO) further pictures are previews, or come from another lens.
         count = getattr(image, "n_frames", 1)
         if image.format != "MPO" and count > 1:
             raise DataError(f"{file}: holds {count} pictures; save each as a file of its own")
@@ -299,10 +336,14 @@ def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
 
 
 def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
-    """(width, height) of an image as displayed, after the rotation that Exif states."""
-    # Pillow says the size of a TIFF so already. Of a PNG without a note before its pixels it would
-    # read all of them.
+    """Return the width and height of an image after the rotation that its Exif data state.
+
+    The pixels are not read.
+    """
+    # For a TIFF, `image.size` already takes the rotation into account. For a PNG without metadata
+    # before its pixels, `getexif` would read all of the pixels, so it is not called.
     has_orientation = image.format != "TIFF" and ("exif" in image.info or "xmp" in image.info)
+    # The orientations 5 to 8 exchange width and height.
     is_sideways = has_orientation and image.getexif().get(EXIF_ORIENTATION, 1) > 4
     return (image.height, image.width) if is_sideways else image.size
 
@@ -315,7 +356,7 @@ def _crop_and_scale(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -
     if image.format == "TIFF":
         is_negative = image.tag_v2.get(TIFF_PHOTOMETRIC) == TIFF_WHITE_IS_ZERO  # type: ignore[attr-defined]
     image = ImageOps.exif_transpose(image)
-    # Pillow would cut 16 bits off at 255, and leaves a negative as it is
+    # Pillow would clip 16-bit shades at 255, and does not invert negatives. Here 65535 becomes 255.
     if image.mode in SIXTEEN_BITS:
         shades = np.asarray(image).astype(np.uint32)
         if is_negative:

@@ -18,12 +18,12 @@ from gpulab.data._base import HELD_OUT, Bytes, Data, Window, check_folder
 from gpulab.errors import DataError
 from gpulab.files import JSON, convert_read_errors
 
-MAX_UNPACKED_BYTES = 1 << 28  # of MNIST's images, unpacked
+MAX_UNPACKED_BYTES = 1 << 28  # the largest size of an unpacked file of images
 MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
-SHA256 = {  # of MNIST's images, as they are downloaded
+SHA256 = {  # the digests of the files that are downloaded
     "train-images-idx3-ubyte.gz": (
         "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"
     ),
@@ -32,7 +32,7 @@ SHA256 = {  # of MNIST's images, as they are downloaded
 
 
 class Images(Data):
-    """Images (N, 1, H, W) without an order: each seed has its own."""
+    """A set of images (N, 1, H, W), which each seed puts into its own random order."""
 
     sequential = False
 
@@ -45,7 +45,7 @@ class Images(Data):
 
     @functools.cached_property
     def content(self) -> str:
-        """The SHA-256 of the images, of both parts."""
+        """The SHA-256 (hex) of the training and held-out images."""
         parts = self.train, self.heldout_images
         shapes = repr([(images.dtype.str, images.shape) for images in parts]).encode()
         return hashlib.sha256(
@@ -56,9 +56,10 @@ class Images(Data):
         return len(self.train)
 
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
-        """`length` images each; every pass over the images has an order of its own."""
+        """Yield windows of `length` images without end; each pass has another random order."""
         import torch
 
+        # Each pass has its own generator, so that a resumed training can begin at any window.
         first_pass, images_done = divmod(start * length, len(self))
         generators = (
             torch.Generator().manual_seed(seed * 1_000_003 + number)
@@ -72,21 +73,24 @@ class Images(Data):
             yield Window(self.train[list(itertools.islice(remaining, length))], restart=True)
 
     def heldout(self, length: int) -> Iterator[Window]:
-        """The held-out images in their stored order."""
+        """Yield windows of the held-out images in their stored order."""
         for start in range(0, len(self.heldout_images), length):
             yield Window(self.heldout_images[start : start + length], restart=True)
 
     def options(self) -> dict[str, JSON]:
-        """The size and the numbers of images."""
+        """Return the size and the numbers of training and held-out images."""
         return super().options() | {"images": len(self.train), "heldout": len(self.heldout_images)}
 
 
 @functools.cache
 def digits() -> Bytes:
-    """The digits of scikit-learn, 8×8 in 17 shades, enlarged to 28×28: (1797, 1, 28, 28)."""
+    """Load the digits of scikit-learn, enlarged from 8×8 to 28×28; shape (1797, 1, 28, 28).
+
+    Their 17 shades, 0 to 16, are scaled to 0 to 255.
+    """
     from PIL import Image
 
-    # Only the file is wanted; importing scikit-learn for it costs a process 70 MB and a second.
+    # The file is read without importing scikit-learn, which would take 70 MB and a second.
     file = importlib.metadata.distribution("scikit-learn").locate_file(
         "sklearn/datasets/data/digits.csv.gz"
     )
@@ -99,7 +103,13 @@ def digits() -> Bytes:
 
 
 def mnist(folder: str) -> Images:
-    """Load MNIST's images, both splits or the test split, from a folder, or download them."""
+    """Load MNIST's images from a folder, or download them if `folder` is an empty text.
+
+    A folder may have one of the two splits only. Its last images are then held out.
+
+    Raises:
+        DataError: If files are missing or damaged, or cannot be downloaded.
+    """
     files = _find_mnist(Path(folder)) if folder else list(map(_download, SHA256))
     parts = [_read_idx(file) for file in files]
     if len(parts) == 1:
@@ -112,9 +122,13 @@ def mnist(folder: str) -> Images:
 
 
 def _find_mnist(folder: Path) -> list[Path]:
-    """The files of MNIST's training and test images that exist in one of the usual folders."""
+    """Find the files of MNIST's training and test images in the first usual folder with any.
+
+    Raises:
+        DataError: If there is no such file.
+    """
     check_folder(folder, "'mnist:DIR' reads a folder with MNIST's files, 'mnist' downloads them")
-    # The last two are the folders of torchvision.
+    # torchvision stores the files in the last two of these folders.
     for location in (
         folder,
         folder / "raw",
@@ -154,7 +168,14 @@ def _download(name: str) -> Path:
 
 
 def _read_idx(file: Path) -> Bytes:
-    """The images of an IDX file, (N, 1, H, W): the magic number 2051, three lengths, then bytes."""
+    """Read the images of an IDX file, shape (N, 1, H, W).
+
+    The file consists of the magic number 2051, the three lengths (N, H, W) and the bytes of the
+    images.
+
+    Raises:
+        DataError: If the file is not of this form, is too large, or has another number of bytes.
+    """
     open_file = gzip.open if file.suffix == ".gz" else open
     with convert_read_errors(file, "cannot be unpacked"), open_file(file, "rb") as stream:
         magic, count, height, width = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
@@ -166,7 +187,7 @@ def _read_idx(file: Path) -> Bytes:
                 " bytes are read)"
             )
             raise DataError(f"{file}: no IDX file of images that can be read: {header}")
-        content = stream.read(size + 1)
+        content = stream.read(size + 1)  # one byte more, to detect a file that is too long
     if len(content) != size:
         length_found = f"{len(content):,} bytes" if len(content) < size else "more"
         raise DataError(f"{file}: {promise} and holds {length_found}")

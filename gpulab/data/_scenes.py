@@ -1,9 +1,10 @@
 """Two scenes of any length, rendered from a seed: a walk through a town, and moving digits.
 
-The bytes are the same on every platform: only operations that IEEE 754 rounds exactly (+ − × ÷ and
-comparisons, element by element) touch floating-point numbers, so no sum over an axis, no matrix
-product, and a sine of our own, since every C library has its own. Random numbers are PCG64's raw
-output, which NumPy guarantees never to change.
+The bytes are the same on every platform. For this, floating-point numbers are computed only by
+elementwise operations that IEEE 754 rounds exactly: + − × ÷, square roots and comparisons. There
+are no sums over an axis and no matrix products. The sine is computed here, since those of C
+libraries differ. Random numbers are the raw output of PCG64, which NumPy guarantees never to
+change.
 """
 
 from __future__ import annotations
@@ -29,42 +30,50 @@ CHUNK_PIXELS = 1_000_000  # frames are rendered together until they hold about t
 
 
 def random_bytes(*key: int, count: int) -> npt.NDArray[np.uint8]:
-    """`count` uniform bytes that depend on nothing but the integers in `key`."""
+    """Draw `count` uniform bytes that depend on the integers in `key` alone."""
+    # The generator returns 64-bit integers, of 8 bytes each.
     raw = np.random.PCG64(np.random.SeedSequence(key)).random_raw((count + 7) // 8)
     return np.asarray(raw, dtype="<u8").view(np.uint8)[:count]
 
 
 def uniform(*key: int, count: int) -> Floats:
-    """`count` numbers uniform in [0, 1), a multiple of 2⁻⁵³ each, from `key` alone."""
-    return (random_bytes(*key, count=8 * count).view("<u8") >> np.uint64(11)).astype(
-        np.float64
-    ) * 2.0**-53
+    """Draw `count` uniform numbers in [0, 1) that depend on the integers in `key` alone.
+
+    Each is a multiple of 2⁻⁵³, which float64 represents exactly.
+    """
+    mantissas = random_bytes(*key, count=8 * count).view("<u8") >> np.uint64(11)  # 53 of 64 bits
+    return mantissas.astype(np.float64) * 2.0**-53
 
 
 def sine(angle: Floats) -> Floats:
-    """sin(angle) to about 1e-9, by a Taylor series on ±π/2: the same bits on every platform."""
+    """Compute sin(angle) with an error of about 1e-9, and with the same bits on every platform.
+
+    The angle is reduced to ±π/2. There the Taylor series up to x¹³ is evaluated.
+    """
     turns = np.floor(angle / (2 * np.pi) + 0.5)
     x = angle - turns * (2 * np.pi)
+    # The angle is now in ±π. It is reflected at ±π/2, which leaves the sine as it is.
     x = np.where(x > np.pi / 2, np.pi - x, x)
     x = np.where(x < -np.pi / 2, -np.pi - x, x)
     square = x * x
     series = np.ones_like(x)
+    # Horner's scheme: each factor 1 / (k (k − 1)) extends the factorials by two numbers.
     for k in (13, 11, 9, 7, 5, 3):
         series = 1.0 - square * series / (k * (k - 1))
     return x * series
 
 
 def cosine(angle: Floats) -> Floats:
-    """cos(angle), as `sine`."""
+    """Compute cos(angle) in the same way as `sine`."""
     return sine(angle + np.pi / 2)
 
 
 # --- the walk -------------------------------------------------------------------------------------
-# A town on a grid: streets two cells wide every six cells, houses between them. The walker keeps to
-# the middle of the street and at each crossing goes on or turns along a quarter circle. Lengths are
-# in cells.
+# The town is a grid of square cells. Every six cells there is a street two cells wide, and between
+# the streets there are houses. The walker keeps to the middle of the street. At each crossing he
+# goes straight on or turns along a quarter circle. All lengths are in cells.
 
-BLOCK_PERIOD = 6  # from one street to the next
+BLOCK_PERIOD = 6  # the distance from one street to the next
 STREET_WIDTH = 2
 EYE_HEIGHT = 0.5
 VIEW_DISTANCE = 20.0
@@ -91,7 +100,7 @@ class Walk:
     speed: float = 1.0
 
     def stream(self, start: int, stop: int, threads: int = 0) -> Iterator[Bytes]:
-        """Frames `start` to `stop`, one by one; rendered ahead, where there are `threads`."""
+        """Yield frames `start` to `stop`; with `threads`, chunks of frames are rendered ahead."""
         # Chunks begin at multiples of their length, so that a frame has the same bytes in any
         # stream.
         length = max(1, CHUNK_PIXELS // (self.size[0] * self.size[1]))
@@ -110,8 +119,9 @@ class Walk:
                 )
 
     def render(self, frames: npt.NDArray[np.integer]) -> Bytes:
-        """The frames of these numbers, (len(frames), 3, height, width)."""
+        """Render the frames with these numbers, shape (len(frames), 3, height, width)."""
         height, width = self.size
+        # The position and heading of the walker in each frame, with the movements of his head.
         distance = frames.astype(np.float64) * (0.055 * self.speed)
         position, heading = _position_at(self.seed, distance)
         step_phase = distance * 7.0  # the phase of a footstep
@@ -121,10 +131,13 @@ class Walk:
         position = position + 0.03 * sine(step_phase) * lateral
         horizon = height * (0.5 + 0.012 * sine(step_phase * 2.0) + 0.02 * sine(distance * 0.37))
 
+        # Each column of pixels has one ray, which ends at a house or at `VIEW_DISTANCE`.
         column = ((np.arange(width) + 0.5) * (2.0 / width) - 1.0) * TAN_HALF_VIEW
         ray = facing[:, :, None] + column * lateral[:, :, None]
         depth, wall_position, house, side = _cast_rays(position[:, :, None], ray, self.seed)
 
+        # A row of pixels is given by the tangent of its angle below the horizon. At a wall's depth
+        # it is `row * depth` below the eye: ground if below the feet, sky if above the roof.
         f32 = np.float32
         row = (np.arange(height) + 0.5 - horizon[:, None]).astype(f32)[:, :, None] / f32(
             width / (2 * TAN_HALF_VIEW)
@@ -134,7 +147,7 @@ class Walk:
         ground = row * depth32 > EYE_HEIGHT
         sky = row * depth32 < -roof
 
-        # Where each pixel looks in the atlas of textures, and how far away that is.
+        # The index of each pixel's colour in the atlas of textures, and the distance of the ground.
         ground_distance = np.minimum(EYE_HEIGHT / np.maximum(row, f32(1e-3)), f32(VIEW_DISTANCE))
         position32 = position.astype(f32)[:, :, None, None]
         ray32 = ray.astype(f32)[:, :, None, :]
@@ -152,7 +165,8 @@ class Walk:
             np.where(ground, ground_index, np.where(sky, sky_index, wall_index))
         )
 
-        # Distance fades into haze; the two sides of a house are lit differently.
+        # Distant pixels fade into haze, and walls that face north or south fade more. The
+        # visibility is the weight of a pixel's colour, in 1/256. The haze has the grey level 120.
         distance_seen = np.where(ground, ground_distance, depth32)
         visibility = 256 - np.minimum((distance_seen * f32(7.5)).astype(np.int32), 150)
         visibility = np.where(~ground & (side[:, None, :] == 1), visibility * 3 // 4, visibility)
@@ -170,8 +184,18 @@ class Walk:
     def _draw_pedestrians(
         self, image: Bytes, distance: Floats, eye: tuple[Floats, ...], view: tuple[Floats, ...]
     ) -> None:
-        """Draw the pedestrians of this street: the next three in each direction."""
+        """Draw the pedestrians into the image: the next three in each of the two directions.
+
+        Args:
+            image: The frames, which are changed in place.
+            distance: The distance that the walker has covered in each frame.
+            eye: The walker's position, the direction that he faces, and that to his right.
+            view: The tangents of the angles of the rows and of the columns of pixels, and the depth
+                of the wall in each column.
+        """
         position, facing, right = eye
+        # Pedestrians follow the walker's path. Their pace is a share of the walker's: negative for
+        # those who come towards him. Meetings are numbered along the path, one every `spacing`.
         row, column, depth = view
         walks_away = np.repeat([0, 1], 3)
         pace = np.repeat([-0.6, 0.45], 3)
@@ -183,6 +207,7 @@ class Walk:
             + np.tile(np.arange(3), 2)
         )
         person = np.abs(encounter * 2 + walks_away)
+        # A hash of the meeting, in [0, 1), varies the pedestrian's position.
         jitter = ((encounter * 2654435761 + self.seed * 97 + walks_away * 31) % 1009) / 1009.0
         offset = np.where(encounter % 2 == 0, 0.35, -0.35) + 0.3 * (jitter - 0.5)
         path_distance = encounter * spacing + jitter + distances * pace
@@ -201,7 +226,7 @@ class Walk:
             z = forward[frame, order]
             clipped_z = np.maximum(z, 0.2)
             phase = distance * 9.0 + person_number * 1.7
-            # Height above the ground in units, 0 at the feet and 0.56 at the crown.
+            # Heights above the ground, in cells: feet 0, hips 0.26, chin 0.42, crown 0.56.
             height_above_ground = EYE_HEIGHT - row * clipped_z[:, None]
             legs = 0.05 + 0.03 * sine(phase)[:, None] * (0.26 - height_above_ground) * 4.0
             from_face = height_above_ground - 0.49
@@ -213,7 +238,7 @@ class Walk:
             lateral_distance = (
                 np.abs(column - (lateral[frame, order] / clipped_z)[:, None]) * clipped_z[:, None]
             )
-            # A house hides these pedestrians.
+            # A house nearer than the pedestrian hides him: no half width reaches this distance.
             lateral_distance = np.where(depth < clipped_z[:, None], 9.0, lateral_distance)
             visible_rows = np.flatnonzero(half_width.any(0))
             visible_columns = np.flatnonzero((lateral_distance < half_width.max()).any(0))
@@ -243,7 +268,7 @@ class _Chunk:
         self.rendered = np.empty(0, np.uint8)
 
     def frames(self) -> Bytes:
-        """All of them, to be read and not to be written to."""
+        """Return all frames of the chunk as a read-only array; the first call renders them."""
         with self.lock:
             if not len(self.rendered):
                 self.rendered = self.walk.render(self.numbers)
@@ -251,12 +276,16 @@ class _Chunk:
             return self.rendered
 
 
-_chunk = functools.lru_cache(maxsize=4)(_Chunk)  # some 12 MB, for several who want the same frames
+# A cache of about 12 MB, for several streams that read the same frames.
+_chunk = functools.lru_cache(maxsize=4)(_Chunk)
 
 
 @contextlib.contextmanager
 def remembered_chunks(count: int) -> Iterator[None]:
-    """Keep the last chunks, 3 MB each, for trainings that share a film at different positions."""
+    """Keep the last `count` chunks, of 3 MB each, in memory inside the block.
+
+    This serves trainings that read the same film at different positions. The cache is global.
+    """
     global _chunk
     previous_cache = _chunk
     _chunk = functools.lru_cache(maxsize=count)(_Chunk)
@@ -266,17 +295,19 @@ def remembered_chunks(count: int) -> Iterator[None]:
         _chunk = previous_cache
 
 
-# x and y for each heading in quarter turns
+# The steps along x and y (rows) for each heading, in quarter turns (columns).
 HEADING_STEPS = np.array([[1, 0, -1, 0], [0, 1, 0, -1]])
-CROSSINGS_PER_BLOCK = 256  # random turns that are drawn together
+CROSSINGS_PER_BLOCK = 256  # the number of random turns that are drawn together
 
 
 @functools.lru_cache(maxsize=8)
 def _path_pieces(seed: int, blocks: int) -> tuple[Floats, Integers, Integers, Integers]:
-    """The pieces of the way, streets and crossings by turns.
+    """Compute the pieces of the walker's path, which are alternately streets and crossings.
 
-    Of each the distance at which it begins, the place (x and y, first axis) and the heading there,
-    in quarter turns, and the side to which it leads: -1, 0 or 1.
+    Returns:
+        Four arrays with an element for each piece: the distance along the path at which the piece
+        begins; the place at which it begins (x and y on the first axis); the heading there, in
+        quarter turns; and the direction of its turn, -1, 0 (straight on) or 1.
     """
     sides = (
         np.concatenate(
@@ -290,22 +321,26 @@ def _path_pieces(seed: int, blocks: int) -> tuple[Floats, Integers, Integers, In
     headings = 1 + np.cumsum(turns) - turns
     lengths = np.where(turns == 0, STREET_WIDTH, 1)
     lengths[::2] = BLOCK_PERIOD - STREET_WIDTH
+    # From one end of a piece to the other: forward, and in a turn also one cell to the side.
     moves = lengths * HEADING_STEPS[:, headings % 4] + turns * HEADING_STEPS[:, (headings + 1) % 4]
     places = np.array([[1], [STREET_WIDTH]]) + np.cumsum(moves, axis=1) - moves
-    # NumPy adds up these numbers one after the other, unlike those of a sum.
+    # `cumsum` adds numbers one after the other, so its rounding is the same on every platform. The
+    # rounding of `sum` is not.
     ends = np.cumsum(np.where(turns == 0, lengths, np.pi / 2))
     return np.append(0.0, ends[:-1]), places, headings, turns
 
 
 def _position_at(seed: int, distance: Floats) -> tuple[Floats, Floats]:
-    """Where the walker is after each distance (x and y, first axis), and where he faces (radians).
+    """Compute the walker's position after each distance, and his heading in radians.
+
+    The first axis of the position is x and y. Negative distances count as 0.
 
     >>> place, heading = _position_at(0, np.array([10.0, 5000.0]))
     >>> place.round(2).tolist(), heading.round(2).tolist()
     ([[6.42, 83.77], [6.91, -173.0]], [-0.43, -78.54])
     """
     distance = np.maximum(distance, 0.0)
-    # An upper bound: to go straight on is longer than to turn.
+    # An upper bound on the number of crossings: a turn, of length π/2, is the shortest of them.
     crossings = int(distance.max(initial=0.0) / (BLOCK_PERIOD - STREET_WIDTH + np.pi / 2))
     starts, places, headings, turns = _path_pieces(seed, 1 + crossings // CROSSINGS_PER_BLOCK)
     piece = np.searchsorted(starts, distance, side="right") - 1
@@ -328,16 +363,20 @@ def _cast_rays(
 ) -> tuple[Floats, Floats, Integers, Integers]:
     """Follow each ray through the grid until it hits a house (Amanatides and Woo 1987).
 
-    Of the places, (2, frames, 1), and the rays, (2, frames, width), the first axis is x and y.
-    Returns the depth along the view, the place across the wall, the house's number and the side
-    that was hit (0 east or west, 1 north or south), (frames, width) each.
+    The position has shape (2, frames, 1), and the rays have shape (2, frames, width). The first
+    axis is x and y. A ray that hits no house ends at `VIEW_DISTANCE`.
+
+    Returns:
+        Four arrays of shape (frames, width): the depth along the view, the position across the
+        wall in [0, 1), the number of the house, and the side that was hit (0 for east or west, 1
+        for north or south).
     """
     cell = np.broadcast_to(np.floor(position).astype(np.int64), ray.shape)
-    ray = np.where(np.abs(ray) < 1e-9, 1e-9, ray)
+    ray = np.where(np.abs(ray) < 1e-9, 1e-9, ray)  # avoids a division by zero
     is_forward = ray > 0
     step = np.where(is_forward, 1, -1)
     cell_depth = np.abs(1.0 / ray)
-    # The depth at which a ray leaves its cell, along x and along y.
+    # The depths at which a ray crosses the next cell boundaries, along x and along y.
     next_walls = np.where(is_forward, cell + 1.0 - position, position - cell) * cell_depth
     depth = np.zeros_like(ray[0])
     side = np.zeros(ray.shape[1:], dtype=np.int64)
@@ -353,6 +392,7 @@ def _cast_rays(
         is_travelling &= ~in_house & (depth < VIEW_DISTANCE)
     depth = np.clip(depth, 0.05, VIEW_DISTANCE)
     hit = np.where(side == 0, position[1] + depth * ray[1], position[0] + depth * ray[0])
+    # A hash of the block's coordinates and the seed, which selects the texture and the height.
     house = (
         (cell[0] // BLOCK_PERIOD) * 73856093
         + (cell[1] // BLOCK_PERIOD) * 19349663
@@ -362,12 +402,18 @@ def _cast_rays(
 
 
 def _texel(position: Floats) -> npt.NDArray[np.int32]:
+    """Convert a position to the number of a texel; textures repeat at every integer position."""
+    # `TEXTURE_SIZE` is a power of two, so the bitwise `and` is the remainder.
     return np.floor(position * np.float32(TEXTURE_SIZE)).astype(np.int32) & (TEXTURE_SIZE - 1)
 
 
 @functools.lru_cache(maxsize=8)
 def _atlas(seed: int) -> npt.NDArray[np.uint32]:
-    """Ground, eight house fronts and the sky: 10·64·64 pixels, three bytes each in one number."""
+    """Draw the textures of the ground, the house fronts and the sky, as one flat array of colours.
+
+    The array has 10·64·64 elements. Each holds red, green and blue in its three lowest bytes, red
+    in the lowest.
+    """
     noise = [_noise(seed, 2, k) for k in range(2 + HOUSE_TEXTURES)]
     tints = (
         random_bytes(seed, 3, count=3 * HOUSE_TEXTURES).reshape(HOUSE_TEXTURES, 3).astype(np.int64)
@@ -397,7 +443,7 @@ def _atlas(seed: int) -> npt.NDArray[np.uint32]:
 
 
 def _noise(*key: int) -> Integers:
-    """Smooth random texture that tiles, (64, 64), 0 to 255: value noise of five octaves."""
+    """Draw value noise of five octaves, shape (64, 64), from 0 to 255, which repeats seamlessly."""
     total = np.zeros((TEXTURE_SIZE, TEXTURE_SIZE), dtype=np.int64)
     for octave, cells in enumerate((4, 8, 16, 32, 64)):
         grid = (
@@ -406,21 +452,23 @@ def _noise(*key: int) -> Integers:
         scale = TEXTURE_SIZE // cells
         cell, offset = np.divmod(np.arange(TEXTURE_SIZE)[:, None], scale)
         column = np.arange(cells)
-        # The weights are integers, like everything in this module.
+        # Bilinear interpolation between the grid's cells. The weights are integers, so that the
+        # matrix products are exact.
         is_cell = column == cell
         is_next_cell = column == (cell + 1) % cells
         weights = (scale - offset) * is_cell + offset * is_next_cell
-        total += weights @ grid @ weights.T // scale**2 * (16 >> octave)
-    return total // 31
+        total += weights @ grid @ weights.T // scale**2 * (16 >> octave)  # weighted 16, 8, 4, 2, 1
+    return total // 31  # 31 is the sum of these five weights
 
 
 # --- moving digits --------------------------------------------------------------------------------
 
 
 class MovingDigits:
-    """Two of `digits`, (N, 28, 28) bytes, that drift and bounce (Srivastava et al. 2015).
+    """A scene of two digits that move and bounce off the edges (Srivastava et al. 2015).
 
-    Every `LIFE` frames two others appear.
+    The digits are chosen from `digits`, bytes of shape (N, 28, 28). Every `LIFE` frames two new
+    digits, with new positions and velocities, replace them.
     """
 
     LIFE = 100
@@ -432,11 +480,11 @@ class MovingDigits:
         self.speed = speed
 
     def stream(self, start: int, stop: int, threads: int = 0) -> Iterator[Bytes]:  # noqa: ARG002
-        """Frames `start` to `stop`, one by one."""
+        """Yield frames `start` to `stop`."""
         return map(self.frame, range(start, stop))
 
     def frame(self, number: int) -> Bytes:
-        """The frame of this number, (3, height, width)."""
+        """Render the frame with this number, shape (3, height, width)."""
         height, width = self.size
         scene, age = divmod(number, self.LIFE)
         picture = np.zeros((height, width), dtype=np.uint8)
@@ -451,8 +499,10 @@ class MovingDigits:
 
 
 def _bounce(start: float, velocity: float, age: float, extent: int) -> int:
-    """The position in 0…extent of something that moves at ±1 to 3 pixels a frame and bounces."""
-    # Without an extent the position is a fraction of a pixel, which is rounded to 0.
-    period = 2 * extent or 1
+    """Compute the position, from 0 to `extent`, of an object that bounces between the two ends.
+
+    `start` and `velocity` are in [0, 1). The object moves by 1 to 3 pixels in each frame of `age`.
+    """
+    period = 2 * extent or 1  # avoids a division by zero; the result is 0 if `extent` is 0
     position = (start * 2 * extent + (1.0 + 2.0 * velocity) * age) % period
     return int(extent - abs(position - extent))

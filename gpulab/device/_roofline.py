@@ -43,10 +43,11 @@ from gpulab.store.recorded import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
 MAX_MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
-# Operations of these names should have a formula.
+# Operations with these names multiply. If torch has no formula for one, its name is reported.
 PRODUCT_NAMES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")
-MIN_PRODUCT_SECONDS = 0.02  # of a product that is large enough
-ROOFLINE_KINDS = ("memory", "matrix", "network")  # what the setting's own ceilings are drawn over
+MIN_PRODUCT_SECONDS = 0.02  # a product that takes this long is large enough to be timed
+# The kinds of operations that are computed in the setting's own number format.
+ROOFLINE_KINDS = ("memory", "matrix", "network")
 
 
 def roofline(
@@ -219,22 +220,15 @@ class Placement(Report):
         (10.0, 100.0, 'arithmetic', 0.5)
     """
 
-    setting: str  # what it was done under
-    # calls of torch's operations that compute or move something; one may be several kernels
+    setting: str
     operations: int
-    # By precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and
-    # attention, two for a multiplication with its addition; nothing else counts.
     flop: dict[str, int]
-    # Bytes that each operation reads and writes. What stays in a cache between two operations is
-    # counted all the same.
     moved: int
-    seconds: float  # the median of one step after a warm-up
-    spread: float  # the interquartile range over that
-    # The seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take,
-    # each alone at its measured ceiling.
+    seconds: float
+    spread: float
     at_least: dict[str, float]
-    unknown: tuple[str, ...]  # operations that multiply, for which torch has no formula
-    roofline: pd.DataFrame  # the ceilings, from `gpulab.roofline`
+    unknown: tuple[str, ...]
+    roofline: pd.DataFrame
 
     @property
     def intensity(self) -> float:
@@ -248,20 +242,22 @@ class Placement(Report):
 
     @property
     def reached(self) -> float:
-        """The share of the roof that the step reached; above 1 if caches beat the measured memory.
+        """The share of the roof that the step reached.
 
-        Arithmetic in the step's precisions sets the roof, or memory at the step's intensity.
+        The roof is the lower of two ceilings: arithmetic in the step's precisions, and memory at
+        the step's intensity. The share exceeds 1 if tensors stay in a cache that is faster than the
+        measured memory.
         """
         return max(self.at_least["memory"], self.at_least["arithmetic"]) / self.seconds
 
     @property
     def launch_share(self) -> float:
-        """The share of the time that launching the step's operations takes at least."""
+        """The share of the step's time that launching its operations takes, or more."""
         return self.at_least["launches"] / self.seconds
 
     @property
     def bound(self) -> str:
-        """Which would take longest at its ceiling: `memory`, `arithmetic` or `launches`."""
+        """What limits the step: `memory`, `arithmetic` or `launches`, the longest in `at_least`."""
         return max(self.at_least, key=self.at_least.__getitem__)
 
     def __str__(self) -> str:
@@ -397,7 +393,14 @@ def place(
 
 
 class Work(NamedTuple):
-    """An operation that is measured; `additions` are the FLOP for which torch has no formula."""
+    """An operation that is measured.
+
+    Attributes:
+        operation: The name of the operation.
+        kind: Its kind, as in the table of `roofline`.
+        call: A function that does the operation once.
+        additions: The number of its floating-point operations for which torch has no formula.
+    """
 
     operation: str
     kind: str
@@ -406,7 +409,7 @@ class Work(NamedTuple):
 
 
 def _operations(setting: Setting) -> Iterator[Work]:
-    """Copies, products and layers in the setting's own number format, and a launch."""
+    """Yield copies, products and layers in the setting's own number format, and a launch."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape).to(setting.device, setting.dtype)
@@ -420,11 +423,12 @@ def _operations(setting: Setting) -> Iterator[Work]:
     for edge in (2**power for power in range(4, MAX_MATRIX_SIZE[setting.kind].bit_length())):
         product = functools.partial(torch.mm, random(edge, edge), random(edge, edge))
         yield Work(f"matrix product {edge}", "matrix", product)
-    # What a linear layer without a bias calls.
+    # The product that a linear layer without a bias calls.
     layer = functools.partial(torch.mm, random(1, 784), random(128, 784).t())
     yield Work("autoencoder, first layer", "network", layer)
     for profile, height, width, channels in (("quick", 24, 32, 16), ("paper", 60, 80, 48)):
-        # The convolution of PredNet's layer 1: errors, from above, hidden.
+        # The convolution of PredNet's layer 1. With c channels it has 5 c input channels: 2 c of
+        # errors, 2 c from the layer above, and c of its hidden state. Its output are four gates.
         maps = random(1, 5 * channels, height, width)
         kernel = random(4 * channels, 5 * channels, 3, 3)
         gates = functools.partial(F.conv2d, maps, kernel, padding=1)
@@ -434,7 +438,7 @@ def _operations(setting: Setting) -> Iterator[Work]:
 
 
 def _precisions(setting: Setting) -> dict[str, Setting]:
-    """The precisions of a device's products, each with its setting."""
+    """List the precisions of a device's products, each with the setting to measure it under."""
     settings = dict.fromkeys(["float32", "bfloat16", "float16"], setting)
     if setting.kind == "cuda":
         settings |= {"float32": replace(setting, tf32=False), "tf32": replace(setting, tf32=True)}
@@ -442,7 +446,11 @@ def _precisions(setting: Setting) -> dict[str, Setting]:
 
 
 def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
-    """A product large enough to time: some CPUs compute float16 one number at a time."""
+    """Yield one matrix product that is large enough to be timed.
+
+    The edge is doubled until a product takes longer than `MIN_PRODUCT_SECONDS`, or the edge reaches
+    `MAX_MATRIX_SIZE`. A fixed size would take too long on CPUs without instructions for float16.
+    """
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     edge = 32
     seconds = 0.0
@@ -450,22 +458,26 @@ def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
         edge *= 2
         a, b = (torch.randn(edge, edge).to(setting.device, dtype) for _ in range(2))
         work = functools.partial(torch.mm, a, b)
-        seconds = min(_timer(setting, work).repeat(4, 1))  # the first warms up
+        seconds = min(_timer(setting, work).repeat(4, 1))  # the first call is a warm-up
     yield Work(f"matrix product {edge}, {precision}", "precision", work)
 
 
 def time_calls(setting: Setting, work: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """The median time of one call after a warm-up, and the interquartile range over it."""
-    check_count("repeats", repeats, minimum=2)  # a median with its spread
+    """Measure the median time of one call, and its interquartile range divided by the median.
+
+    After a warm-up, `repeats` batches of calls are timed, each of about 0.03 seconds.
+    """
+    check_count("repeats", repeats, minimum=2)  # quartiles need two values
     timer = _timer(setting, work)
-    calls = max(1, int(0.03 / max(timer.timeit(3) / 3, 1e-7)))
-    timer.timeit(calls)  # warms up
+    seconds_per_call = max(timer.timeit(3) / 3, 1e-7)  # not 0, which a coarse clock may measure
+    calls = max(1, int(0.03 / seconds_per_call))
+    timer.timeit(calls)  # a warm-up
     lower_quartile, median, upper_quartile = statistics.quantiles(timer.repeat(repeats, calls), n=4)
     return median / calls, (upper_quartile - lower_quartile) / median
 
 
 def _timer(setting: Setting, work: Callable[[], object]) -> timeit.Timer:
-    """A timer whose clock waits for the device, which works on while Python goes ahead."""
+    """Create a timer whose clock waits for the device, since its operations are asynchronous."""
 
     def clock() -> float:
         getattr(torch, setting.kind).synchronize()
@@ -478,7 +490,10 @@ def _timer(setting: Setting, work: Callable[[], object]) -> timeit.Timer:
 
 
 def _count_work(work: Work) -> tuple[float, float, str]:
-    """The FLOP of an operation, the bytes that it moves, and the precision of a product."""
+    """Count the FLOP of an operation and the bytes that it moves, and find a product's precision.
+
+    The precision is an empty text for other operations than products.
+    """
     with OperationCounter() as counter:
         work.call()
     precision = "".join(counter.flop) if work.kind in ("matrix", "precision") else ""
@@ -486,7 +501,14 @@ def _count_work(work: Work) -> tuple[float, float, str]:
 
 
 class OperationCounter(UncompiledDispatchMode):
-    """Counts what operations compute, move and launch."""
+    """Counts the operations that run inside the block, their FLOP and the bytes that they move.
+
+    Attributes:
+        operations: The number of operations. Views and mere allocations do not count.
+        moved_bytes: The bytes that operations read and write.
+        flop: The floating-point operations by precision.
+        unknown: The names of operations that multiply and for which torch has no formula.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -503,15 +525,17 @@ class OperationCounter(UncompiledDispatchMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        """Run an operation and count."""
+        """Run an operation, count it, and return its result."""
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)
         name = operation_name(operation)
         written_bytes = _distinct_bytes(returned_or_written(operation, args, out))
         inputs = {key: value for key, value in kwargs.items() if key != "out"}
+        # An argument that is only overwritten is not read.
         read_bytes = _distinct_bytes(
             (args[1:] if overwrites_first_argument(name) else args, inputs)
         )
+        # The result of a view is in the memory of its inputs, and nothing is written there.
         is_view = written_bytes.keys() <= read_bytes.keys() and not is_mutable(operation)
         if is_view or only_allocates(name):
             return out
@@ -526,7 +550,10 @@ class OperationCounter(UncompiledDispatchMode):
 
 
 def _precision(name: str, args: Sequence[Nested]) -> str:
-    """The format that a product is computed in, as the ceilings name it."""
+    """Name the precision that a product is computed in, as in the table of `roofline`.
+
+    On CUDA, a product of float32 tensors is computed in `tf32` if the flags allow it.
+    """
     first_tensor = find_tensors(args)[0]
     allowed = precision_allowed("conv" if "conv" in name else "matmul")
     is_tf32 = first_tensor.is_cuda and first_tensor.dtype == torch.float32 and allowed == "tf32"
@@ -534,7 +561,11 @@ def _precision(name: str, args: Sequence[Nested]) -> str:
 
 
 def _distinct_bytes(values: Nested) -> dict[int, int]:
-    """The bytes of each piece of memory among nested tensors, counted once; unexpanded."""
+    """Compute the bytes of each storage among nested tensors, by the storage's identity.
+
+    Tensors with a common storage count once, with the size of the largest. An expanded tensor
+    counts no more bytes than its storage has. Only strided tensors count.
+    """
     sizes: dict[int, int] = {}
     for tensor in find_tensors(values):
         if tensor.layout == torch.strided:

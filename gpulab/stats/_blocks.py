@@ -18,14 +18,15 @@ MAX_EXAMPLES = 3  # types and examples in one sentence
 
 
 def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
-    """Unify the types of blocks and levels: `"3"` and `3` are one seed.
+    """Unify the types of blocks and levels, so that `"3"` and `3` are the same seed.
 
-    Text that is a number becomes that number where other rows have numbers, or write it otherwise,
-    such as `"3.0"`. A column stays as it is where two of its texts would then be one.
+    A text such as `"3"` becomes a number if another row has the same number as a number. In the
+    column of blocks, all texts of numbers also become numbers if two of them are the same number,
+    such as `"3"` and `"3.0"`, unless one level has both spellings.
 
     Raises:
-        UsageError: Where blocks are text under one level and numbers under another, and are not the
-            same numbers.
+        UsageError: If the blocks of the levels still have no type in common, such as text under one
+            level and numbers under another.
 
     Examples:
         >>> table = pd.DataFrame({"setting": list("aabb"), "seed": [0, 1, "0", "1"]})
@@ -55,7 +56,7 @@ def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
 def _describe_types(
     frame: pd.DataFrame, factor: str, block: str, level: Hashable, type_names: set[str]
 ) -> str:
-    """Which types a level has, with examples."""
+    """Describe which types the blocks of a level have, with examples, for an error message."""
     values = list(dict.fromkeys(frame[block][frame[factor] == level]))[:MAX_EXAMPLES]
     preposition = "under" if factor == "setting" else "with"
     examples = ", ".join(repr(value) if isinstance(value, str) else str(value) for value in values)
@@ -69,7 +70,7 @@ def _type_names(values: pd.Series) -> set[str]:
 
 
 def _type_name(value: object) -> str:
-    """The type of a block in words."""
+    """Name the type of a block in words."""
     if isinstance(value, (bool, np.bool_)):
         return "booleans"
     if isinstance(value, (numbers.Number, np.number)):
@@ -80,19 +81,21 @@ def _type_name(value: object) -> str:
 
 
 def _unify_numbers(column: pd.Series, levels: pd.Series | None = None) -> pd.Series:
-    """Convert a column of texts to numbers if that makes differently written values equal.
+    """Convert texts to numbers if that makes differently written values equal.
 
-    With `levels`, texts such as `"3"` and `"3.0"` are equal, too, unless both occur under one
-    level.
+    Without `levels`, a text is converted if the column also has its number. With `levels`, the
+    level of each row, all texts of numbers are converted if two values are the same number, unless
+    one level has two spellings of a number. Otherwise the column is returned unchanged.
     """
     parsed = {value: _parse_number(value) for value in dict.fromkeys(column)}
+    # The values that are numbers, or texts of numbers.
     numbers_by_value = {value: number for value, number in parsed.items() if number is not None}
     plain_numbers = {value for value in numbers_by_value if not isinstance(value, str)}
     texts = [value for value in numbers_by_value if isinstance(value, str)]
     if levels is None:
         texts = [text for text in texts if numbers_by_value[text] in plain_numbers]
     elif len({numbers_by_value[text] for text in texts} | plain_numbers) == len(numbers_by_value):
-        return column
+        return column  # no two values are the same number
     if not texts or (
         levels is not None and _has_duplicate_spellings(column, levels, numbers_by_value)
     ):
@@ -105,7 +108,10 @@ def _unify_numbers(column: pd.Series, levels: pd.Series | None = None) -> pd.Ser
 def _has_duplicate_spellings(
     column: pd.Series, levels: pd.Series, numbers_by_value: dict[Hashable, int | float]
 ) -> bool:
-    """Whether a level spells a number in two ways, such as "01" and "1": these are two names."""
+    """Return whether a level has two spellings of a number, such as "01" and "1".
+
+    Under one level they are names of two different blocks.
+    """
     for _, values in column.groupby(levels, sort=False):
         texts = {
             value
@@ -118,7 +124,11 @@ def _has_duplicate_spellings(
 
 
 def _parse_number(value: object) -> int | float | None:
-    """A number, or what a text writes as one; None for anything else."""
+    """Return a number, or the number that a text spells; None for anything else.
+
+    A text such as "3.0" is an integer. Texts that begin with a sign or have spaces around them are
+    numbers, too.
+    """
     if isinstance(value, str):
         if not NUMBER_PATTERN.fullmatch(value):
             return None

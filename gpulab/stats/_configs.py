@@ -1,7 +1,7 @@
-"""Configurations that Hydra and Lightning store beside a run's tables: settings and seeds.
+"""Reading of the configurations that Hydra and Lightning store beside a run's tables.
 
-Files are read as plain data. Tags of YAML that stand for Python objects, such as `!!python/tuple`,
-make lists, dictionaries and texts, and nothing is imported or called.
+Files are read as plain data. A YAML tag for a Python object, such as `!!python/tuple`, is ignored:
+its value is read as a list, dictionary or text. Nothing is imported or called.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from gpulab.errors import DataError
 if TYPE_CHECKING:
     import yaml
 
-# In the order of importance: what was given on Hydra's command line, then what it came to.
+# In the order of precedence: first the overrides from Hydra's command line, then whole
+# configurations.
 OVERRIDES = ".hydra/overrides.yaml"
 CONFIG_FILES = (OVERRIDES, ".hydra/config.yaml", "hparams.yaml", "config.yaml")
 MAX_CONFIG_BYTES = 1 << 20
-MAX_SETTINGS = 10_000  # in one file: aliases of YAML may stand for far more than the file has bytes
+# The largest number of settings in a file. YAML's aliases can expand a short file enormously.
+MAX_SETTINGS = 10_000
 MAX_NESTING = 40  # levels of nesting
-# YAML 1.1 takes 1e-3 for text, because it has no point; Hydra and everybody else take it for a
-# number.
+# YAML 1.1 reads 1e-3 as a text, because it has no point. Hydra reads it as a number, and so does
+# this module.
 NUMBER_PATTERN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-# ${optimizer.lr}, another setting of the same file
+# A reference to another setting of the same file, such as ${optimizer.lr}.
 REFERENCE_PATTERN = re.compile(r"\$\{([\w.]+)\}")
 
-MAX_TEXT_LENGTH = 500  # characters of a list, or of what is no plain value
-LIST_REPR = reprlib.Repr()  # writes a part of lists whose aliases refer to each other without end
+MAX_TEXT_LENGTH = 500  # the largest length of the text of a list or another object
+# Writes lists as text and abbreviates large ones. YAML's aliases can make a list contain itself.
+LIST_REPR = reprlib.Repr()
 LIST_REPR.maxlevel = 4
 LIST_REPR.maxlist = 64
 LIST_REPR.maxdict = 64
@@ -40,16 +43,17 @@ LIST_REPR.maxlong = MAX_TEXT_LENGTH
 LIST_REPR.maxother = MAX_TEXT_LENGTH
 
 Value = str | int | float | bool
-# What YAML has: mappings, lists and plain values. Whoever reads one checks what it needs.
+# A node of a YAML document: a mapping, a list or a plain value.
 Node = Any
 
 
 def read_settings(file: Path) -> dict[str, Value]:
-    r"""The settings in a configuration file by name, nested ones as `optimizer.lr`; lists are text.
+    r"""Read the settings in a configuration file by name.
+
+    Nested settings have names such as `optimizer.lr`. Lists become texts.
 
     Raises:
-        DataError: For a file that cannot be read, is no YAML, is too large, or does not hold
-            settings by name.
+        DataError: If the file cannot be read, is not YAML, is too large, or is not a mapping.
 
     Examples:
         >>> import tempfile
@@ -73,7 +77,11 @@ def read_settings(file: Path) -> dict[str, Value]:
 
 
 def load_yaml(content: bytes | str) -> Node:
-    """A YAML document as plain data: mappings, lists, texts, numbers, booleans and None."""
+    """Read a YAML document as plain data: mappings, lists, texts, numbers, booleans and None.
+
+    Values with unknown tags are read as if they had no tag. Mappings with more than `MAX_SETTINGS`
+    entries raise `ValueError`.
+    """
     import yaml
 
     class PlainLoader(yaml.SafeLoader):
@@ -81,7 +89,7 @@ def load_yaml(content: bytes | str) -> Node:
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
             super().flatten_mapping(node)
-            # merged from other mappings, which were merged themselves
+            # Merging mappings that were merged themselves can make the number grow exponentially.
             if len(node.value) > MAX_SETTINGS:
                 raise ValueError(f"more than {MAX_SETTINGS:,} settings")
 
@@ -97,14 +105,18 @@ def load_yaml(content: bytes | str) -> Node:
 
 
 def _flatten(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
-    """Yield each setting with its full name."""
+    """Yield each setting of nested mappings with its full name, such as `optimizer.lr`.
+
+    Metadata of Weights & Biases (`_wandb`) are left out. `ValueError` if there are too many
+    settings or levels.
+    """
     pending: list[tuple[str, Node, int]] = [("", settings, 0)]
     for _ in range(MAX_SETTINGS):
         if not pending:
             return
         name, node, depth = pending.pop()
         if isinstance(node, dict) and name and "value" in node and set(node) <= {"value", "desc"}:
-            node = node["value"]  # the form of files of Weights & Biases
+            node = node["value"]  # Weights & Biases writes settings as {"desc": …, "value": …}
         if not isinstance(node, dict):
             yield name, as_cell_value(node)
             continue
@@ -118,7 +130,9 @@ def _flatten(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
 
 
 def as_cell_value(value: Node) -> Value:
-    """A value as a cell of a table.
+    """Convert a value of a YAML document to a cell of a table.
+
+    None becomes the text `null`. Lists and other objects become texts of limited length.
 
     >>> [as_cell_value(value) for value in (1, True, "1e-3", None, [1, "a"], "cpu")]
     [1, True, 0.001, 'null', "[1, 'a']", 'cpu']
@@ -133,7 +147,10 @@ def as_cell_value(value: Node) -> Value:
 
 
 def _parse_overrides(lines: list[Node]) -> Iterator[tuple[str, Value]]:
-    """Yield the overrides of Hydra's command line, such as `optimizer=adam` and `+seed=3`."""
+    """Yield the overrides of Hydra's command line, such as `optimizer=adam` and `+seed=3`.
+
+    Deletions, such as `~optimizer.lr`, are skipped.
+    """
     for line in lines:
         name, separator, text = str(line).partition("=")
         if separator and not name.startswith("~"):
@@ -141,7 +158,9 @@ def _parse_overrides(lines: list[Node]) -> Iterator[tuple[str, Value]]:
 
 
 def parse_value(text: str) -> Value:
-    """Parse the value behind `name=`.
+    """Parse the value of a setting from the text after `name=`.
+
+    A text that is not YAML, or is a mapping, stays a text.
 
     >>> [parse_value(text) for text in ("3", "1e-3", "adam", "true", "[1,2]", "{")]
     [3, 0.001, 'adam', True, '[1, 2]', '{']
@@ -156,9 +175,12 @@ def parse_value(text: str) -> Value:
 
 
 def _resolve_references(settings: dict[str, Value]) -> dict[str, Value]:
-    """The settings, with those that only name another one in its place."""
+    """Replace settings that are a reference, such as `${optimizer.lr}`, by the setting they name.
+
+    The dictionary is changed in place and returned.
+    """
     for name in settings:
-        for _ in range(5):
+        for _ in range(5):  # follows chains of references, and ends for circular ones
             match = REFERENCE_PATTERN.fullmatch(str(settings[name]))
             if not match or match[1] not in settings:
                 break
@@ -167,10 +189,11 @@ def _resolve_references(settings: dict[str, Value]) -> dict[str, Value]:
 
 
 def find_settings(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]], list[DataError]]:
-    """The settings of a table's run, each with its file, and what could not be read.
+    """Find the settings of a table's run, each with its file, and the errors of unreadable files.
 
-    Configuration files are looked for in the table's folder and in those above it up to `root`. The
-    nearest counts.
+    Configuration files are searched for in the table's folder and in the folders above it, up to
+    `root`. If a setting occurs several times, the file in the nearest folder takes precedence, and
+    in one folder the first of `CONFIG_FILES`.
     """
     settings: dict[str, tuple[Value, Path]] = {}
     errors: list[DataError] = []

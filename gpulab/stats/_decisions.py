@@ -5,12 +5,15 @@ the reference on the seeds that both have, by the mean of the paired differences
 where `gpulab.stats._inference.mean_p` rejects a mean of zero (for booleans, McNemar's test), and
 equivalent where two one-sided tests reject every mean beyond a margin (Schuirmann 1987; for
 booleans, an exact test of the share of discordant pairs). A margin in standard deviations between
-seeds is itself uncertain, so it is taken at the lower 97.5 % confidence limit of the standard
-deviation. Levels whose weights equal the reference's to the last bit for every seed are not tested.
-Several levels are corrected by Holm's method (1979), differences and equivalences separately. Where
-the same question is asked up to k times as runs come in, each time is at alpha / k, and the limit
-of the standard deviation at 1 − 0.025 / k (Bonferroni): p values of the same runs and some more
-depend on each other in ways that no other correction holds for, whenever the looks are.
+seeds is itself uncertain, so it is computed from the lower 97.5 % confidence limit of the standard
+deviation. A level is not tested if its weights equal the reference's to the last bit for every
+seed.
+
+If there are several levels, p values are corrected by Holm's method (1979), those of differences
+and those of equivalence separately. If the same question is asked up to k times as runs come in,
+each test is at alpha / k, and the limit of the standard deviation at 1 − 0.025 / k (Bonferroni).
+Successive p values are dependent, since later ones are computed from the same runs and some more.
+Bonferroni's correction is valid for any such dependence, and for any times of the looks.
 
 `benchmarks/results/verdict_calibration.md` has the measured error rates, and where they exceed the
 level.
@@ -36,15 +39,13 @@ from gpulab.wording import Level
 Decision = Literal["different", "different but negligible", "inconclusive", "equivalent"]
 DECISIONS: tuple[Decision, ...] = get_args(Decision)
 
-MAX_DISCORDANT_SHARE = (
-    0.1  # of the seeds; a level is not equivalent if more may diverge under only one of the two
-)
-POWER = 0.8  # of a comparison with `seeds_needed` seeds
-EXTRA_SEEDS_FOR_SKEWNESS = (
-    1  # the cost of the correction for skewness where differences are normal (by simulation)
-)
-MAX_SEEDS = 100_000  # above this `seeds_needed` is infinite
-SEED_COUNTS = np.unique(  # the numbers of seeds that are tried
+# The largest share of seeds that may diverge under only one of two levels that are equivalent.
+MAX_DISCORDANT_SHARE = 0.1
+POWER = 0.8  # the power of a comparison with `seeds_needed` seeds
+# For normal differences, the correction for skewness costs this number of seeds (by simulation).
+EXTRA_SEEDS_FOR_SKEWNESS = 1
+MAX_SEEDS = 100_000  # above this number `seeds_needed` is infinite
+SEED_COUNTS = np.unique(  # the numbers of seeds that `_seeds_needed` tries
     np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MAX_SEEDS, 800)]))
 ).astype(int)
 MIN_SD = 1e-150  # in the metric's units: the least standard deviation that a margin is divided by
@@ -164,7 +165,11 @@ class Decisions(PairedRuns):
 def compare_levels(
     paired: PairedRuns, margin: str | float, alpha: float, looks: int = 1
 ) -> tuple[LevelDecision, ...]:
-    """Compare each level with the reference, and decide on it; `margin` is as it was asked for."""
+    """Compare each level with the reference, and decide on it.
+
+    `margin` is in the user's form, such as "0.25sd". `alpha` is the level of significance over all
+    `looks` and levels.
+    """
     levels = paired.by_level()
     losses = paired.reference_losses()
     is_binary = paired.is_binary()
@@ -180,15 +185,20 @@ def compare_levels(
         decision = decide(row, alpha)
         sd = inference.sample_sd(_differences(pairs))
         n_seeds_needed = _seeds_needed(sd, margins_by_count, alpha / len(levels) / looks, is_binary)
-        if decision == "inconclusive":  # the pairs that there are were not enough
+        if decision == "inconclusive":  # the present number of pairs was not enough
             n_seeds_needed = float(max(n_seeds_needed, len(pairs) + 1))
+        # Each pair consists of one run of the level and one of the reference.
         unpaired = int(run_counts[level] + run_counts[paired.reference] - 2 * len(pairs))
         rows.append(replace(row, decision=decision, unpaired=unpaired, seeds_needed=n_seeds_needed))
     return tuple(rows)
 
 
 def decide(row: LevelDecision, alpha: float) -> Decision:
-    """The decision on a level, a row of a verdict's table, from its corrected p values.
+    """Decide on a level from its corrected p values.
+
+    Identical weights mean `equivalent`, whatever the p values. A significant difference in how
+    often runs diverge means `different`, whatever the losses. A level whose runs may diverge
+    discordantly is never equivalent.
 
     >>> row = LevelDecision(level="cuda", seeds=10, p_different=0.02)
     >>> for different, equivalent in ((0.05, 1.0), (0.05, 0.05), (0.06, 0.05), (0.06, 0.06)):
@@ -219,7 +229,10 @@ def decide(row: LevelDecision, alpha: float) -> Decision:
 
 
 def is_identical(row: LevelDecision) -> bool:
-    """Whether a level, a row of a verdict's table, left bitwise equal weights from every seed.
+    """Return whether the trained weights equal the reference's bit for bit for every seed.
+
+    The result is false for fewer than two seeds, and if a run diverged under only one of the two
+    levels.
 
     >>> [
     ...     is_identical(LevelDecision(level="cuda", seeds=n, same_bits=same))
@@ -236,7 +249,10 @@ def is_identical(row: LevelDecision) -> bool:
 
 
 def may_diverge_discordantly(row: LevelDecision) -> bool:
-    """Whether the share of discordant divergence may exceed `MAX_DISCORDANT_SHARE`.
+    """Return whether the share of discordant divergence may exceed `MAX_DISCORDANT_SHARE`.
+
+    The upper confidence limit of the share decides. Without any discordant pair the result is
+    false: with few seeds this limit is always high.
 
     >>> row = LevelDecision(level="cuda", discordant_diverged=0, discordant_diverged_upper=0.9)
     >>> may_diverge_discordantly(row), may_diverge_discordantly(replace(row, discordant_diverged=1))
@@ -246,7 +262,9 @@ def may_diverge_discordantly(row: LevelDecision) -> bool:
 
 
 def min_significant_pairs(alpha: float) -> int:
-    """The least number of pairs that can be significant at `alpha`: p is at least 2^(1 − n).
+    """Compute the least number of pairs that can be significant at `alpha`.
+
+    The p value of n pairs is at least 2^(1 − n).
 
     >>> min_significant_pairs(0.05), min_significant_pairs(0.0625)
     (6, 5)
@@ -255,7 +273,9 @@ def min_significant_pairs(alpha: float) -> int:
 
 
 def sd_confidence(looks: int) -> float:
-    """The confidence of the limit behind a margin in standard deviations, valid at each look.
+    """Compute the confidence of the limit of a standard deviation, corrected for several looks.
+
+    A margin in standard deviations is computed from this limit.
 
     >>> sd_confidence(1), round(sd_confidence(4), 5)
     (0.975, 0.99375)
@@ -290,7 +310,11 @@ class _CorrectedTests:
 
 
 def _test_level(pairs: pd.DataFrame, margin: float, is_binary: bool) -> _LevelTests:
-    """Test one level's pairs, before any correction for the other levels."""
+    """Test one level's pairs, without any correction for other levels or several looks.
+
+    Difference and equivalence are tested if there are two or more differences, except if all
+    weights are bitwise equal and all differences are zero. Otherwise their p values are NaN.
+    """
     differences = _differences(pairs)
     p_different = p_equivalent = math.nan
     if len(differences) > 1 and not (pairs.same_bits.all() and not differences.any()):
@@ -314,7 +338,11 @@ def _test_level(pairs: pd.DataFrame, margin: float, is_binary: bool) -> _LevelTe
 def _correct_tests(
     tests: Sequence[_LevelTests], alpha: float, looks: int = 1
 ) -> list[_CorrectedTests]:
-    """Correct the p values for looks and by Holm's method, and set the levels of the intervals.
+    """Correct p values for several looks and levels, and compute the levels of the intervals.
+
+    Holm's method is applied to the tests of difference and of divergence together, and to the tests
+    of equivalence separately. A test of divergence with too few discordant pairs to be significant
+    is left out of the correction.
 
     >>> five = _LevelTests(
     ...     p_different=0.5, p_equivalent=0.01, p_diverged=0.0625, discordant_diverged=5
@@ -323,7 +351,7 @@ def _correct_tests(
     ...     p_different=0.4, p_equivalent=0.2, p_diverged=0.125, discordant_diverged=4
     ... )
     >>> corrected = _correct_tests([five, four], alpha=0.0625)
-    >>> # Of four runs that diverged nothing could be shown: not corrected
+    >>> # Four discordant pairs cannot be significant, so that p value is not corrected
     >>> [test.p_diverged_holm for test in corrected]
     [0.1875, 0.125]
     >>> round(corrected[0].alpha, 4), round(corrected[0].equivalent_alpha, 4)
@@ -339,14 +367,15 @@ def _correct_tests(
     p_equivalent = looks * np.array([test.p_equivalent for test in tests])
     p_diverged = looks * np.array([test.p_diverged for test in tests])
     n_discordant = np.array([test.discordant_diverged for test in tests], float)
-    # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a
-    # false alarm, and the others need no correction for it (Tarone 1990).
+    # The p value of a sign test on k pairs is at least 2^(1 − k). A test that cannot reach alpha
+    # cannot be a false alarm, so the other tests need no correction for it (Tarone 1990).
     testable = looks * 2.0 ** (1 - n_discordant) <= alpha
     difference_family = inference.holm([*p_different, *np.where(testable, p_diverged, math.nan)])
     p_different_holm, p_diverged_holm = np.split(difference_family, 2)
     p_diverged_holm = np.where(testable, p_diverged_holm, np.minimum(p_diverged, 1.0))
     p_equivalent_holm = inference.holm(p_equivalent)
-    # Holm has stopped at this level: it rejects what is below, and nothing above.
+    # Holm's method ends at alpha divided by the number of tests that it does not reject. The
+    # intervals are at this level, so that they agree with the tests.
     difference_alpha = alpha / max(1, int(np.sum(difference_family > alpha))) / looks
     equivalent_alpha = alpha / max(1, int(np.sum(p_equivalent_holm > alpha))) / looks
     return [
@@ -369,7 +398,7 @@ def _compare_level(
     margin: float,
     is_binary: bool,
 ) -> LevelDecision:
-    """Describe one level by its tests, intervals and counts, without the decision."""
+    """Fill a row with the tests, intervals and counts of one level, but not the decision."""
     differences = _differences(pairs)
     n = len(differences)
     low, high = _difference_interval(differences, corrected.alpha, is_binary)
@@ -409,7 +438,7 @@ def _compare_level(
 
 
 def _differences(pairs: pd.DataFrame) -> NDArray[np.float64]:
-    """The differences of the pairs that finished under both levels, shape (seeds,)."""
+    """Return the differences of the pairs that finished under both levels, shape (seeds,)."""
     differences: NDArray[np.float64] = pairs.difference.dropna().to_numpy(float)
     return differences
 
@@ -417,7 +446,7 @@ def _differences(pairs: pd.DataFrame) -> NDArray[np.float64]:
 def _difference_interval(
     differences: NDArray[np.float64], alpha: float, is_binary: bool
 ) -> tuple[float, float]:
-    """The interval of the test of difference."""
+    """Compute the confidence interval that belongs to the test of difference."""
     if is_binary:
         return inference.sign_flip_interval(differences, alpha)
     return inference.mean_interval(differences, alpha)
@@ -426,10 +455,14 @@ def _difference_interval(
 def _equivalence_interval(
     differences: NDArray[np.float64], alpha: float, is_binary: bool
 ) -> tuple[float, float]:
-    """The interval of the test of equivalence."""
+    """Compute the confidence interval that belongs to the test of equivalence.
+
+    `alpha` is the level of each of the two one-sided tests, so the interval is at 1 − 2 alpha. For
+    a binary metric it is symmetric about zero.
+    """
     if not is_binary or len(differences) < 2:
         return inference.skewed_t_interval(differences, 2 * alpha)
-    # The share of discordant pairs bounds the difference of the rates.
+    # The share of discordant pairs bounds the difference between the two rates.
     limit = inference.clopper_pearson_upper(
         int(np.count_nonzero(differences)), len(differences), alpha
     )
@@ -437,12 +470,16 @@ def _equivalence_interval(
 
 
 def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, is_binary: bool) -> float:
-    """The first of `SEED_COUNTS` that establishes equivalence with `POWER` if nothing differs.
+    """Estimate the number of seeds for a conclusive comparison: the least of `SEED_COUNTS`.
 
-    It is for normal differences of the standard deviation `sd`; `margins` are those of as many
-    seeds. A difference as large as the margin is shown about as often, with `min_significant_pairs`
-    or more. A binary metric needs as many seeds as exclude the margin if none is discordant. The
-    result is infinite where no number is enough.
+    With this number, equivalence is established with probability `POWER` if the true difference is
+    zero. A true difference as large as the margin is detected about as often. The estimate assumes
+    normal differences with the standard deviation `sd`. `margins` has the margin for each element
+    of `SEED_COUNTS`.
+
+    The result is at least `min_significant_pairs(alpha)`. For a binary metric, it is also large
+    enough for the test of equivalence to be significant if no pair is discordant. It is infinite if
+    no element of `SEED_COUNTS` is large enough, and NaN if `sd` is NaN.
 
     >>> [
     ...     _seeds_needed(1.0, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=False)
@@ -459,10 +496,11 @@ def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, is_bina
 
     if math.isnan(sd):
         return math.nan
-    # Beyond this cap the power is 1, and its series is slow.
+    # Effects are capped at a noncentrality of 30. Beyond it the power is 1, and slow to compute.
     effects = np.minimum(margins / max(sd, MIN_SD), 30 / np.sqrt(SEED_COUNTS))
     power = ttest_power(effects, SEED_COUNTS, alpha, alternative="larger")
-    has_power = power >= (1 + POWER) / 2  # each of two one-sided tests fails half as often
+    # Both one-sided tests must succeed, so each may fail with half of the probability 1 − POWER.
+    has_power = power >= (1 + POWER) / 2
     excludes_margin = (1 - margins) ** SEED_COUNTS <= alpha if is_binary else has_power
     if not (has_power.any() and excludes_margin.any()):
         return math.inf

@@ -13,27 +13,32 @@ import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
 
-MAX_EXACT_DIFFERENCES = (
-    16  # the most differences other than zero for which all 2^n combinations of signs are tried
-)
-N_DRAWN_FLIPS = 9999  # combinations of signs that are drawn for more differences
-MIN_DRAWN_P = 1 / (1 + N_DRAWN_FLIPS)  # the smallest p that these can give
-SD_CONFIDENCE = (
-    0.975  # of the lower limit of a standard deviation; at 0.95 a rare second hump misleads
-)
-MIN_GAP = 3  # the least width of a gap between losses, in standard deviations of the others
+# Up to this number of nonzero differences, all 2^n combinations of signs are tried.
+MAX_EXACT_DIFFERENCES = 16
+N_DRAWN_FLIPS = 9999  # the number of random combinations of signs for more differences
+MIN_DRAWN_P = 1 / (1 + N_DRAWN_FLIPS)  # the smallest p value that random combinations can give
+# The confidence of the lower limit of a standard deviation. A confidence of 0.95 is too low for
+# distributions with a rare second mode.
+SD_CONFIDENCE = 0.975
+# The minimum width of the gap before outlying losses, in standard deviations of the other losses.
+MIN_GAP = 3
+# Numbers whose relative difference is at most this count as equal: the difference may be rounding.
+ROUNDING_TOLERANCE = 1e-12
 
 Floats = NDArray[np.float64]
 
 
 def mean_p(differences: ArrayLike) -> float:
-    """Two-sided p of a zero mean of differences (n,): the larger of two p values if skewed.
+    """Compute the two-sided p value of the hypothesis that differences, shape (n,), have mean zero.
 
-    `sign_flip_p` is exact where differences are symmetric, and studentising it changes nothing: all
-    flips have the same sum of squares. It errs, as Student's t does, where the sample's tail is on
-    the side of zero; there `skewed_t` must agree. No test of a mean holds its level for every
-    distribution (Bahadur and Savage 1956): rare jumps that make up for a shift of all others
-    mislead whenever the sample has none.
+    The p value is that of `sign_flip_p`, which is exact for symmetric differences. (Studentising
+    the sign-flip test would change nothing, since all flips have the same sum of squares.) Like
+    Student's t, it is too small if the longer tail of the sample points towards zero. In that case
+    the result is the larger of this p value and that of `skewed_t`.
+
+    No test of a mean keeps its level for every distribution (Bahadur and Savage 1956). An example
+    is a distribution in which rare, large values balance a shift of all the others: a sample
+    without such a value suggests a mean other than zero.
 
     Examples:
         >>> mean_p([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
@@ -50,13 +55,16 @@ def mean_p(differences: ArrayLike) -> float:
     if not sample_sd(values) > 0:
         return flip_p
     mean, skewness, n = moments(values)
-    if mean * skewness >= 0:
+    if mean * skewness >= 0:  # the longer tail points away from zero
         return flip_p
     return max(flip_p, float(2 * scipy.stats.t.sf(abs(skewed_t(mean, skewness, n)), n - 1)))
 
 
 def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
-    """The interval of the mean at 1 − alpha, all shifts that `mean_p` allows; NaN if unbounded.
+    """Compute the 1 − alpha confidence interval of the mean that belongs to `mean_p`.
+
+    The interval holds the shifts that `mean_p` does not reject. It is (NaN, NaN) if there are too
+    few differences to bound the mean.
 
     Examples:
         >>> low, high = mean_interval([-4.0, 2.0, 2.5, 3.0, 2.0, 3.0, 2.5, 3.0, 2.0, 2.5])
@@ -69,6 +77,7 @@ def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, f
         return low, high
     _, skewness, _ = moments(values)
     t_low, t_high = skewed_t_interval(values, alpha)
+    # Only the end on the side of the longer tail is widened, as in `mean_p`.
     if skewness < 0:
         low = min(low, t_low)
     if skewness > 0:
@@ -77,11 +86,15 @@ def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, f
 
 
 def plateau_outliers(losses: ArrayLike) -> NDArray[np.bool_]:
-    """Which losses (n,) lie beyond a gap and make up most of the spread, such as plateaus.
+    """Find the losses, shape (n,), that lie beyond a wide gap, such as those of stuck runs.
 
-    Fewer than half can be, of ten losses or more. The gap is at least three standard deviations of
-    the others, and these have less than half the standard deviation of all. Of ten normal losses
-    one is in 4 % of samples, of twenty in none (by simulation).
+    The losses are split at their largest gap, and the smaller part is reported as outliers. Three
+    conditions must hold: the gap is at least `MIN_GAP` standard deviations of the other losses
+    wide; the standard deviation of the others is less than half of that of all losses; and the
+    outliers are fewer than half. With fewer than ten losses there are no outliers.
+
+    In simulations with normal losses, 4 % of samples of ten losses had an outlier, and no sample
+    of twenty.
 
     Examples:
         >>> plateau_outliers(
@@ -97,7 +110,7 @@ def plateau_outliers(losses: ArrayLike) -> NDArray[np.bool_]:
     ordered = np.sort(values)
     if len(values) < 10:
         return np.zeros(len(values), bool)
-    edge = int(np.diff(ordered).argmax()) + 1
+    edge = int(np.diff(ordered).argmax()) + 1  # the first position above the largest gap
     is_outlier = values >= ordered[edge] if edge > len(values) / 2 else values < ordered[edge]
     rest_sd = sample_sd(values[~is_outlier])
     is_separated = np.diff(ordered).max() >= MIN_GAP * rest_sd and rest_sd < sample_sd(values) / 2
@@ -105,7 +118,11 @@ def plateau_outliers(losses: ArrayLike) -> NDArray[np.bool_]:
 
 
 def moments(values: ArrayLike) -> tuple[float, float, int]:
-    """Mean over standard deviation, skewness and size of a sample (n,) with a spread."""
+    """Compute the mean divided by the standard deviation, the skewness and the size of a sample.
+
+    The sample has shape (n,), and its values must not all be equal. The skewness is computed with
+    the sample standard deviation, whose divisor is n − 1, and scaled by (n / (n − 1))^1.5.
+    """
     values = np.asarray(values, float)
     n = len(values)
     sd = sample_sd(values)
@@ -118,32 +135,40 @@ def skewed_t(mean: float, skewness: float, n: int) -> float: ...
 @overload
 def skewed_t(mean: Floats, skewness: Floats, n: int) -> Floats: ...
 def skewed_t(mean: float | Floats, skewness: float | Floats, n: int) -> float | Floats:
-    """Student's t of a mean, in standard deviations, reduced where skewness inflates it.
+    """Compute Student's t of a mean, reduced where the skewness of the sample inflates it.
 
-    That is where the sample's tail is on the side of zero. There the first term of the Edgeworth
-    expansion of t, which is skewness · (2z² + 1) / (6√n), is taken away (Johnson 1978; Hall 1992,
-    The Bootstrap and Edgeworth Expansion, ch. 2); elsewhere it is Student's t. Mean and skewness
-    may be those of several samples of n, an array each.
+    Skewness inflates t if the longer tail of the sample points towards zero. In that case the
+    first term of the Edgeworth expansion of t, skewness · (2z² + 1) / (6√n), is subtracted
+    (Johnson 1978; Hall 1992, The Bootstrap and Edgeworth Expansion, ch. 2). Otherwise the result
+    is Student's t.
+
+    The mean is in units of the standard deviation, as `moments` returns it. Mean and skewness may
+    be arrays with one element for each sample of size n.
     """
     student = np.sqrt(n) * mean
     correction = _skew_correction(mean, skewness, n) / 3
+    # The corrected z solves |t| = z + correction · (2z² + 1) / 2. It is the positive root of this
+    # quadratic equation, written so that it is defined for correction = 0, too.
     excess = np.maximum(np.abs(student) - correction / 2, 0)
     return np.sign(student) * 2 * excess / (1 + np.sqrt(1 + 4 * correction * excess))
 
 
 def _skew_correction(sign: float | Floats, skewness: float | Floats, n: int) -> float | Floats:
-    """The skewness over √n if the tail points towards zero, else 0; `sign` is the mean's sign."""
+    """Compute |skewness| / √n if the longer tail points towards zero, and 0 otherwise.
+
+    Only the sign of `sign`, which is that of the mean, is used.
+    """
     return np.maximum(-np.sign(sign) * skewness, 0) / np.sqrt(n)
 
 
 def skewed_t_interval(
     differences: ArrayLike, alpha: float, corrected: bool = True
 ) -> tuple[float, float]:
-    """The interval of the mean of differences (n,) at 1 − alpha: shifts that `skewed_t` allows.
+    """Compute the 1 − alpha confidence interval of the mean that belongs to `skewed_t`.
 
-    It holds Student's, which is the one not `corrected`, and reaches further on the side of the
-    sample's tail. At 1 − 2 alpha it lies within a margin exactly where `equivalence_p` is at most
-    alpha.
+    It contains Student's interval, and extends further on the side of the longer tail of the
+    sample. With `corrected=False` it is Student's interval. The interval at 1 − 2 alpha lies within
+    ±margin if and only if `equivalence_p` is at most alpha. The differences have shape (n,).
     """
     values = np.sort(np.asarray(differences, float))
     n = len(values)
@@ -161,12 +186,13 @@ def skewed_t_interval(
 
 
 def sign_flip_p(differences: ArrayLike) -> float:
-    """Two-sided sign-flip p of the mean of paired differences, shape (n,) (Fisher 1935).
+    """Compute the two-sided p value of the sign-flip test of paired differences, shape (n,).
 
-    This supposes that without an effect differences are symmetric about zero. All 2^n signs are
-    tried for up to 16 differences other than zero, else 9,999 are drawn and p = (1 + as extreme) /
-    (1 + drawn) (Phipson and Smyth 2010). Differences of one size make it a sign test, exact at any
-    n.
+    The test (Fisher 1935) assumes that differences are symmetric about zero if there is no effect.
+    Zero differences are ignored. With up to `MAX_EXACT_DIFFERENCES` others, all 2^n combinations
+    of signs are tried. With more, `N_DRAWN_FLIPS` combinations are drawn, and p is
+    (1 + number of sums at least as extreme) / (1 + number drawn) (Phipson and Smyth 2010). If all
+    differences have the same magnitude, the test is a sign test and exact for any n.
 
     Examples:
         >>> sign_flip_p([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # 2 of 64
@@ -192,12 +218,12 @@ def sign_flip_p(differences: ArrayLike) -> float:
     values = np.sort(np.asarray(differences, float))
     values = values[values != 0]
     n = len(values)
-    if n == 0 or np.ptp(np.abs(values)) <= 1e-12 * np.abs(values).max():
+    if n == 0 or np.ptp(np.abs(values)) <= ROUNDING_TOLERANCE * np.abs(values).max():
         return sign_test_p(int((values > 0).sum()), n)
     total = values.sum()
-    # Sums that are equal but for rounding count as equal; scipy's permutation_test takes 50 to 200
-    # times as long.
-    observed = abs(total) - 1e-12 * np.abs(values).sum()
+    # Sums that are equal except for rounding count as equal.
+    observed = abs(total) - ROUNDING_TOLERANCE * np.abs(values).sum()
+    # scipy's permutation_test takes 50 to 200 times as long.
     extreme = sum(
         int((np.abs(2 * (positive @ values) - total) >= observed).sum())
         for positive in sign_flips(n)
@@ -210,30 +236,38 @@ def sign_flip_p(differences: ArrayLike) -> float:
 
 
 def sign_flips(n: int) -> Iterator[NDArray[np.integer]]:
-    """Which of n differences are taken as positive, in parts of shape (flips, n), 0 or 1."""
-    if n <= MAX_EXACT_DIFFERENCES:  # the last sign is fixed: the other half mirrors this one
+    """Yield arrays of sign combinations for n differences: 1 keeps a sign, 0 flips it.
+
+    Each array has shape (flips, n). For up to `MAX_EXACT_DIFFERENCES` differences, one array holds
+    all combinations in which the last difference has 0; the others are their complements. For more
+    differences, `N_DRAWN_FLIPS` random combinations are yielded in batches, with a fixed seed.
+    """
+    if n <= MAX_EXACT_DIFFERENCES:
+        # Row i holds the binary digits of i, the lowest first.
         yield np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1
         return
     generator = np.random.default_rng(0)
     flips_per_batch = max(1, 250_000 // n)  # 2 MB of float64, which stay in a processor's cache
     for start in range(0, N_DRAWN_FLIPS, flips_per_batch):
         flips = min(flips_per_batch, N_DRAWN_FLIPS - start)
-        yield np.unpackbits(generator.integers(0, 256, (flips, -(-n // 8)), np.uint8), axis=1)[
-            :, :n
-        ]
+        bytes_per_flip = -(-n // 8)  # n bits, rounded up to whole bytes
+        random_bytes = generator.integers(0, 256, (flips, bytes_per_flip), np.uint8)
+        yield np.unpackbits(random_bytes, axis=1)[:, :n]
 
 
 def sign_test_p(positive: int, n: int) -> float:
-    """Two-sided p of the sign test (McNemar): `positive` of n nonzero differences are positive."""
+    """Compute the two-sided p value of the sign test (McNemar) for n nonzero differences.
+
+    `positive` is the number of positive differences. Without differences the p value is 1.
+    """
     return float(scipy.stats.binomtest(positive, n).pvalue) if n else 1.0
 
 
 def equivalence_p(differences: ArrayLike, margin: float) -> float:
-    """The p of two one-sided tests that the mean of differences is within ±margin.
+    """Compute the p value of two one-sided tests that the mean difference lies within ±margin.
 
-    The differences have shape (n,), and each test is by `skewed_t` (Schuirmann 1987).
-    It is 0 or 1 where the differences are all the same, and 0 where all are zero, whatever the
-    margin.
+    The differences have shape (n,). Both tests (Schuirmann 1987) use `skewed_t`. If all
+    differences are equal, p is 0 or 1. If all are zero, p is 0 even for a margin of NaN.
 
     Examples:
         >>> round(equivalence_p([-0.1, 0.0, 0.1, 0.05, -0.05], margin=0.2), 4)
@@ -248,8 +282,8 @@ def equivalence_p(differences: ArrayLike, margin: float) -> float:
     sd = sample_sd(values)
     if not sd > 0:
         return float(values.any() and not abs(values.mean()) < margin)
-    # scipy's ttest_1samp warns of differences that are the same but for rounding; statsmodels is
-    # slow to import.
+    # scipy's ttest_1samp warns if differences are equal except for rounding; statsmodels is slow to
+    # import.
     mean, skewness, n = moments(values)
     t_lower = skewed_t(margin / sd + mean, skewness, n)
     t_upper = skewed_t(margin / sd - mean, -skewness, n)
@@ -257,11 +291,13 @@ def equivalence_p(differences: ArrayLike, margin: float) -> float:
 
 
 def discordance_p(differences: ArrayLike, margin: float) -> float:
-    """The p that fewer than a share `margin` of pairs are discordant, for binary differences (n,).
+    """Compute the p value of a test that less than a share `margin` of pairs is discordant.
 
-    That share bounds the difference of the two rates, so this is a test of equivalence, exact
-    (Clopper and Pearson 1934). A t test would call ten seeds of which none switched equivalent,
-    whatever the margin.
+    A pair of binary outcomes is discordant if its difference is not zero. `differences` has shape
+    (n,). The share of discordant pairs bounds the difference between the two rates, so this is an
+    exact test of equivalence (Clopper and Pearson 1934). A t test is not suitable: ten seeds
+    without a discordant pair would be equivalent for any margin. Without differences the result
+    is NaN.
 
     Examples:
         >>> round(discordance_p([0.0] * 29, margin=0.1), 3)
@@ -276,11 +312,12 @@ def discordance_p(differences: ArrayLike, margin: float) -> float:
 
 
 def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
-    """The interval of the mean of differences at 1 − alpha: shifts that `sign_flip_p` allows.
+    """Compute the 1 − alpha confidence interval of the mean that belongs to `sign_flip_p`.
 
-    Its ends are two of the means of subsets of the sample (Hartigan 1969), so it holds zero where p
-    > alpha, and the truth at 1 − alpha for every symmetric distribution. NaN where so few
-    differences bound nothing.
+    The ends of the interval are two of the means of the subsets of the sample (Hartigan 1969). The
+    interval contains zero if `sign_flip_p` exceeds alpha. For symmetric distributions it covers
+    the true mean with probability 1 − alpha. It is (NaN, NaN) if there are too few differences to
+    bound the mean.
 
     Examples:
         >>> # At 5 % the first and the last of 63 means
@@ -298,13 +335,15 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
     for positive in sign_flips(n):
         sums = positive @ values
         sizes = positive.sum(axis=1)
-        with np.errstate(invalid="ignore"):  # a subset of none has no mean
+        with np.errstate(invalid="ignore"):  # the mean of an empty subset is NaN
+            # The means of each subset and of its complement.
             means += [sums / sizes, (total - sums) / (n - sizes)]
     all_means = np.concatenate(means)
     subset_means = np.sort(all_means[~np.isnan(all_means)])
     is_exact = n <= MAX_EXACT_DIFFERENCES
     n_flips = 2.0 ** (n - 1) if is_exact else 1 + N_DRAWN_FLIPS
-    # A subset of none (NaN) is the unflipped sample, which counts; drawn flips do not include it.
+    # An empty subset, whose mean is NaN, stands for the unflipped sample. The p value counts that
+    # sample, too: once among all combinations, and once in addition to the drawn ones.
     n_unflipped = len(all_means) - len(subset_means)
     if not is_exact:
         n_unflipped += 1
@@ -313,7 +352,9 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
         return math.nan, math.nan
     low = float(subset_means[rank])
     high = float(subset_means[-1 - rank])
-    if sign_flip_p(values) > alpha:  # only what was drawn, and rounding, can make the two disagree
+    # Random flips and rounding can make the interval and the p value disagree about zero. The p
+    # value takes precedence.
+    if sign_flip_p(values) > alpha:
         return min(low, 0.0), max(high, 0.0)
     if total > 0:
         return max(low, float(subset_means[subset_means > 0][0])), high
@@ -321,11 +362,12 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
 
 
 def sd_lower_limit(values: ArrayLike) -> float:
-    """The lower 97.5 % limit of a sample's standard deviation, shape (values,); NaN if constant.
+    """Compute the lower 97.5 % confidence limit of the standard deviation of a sample.
 
-    s · exp(−t · √((κ − 1) / (n − 1)) / 2), with t the quantile of Student's t and κ the sample's
-    kurtosis, 3 or more: the delta method on ln s (as in Bonett 2006). Unlike the textbook's (χ²),
-    it was found to hold for heavy tails and two humps as well (with at most 6 % errors).
+    The limit is s · exp(−t · √((κ − 1) / (n − 1)) / 2), where t is a quantile of Student's t and κ
+    the kurtosis of the sample, but at least 3. It comes from the delta method for ln s (as in
+    Bonett 2006). It was found to be valid for heavy tails and two modes, too (at most 6 % errors),
+    unlike the usual limit from the χ² distribution. The result is NaN if all values are equal.
 
     >>> [
     ...     round(sd_lower_limit(sample), 4)
@@ -337,7 +379,9 @@ def sd_lower_limit(values: ArrayLike) -> float:
 
 
 def sd_lower_limits(values: ArrayLike, n: ArrayLike, confidence: float = SD_CONFIDENCE) -> Floats:
-    """The limits for samples of n values with this sample's standard deviation and kurtosis.
+    """Compute `sd_lower_limit` as if the sample had n values; n may be an array.
+
+    The standard deviation and the kurtosis are those of `values`.
 
     >>> sd_lower_limits([1, 2, 3, 4], n=[4, 40]).round(4).tolist()
     [0.3521, 1.0267]
@@ -355,7 +399,7 @@ def sd_lower_limits(values: ArrayLike, n: ArrayLike, confidence: float = SD_CONF
 
 
 def sample_sd(values: ArrayLike) -> float:
-    """The standard deviation of a sample, shape (n,); NaN for fewer than two.
+    """Compute the standard deviation of a sample, shape (n,); NaN for fewer than two values.
 
     >>> sample_sd([0.1] * 10), round(sample_sd([1.0, 3.0]), 4)
     (0.0, 1.4142)
@@ -363,24 +407,29 @@ def sample_sd(values: ArrayLike) -> float:
     values = np.asarray(values, float)
     if len(values) < 2:
         return math.nan
-    # NumPy's result for equal values is not always zero.
+    # For equal values NumPy's result may differ from zero by rounding.
     return float(values.std(ddof=1)) if np.ptp(values) else 0.0
 
 
 def clopper_pearson_upper(count: float, n: int, alpha: float = 0.05) -> float:
-    """The one-sided upper limit at 1 − alpha of a share, given `count` of n (Clopper-Pearson 1934).
+    """Compute the one-sided upper 1 − alpha confidence limit of a share, given `count` of n.
+
+    The limit is that of Clopper and Pearson (1934).
 
     >>> clopper_pearson_upper(4, 4), clopper_pearson_upper(0, 0)
     (1.0, 1.0)
     """
-    # scipy's binomtest(count, n).proportion_ci searches for the same number, in ten times the time.
+    # scipy's binomtest(count, n).proportion_ci finds the same number, but takes ten times as long.
     return float(scipy.stats.beta.ppf(1 - alpha, count + 1, n - count)) if count < n else 1.0
 
 
 def holm(p: ArrayLike) -> Floats:
-    """Holm's corrected p (1979); NaN (no test) stays NaN and counts for nothing."""
-    # statsmodels' multipletests gives the same numbers, but collects garbage for 0.1 s before it
-    # does.
+    """Correct p values by Holm's method (1979).
+
+    NaN means that nothing was tested: it stays NaN, and does not count towards the number of tests.
+    """
+    # statsmodels' multipletests gives the same numbers, but spends 0.1 s on garbage collection
+    # first.
     corrected = np.array(p, float)
     tests = np.count_nonzero(~np.isnan(corrected))
     order = np.argsort(corrected)[:tests]  # NaN comes last

@@ -16,7 +16,13 @@ DEFAULT_BINARY_MARGIN = 0.1  # for booleans, a share of the seeds
 
 
 def parse_margin(margin: str | float) -> tuple[float, str]:
-    """The number in a margin such as 0.01, "0.25sd" or "1%", and its unit: `sd`, `%` or nothing."""
+    """Split a margin such as 0.01, "0.25sd" or "1%" into its number and its unit.
+
+    The unit is `sd`, `%` or an empty text.
+
+    Raises:
+        UsageError: If the margin has another form, or is not a finite number above 0.
+    """
     unit_match = (
         re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(sd|%)\s*", margin)
         if isinstance(margin, str)
@@ -41,10 +47,11 @@ def margin_size(
     is_binary: bool = False,
     confidence: float = inference.SD_CONFIDENCE,
 ) -> float:
-    """A margin in the metric's units; `losses` is the metric under the reference, shape (seeds,).
+    """Convert a margin to units of the metric.
 
-    One in standard deviations is of their lower limit at `confidence`; NaN where the losses do not
-    differ. Of yes and no a margin is a share of the seeds.
+    `losses` is the metric under the reference, shape (seeds,). A margin in standard deviations is a
+    multiple of the lower limit of the standard deviation at `confidence`; it is NaN if all losses
+    are equal. For a binary metric the margin is a share of the seeds.
 
     >>> (
     ...     margin_size("10%", np.array([0.0, 1.0]), is_binary=True),
@@ -68,7 +75,10 @@ def margin_sizes(
     is_binary: bool = False,
     confidence: float = inference.SD_CONFIDENCE,
 ) -> NDArray[np.float64]:
-    """The margins that n seeds would give; only a margin in standard deviations depends on n.
+    """Compute the margin for each number of seeds in n.
+
+    Only a margin in standard deviations depends on n. A margin in percent is NaN if all losses are
+    zero.
 
     >>> # Wider with more seeds
     >>> margin_sizes("0.5sd", np.arange(12.0), n=[10, 12, 14]).round(4).tolist()

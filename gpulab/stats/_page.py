@@ -27,8 +27,8 @@ DECISION_STYLES: dict[str, str] = {  # the CSS class of each decision, which set
     "equivalent": "ok",
 }
 PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
-MAX_TITLE_LEVELS = 3  # levels
-SHARED_COLUMNS = ("machine", "torch", "gpulab")  # of the runs, below the title
+MAX_TITLE_LEVELS = 3  # the largest number of levels that the title names
+SHARED_COLUMNS = ("machine", "torch", "gpulab")  # columns whose values are shown below the title
 TABLE_NOTE = (
     "The difference is the level's metric minus the reference's, averaged over the seeds that both"
     " have. Its interval leaves out zero where the decision is different; the interval of"
@@ -52,11 +52,11 @@ class VerdictPage(Decisions, Report):
         return style() + self._render_body()
 
     def save(self, file: str | Path, title: str = "") -> None:
-        """Write the verdict to an HTML file of its own, whole or not at all.
+        """Write the verdict to a self-contained HTML file atomically.
 
         Args:
-            file: Where to; its folder is made if need be.
-            title: What it is called; by default what was compared.
+            file: The file to write. Its folder is created if necessary.
+            title: The title of the page; by default it names what was compared.
         """
         heading = title or _title_text(self)
         page = report.render(
@@ -92,7 +92,7 @@ class VerdictPage(Decisions, Report):
         return self._render_answer() + self._render_figure() + self._render_details()
 
     def _render_answer(self) -> Markup:
-        """The decision, a sentence for each level, and the table."""
+        """Render the decision, a sentence for each level, and the table."""
         texts = level_sentences(self, {})
         if len(self.rows) > 1:
             texts = [_count_decisions(self), *texts]
@@ -118,14 +118,14 @@ class VerdictPage(Decisions, Report):
         )
 
     def _render_details(self) -> Markup:
-        """All that `print` says, and how the table was read."""
+        """Render the text of `print`, and separately the notes on how the table was read."""
         lines = describe_with_numbers(self).splitlines()
         paragraphs = [line for line in lines if line not in self.notes]
         return report.render("verdict_details.html", paragraphs=paragraphs, remarks=self.notes)
 
 
 def _title_text(verdict: Decisions) -> str:
-    """The title: the levels, the reference and the metric."""
+    """Compose the title, which names the levels, the reference and the metric."""
     levels = [level_text(row.level, verdict.factor) for row in verdict.rows]
     reference = level_text(verdict.reference, verdict.factor)
     metric = metric_label(verdict.metric)
@@ -140,7 +140,10 @@ def _title_text(verdict: Decisions) -> str:
 
 
 def _describe_source(verdict: Decisions) -> list[str]:
-    """The file, its content, the date, and the machines and versions of the runs if known."""
+    """List the file, its content, the date, and the versions and machines of the runs if known.
+
+    At most three machines, and three versions of each library, are named.
+    """
     runs = verdict.runs
     n_seeds = runs[verdict.block].nunique()
     blocks_text = f"{n_seeds} {verdict.block}" if n_seeds == 1 else f"{n_seeds} {verdict.block}s"
@@ -160,7 +163,7 @@ def _describe_source(verdict: Decisions) -> list[str]:
 
 
 def _count_decisions(verdict: Decisions) -> str:
-    """The number of levels for each decision."""
+    """Write a sentence with the number of levels for each decision."""
     counts = Counter(row.decision for row in verdict.rows)
     counted_decisions = ", ".join(
         f"{counts[decision]} {decision}" for decision in DECISIONS if counts[decision]
@@ -172,7 +175,11 @@ def _count_decisions(verdict: Decisions) -> str:
 
 
 def _header_rows(verdict: Decisions) -> list[list[Head]]:
-    """Two rows of heads."""
+    """Build the two header rows of the table.
+
+    The confidence levels of the intervals are taken from the first level; they are the same for
+    all.
+    """
     level = verdict.rows[0] if verdict.rows else None
     confidence = (
         f"{100 * level.confidence:.3g} % interval" if level and level.confidence > 0 else "interval"
@@ -195,7 +202,7 @@ def _header_rows(verdict: Decisions) -> list[list[Head]]:
 
 
 def _level_cells(verdict: Decisions, row: LevelDecision) -> list[Cell]:
-    """The row of a level."""
+    """Build the table's cells for a level."""
     level = level_text(row.level, verdict.factor)
     total = row.seeds + row.unpaired
     diverged = (
@@ -218,7 +225,7 @@ def _level_cells(verdict: Decisions, row: LevelDecision) -> list[Cell]:
 
 
 def _format_difference(value: float) -> str:
-    """A difference with its sign.
+    """Format a difference with two digits and its sign; NaN as a dash.
 
     >>> [_format_difference(value) for value in (0.0123, -0.5, 0.0, math.nan)]
     ['+0.012', '−0.5', '0', '–']
@@ -229,7 +236,7 @@ def _format_difference(value: float) -> str:
 
 
 def _format_interval(low: float, high: float) -> str:
-    """An interval.
+    """Format an interval; a dash if an end is NaN.
 
     >>> _format_interval(-0.5, 0.25), _format_interval(math.nan, math.nan)
     ('−0.5 to +0.25', '–')

@@ -1,4 +1,4 @@
-"""From a table of runs to pairs: the runs of two levels of a factor, matched by seed."""
+"""Pairing of the runs in a table: the runs of two levels of a factor, matched by seed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ RESERVED_COLUMNS = (
     "reference",
     "other",
     "difference",
-)  # columns with a meaning of their own
-MAX_METRIC = (
-    1e75  # in the metric's units; beyond it fourth powers, which kurtosis needs, overflow float64
-)
+)  # columns with a fixed meaning
+# The largest absolute value of a metric. Kurtosis needs fourth powers, which overflow float64
+# beyond it.
+MAX_METRIC = 1e75
 # The advice for a table whose columns have other names.
 COLUMN_ADVICE = (
     "; say which by metric=, factor= and block= (--metric …); pandas.melt makes rows of a column"
@@ -43,14 +43,14 @@ class PairedRuns:
     factor: str
     block: str
     reference: Level
-    runs: pd.DataFrame  # the first of each level and block
-    pairs: pd.DataFrame  # a row for each other level's run beside the reference's
-    reruns: pd.DataFrame  # the same for the reference's reruns: a control
+    runs: pd.DataFrame  # a row for each level and block, without reruns
+    pairs: pd.DataFrame  # a row for each run of another level that the reference has a partner for
+    reruns: pd.DataFrame  # the same for reruns of the reference, which serve as a control
     notes: tuple[str, ...]  # sentences on rows that were chosen, left out or averaged
     source: str = field(default="", kw_only=True)  # the file or folder that the table was read from
 
     def by_level(self) -> dict[Level, pd.DataFrame]:
-        """The pairs of each other level, in the order of the runs."""
+        """Return the pairs of each level except the reference, in the order of the runs."""
         other_levels = dict.fromkeys(
             level for level in self.runs[self.factor] if level != self.reference
         )
@@ -59,13 +59,13 @@ class PairedRuns:
         return {level: self.pairs[self.pairs[self.factor] == level] for level in levels}
 
     def reference_losses(self) -> NDArray[np.float64]:
-        """The metric of the runs of the reference that finished, shape (runs,)."""
+        """Return the metric of the finished runs under the reference, shape (runs,)."""
         finished = (self.runs[self.factor] == self.reference) & (self.runs.status == "finished")
         losses: NDArray[np.float64] = self.runs.loc[finished, self.metric].to_numpy(float)
         return losses
 
     def is_binary(self) -> bool:
-        """Whether the metric of all runs that finished is 0 or 1: its mean is a share."""
+        """Return whether the metric is 0 or 1 in all finished runs, so that its mean is a share."""
         values = self.runs[self.metric][self.runs.status == "finished"]
         return bool(len(values) and values.isin((0.0, 1.0)).all())
 
@@ -78,9 +78,12 @@ def pair_runs(
     reference: Level | None,
     choice: RowChoice = ALL_ROWS,
 ) -> PairedRuns:
-    """Pair the runs of each level with the reference's; `UsageError` if nothing can be compared.
+    """Pair the runs of each level with those of the reference.
 
-    Where runs have a row for each epoch or step, `choice` says which of them counts.
+    If runs have a row for each epoch or step, `choice` says which row counts.
+
+    Raises:
+        UsageError: If the table is not suitable, or has no runs to compare.
     """
     columns = (metric, factor, block)
     checked_runs = check_runs(frame, *columns, choice)
@@ -174,7 +177,15 @@ def _skipped_rerun_notes(n_skipped: int, reference: Level) -> Iterator[str]:
 def _average_repeated_rows(
     runs: pd.DataFrame, metric: str, factor: str, block: str
 ) -> pd.DataFrame:
-    """A row for each level and block: the mean of repeated rows, diverged if one of them did."""
+    """Average repeated rows to one row for each level and block.
+
+    The averaged row is `diverged` if one of the repeated rows is. It has weights only if the
+    repeated rows agree on them.
+
+    Raises:
+        UsageError: If repeated rows differ in a column of texts or booleans, since these are then
+            different kinds of runs.
+    """
     repeated = runs[runs.duplicated([factor, block], keep=False)]
     if not len(repeated):
         return runs
@@ -184,7 +195,7 @@ def _average_repeated_rows(
         for name in differing_columns
         if not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name])
     ]
-    # A column in which every run has a value of its own does not distinguish kinds of runs.
+    # A column in which all values are different, such as an id, does not distinguish kinds of runs.
     word_columns = [name for name in word_columns if runs[name].astype(str).nunique() < len(runs)]
     if word_columns:
         level = repeated[factor].iloc[0]
@@ -209,7 +220,7 @@ def _average_repeated_rows(
 
 
 def _differing_columns(runs: pd.DataFrame, metric: str, factor: str, block: str) -> list[str]:
-    """Columns other than the metric that differ between runs of one level and block."""
+    """List the columns other than the metric that differ between runs of one level and block."""
     other_columns = runs.drop(columns=[metric, factor, block, *RESERVED_COLUMNS], errors="ignore")
     groups = other_columns.astype(str).groupby([runs[factor], runs[block]], sort=False)
     return [name for name in other_columns if (groups[name].nunique() > 1).any()]
@@ -218,7 +229,11 @@ def _differing_columns(runs: pd.DataFrame, metric: str, factor: str, block: str)
 def _find_reference(
     levels: list[Level], reference: Level | None, unfinished: pd.DataFrame, factor: str
 ) -> Level:
-    """The level that others are compared with: as asked for, or else `cpu`, or the first."""
+    """Find the level that others are compared with: the given one, or else `cpu`, or the first.
+
+    Raises:
+        UsageError: If there are no levels, or none that is written like the given one.
+    """
     if not levels:
         statuses = sorted(set(unfinished["status"]))
         reason = "the table has no rows"
@@ -231,7 +246,7 @@ def _find_reference(
     if reference is None:
         return "cpu" if "cpu" in levels else levels[0]
     for level in levels:
-        # A number given on the command line is text.
+        # On the command line a level is given as text, even if it is a number.
         if str(reference) in (
             str(level),
             level_text(level, factor),
@@ -246,7 +261,10 @@ def _find_reference(
 def _merge_with_reference(
     runs: pd.DataFrame, reference_runs: pd.DataFrame, metric: str, factor: str, block: str
 ) -> pd.DataFrame:
-    """A row for each run whose seed the reference also has, with the difference of the two."""
+    """Pair runs with those of the reference by block; runs without a partner are left out.
+
+    The difference is NaN if one of the two diverged. The pairs are sorted by block.
+    """
     columns = [block, metric, "status", "weights"]
     merged = runs[[factor, *columns]].merge(
         reference_runs[columns], on=block, suffixes=("", "_base")
@@ -269,10 +287,15 @@ def _merge_with_reference(
 def check_runs(
     frame: pd.DataFrame, metric: str, factor: str, block: str, choice: RowChoice = ALL_ROWS
 ) -> pd.DataFrame:
-    """Copy runs with a float64 metric, `status`, `rerun` and `weights`; `UsageError` if invalid.
+    """Check a table of runs, and return a copy in the form that `pair_runs` expects.
 
-    It has one row for each run where `choice` says which; `attrs["chosen"]` then has a sentence on
-    it.
+    The copy has the metric in float64 and the columns `status`, `rerun` and `weights`. If runs have
+    several rows, it has the rows that `choice` selects. `attrs["chosen"]` has sentences on the
+    selection, and `attrs["has_ambiguous_nan"]` says whether NaN may be an empty cell. A `status` in
+    the table is kept, except that `finished` becomes `diverged` where the metric says so.
+
+    Raises:
+        UsageError: If the table is not valid, or mixes protocols.
     """
     if not isinstance(frame, pd.DataFrame):
         raise UsageError(
@@ -314,9 +337,13 @@ def check_runs(
 
 
 def _parse_metric(column: pd.Series) -> MetricColumn:
-    """The metric in float64, and which rows say that the run diverged.
+    """Convert the metric to float64, and find the rows that say that a run diverged.
 
-    In a column of float64 NaN may stand for an empty cell and for a loss that was NaN.
+    In a numeric column of NumPy, NaN may be either an empty cell or a loss that was NaN, so only
+    infinity says that a run diverged. Other columns distinguish empty cells from NaN.
+
+    Raises:
+        UsageError: If a cell is neither empty nor a number, a boolean or the text of one.
     """
     inferred = column.infer_objects()
     if is_numeric_dtype(inferred) and not isinstance(
@@ -345,7 +372,7 @@ def _parse_metric(column: pd.Series) -> MetricColumn:
 
 
 def _check_numbers(finished: pd.Series, metric: str) -> None:
-    """Raise `UsageError` if a finished run has no number, or one too large to compute with."""
+    """Raise `UsageError` if a finished run has no metric, or one of `MAX_METRIC` or more."""
     unusable_values = finished[~(finished.abs() < MAX_METRIC)]
     if len(unusable_values):
         count = len(unusable_values)
@@ -358,17 +385,17 @@ def _check_numbers(finished: pd.Series, metric: str) -> None:
 
 
 def _as_plain_levels(column: pd.Series) -> pd.Series:
-    """A factor or block as plain objects or numbers; `UsageError` for cells that are empty."""
+    """Convert a column of levels or blocks to plain objects; `UsageError` if a cell is empty."""
     if column.isna().any():
         raise UsageError(
             f"column {column.name!r} is empty in {column.isna().sum()} rows; fill or drop them"
         )
-    # This removes categories, Arrow's types and nullable types.
+    # The conversion removes categories, Arrow's types and nullable types.
     return column.astype(object).infer_objects()
 
 
 def check_columns(frame: pd.DataFrame, names: Iterable[str], advice: str = "") -> None:
-    """Raise `UsageError`, listing the columns and the advice, if one of these is missing."""
+    """Raise a `UsageError` that lists all columns and adds the advice if a column is missing."""
     for name in names:
         if name not in frame:
             columns = textwrap.shorten(", ".join(map(str, frame.columns)) or "none", 900)
@@ -376,13 +403,13 @@ def check_columns(frame: pd.DataFrame, names: Iterable[str], advice: str = "") -
 
 
 def check_one_protocol(frame: pd.DataFrame, ignored_columns: Collection[str] = ()) -> None:
-    """Raise `UsageError` where runs learned different things or for different times.
+    """Raise `UsageError` if runs differ in what they learned, or for how long.
 
-    The values of `ignored_columns` may differ.
+    Differences in `ignored_columns` are allowed, also where these are names of options.
     """
     names = ("experiment", "profile", "frames", "protocol", "options")
     columns = [name for name in names if name in frame and name not in ignored_columns]
-    if "options" in columns:  # of trainings of the user's own
+    if "options" in columns:  # the column of runs of training functions
         frame = frame.assign(
             options=[_drop_options(text, ignored_columns) for text in frame.options]
         )
@@ -398,7 +425,7 @@ def check_one_protocol(frame: pd.DataFrame, ignored_columns: Collection[str] = (
 
 
 def _drop_options(options: object, names: Collection[str]) -> str:
-    """Options as JSON without some of them; a cell that is not JSON as it is."""
+    """Remove options by name from a JSON text; a cell that is not a JSON object stays as it is."""
     if not isinstance(options, (str, bytes)):
         return str(options)
     try:
@@ -410,7 +437,10 @@ def _drop_options(options: object, names: Collection[str]) -> str:
 
 
 def select_rows(frame: pd.DataFrame, conditions: Iterable[tuple[str, str]]) -> pd.DataFrame:
-    """The rows that have these values, as text, in these columns."""
+    """Select the rows in which each column, as text, has the given value.
+
+    `conditions` are pairs of a column's name and a value.
+    """
     for name, text in conditions:
         check_columns(frame, [name])
         frame = frame[frame[name].astype(str) == text]

@@ -1,4 +1,4 @@
-"""Folders of runs, as Hydra, Lightning and TensorBoard leave them, as one table."""
+"""Reading of folders of runs, as Hydra, Lightning and TensorBoard write them, into one table."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gpulab.stats._configs import CONFIG_FILES, Value, find_settings, parse_valu
 
 RUN_COLUMN = "run"  # the column that says which run a row belongs to
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
-# The names of log files, which are read if a folder has tables of other names, too.
+# Usual names of log files. If a folder also has tables of other names, only these are read.
 USUAL_TABLE_NAMES = ("metrics.csv", "progress.csv", "results.csv", "history.csv", "log.csv")
 SEED_NAMES = ("seed", "random_seed", "seed_everything", "rng_seed", "manual_seed", "global_seed")
-# Columns that mean something to a verdict, which a setting of that name does not.
+# Columns with a fixed meaning in a verdict. A setting with such a name is renamed.
 VERDICT_COLUMNS = frozenset(
     {"status", "rerun", "weights", "reference", "other", "difference", RUN_COLUMN}
 )
 PROTOCOL_COLUMNS = frozenset({"experiment", "profile", "frames", "protocol", "options"})
 RESERVED_NAMES = VERDICT_COLUMNS | PROTOCOL_COLUMNS
-# The columns and the name of a file that TensorBoard's page offers.
+# The columns and the name of a CSV file that is downloaded from TensorBoard.
 TENSORBOARD_COLUMNS = ("Wall time", "Step", "Value")
 TENSORBOARD_FILE_PATTERN = re.compile(r"run-(?P<run>.*)-tag-(?P<tag>.+)")
 SEED_PATTERN = re.compile(r"(?<![a-z])seed[ _=-]?(\d+)", re.IGNORECASE)
@@ -39,7 +39,9 @@ TableReader = Callable[[Path], tuple[pd.DataFrame, list[str]]]  # a table, and n
 
 
 def is_pattern(name: str | Path) -> bool:
-    """Whether a name is a pattern for several files, such as `outputs/*/metrics.csv`.
+    """Return whether a name is a pattern for several files, such as `outputs/*/metrics.csv`.
+
+    The name of an existing file is not a pattern, even if it has characters such as `*`.
 
     >>> is_pattern("outputs/*/metrics.csv"), is_pattern("outputs/metrics.csv")
     (True, False)
@@ -50,10 +52,17 @@ def is_pattern(name: str | Path) -> bool:
 def read_runs(
     names: Sequence[str | Path], read_table: TableReader
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Read the tables of folders and files as one, with each run's settings and notes on sources.
+    """Read the tables of folders, files and patterns into one table.
+
+    Each run's settings become columns. Tables and configurations that cannot be read are left out
+    with a warning.
+
+    Returns:
+        The table, and sentences on what was read and where settings come from.
 
     Raises:
-        DataError: Where there are no tables, none that can be read, or tables of several names.
+        DataError: If there are no tables, if none can be read, or if a folder has tables of several
+            names.
     """
     # Each table has a folder at which the search for its settings stops.
     roots: dict[Path, Path] = {}
@@ -69,7 +78,9 @@ def read_runs(
         expected = f"expected files such as {USUAL_TABLE_NAMES[0]}"
         raise DataError(f"{names_text}: neither runs of gpulab nor tables in it; {expected}")
     base = _common_folder(roots.values())
-    if len(names) > 1:  # a shell has expanded a pattern
+    # Several names are usually a pattern that a shell has expanded, so settings are searched for up
+    # to the common folder.
+    if len(names) > 1:
         roots = {table: base if base in table.parents else root for table, root in roots.items()}
     frames: list[pd.DataFrame] = []
     origins: dict[str, set[str]] = {}  # the names of files that settings came from, by setting
@@ -125,7 +136,7 @@ def read_runs(
 
 
 def _common_folder(folders: Iterable[Path]) -> Path:
-    """The lowest common folder of these paths; the current one if there is none."""
+    """Find the lowest folder that contains all of these; the current one if there is none."""
     try:
         return Path(os.path.commonpath([str(folder) for folder in folders]))
     except ValueError:  # some are absolute and others relative, or on several drives
@@ -136,7 +147,15 @@ def _common_folder(folders: Iterable[Path]) -> Path:
 
 
 def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]:
-    """The tables of a folder, file or pattern, each with its root, and folders without a table."""
+    """Find the tables of a folder, file or pattern, and the runs without a table.
+
+    Returns:
+        The tables, each with the folder at which the search for its settings stops; and folders
+        that have a Hydra configuration but no table.
+
+    Raises:
+        DataError: If nothing matches a pattern, or a folder cannot be read.
+    """
     path = Path(name)
     if is_pattern(name):
         matches = sorted(glob.glob(str(name), recursive=True), key=_natural_key)
@@ -164,7 +183,7 @@ def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]
 
 
 def _pattern_root(pattern: Path) -> Path:
-    """The folder above the first part of a pattern that has wildcards.
+    """Return the folder above the first part of a pattern that has wildcards.
 
     >>> (
     ...     _pattern_root(Path("outputs/a/*/metrics.csv")).as_posix(),
@@ -181,11 +200,13 @@ def _pattern_root(pattern: Path) -> Path:
 
 
 def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The tables in a folder tree, and its folders with a Hydra configuration but no table.
+    """List the tables in a folder tree, and its folders with a Hydra configuration but no table.
+
+    Hidden files and folders are ignored.
 
     Raises:
-        DataError: For a folder that cannot be read, and tables of several names of which none is
-            usual.
+        DataError: If a folder cannot be read, if there are more than `MAX_TABLES` tables, or if
+            tables have several names and none is in `USUAL_TABLE_NAMES`.
     """
     tables: list[Path] = []
     configured: list[Path] = []
@@ -213,7 +234,14 @@ def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:
-    """The tables with the usual name for logs; all if they share a name or a folder."""
+    """Select the tables that are logs.
+
+    If the tables have several names, those with the first of `USUAL_TABLE_NAMES` are logs. All
+    tables are logs if they have the same name, or if each has another name.
+
+    Raises:
+        DataError: If there are several names, none of them usual, and one occurs repeatedly.
+    """
     counts = Counter(table.name for table in tables)
     for name in USUAL_TABLE_NAMES:
         if name in counts and len(counts) > 1:
@@ -227,14 +255,17 @@ def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:
 
 
 def _natural_key(path: str | Path) -> list[tuple[int, str]]:
-    """A key that sorts `2` before `10`."""
+    """Build a sorting key that orders paths by the numbers in them: `2` before `10`."""
     return [
         (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))
     ]
 
 
 def _count_names(names: Iterable[str]) -> str:
-    """The names with their counts in words, the most frequent first."""
+    """Write names with their counts, the most frequent first, such as `3 a.csv, b.csv`.
+
+    The count of a single name is left out.
+    """
     counts = Counter(names).most_common()
     count_texts = []
     for name, count in counts[:MAX_NAMED_FILES]:
@@ -248,7 +279,12 @@ def _count_names(names: Iterable[str]) -> str:
 
 
 def _add_run_name(frame: pd.DataFrame, table: Path, base: Path) -> pd.DataFrame:
-    """Add the run's name to a table; TensorBoard's value column is renamed to its tag."""
+    """Add a column with the run's name to a table, unless the table has one.
+
+    The name is the path of the table relative to `base`: of its folder for a usual log file, and
+    without the suffix for other files. For a file from TensorBoard, the run is part of the file's
+    name, and the column `Value` is renamed to the tag.
+    """
     name = table.relative_to(base).as_posix() if table.is_relative_to(base) else table.as_posix()
     run = (
         name.removesuffix(table.suffix)
@@ -265,10 +301,10 @@ def _add_run_name(frame: pd.DataFrame, table: Path, base: Path) -> pd.DataFrame:
 def _add_settings(
     frame: pd.DataFrame, settings: dict[str, Value]
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Add a column for each setting to a table, and return the columns' names too.
+    """Add a column for each setting to a table, and also return the columns' names by setting.
 
-    A setting whose name is that of a column of the table, or means something to a verdict, has
-    `config.` before it.
+    The column of a setting `x` is called `config.x` if `x` is a column of the table or has a fixed
+    meaning in a verdict.
     """
     columns = {
         setting: f"config.{setting}" if setting in frame or setting in RESERVED_NAMES else setting
@@ -283,7 +319,11 @@ def _add_settings(
 
 
 def _add_seed(frame: pd.DataFrame, origins: dict[str, set[str]], notes: list[str]) -> pd.DataFrame:
-    """A table with a column `seed`, if exactly one of its settings is called like one."""
+    """Add a column `seed` if exactly one column has a usual name of a seed, such as `rng_seed`.
+
+    Columns such as `data.seed` are considered only if there is none without a point in its name.
+    The function also extends `notes` and `origins`, in place.
+    """
     if "seed" in frame:
         return frame
     seed_columns = [
@@ -304,12 +344,12 @@ def _add_seed(frame: pd.DataFrame, origins: dict[str, set[str]], notes: list[str
 
 
 def _config_name(file: Path) -> str:
-    """The name of a configuration file, with the folder that belongs to it."""
+    """Return the entry of `CONFIG_FILES` that a configuration file has as the end of its path."""
     return next(name for name in CONFIG_FILES if file.as_posix().endswith(name))
 
 
 def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
-    """Yield sentences on which settings came from which files."""
+    """Yield a sentence for each set of files, on the settings that came from these files."""
     columns_by_files: dict[str, list[str]] = {}
     for column, names in origins.items():
         columns_by_files.setdefault(" and ".join(sorted(names)), []).append(column)
@@ -323,7 +363,9 @@ def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
 def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:
     """Add columns parsed from the names of runs: `optimizer=adam,seed=3`, `adam/seed_3`.
 
-    What remains of a name without its seed, and is not the same for all, is the column `group`.
+    A setting becomes a column if all names have it. The parts of a name that are not settings and
+    not common to all names become the column `group`. It is added only if runs have a seed, every
+    run has such parts, and they differ.
 
     >>> add_settings_from_names(pd.DataFrame({"run": ["adam/seed_0", "sgd/seed_0"]})).to_dict(
     ...     "list"
@@ -357,7 +399,7 @@ def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parse_run_name(run: str) -> tuple[dict[str, Value], list[str]]:
-    """Parse the settings in a run's name, and return the remaining parts too.
+    """Split a run's name into settings and remaining parts.
 
     >>> _parse_run_name("optimizer=adam,seed=3"), _parse_run_name("adam-seed3/version_0")
     (({'optimizer': 'adam', 'seed': 3}, []), ({'seed': 3}, ['adam', 'version_0']))

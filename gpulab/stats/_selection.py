@@ -1,7 +1,8 @@
-"""One row for each run of a table that has a row for each epoch or step, as loggers write it.
+"""Selection of one row for each run from a table with a row for each epoch or step.
 
-Such rows are no repetitions, so their mean says nothing about what a run learned. The last row of
-each run is chosen, or its best; without a choice the table is refused.
+Loggers write such tables. The rows of one run are not repetitions, so their mean says nothing about
+what the run learned. The user chooses the last or the best row of each run; without a choice the
+table is refused.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ DIRECTIONS: dict[Mode, tuple[str, str]] = {"min": ("lowest", "lower"), "max": ("
 
 
 def word_set(text: str) -> frozenset[str]:
-    """The words of a text."""
+    """Split a text into its words."""
     return frozenset(text.split())
 
 
-# Words of which the names of counting columns are made: `epoch`, `trainer/global_step`,
+# Words in the names of columns that count, such as `epoch`, `trainer/global_step` and
 # `time/total_timesteps`.
 COUNTER_WORDS = word_set(
     "epoch epochs step steps iteration iterations iter iters itr timestep timesteps update updates"
     " round rounds generation generations"
 )
-# counted where they are `seen`
+# A name with one of these words counts only if it also has one of `SEEN_WORDS`: `frames_seen`.
 AMOUNT_WORDS = word_set("frames images samples examples tokens sequences batches")
 SEEN_WORDS = word_set("seen processed consumed")
+# Further words that the name of a counting column may have. No others are allowed.
 QUALIFIER_WORDS = word_set(
     "global local trainer train training env environment agent total num n number no of count"
     " counter idx index id current cur optimizer optim opt gradient grad outer inner learner sgd"
@@ -47,7 +49,7 @@ QUALIFIER_WORDS = word_set(
 # Words that may precede a slash in a metric's name.
 FOLDER_WORDS = QUALIFIER_WORDS | word_set("time timers progress rollout counters charts metrics")
 CLOCK_NAMES = frozenset({"timestamp", "wall time", "relative time process", "relative time wall"})
-# columns that say which run a row belongs to
+# Columns that may say which run a row belongs to.
 RUN_NAME_COLUMNS = (
     "run",
     "run_id",
@@ -65,7 +67,8 @@ HIGHER_IS_BETTER = word_set(
     "acc accuracy auc auroc auprc f precision recall reward return returns score iou miou dice map"
     " bleu rouge psnr ssim r mcc ndcg mrr success"
 )
-INVERTING_WORDS = word_set("neg negative minus inverse inv")  # words that turn a direction round
+INVERTING_WORDS = word_set("neg negative minus inverse inv")  # words that reverse a direction
+# Words at the end of a metric's name that do not affect its direction, as in `loss_epoch`.
 SUBSET_WORDS = word_set(
     "train training val valid validation dev test eval evaluation heldout mean avg average ema"
     " smoothed macro micro weighted epoch step final"
@@ -75,12 +78,13 @@ MAX_NAMED_RUNS = 5  # runs in one sentence
 
 @dataclass(frozen=True)
 class RowChoice:
-    """The choice of the row that is compared if a run has several.
+    """The user's choice of the row that is compared if a run has several.
 
     Attributes:
-        last: The counting column whose last value is taken, such as `epoch`; None for none.
-        best: The column whose best value is taken, such as `val_loss`; None for none.
-        mode: Whether the best is the `min` or the `max`; None where the name of the column says so.
+        last: A counting column, such as `epoch`: the row with its largest value is taken.
+        best: A column, such as `val_loss`: the row with its best value is taken.
+        mode: Whether the best value is the `min` or the `max`; None to infer it from the column's
+            name.
     """
 
     last: str | None = None
@@ -88,7 +92,7 @@ class RowChoice:
     mode: str | None = None
 
     def check(self, frame: pd.DataFrame) -> None:
-        """Raise `UsageError` for a choice that cannot be made in this table."""
+        """Raise `UsageError` if the choice contradicts itself or names a column that is missing."""
         if self.last is not None and self.best is not None:
             raise UsageError(f"last={self.last!r} and best={self.best!r}: expected one of the two")
         if self.mode is not None and self.mode not in MODES:
@@ -111,13 +115,13 @@ ALL_ROWS = RowChoice()
 
 @dataclass(frozen=True)
 class MetricColumn:
-    """The metric's column as numbers, with the status of those that are not finite.
+    """The metric's column as numbers, and which of them say that a run diverged.
 
     Attributes:
         values: The numbers, shape (rows,).
-        is_diverged: Which rows say that the run diverged: infinity, or NaN where an empty cell is
-            another thing.
-        has_ambiguous_nan: Whether a NaN may stand for an empty cell and for a loss that was NaN.
+        is_diverged: Whether the value of a row says that the run diverged. Infinity does. NaN does
+            if it can be told from an empty cell.
+        has_ambiguous_nan: Whether NaN may be either an empty cell or a loss that was NaN.
     """
 
     values: NDArray[np.float64]
@@ -130,8 +134,8 @@ class ChosenRows:
     """The rows that are compared.
 
     Attributes:
-        positions: Their positions in the table.
-        is_diverged: Which of them say that the run diverged.
+        positions: The positions of the rows in the table.
+        is_diverged: Whether each of these rows says that the run diverged.
         notes: Sentences on what was chosen.
     """
 
@@ -148,23 +152,27 @@ def choose_rows(
     choice: RowChoice,
     column: MetricColumn,
 ) -> ChosenRows:
-    """Choose one row for each run that has several; mere repetitions keep all their rows.
+    """Choose one row for each run whose rows are epochs or steps.
+
+    All rows are kept if no run has several, or if no column counts and no best row is asked for:
+    several rows of a run are then repetitions.
 
     Args:
         frame: The table.
         metric: The column that is compared.
         factor: The column whose levels are compared.
-        block: The column of what they are compared on.
+        block: The column that pairs the runs of different levels, such as the seed.
         choice: Which row is taken.
         column: The metric's column as numbers.
 
     Raises:
-        UsageError: For rows that count epochs or steps without a choice, and for a choice that
-            cannot be made.
+        UsageError: If rows differ in a counting column and there is no choice, or if the choice
+            cannot be made in this table.
     """
     choice.check(frame)
     table = _RunTable(frame, metric, factor, block, column)
     counters = table.counters(np.arange(len(frame)))
+    # The column of `last` comes first. It may be one that is not a counter by its name.
     if choice.last in counters:
         counters.remove(choice.last)
     if choice.last is not None:
@@ -212,11 +220,11 @@ class _RunTable:
         )
 
     def is_repeated(self, positions: NDArray[np.intp]) -> bool:
-        """Whether some run has several of these rows."""
+        """Return whether some run has more than one of these rows."""
         return bool(pd.Series(self.runs[positions]).duplicated().any())
 
     def counters(self, positions: NDArray[np.intp]) -> list[str]:
-        """The counting columns that vary within a run: epochs before steps, and clocks last."""
+        """List the counting columns that vary within a run, epochs first and clocks last."""
         counters = []
         for name in map(str, self.frame.columns):
             if name in (self.metric, self.factor, self.block) or not (
@@ -229,7 +237,10 @@ class _RunTable:
         return sorted(counters, key=lambda name: (is_clock(name), "epoch" not in name.lower()))
 
     def numbers(self, name: str) -> NDArray[np.float64] | None:
-        """A column as numbers, with NaN for empty cells; None if it is not numeric."""
+        """Return a column as numbers, with NaN for empty cells, or None if it is not numeric.
+
+        A column of booleans counts as not numeric.
+        """
         column = self.frame[name]
         if is_bool_dtype(column.dtype):
             return None
@@ -243,16 +254,17 @@ class _RunTable:
         return numbers
 
     def _varies_within_runs(self, values: NDArray[np.float64], positions: NDArray[np.intp]) -> bool:
-        """Whether a column has several values in the rows of some run."""
+        """Return whether a column has several values in the rows of some run."""
         return bool(
             (pd.Series(values[positions]).groupby(self.runs[positions]).nunique() > 1).any()
         )
 
     def find_diverged(self, counters: Sequence[str]) -> NDArray[np.bool_]:
-        """Which rows record that their run diverged.
+        """Return for each row whether it says that its run diverged.
 
-        A NaN that may be an empty cell says so at the end of a run, where other runs have numbers
-        at the same epoch.
+        A row says so if its metric is infinite, or if its metric is not finite and its `status` is
+        `diverged`. If NaN may be an empty cell, NaN counts only in rows after the last finite value
+        of the run, and only at epochs (or steps) at which some row has a finite value.
         """
         is_diverged = self.column.is_diverged.copy()
         if "status" in self.frame:
@@ -273,7 +285,10 @@ class _RunTable:
         return is_diverged
 
     def rows_with_metric(self, is_diverged: NDArray[np.bool_]) -> NDArray[np.intp]:
-        """The rows in which the metric is given, and one row of each run that has none of them."""
+        """Find the rows that have a metric, and the last row of each run that has none.
+
+        Rows that say that their run diverged count as rows with a metric.
+        """
         has_value = np.isfinite(self.column.values) | is_diverged
         has_any = np.zeros(self.runs.max() + 1, bool)
         has_any[self.runs[has_value]] = True
@@ -281,7 +296,10 @@ class _RunTable:
         return np.flatnonzero(has_value | (is_last & ~has_any[self.runs]))
 
     def check_one_run_each(self, positions: NDArray[np.intp]) -> None:
-        """Raise `UsageError` where rows of one level and block belong to several runs by name."""
+        """Raise `UsageError` if rows of one level and block have several names of runs.
+
+        A column of names that is numeric is ignored.
+        """
         for name in RUN_NAME_COLUMNS:
             if (
                 name not in self.frame
@@ -313,7 +331,7 @@ class _RunTable:
     def _differing_settings(
         self, rows: NDArray[np.intp], ignored_columns: Iterable[str]
     ) -> list[str]:
-        """Columns that are constant within runs by name, and differ between these rows' runs."""
+        """List the columns that differ between the named runs of these rows, but not within one."""
         selected_rows = self.frame.iloc[rows]
         ignored = (self.metric, self.factor, self.block, *ignored_columns)
         names = [name for name in map(str, selected_rows.columns) if name not in ignored]
@@ -332,7 +350,10 @@ class _RunTable:
         ]
 
     def refuse(self, counters: list[str], positions: NDArray[np.intp]) -> None:
-        """Raise `UsageError` naming the differing column and the two ways to choose a row."""
+        """Raise a `UsageError` that names the differing columns and the two ways to choose a row.
+
+        The example in the message is the run with the most values of the first column.
+        """
         values = self.numbers(counters[0])
         assert values is not None
         counts = pd.Series(values[positions]).groupby(self.runs[positions]).nunique()
@@ -354,10 +375,10 @@ class _RunTable:
         is_diverged: NDArray[np.bool_],
         filled_rows: NDArray[np.intp],
     ) -> ChosenRows:
-        """Choose each run's last row by a counting column, and resolve ties by the others."""
+        """Choose the last row of each run by the column `last`; `counters` resolve ties."""
         counts = self._counter_values(last, filled_rows)
         chosen_rows = self._rows_with_largest_count(filled_rows, counts, counters)
-        # several empty cells say no more than one
+        # Of several rows of a run, those without a finite metric are dropped, except the last row.
         is_empty = ~np.isfinite(self.column.values[chosen_rows])
         chosen_rows = chosen_rows[
             ~(is_empty & pd.Series(self.runs[chosen_rows]).duplicated(keep="last").to_numpy())
@@ -369,7 +390,12 @@ class _RunTable:
         return ChosenRows(chosen_rows, is_diverged[chosen_rows], (note,))
 
     def _counter_values(self, name: str, positions: NDArray[np.intp]) -> NDArray[np.float64]:
-        """A column as numbers; `UsageError` where it does not count these rows."""
+        """Return a counting column as numbers.
+
+        Raises:
+            UsageError: If the column is not numeric, or is empty in one of these rows that has a
+                metric.
+        """
         counts = self.numbers(name)
         if counts is None:
             raise UsageError(
@@ -395,7 +421,10 @@ class _RunTable:
         counter_values: NDArray[np.float64],
         tie_breakers: Sequence[str],
     ) -> NDArray[np.intp]:
-        """The rows with the largest count in each run; the other columns resolve ties."""
+        """Find the rows of each run with the largest count; the tie breakers resolve ties.
+
+        Empty cells count as the smallest value. Rows that are equal in all columns are all kept.
+        """
         for values in (counter_values, *map(self.numbers, tie_breakers)):
             if values is None:
                 continue
@@ -413,14 +442,24 @@ class _RunTable:
         is_diverged: NDArray[np.bool_],
         filled_rows: NDArray[np.intp],
     ) -> ChosenRows:
-        """Choose the row of each run at which another column, or the metric itself, is best."""
+        """Choose the row of each run at which the column `best` has its best value.
+
+        If that row has no metric, the last row with a metric at the same epoch or step is taken. A
+        run without any finite value of `best` keeps its first row that says that it diverged, or
+        else its last row.
+
+        Raises:
+            UsageError: If `best` is not numeric, if a run has no metric at its best row, or if a
+                finished run has no value of `best`.
+        """
         values = self.column.values if best == self.metric else self.numbers(best)
         if values is None:
             raise UsageError(f"best={best!r}: expected a column of numbers")
+        # The values with the sign changed for `max`, so that the smallest is always the best.
         signed = np.where(np.isfinite(values), values if mode == "min" else -values, np.inf)
         chosen_rows: list[NDArray[np.intp]] = []
         is_diverged = is_diverged.copy()
-        diverged_later: list[int] = []  # a row of each run that diverged after its best
+        diverged_later: list[int] = []  # the best row of each run that diverged at another row
         rows_by_run = pd.Series(np.arange(len(self.runs))).groupby(self.runs).indices
         filled_by_run = (
             pd.Series(filled_rows)
@@ -429,7 +468,7 @@ class _RunTable:
         )
         for run, rows in rows_by_run.items():
             candidates = filled_by_run[run]
-            if not np.isfinite(signed[rows]).any():  # it diverged, or ended, before it had one
+            if not np.isfinite(signed[rows]).any():  # the run has no value of `best`
                 has_diverged = is_diverged[candidates]
                 chosen_rows.append(
                     candidates[has_diverged][:1] if has_diverged.any() else candidates[-1:]
@@ -466,7 +505,7 @@ class _RunTable:
         return ChosenRows(positions, is_diverged[positions], tuple(notes))
 
     def _check_ended(self, best: str, row: NDArray[np.intp], has_diverged: bool) -> None:
-        """Raise `UsageError` for a run that did not diverge and has no value to choose by."""
+        """Raise `UsageError` if a run without values of `best` has a metric and did not diverge."""
         if not has_diverged and np.isfinite(self.column.values[row]).all():
             raise UsageError(
                 f"{self._run_text(row[0])} has no {best}: leave it out, or take the last by last="
@@ -475,7 +514,12 @@ class _RunTable:
     def _rows_at(
         self, best_row: int, candidates: NDArray[np.intp], counters: Sequence[str]
     ) -> NDArray[np.intp]:
-        """The row itself where it has the metric, or else the last of the same epoch or step."""
+        """Find the row with the metric that belongs to the best row of a run.
+
+        This is the best row itself if it has a metric, and otherwise the last candidate at the same
+        epoch or step. The result is empty if there is no such candidate. Of several rows that are
+        equal in all counters, all are returned.
+        """
         if best_row in candidates:
             return np.array([best_row])
         counts = self.numbers(counters[0]) if counters else None
@@ -494,7 +538,11 @@ class _RunTable:
         positions: NDArray[np.intp],
         is_diverged: NDArray[np.bool_],
     ) -> str:
-        """Describe the rows that were chosen, and the runs that ended before the others."""
+        """Describe which rows were chosen, at which counts, and name the runs that ended early.
+
+        Runs that ended early are named only for a choice by `last`. The text has no counts if there
+        is no counting column.
+        """
         text = (
             f"Of {len(self.frame):,} rows {description} was taken for each {self.factor} and"
             f" {self.block}"
@@ -521,7 +569,7 @@ class _RunTable:
         return f"{text}: {counter} {high}, but an earlier one for {early_text}."
 
     def _count_text(self, counter: str, row: int) -> str:
-        """A count, such as the number of an epoch, or a date."""
+        """Format a cell of a counting column, such as the number of an epoch or a date."""
         value = self.frame[counter].iloc[row]
         try:
             return f"{float(value):.12g}"
@@ -529,7 +577,7 @@ class _RunTable:
             return str(value)
 
     def _run_text(self, row: int) -> str:
-        """The name of a run: its level and its block."""
+        """Name the run of a row by its level and its block, such as `setting cuda seed 3`."""
         level = level_text(self.frame[self.factor].iloc[row], self.factor)
         name = level if "=" in level else f"{self.factor} {level}"
         return f"{name} {self.block} {self.frame[self.block].iloc[row]}"
@@ -538,7 +586,10 @@ class _RunTable:
 def growing_columns(
     frame: pd.DataFrame, factor: str, block: str, names: Iterable[str]
 ) -> list[str]:
-    """The columns that grow from row to row in each level and block, and may count steps.
+    """List the columns that grow from row to row in each level and block, and so may count steps.
+
+    Only numeric columns are considered. A growing column is listed only if some level and block has
+    more than two rows, since two values may grow by chance.
 
     >>> table = pd.DataFrame(
     ...     {"setting": list("aaabbb"), "seed": 0, "episode": [0, 1, 2] * 2, "x": [3, 1, 2] * 2}
@@ -558,7 +609,10 @@ def growing_columns(
 
 
 def is_counter(name: str) -> bool:
-    """Whether a column counts epochs, steps or the like, by its name.
+    """Return whether a column counts epochs, steps or the like, judging by its name.
+
+    The name must have a word such as `epoch`, or words such as `frames` and `seen`. All its other
+    words, and those of the folders before a slash or a point, must be known qualifiers.
 
     >>> [
     ...     is_counter(name)
@@ -595,7 +649,7 @@ def is_counter(name: str) -> bool:
 
 
 def is_clock(name: str) -> bool:
-    """Whether a column says when a row was written, by its name.
+    """Return whether a column says when a row was written, judging by its name.
 
     >>> [is_clock(name) for name in ("_timestamp", "Wall time", "Relative Time (Process)", "time")]
     [True, True, True, False]
@@ -604,7 +658,10 @@ def is_clock(name: str) -> bool:
 
 
 def direction_of(name: str) -> Mode | None:
-    """Whether the lowest or highest value of a metric is best, by its name; None if unclear.
+    """Infer from the name of a metric whether the lowest or the highest value is best.
+
+    The last word that is not one of `SUBSET_WORDS` decides. The result is None if this word is
+    unknown, if the name has words for both directions, or if it has a word such as `neg` or `1 -`.
 
     >>> [
     ...     direction_of(name)
@@ -617,7 +674,7 @@ def direction_of(name: str) -> Mode | None:
     ... ]
     [None, None, None, None, None]
     """
-    words = [re.sub(r"\d+$", "", word) for word in _word_list(name)]
+    words = [re.sub(r"\d+$", "", word) for word in _word_list(name)]  # `mAP50` is read as `map`
     while len(words) > 1 and words[-1] in SUBSET_WORDS:
         words.pop()
     lower = LOWER_IS_BETTER & set(words)
@@ -635,7 +692,7 @@ def direction_of(name: str) -> Mode | None:
 
 
 def _choose_direction(best: str, mode: str | None) -> Mode:
-    """The requested direction, or that of the metric's name; `UsageError` if it is unclear."""
+    """Return the requested mode, or infer it from the column's name; `UsageError` if unclear."""
     valid_mode = next((candidate for candidate in MODES if candidate == mode), None)
     direction = valid_mode or direction_of(best)
     if direction is None:
@@ -647,7 +704,11 @@ def _choose_direction(best: str, mode: str | None) -> Mode:
 
 
 def _word_list(name: str) -> list[str]:
-    """The words that a column's name is made of, in small letters."""
+    """Split a column's name into its words, in lower case.
+
+    A capital letter after two small letters begins a new word: `valLoss` has the words `val` and
+    `loss`, `mAP50` is one word.
+    """
     return [
         word.lower()
         for word in re.findall(r"[A-Za-z]+\d*", re.sub(r"([a-z]{2})([A-Z])", r"\1 \2", name))

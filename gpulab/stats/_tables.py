@@ -17,41 +17,46 @@ from gpulab.stats import _run_folders as run_folders
 from gpulab.stats._run_folders import RUN_COLUMN, is_pattern
 from gpulab.stats._selection import word_set
 
-# How runs of Weights & Biases end, in its column `State`.
+# The states of runs in the column `State` of Weights & Biases.
 WANDB_STATES = word_set(
     "finished crashed failed killed running pending preempted preempting stopped"
 )
-# A column of a chart's export: `calm-sun-6 - val/loss`, and of its lowest and highest values.
+# The name of a column in an exported chart of Weights & Biases, such as `calm-sun-6 - val/loss`.
+# Columns with the lowest and highest values end in `__MIN` and `__MAX`.
 WANDB_CHART = re.compile(r"(?P<run>.+) - (?P<metric>.+?)(?P<bound>__MIN|__MAX)?")
 
 
 def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
-    r"""A table of runs as `gpulab.verdict` takes it: a row each, or a row for each epoch or step.
+    r"""Read a table of runs for `gpulab.verdict`, with a row for each run, epoch or step.
 
-    Text may be separated by commas, semicolons (then decimals have a comma) or tabs. Columns keep
-    their names. An empty cell is missing, which is not the same as NaN.
+    The columns of a text file may be separated by commas, tabs or semicolons. With semicolons,
+    decimals have a comma. Columns keep their names. An empty cell is a missing value, which is not
+    the same as NaN.
 
-    A folder of runs, or a pattern such as `outputs/*/metrics.csv`, is read as Hydra and Lightning
-    leave it: each file is the table of a run, whose name is the column `run`. Settings and seeds
-    come from `.hydra/overrides.yaml`, `.hydra/config.yaml`, `hparams.yaml` and `config.yaml` in the
-    folders of the run, up to the folder that was given; nested ones are columns such as
-    `optimizer.lr`. Where there are none, they come from the names of folders and files, such as
-    `optimizer=adam,seed=3` and `seed_3`. Of Weights & Biases the tables of runs and of charts are
-    read, of TensorBoard the CSV files of its page, whose names say the run and the tag.
+    A folder of runs, or a pattern such as `outputs/*/metrics.csv`, is read in the form in which
+    Hydra and Lightning write it. Each file is the table of one run, and the name of the run becomes
+    the column `run`. Settings and seeds are read from `.hydra/overrides.yaml`,
+    `.hydra/config.yaml`, `hparams.yaml` and `config.yaml` in the folders of the run, up to the
+    given folder. Nested settings become columns such as `optimizer.lr`. If there are no such files,
+    settings are read from the names of folders and files, such as `optimizer=adam,seed=3` and
+    `seed_3`.
+
+    From Weights & Biases, exported tables of runs and of charts can be read. From TensorBoard, CSV
+    files downloaded from its page can be read, whose names contain the run and the tag.
 
     Args:
-        file: A .parquet, or text in UTF-8 with a header: a table of runs or of a chart exported by
-            Weights & Biases, what `mlflow.search_runs().to_csv` or `mlflow experiments csv` wrote,
-            or any other. Or a folder, a pattern, or several of these.
+        file: A Parquet file (`.parquet`), or a text file in UTF-8 with a header, such as an export
+            of Weights & Biases or the output of `mlflow.search_runs().to_csv` or `mlflow
+            experiments csv`. Or a folder, a pattern, or a list of these.
 
     Returns:
-        A data frame. Its `attrs["notes"]` has sentences on what was taken from where and what was
-        left out, which a verdict repeats, and `attrs["source"]` what was read.
+        A data frame. Its `attrs["source"]` names what was read. Its `attrs["notes"]` has sentences
+        on where values come from and what was left out, which a verdict repeats.
 
     Raises:
-        DataError: For a file that cannot be read, is empty or has columns of one name, and for a
-            folder without tables or with tables of several names.
-        UsageError: For a column `State` with words that are not those of Weights & Biases.
+        DataError: If a file cannot be read, is empty or has two columns of the same name, and if a
+            folder has no tables or tables of several names.
+        UsageError: If a column `State` has words that are not states of Weights & Biases.
 
     Examples:
         >>> import tempfile
@@ -99,14 +104,20 @@ def read_file(file: Path) -> pd.DataFrame:
 
 
 def read_run(file: Path) -> tuple[pd.DataFrame, list[str]]:
-    """A table among several, and notes on it."""
+    """Read the table of one run in a folder, and return it with notes on how it was read."""
     return _rename_state(_melt_chart(read_file(file)), file)
 
 
 def _rename_state(
     table_and_notes: tuple[pd.DataFrame, list[str]], file: Path
 ) -> tuple[pd.DataFrame, list[str]]:
-    """A table in which the column `State` of Weights & Biases is called `status`."""
+    """Rename the column `State` of Weights & Biases to `status`, and add a note.
+
+    The table is left as it is if it has a `status`, or if all runs are `finished`.
+
+    Raises:
+        UsageError: If the column has words that are not states of Weights & Biases.
+    """
     frame, notes = table_and_notes
     if "status" in frame or "State" not in frame:
         return table_and_notes
@@ -125,7 +136,10 @@ def _rename_state(
 
 
 def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Convert a chart of Weights & Biases, a column for each run, to rows of run and step."""
+    """Convert a chart of Weights & Biases, with a column for each run, to rows of run and step.
+
+    Tables of any other form are returned unchanged. The result includes notes on the conversion.
+    """
     counter, *run_columns = map(str, frame.columns)
     matches = [match for match in map(WANDB_CHART.fullmatch, run_columns) if match]
     if not matches or len(matches) < len(run_columns):
@@ -153,7 +167,12 @@ def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _read_text(text: str) -> pd.DataFrame:
-    # A monitor of Stable-Baselines3 has comments before its header.
+    """Parse a table that is separated by commas, semicolons or tabs.
+
+    The separator that splits the first line into most columns is used. `ValueError` if two columns
+    have the same name.
+    """
+    # Monitor files of Stable-Baselines3 have comments before the header.
     comments = re.match(r"(#.*\n)*", text)
     text = (
         text[comments.end() :]
@@ -168,8 +187,8 @@ def _read_text(text: str) -> pd.DataFrame:
     duplicates = sorted({name for name in header if name and header.count(name) > 1})
     if duplicates:
         raise ValueError(f"more than one column is called {', '.join(duplicates)}")
-    # Pandas would also take None, which may be the name of a level, and NaN, which is a loss, for
-    # missing values.
+    # By default, pandas would also read `None` and `NaN` as missing values. But `None` may be the
+    # name of a level, and `NaN` is the loss of a diverged run.
     missing_values = {
         "keep_default_na": False,
         "na_values": [""],

@@ -87,11 +87,11 @@ class Verdict(VerdictPage):
       likewise at 95 %.
     - `p_diverged`: The p value of the test that both diverge equally often.
     - `unpaired`: How many runs have no partner of the same seed.
-    - `seeds_needed`: About how many seeds such a comparison needs: with this number, four times in
-      five, no difference is shown to be none, and about as often one as large as the margin is
-      shown. It is for normal differences, and alpha / the number of levels. Where the decision is
-      inconclusive it is above the seeds that there are; infinite where 100,000 are not enough, and
-      NaN for fewer than two pairs.
+    - `seeds_needed`: The approximate number of seeds for a power of 80 %, both to establish
+      equivalence if the true difference is zero and to detect a difference as large as the margin.
+      It assumes normal differences, and a test at alpha divided by the number of levels. If the
+      decision is inconclusive, it is larger than the present number of seeds. It is infinite if
+      100,000 seeds are not enough, and NaN for fewer than two pairs.
 
     Examples:
         >>> import pandas as pd
@@ -112,8 +112,8 @@ class Verdict(VerdictPage):
         """Summarise the levels in a sentence or two for each decision, effects first.
 
         Args:
-            words: What levels and the metric are called, such as `{"cuda": "the GPU", "final_loss":
-                "loss"}`; what is not in it keeps its name.
+            words: Names for levels and for the metric, such as `{"cuda": "the GPU", "final_loss":
+                "loss"}`. Those that are missing keep their own name.
 
         Returns:
             The sentences.

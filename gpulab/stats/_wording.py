@@ -21,14 +21,14 @@ from gpulab.stats._decisions import (
 from gpulab.stats._margins import margin_size, parse_margin
 from gpulab.wording import Level, TextByLevel, level_text
 
-MIN_SEEDS_FOR_ESTIMATE = (
-    10  # below it, the number of seeds that would settle the question is a rough guess
-)
-FRACTION_WORDS = {0.25: "a quarter of", 0.5: "half", 1.0: "once"}  # of the spread between seeds
+# With fewer seeds, the estimate of how many seeds are needed is called a rough guess.
+MIN_SEEDS_FOR_ESTIMATE = 10
+# Words for a margin in standard deviations, as a multiple of the spread between seeds.
+FRACTION_WORDS = {0.25: "a quarter of", 0.5: "half", 1.0: "once"}
 
 EFFECT_TEMPLATE = "{at_level} the {metric} is {average} {at_reference}"
-MAX_NAMED_SEEDS = 8  # seeds in one sentence
-# templates by decision, or by the special case that takes precedence over it
+MAX_NAMED_SEEDS = 8  # the largest number of seeds that a sentence names
+# The templates of sentences, by decision or by a special case that takes precedence over it.
 SENTENCE_TEMPLATES = {
     "diverged": (
         "{at_level} {diverged} of {runs} runs diverged, "
@@ -57,7 +57,7 @@ SENTENCE_TEMPLATES = {
     ),
     "inconclusive": EFFECT_TEMPLATE + ", and {agreement}, which decides nothing{conditions}.",
 }
-NUMBER_TEMPLATES = (  # of a level; those that a level does not have are left out
+NUMBER_TEMPLATES = (  # clauses about a level; clauses with an unknown number are left out
     "Difference {difference:.2g}",
     "{difference_percent} % interval {low:.2g} to {high:.2g}",
     "p = {p_different}",
@@ -69,9 +69,9 @@ NUMBER_TEMPLATES = (  # of a level; those that a level does not have are left ou
 
 
 def level_sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
-    """What each level came to: the effect first, then what it is compared with.
+    """Describe the result of each level in a sentence, followed by remarks on all levels.
 
-    `words` has what the levels and the metric are called; what is not in it keeps its name.
+    `words` has names for the levels and for the metric. Those that are missing keep their own name.
     """
     if not verdict.rows:
         return [
@@ -83,7 +83,7 @@ def level_sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
 
 
 def describe_with_numbers(verdict: Decisions) -> str:
-    """A line for each level with its decision, sentence and numbers, then the common facts."""
+    """Describe each level in a line with its decision and numbers, followed by common facts."""
     reference_seeds = f"{verdict.block}s under {_level_name(verdict, verdict.reference)}"
     lines = [_level_paragraph(verdict, row) for row in verdict.rows] or level_sentences(verdict, {})
     lines.append(
@@ -101,7 +101,7 @@ def describe_with_numbers(verdict: Decisions) -> str:
 
 
 def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
-    """The seeds left out because the level or the reference lacks them; empty for none."""
+    """Name the seeds that only the level or only the reference has; an empty text if none."""
     factor = verdict.factor
     block = verdict.block
     preposition = "under" if factor == "setting" else "with"
@@ -124,12 +124,12 @@ def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
 
 
 def _join_values(values: list[Level]) -> str:
-    """Some seeds in order, such as `2, 5 and 7`.
+    """List seeds in order, such as `2, 5 and 7`; of more than `MAX_NAMED_SEEDS`, only the first.
 
     >>> _join_values([7, 2, 5]), _join_values(["b"]), _join_values(range(10))
     ('2, 5 and 7', 'b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
     """
-    with contextlib.suppress(TypeError):
+    with contextlib.suppress(TypeError):  # values of different types cannot be sorted
         values = sorted(values)  # type: ignore[type-var]
     texts = [str(value) for value in values]
     if len(texts) > MAX_NAMED_SEEDS:
@@ -138,17 +138,17 @@ def _join_values(values: list[Level]) -> str:
 
 
 def _level_name(verdict: Decisions, level: Level, words: TextByLevel | None = None) -> str:
-    """The name of a level in sentences."""
+    """Return the name of a level for sentences: that in `words`, or else its own."""
     return (words or {}).get(level, level_text(level, verdict.factor))
 
 
 def p_text(value: float) -> str:
-    """A p value in two digits; far below 0.001 in one."""
+    """Format a p value with two digits, or with one digit below 0.001; NaN as `unknown`."""
     return (f"{value:.0e}" if 0 < value < 0.001 else f"{value:.2g}").replace("nan", "unknown")
 
 
 def _level_sentence(verdict: Decisions, row: LevelDecision, words: TextByLevel) -> str:
-    """The sentence on the result of a level."""
+    """Write the sentence on the result of a level."""
     case = _sentence_key(verdict, row)
     facts = _name_facts(verdict, row, words)
     if case == "diverged":
@@ -159,7 +159,7 @@ def _level_sentence(verdict: Decisions, row: LevelDecision, words: TextByLevel) 
 
 
 def _sentence_key(verdict: Decisions, row: LevelDecision) -> str:
-    """Which of `SENTENCE_TEMPLATES` is true of a level."""
+    """Choose the key of `SENTENCE_TEMPLATES` for a level: a special case, or its decision."""
     if row.decision == "different" and row.p_diverged_holm <= verdict.alpha:
         return "diverged"
     if row.seeds < 2:
@@ -172,7 +172,7 @@ def _sentence_key(verdict: Decisions, row: LevelDecision) -> str:
 
 
 def _name_facts(verdict: Decisions, row: LevelDecision, words: TextByLevel) -> dict[str, object]:
-    """What is compared: the level, the reference, the metric and the blocks, as they are called."""
+    """Collect the names of the level, the reference, the metric and the blocks for a template."""
     block = verdict.block
     level = _level_name(verdict, row.level, words)
     reference = _level_name(verdict, verdict.reference, words)
@@ -192,7 +192,7 @@ def _name_facts(verdict: Decisions, row: LevelDecision, words: TextByLevel) -> d
 
 
 def _divergence_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
-    """How many runs diverged, and of how many."""
+    """Count the runs, and those that diverged, of the level and of the reference."""
     runs = verdict.runs[verdict.factor].value_counts()
     return {
         "diverged": row.diverged,
@@ -203,7 +203,7 @@ def _divergence_facts(verdict: Decisions, row: LevelDecision) -> dict[str, objec
 
 
 def _effect_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
-    """How far a level differs, in how many seeds, against which margin, and what would decide."""
+    """Describe the effect for a template: its size, agreement between seeds, margin, conditions."""
     block = verdict.block
     differences = verdict.pairs[verdict.pairs[verdict.factor] == row.level].difference
     direction = "higher" if row.difference > 0 else "lower"
@@ -229,9 +229,9 @@ def _effect_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
 
 
 def _average_text(verdict: Decisions, row: LevelDecision, direction: str) -> str:
-    """How far, and in which direction, a level is from the reference on average.
+    """Describe the mean difference, such as `2 % higher on average than`.
 
-    The text ends before the reference's name.
+    The name of the reference is meant to follow.
     """
     if row.difference == 0:
         return "the same on average as"
@@ -239,14 +239,21 @@ def _average_text(verdict: Decisions, row: LevelDecision, direction: str) -> str
 
 
 def _amount_text(verdict: Decisions, row: LevelDecision, value: float) -> str:
-    """A difference in per cent of the reference's mean if all values are positive, or as it is."""
+    """Format a difference: in per cent of the reference's mean, or in the metric's units.
+
+    Per cent are used if the metric of all runs is positive and there is a relative margin.
+    """
     if verdict.runs[verdict.metric].min() > 0 and row.margin_relative > 0:
         return f"{100 * value * row.margin_relative / row.margin:.2g} %"
     return f"{value:.2g}"
 
 
 def _change_text(verdict: Decisions, row: LevelDecision) -> str:
-    """How far a level differs from the reference, up to the reference's name."""
+    """Describe a difference, such as `2 % higher than` or `1.5 times as high as`.
+
+    The ratio is used if it is known, all runs are positive, and the change is 10 % or more.
+    """
+    # The relative margin over the margin is 1 over the mean of the reference.
     ratio = 1 + row.difference * row.margin_relative / row.margin if row.margin else math.nan
     if 0.9 < ratio < 1.1 or not verdict.runs[verdict.metric].min() > 0 or math.isnan(ratio):
         direction = "higher" if row.difference > 0 else "lower"
@@ -255,7 +262,7 @@ def _change_text(verdict: Decisions, row: LevelDecision) -> str:
 
 
 def _margin_meaning(verdict: Decisions) -> str:
-    """What a margin in standard deviations means, in brackets; empty for other margins."""
+    """Explain a margin in standard deviations, in brackets; an empty text for other margins."""
     number, unit = parse_margin(verdict.margin)
     if unit != "sd":
         return ""
@@ -264,7 +271,7 @@ def _margin_meaning(verdict: Decisions) -> str:
 
 
 def _open_conditions(verdict: Decisions, row: LevelDecision) -> Iterator[str]:
-    """The conditions that leave the question open, and what would settle it."""
+    """Yield the reasons why the question is open, and the number of seeds that would settle it."""
     block = verdict.block
     min_pairs = min_significant_pairs(1 - row.confidence)
     if may_diverge_discordantly(row):
@@ -282,7 +289,7 @@ def _open_conditions(verdict: Decisions, row: LevelDecision) -> Iterator[str]:
 
 
 def _outlier_sentences(verdict: Decisions) -> Iterator[str]:
-    """That a few seeds far from the others make most of the spread, and the margin without them."""
+    """Yield a sentence if outlying seeds make most of the spread that the margin depends on."""
     losses = verdict.reference_losses()
     is_outlier = inference.plateau_outliers(losses)
     _, unit = parse_margin(verdict.margin)
@@ -298,7 +305,7 @@ def _outlier_sentences(verdict: Decisions) -> Iterator[str]:
 
 
 def _looks_sentences(verdict: Decisions) -> Iterator[str]:
-    """The number of looks for which the tests are corrected, if there are several."""
+    """Yield sentences on the correction for several looks, if there are several."""
     if verdict.looks == 1 or not verdict.rows:
         return
     all_looks = f"{100 * verdict.alpha:.3g} %"
@@ -318,7 +325,7 @@ def _looks_sentences(verdict: Decisions) -> Iterator[str]:
 
 
 def _level_paragraph(verdict: Decisions, row: LevelDecision) -> str:
-    """One level: its decision, its sentence and its numbers."""
+    """Describe one level by its decision, its sentence and its numbers."""
     level = _level_name(verdict, row.level)
     reference = _level_name(verdict, verdict.reference)
     sentences = [f"{level} against {reference}, {_seed_count_text(verdict, row)}: {row.decision}."]
@@ -337,7 +344,7 @@ def _level_paragraph(verdict: Decisions, row: LevelDecision) -> str:
 
 
 def _seed_count_text(verdict: Decisions, row: LevelDecision) -> str:
-    """How many seeds were compared, of how many that were run."""
+    """Describe how many seeds were compared, and how many were run, such as `8 of 10 seeds`."""
     block = verdict.block
     n = row.seeds + row.unpaired
     text = f"{n} {block}" if n == 1 else f"{n} {block}s"
@@ -350,7 +357,7 @@ def _seed_count_text(verdict: Decisions, row: LevelDecision) -> str:
 
 
 def _number_clauses(row: LevelDecision) -> list[str]:
-    """The numbers that a level has, a clause each."""
+    """Format the numbers of a level as clauses; clauses with an unknown number are left out."""
     values = vars(row) | {
         "p_different": p_text(row.p_different_holm),
         "p_equivalent": p_text(row.p_equivalent_holm),

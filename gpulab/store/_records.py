@@ -39,8 +39,7 @@ class _RequiredRecord(TypedDict):
 class RunRecord(_RequiredRecord, total=False):
     """The stored record of a run, besides its history and weights.
 
-    Factors that have another than their usual value (`gpulab.run_options.FACTORS`) are further
-    keys.
+    It also has a key for each factor (`gpulab.run_options.FACTORS`) whose value is not the default.
     """
 
     rerun: int
@@ -60,11 +59,10 @@ class RunRecord(_RequiredRecord, total=False):
 
 
 def check_record(file: str, record: dict[str, Any]) -> RunRecord:
-    """Return the record of a finished run, typed.
+    """Check the record of a finished run, and return it as a `RunRecord`.
 
     Raises:
-        DataError: For a record that lacks a key that every record has; the message names the file
-            and the key.
+        DataError: If a required key is missing; the message names the file and the key.
 
     Examples:
         >>> check_record("runs/a/run.json", {"id": "a", "status": "finished"})
@@ -72,6 +70,7 @@ def check_record(file: str, record: dict[str, Any]) -> RunRecord:
         gpulab.errors.DataError: runs/a/run.json: a damaged record: KeyError: 'experiment'
     """
     with files.convert_read_errors(file, "a damaged record"):
+        # A missing key raises a `KeyError`, which `convert_read_errors` turns into a `DataError`.
         for key in _RequiredRecord.__annotations__:
             record[key]
         for key in _RequiredSummary.__annotations__:
@@ -82,7 +81,7 @@ def check_record(file: str, record: dict[str, Any]) -> RunRecord:
 
 
 def _check_passport(passport: dict[str, Any], device: str) -> None:
-    """Raise an error of any kind for a passport that lacks what the table of runs shows."""
+    """Raise an error, usually `KeyError`, if a passport lacks a value for the table of runs."""
     machine(passport, device)
     for gpu in passport["gpus"]:
         gpu["name"]
@@ -92,7 +91,7 @@ def _check_passport(passport: dict[str, Any], device: str) -> None:
 
 
 def _check_configuration(configuration: dict[str, Any]) -> None:
-    """Raise an error of any kind for a configuration that lacks what the table of runs shows."""
+    """Raise an error, usually `KeyError`, if a configuration lacks a value for the table."""
     if "source" in configuration:
         dict(configuration["options"])
         return
@@ -103,7 +102,7 @@ def _check_configuration(configuration: dict[str, Any]) -> None:
 
 
 def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Every factor of a recorded run, the usual ones, too."""
+    """Return the value of every factor of a recorded run, including defaults."""
     model = model_options_of(record)
     return {
         name: model.get(name)
@@ -114,16 +113,22 @@ def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The model options of a recorded run, with the usual truncation that records leave out."""
+    """Return the model options of a recorded run.
+
+    Records leave out the default truncation of PredNet; it is added here.
+    """
     options = dict(record["configuration"].get("model_options", {}))
-    # A network that was handed in is recorded by its layers, and has no options.
+    # A network that was passed as an object is recorded by its layers, and has no options.
     if record["experiment"] == "prednet" and "channels" in options:
         options.setdefault("truncation", RUN_OPTIONS["truncation"].default)
     return options
 
 
 def learning_task(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run was to learn: its configuration without the model's factors.
+    """Return what a run had to learn: its configuration without the model's factors.
+
+    For a training function it is the digest of the source and that of the files that its options
+    name. Runs with equal learning tasks can be compared.
 
     >>> configuration = {"model_options": {"channels": [3, 4], "truncation": "loss"}}
     >>> learning_task({"configuration": configuration})

@@ -28,9 +28,10 @@ class Identity(NamedTuple):
 def identify_run(
     requested: dict[str, Any], passport: Mapping[str, Any], contents: Mapping[str, str]
 ) -> Identity:
-    """The identity of what was asked for, which is another on another chip or torch.
+    """Compute the identity of a requested run.
 
-    `contents` has the digests of what names in it stand for, which are recorded, too.
+    The identity also depends on the chip and on the versions of torch and gpulab. `contents` has
+    the digests of files and code that the request refers to. They are recorded, too.
     """
     contents = {name: content for name, content in contents.items() if content}
     configuration = replace_path_by_content(requested["configuration"], contents)
@@ -44,14 +45,14 @@ def identify_run(
 
 
 def run_id(identity: dict[str, Any]) -> str:
-    """The id of a run, which depends only on these values."""
+    """Compute the id of a run: a readable description and a digest of these values."""
     words = (
         identity["experiment"],
         identity["profile"],
         identity["setting"],
         f"seed{identity['seed']}",
     )
-    # A file may have no longer name than 255 bytes on most systems.
+    # Most file systems allow names of at most 255 bytes.
     description = "-".join(re.sub(r"[^a-z0-9.]+", "_", str(word).lower()) for word in words)[:200]
     return f"{description}-{digest(identity)[:10]}"
 
@@ -71,7 +72,7 @@ def replace_path_by_content(
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The SHA-256 of weights by name: equal for equal bits."""
+    """Compute the SHA-256 (hex) of weights and their names; it is equal for equal bits."""
     import torch
 
     hasher = hashlib.sha256()

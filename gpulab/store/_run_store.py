@@ -1,12 +1,16 @@
-"""One run in a store: writing, finding and reading it, and the quarantine of damaged ones.
+"""One run in a store: writing, finding and reading it, and the quarantine of damaged runs.
 
-A store is a folder. A run in it is a folder with `run.json`, which says what was run and what came
-of it, and `results.safetensors`, its history and, where they are kept, its weights. A run is
-written to a scratch folder and moved into place in one step, so several writers need no lock: the
-first to finish a run wins, and its copy and a later one differ in nothing but the time. A run that
-was damaged since is detected when it is read, quarantined and trained again. A checkpoint is a file
-like the results. Runs that are to be shared are packed into one Parquet file (`gpulab.store.pack`);
-it can be read wherever a store can, and a store may hold such files beside its folders.
+A store is a folder, and each run in it is a folder with two files. `run.json` is the record: what
+was run, and its results. `results.safetensors` holds the history and, if they are kept, the
+weights. A checkpoint has the same format as the latter.
+
+A run is written to a scratch folder and then moved into place in one step, so several writers need
+no lock. The first to finish a run wins. The copies of other writers differ from it in the measured
+times only, and are discarded. A damaged run is detected when it is read. It is then quarantined and
+trained again.
+
+Runs can be packed into one Parquet file to be shared (`gpulab.store.pack`). Such a file can be read
+like a store, and a store may contain such files beside its folders.
 """
 
 from __future__ import annotations
@@ -40,17 +44,18 @@ RECORD_FILE = "run.json"
 RESULTS_FILE = "results.safetensors"
 WORK_FOLDER = ".unfinished"  # in a store, for checkpoints and half-written runs
 DAMAGED_FOLDER = ".damaged"  # in a store, for quarantined files and folders
-WEIGHT_PREFIX = "weights."  # of the names of weights among the results
+WEIGHT_PREFIX = "weights."  # the prefix of the names of weights in the file of results
 MAX_RECORD_BYTES = 1 << 24
 
 
 def store_folder(store: str | Path | None = None) -> Path:
-    """The folder of a store, by default `$GPULAB_STORE`, or the folder `runs` where you are.
+    """Return the folder of a store, by default `$GPULAB_STORE`, or `runs` in the current folder.
 
-    Raises `UsageError` for an address such as `s3://bucket`, which is no folder.
+    Raises:
+        UsageError: For an address such as `s3://bucket`, and for a name that is not UTF-8.
     """
     store = (os.environ.get("GPULAB_STORE") or "runs") if store is None else store
-    # One letter is a drive; a `Path` has lost one of an address's slashes.
+    # One letter before the colon is a drive of Windows. In a `Path`, `//` has become `/`.
     is_address = re.match(r"[a-z0-9]{2,}:[/\\]", str(store))
     if not isinstance(store, str | Path) or is_address:
         raise UsageError(
@@ -66,18 +71,22 @@ def store_folder(store: str | Path | None = None) -> Path:
 
 
 def list_entries(store: Path) -> list[str]:
-    """The paths of the runs in a store, in order, and then of its files of packed ones.
+    """List the paths of the runs in a store, followed by those of its files of packed runs.
 
-    `DataError` for a folder that may not be read.
+    If the store is itself a file, its own path is listed. Hidden files and folders are ignored.
 
-    >>> import tempfile
-    >>> store = Path(tempfile.mkdtemp())
-    >>> for folder in ("b", "a.parquet", ".hidden"):
-    ...     (store / folder).mkdir()
-    >>> for file in ("packed.parquet", ".half.parquet", "notes.txt"):
-    ...     (store / file).touch()
-    >>> [Path(path).name for path in list_entries(store)]
-    ['a.parquet', 'b', 'packed.parquet']
+    Raises:
+        DataError: If the folder cannot be read.
+
+    Examples:
+        >>> import tempfile
+        >>> store = Path(tempfile.mkdtemp())
+        >>> for folder in ("b", "a.parquet", ".hidden"):
+        ...     (store / folder).mkdir()
+        >>> for file in ("packed.parquet", ".half.parquet", "notes.txt"):
+        ...     (store / file).touch()
+        >>> [Path(path).name for path in list_entries(store)]
+        ['a.parquet', 'b', 'packed.parquet']
     """
     with files.convert_read_errors(store):
         if not store.is_dir():
@@ -92,13 +101,13 @@ def list_entries(store: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run that a store lists: its record, and how to read the rest of it.
+    """A run in a store, of which only the record has been read.
 
     Attributes:
-        record: What `run.json` says, complete.
-        path: The folder of the run, or the file of packed runs that it is in.
-        file: The file that holds the record.
-        read_history: Reads the history, with one row for each window.
+        record: The complete content of `run.json`.
+        path: The folder of the run, or the file of packed runs that contains it.
+        file: The file that contains the record.
+        read_history: A function that reads the history, with one row for each window.
     """
 
     record: RunRecord
@@ -122,18 +131,19 @@ class StoredRun(NamedTuple):
 
 
 def read_entry(path: str) -> list[RunEntry]:
-    """Read the records below a path: of the run in a folder, or of all runs in a packed file.
+    """Read the record of the run in a folder, or the records of all runs in a packed file.
 
     Raises:
-        DataError: For a damaged or foreign file, which the message names, and for a run without
-            results.
+        DataError: If a file is damaged or foreign, if the folder is not named by the id of the run,
+            or if the run has no results. The message names the file.
     """
     if not os.path.isdir(path):
         return [
             RunEntry(check_record(path, record), path, path, read_history)
             for record, read_history in recorded.read_packed(Path(path))
         ]
-    file = os.path.join(path, RECORD_FILE)  # paths as objects would take as long as the reading
+    # Paths are texts here: creating `Path` objects would take as long as reading the files.
+    file = os.path.join(path, RECORD_FILE)
     record = check_record(file, recorded.read_document(file, MAX_RECORD_BYTES))
     if record["id"] != os.path.basename(path):
         raise DataError(
@@ -148,7 +158,10 @@ def read_entry(path: str) -> list[RunEntry]:
 def begin_record(
     identity: Identity, machine_passport: Mapping[str, Any], **notes: str | None
 ) -> dict[str, Any]:
-    """Create the record of a run that begins now. The `notes` are not part of its identity."""
+    """Create the record of a run that begins now.
+
+    The `notes`, such as the command line, are recorded but are not part of the run's identity.
+    """
     return {
         **identity.record,
         "arithmetic": arithmetic(),
@@ -178,7 +191,10 @@ def find_run(store: Path, identity: Identity) -> StoredRun | None:
 
 
 def quarantine(store: Path, path: Path) -> Path | None:
-    """Move a damaged file or folder to quarantine; None if another process already did."""
+    """Move a damaged file or folder to quarantine and return its new path.
+
+    The result is None if another process has already moved it.
+    """
     target = store / DAMAGED_FOLDER / f"{path.name}-{uuid.uuid4().hex[:6]}"
     with files.convert_write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -250,16 +266,19 @@ def _add_weights(folder: Path, run: StoredRun, weights: Tensors) -> None:
 
 
 def read_run(folder: Path) -> StoredRun:
-    """Read a run. Raises `DataError`, naming the file, for a damaged one."""
+    """Read a run from its folder; a damaged run raises a `DataError` that names the file."""
     (entry,) = read_entry(str(folder))
     history, weights = read_results(folder)
     return StoredRun(entry.record, history.to_pandas(), weights)
 
 
 def read_results(folder: str | Path) -> tuple[pyarrow.Table, Tensors | None]:
-    """A run's history, one row for each window, and its weights if there are any.
+    """Read a run's history, and its weights if they were kept.
 
-    The columns are `window`, `step`, `loss` and `seconds`.
+    The history has a row for each window, and the columns `window`, `step`, `loss` and `seconds`.
+
+    Raises:
+        DataError: If the file is damaged or belongs to another run.
     """
     file = Path(folder) / RESULTS_FILE
     tensors, notes = read_tensors(file)
@@ -274,7 +293,7 @@ def read_results(folder: str | Path) -> tuple[pyarrow.Table, Tensors | None]:
 
 
 def write_results(folder: Path, run: str, history: History, weights: Tensors | None = None) -> None:
-    """Write the results of a run into its folder, or replace them, in one step."""
+    """Write the history and weights of a run into its folder atomically, or replace them."""
     import numpy as np
     import torch
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-Row = dict[str, Any]  # what the table of runs says
-MAX_NAMED_RUNS = 10  # of damaged runs, in one warning
+Row = dict[str, Any]  # a row of the table of runs, by column
+MAX_NAMED_RUNS = 10  # the largest number of damaged runs that a warning names
 SUMMARY_COLUMNS = ("final_loss", "heldout_loss", "seconds", "frames_per_second", "weights")
 RUN_COLUMNS = [
     *("experiment", "profile", "setting", "device", "seed", "rerun"),
@@ -53,7 +53,7 @@ RUN_COLUMNS = [
     ),
     *("protocol", "recorded", "id", "path"),
 ]
-# Columns that are empty for a run of a function, unless it has an option of that name.
+# Columns that a run of a training function fills only if it has an option or metric of that name.
 OVERRIDABLE_COLUMNS = {"data", "speed", "frames", *FACTORS} - {"flip"}
 
 
@@ -108,7 +108,7 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
 
 
 def has_runs(folder: Path) -> bool:
-    """Whether a folder is a store: it has a run, even a damaged one, or a file of packed runs.
+    """Return whether a folder is a store: it has a run, even a damaged one, or packed runs.
 
     >>> import tempfile
     >>> has_runs(Path(tempfile.mkdtemp()))
@@ -128,7 +128,10 @@ def has_runs(folder: Path) -> bool:
 
 
 def drop_empty_losses(frame: pd.DataFrame) -> pd.DataFrame:
-    """Drop columns of losses that no run has, if runs have metrics of other names.
+    """Drop empty columns of losses from a table of runs whose metrics have other names.
+
+    Nothing is dropped if `final_loss` has values, or if runs have no other metrics: all runs may
+    have diverged.
 
     >>> import pandas as pd
     >>> nan = float("nan")
@@ -270,7 +273,12 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
 
 
 def read_histories(frame: pd.DataFrame) -> Iterator[tuple[RunRecord, pyarrow.Table]]:
-    """Read the record and the history of each row of `runs`."""
+    """Yield the record and the history of each row of a table from `runs`.
+
+    Raises:
+        DataError: If a run is damaged; the message names it.
+    """
+    # A file of packed runs is read once for all of its rows.
     entries_by_id = functools.cache(
         lambda path: {entry.record["id"]: entry for entry in read_entry(path)}
     )
@@ -285,6 +293,10 @@ def read_histories(frame: pd.DataFrame) -> Iterator[tuple[RunRecord, pyarrow.Tab
 
 
 def _build_frame(paths: list[str]) -> pd.DataFrame:
+    """Build the table of the runs at these paths.
+
+    Of runs with the same id, the first is listed. Damaged runs are left out with a warning.
+    """
     import pandas as pd
 
     from gpulab.report import Progress
@@ -313,11 +325,12 @@ def _build_frame(paths: list[str]) -> pd.DataFrame:
         name for row in rows.values() for name in row if name not in RUN_COLUMNS
     )
     frame = pd.DataFrame(list(rows.values()), columns=[*RUN_COLUMNS, *function_columns])
-    # A missing number becomes NaN; a function may have an option named speed that is no number.
+    # Missing numbers become NaN. Errors are ignored, because a function may have an option `speed`
+    # that is not a number.
     frame = frame.astype(
         dict.fromkeys((*SUMMARY_COLUMNS[:4], "speed", "flip"), float), errors="ignore"
     )
-    # The path orders runs that are equal in the other columns.
+    # Runs that are equal in the other columns are ordered by their paths.
     frame = frame.sort_values(
         ["experiment", "profile", "setting", "seed", "path"], ignore_index=True, kind="stable"
     )
@@ -326,7 +339,7 @@ def _build_frame(paths: list[str]) -> pd.DataFrame:
 
 
 def _build_row(entry: RunEntry) -> Row:
-    """Build the table row of a run; `DataError`, naming the file, for an unsuitable record."""
+    """Build the table row of a run; a damaged record raises a `DataError` that names its file."""
     record = entry.record
     configuration = record["configuration"]
     is_function = "source" in configuration
@@ -388,12 +401,17 @@ def _columns_of_data(configuration: dict[str, Any]) -> Row:
 
 
 def _function_columns(options: dict[str, Any], metrics: dict[str, Any]) -> Row:
-    """The columns that only a run of a function has, and those that it fills in another way."""
+    """Return the columns for the options and metrics of a training function.
+
+    Options and metrics with the name of a column of `runs` are left out, except for
+    `OVERRIDABLE_COLUMNS`.
+    """
     cells = {
         name: json.dumps(value) if isinstance(value, list | dict) else value
         for name, value in options.items()
     }
-    cells.pop("loss", None)  # an option says which loss it is, and the column how large it is
+    # An option `loss` names the kind of loss. The column `loss` holds the metric of this name.
+    cells.pop("loss", None)
 
     reserved = set(RUN_COLUMNS) - OVERRIDABLE_COLUMNS
     own_cells = {name: value for name, value in (cells | metrics).items() if name not in reserved}

@@ -19,7 +19,7 @@ def write_tensors(file: Path, tensors: Tensors, notes: dict[str, Any]) -> None:
     """Write tensors atomically as a safetensors file, with JSON notes and a seal."""
     from safetensors.torch import save
 
-    # Cloned, because a tensor that two names share could not be stored.
+    # safetensors refuses tensors that share memory, so each is cloned.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     header = {
         "gpulab": json.dumps({"format": recorded.FORMAT_VERSION, **notes}),
@@ -29,11 +29,16 @@ def write_tensors(file: Path, tensors: Tensors, notes: dict[str, Any]) -> None:
 
 
 def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
-    """The tensors and the notes of such a file. Raises `DataError` for a damaged or foreign one."""
+    """Read the tensors and the notes of a file written by `write_tensors`.
+
+    Raises:
+        DataError: If the file is damaged or foreign.
+    """
     from safetensors.torch import load
 
     content = files.read(file)
     with files.convert_read_errors(file, "not tensors"):
+        # The file begins with the length of the header in 8 bytes, followed by the header as JSON.
         header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
         notes = recorded.check_document(
             file, files.read_json(file, header["__metadata__"]["gpulab"].encode()), content

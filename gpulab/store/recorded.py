@@ -44,7 +44,7 @@ HISTORY_TYPES = {
 
 
 def recorded_folder(name: str) -> Path:
-    """The folder `data/NAME` of the checkout, or its copy inside the installed package."""
+    """Return the folder `data/NAME` of the checkout, or its copy inside the installed package."""
     return DATA_FOLDER / name
 
 
@@ -52,13 +52,19 @@ def recorded_folder(name: str) -> Path:
 
 
 def read_document(file: str | Path, max_bytes: int = files.MAX_FILE_BYTES) -> dict[str, Any]:
-    """Read a recorded JSON document of at most `most` bytes; `DataError` if damaged or foreign."""
+    """Read a recorded JSON document of at most `max_bytes`; `DataError` if damaged or foreign."""
     content = files.read(file, max_bytes)
     return check_document(file, files.read_json(file, content), content)
 
 
 def check_document(file: str | Path, notes: object, content: bytes) -> dict[str, Any]:
-    """Return the notes of a file's content; `DataError` unless its format and seal are right."""
+    """Check the format and the seal of a file, and return its notes without these two keys.
+
+    The keys are removed in place.
+
+    Raises:
+        DataError: If the file has another format version, or the seal does not match the content.
+    """
     version = notes.pop("format", None) if isinstance(notes, dict) else notes
     if not isinstance(notes, dict) or version != FORMAT_VERSION:
         raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads {FORMAT_VERSION}")
@@ -68,15 +74,17 @@ def check_document(file: str | Path, notes: object, content: bytes) -> dict[str,
 
 
 def make_measurement(device: str, **tables: Any) -> dict[str, Any]:
-    """Describe this machine's measurement, for `write_document` to `measured/KIND-MACHINE.json`.
+    """Build the document of a measurement on this machine.
+
+    It is meant for `write_document`, to the file `measured/KIND-MACHINE.json`.
 
     Args:
-        device: Its kind, such as `cpu`.
-        tables: Each a list of rows, or a list for each column; `rows`, where there is one only.
-            Other values, too.
+        device: The kind of the device, such as `cpu`.
+        **tables: Tables by name, each a list of rows or a dictionary of columns. A single table is
+            called `rows`. Other values are allowed, too.
 
     Returns:
-        These, with the `passport`, the name of the `machine` and the `command` that is running.
+        The tables, with the `passport`, the name of the `machine` and the running `command`.
     """
     machine_passport = passport()
     command = shlex.join(["python", *sys.argv])
@@ -96,7 +104,7 @@ def read_measured(kind: str) -> list[dict[str, Any]]:
 
 
 def recorded_table(kind: str, table: str = "rows") -> pd.DataFrame:
-    """A table of all that was measured of a kind, with the `machine` that recorded each row.
+    """Combine the tables of all measurements of a kind, with a column `machine`.
 
     >>> recorded_table("rooflines").index.is_unique
     True
@@ -145,7 +153,11 @@ def write_table(
 
 
 def read_rows(file: Path) -> tuple[pyarrow.Table, dict[str, Any]]:
-    """A table and its record; `DataError`, naming the file, for a damaged or foreign one."""
+    """Read a table and its record.
+
+    Raises:
+        DataError: If the file is damaged or foreign; the message names it.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -159,11 +171,12 @@ def read_rows(file: Path) -> tuple[pyarrow.Table, dict[str, Any]]:
             raise DataError(f"{file}: not a recording of gpulab's")
         record = check_document(file, files.read_json(file, notes), content)
         files.check_table_size(file, parquet_file.metadata)
-        return parquet_file.read(use_threads=False), record  # threads cost more than they save
+        # For files of this size, starting threads takes longer than they save.
+        return parquet_file.read(use_threads=False), record
 
 
 def read_table(file: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """A table and its record, with the machine's passport."""
+    """Read a table and its record, which must have a valid passport of a machine."""
     rows, record = read_rows(file)
     with files.convert_read_errors(file, "not a recorded table"):
         machine(record["passport"])
@@ -171,7 +184,7 @@ def read_table(file: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
 
 
 def read_tables(folder: Path) -> list[tuple[pd.DataFrame, dict[str, Any]]]:
-    """All tables of a folder, with their records."""
+    """Read all tables of a folder with their records, ordered by file name."""
     return [read_table(file) for file in sorted(folder.glob("*.parquet"))]
 
 
@@ -179,10 +192,10 @@ def read_tables(folder: Path) -> list[tuple[pd.DataFrame, dict[str, Any]]]:
 
 
 def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyarrow.Table]) -> None:
-    """Write runs into one file, whole or not at all.
+    """Write runs into one file atomically.
 
-    The seconds of a history are rounded to 1/1024: further digits say nothing, and are a fifth of a
-    file.
+    The seconds of a history are rounded to 1/1024. Further digits have no meaning, and would take
+    up a fifth of the file.
     """
     import pyarrow
 
@@ -191,7 +204,7 @@ def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyar
     }
     columns["seconds"] = [(seconds * 1024).round() / 1024 for seconds in columns["seconds"]]
     rows = pyarrow.table({"record": [json.dumps(record) for record in records], **columns})
-    # Splitting their bytes makes a file smaller by a sixth.
+    # Byte stream split of these columns makes a file smaller by a sixth.
     numbers = [
         "loss.list.element",
         "seconds.list.element",
@@ -202,7 +215,10 @@ def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyar
 
 
 def read_packed(file: Path) -> list[tuple[dict[str, Any], Callable[[], pyarrow.Table]]]:
-    """Read packed runs, each a record and a reader of its history; None for other recordings."""
+    """Read packed runs as pairs of a record and a function that reads the history.
+
+    The list is empty if the file is a recording of another kind.
+    """
     table, _ = read_rows(file)
     if "record" not in table.column_names:
         return []

@@ -23,8 +23,8 @@ class Checkpoint:
     Attributes:
         tensors: The weights (`model.…`) and the moments of Adam (`adam.…`), by name.
         state: What the network carries to the next window.
-        history: A note for each window so far.
-        gradient_methods: How gradients were computed so far.
+        history: A record of each window so far.
+        gradient_methods: The methods by which gradients were computed so far.
     """
 
     tensors: Tensors
@@ -61,7 +61,7 @@ class Checkpoint:
             return cls(tensors, state or None, history, set(notes["ways"]))
 
     def write(self, file: Path) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint atomically."""
         layers = self.state or []
         states = {
             f"state.{layer}.{part}": tensor
@@ -80,7 +80,7 @@ class Checkpoint:
 
         Raises:
             DataError: If tensors are missing or have other shapes.
-            UsageError: If the network cannot have left this state.
+            UsageError: If the state does not fit the network.
         """
         for name, tensor in _weights_and_moments(training).items():
             if name not in self.tensors:
@@ -99,13 +99,17 @@ class Checkpoint:
             [tensor.to(device) for tensor in layer] for layer in self.state
         ]
         training.history = list(self.history)
-        training.gradient_methods.clear()  # the same set, because engines add to it
+        # The set is changed in place, because engines hold a reference to it.
+        training.gradient_methods.clear()
         training.gradient_methods.update(self.gradient_methods)
         training.step = self.history[-1].step
 
 
 def save_checkpoint(training: Training, file: Path | None) -> None:
-    """Write a checkpoint, unless the training has changed since its last window ended."""
+    """Write a checkpoint if a file is given and the training can be resumed from where it is.
+
+    Nothing is written before the first window, inside a window, or after the training diverged.
+    """
     is_between_windows = training.history and not training.inside_window
     if file is not None and is_between_windows and training.diverged_at is None:
         Checkpoint.of(training).write(file)
@@ -132,6 +136,7 @@ def resume_checkpoint(training: Training, file: Path | None) -> bool:
 
 
 def _weights_and_moments(training: Training) -> Tensors:
+    """List the model's weights and the moments of Adam by the names that checkpoints use."""
     tensors = {f"model.{name}": tensor for name, tensor in training.model.state_dict().items()}
     for name, moments in training.optimizer.state.items():
         tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}

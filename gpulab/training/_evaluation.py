@@ -17,10 +17,10 @@ from gpulab.training.loop import BatchEngine, ModelState
 
 
 class EvaluationEngine(BatchEngine):
-    """An engine that computes the losses of a window's frames and updates nothing.
+    """An engine that computes the losses of a window's frames without updating the weights.
 
-    It has no optimiser. No gradients are asked for, so an engine that computes gradients in another
-    way gives the same losses.
+    It has no optimiser and computes no gradients. So a faster engine, which only differs in how
+    gradients are computed, gives the same losses.
     """
 
     def __init__(self, model: Trainable, loader: Loader) -> None:
@@ -55,7 +55,7 @@ def heldout_loss(
     losses = []
     for frames, restart in prefetch(data.heldout(window), setting, data):
         per_frame, state = engine.train_window(frames, None if restart else state)
-        # a CUDA graph writes those of the next window into the same memory
+        # A CUDA graph would overwrite the losses of this window with those of the next one.
         losses.append(per_frame.clone())
     # This synchronises with the device once instead of once per window.
     values = torch.cat(losses).tolist()

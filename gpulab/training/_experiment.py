@@ -33,12 +33,12 @@ from gpulab.training._workers import WORKER_VARIABLE, Workers, end_on_signals
 if TYPE_CHECKING:
     import pandas as pd
 
-DEFAULT_SEEDS = 10  # of a training function
-POLL_SECONDS = 1.0  # between two looks at the runs that other processes are training
+DEFAULT_SEEDS = 10  # the default number of seeds for a training function
+POLL_SECONDS = 1.0  # seconds between two checks of the runs that other processes are training
 LOCK_FOLDER = ".claims"  # the folder in a store with a lock for each run that is being trained
-# Seconds after which a lock that nobody refreshes is taken: clocks of network file systems may be
-# 60 seconds behind.
-LOCK_LEASE_SECONDS = 120.0  # the lifetime of a lock that is not refreshed
+# Seconds after which a lock that is not refreshed expires. The clocks of network file systems may
+# be 60 seconds behind, so the lease is longer.
+LOCK_LEASE_SECONDS = 120.0
 
 
 class Experiment:
@@ -188,8 +188,8 @@ class Experiment:
         with end_on_signals():
             finished = self._train_missing(self.jobs(), progress)
         frame = tables.runs(self.folder)
-        # Variants of one setting and seed come as they were given: the store lists them by their
-        # ids.
+        # The store lists runs by their ids. Here the variants of a setting and seed are put in the
+        # order in which they were given.
         frame = frame[frame.id.isin(finished)].sort_values(
             "id", key=lambda ids: ids.map(finished.index)
         )
@@ -199,12 +199,16 @@ class Experiment:
         return frame
 
     def _train_missing(self, jobs: list[dict[str, Any]], progress: bool) -> list[str]:
-        """Do the runs that the store has not, and return the ids of all."""
+        """Train the runs that the store does not have, and return the ids of all runs.
+
+        Runs that another process is training are waited for. If runs fail, the others are still
+        trained, and a `GpulabError` at the end names the failures.
+        """
         machine_passport = passport()
-        # `UsageError` for what has no identity
+        # This raises `UsageError` before any training if a run has no identity.
         identities = [plan_job(job).identity(machine_passport) for job in jobs]
-        # A lock detects at once that its holder on this machine has died, and through an expired
-        # lease that a holder on another machine has. The same lock object must be polled each time.
+        # If the holder of a lock has died, this is detected at once on the same machine. On another
+        # machine it is detected when the lease expires, by polling the same lock object repeatedly.
         locks = [_lock(self.folder, identity) for identity in identities]
         finished_runs = {
             number for number, identity in enumerate(identities) if find_run(self.folder, identity)
@@ -216,7 +220,10 @@ class Experiment:
             clock.skip(number)
 
         def train_run_if_missing(number: int) -> None:
-            """Train a run, unless the store has it or another process is training it."""
+            """Train a run, unless the store has it or another process is training it.
+
+            In the latter case the lock raises `Timeout` at once, and the run stays pending.
+            """
             lock = locks[number]
             identity = identities[number]
             job = jobs[number]
@@ -238,6 +245,7 @@ class Experiment:
                 clock.skip(number)
 
         def pending_jobs() -> dict[int, dict[str, Any]]:
+            """Return the jobs that have neither finished nor failed, by number."""
             return {
                 number: job
                 for number, job in enumerate(jobs)
@@ -245,6 +253,7 @@ class Experiment:
             }
 
         def update_progress() -> None:
+            """Read the shares that active runs have reported, and update the progress bar."""
             shares = {
                 number: read_share(share_folder / str(number)) for number in list(clock.started)
             }
@@ -270,20 +279,21 @@ class Experiment:
         return [identity.id for identity in identities]
 
 
-# Arguments of `gpulab.train` that say how a run is done and not which run it is, such as `store`.
+# Arguments of `gpulab.train` that do not affect the identity of a run, such as `store`.
 EXECUTION_ARGUMENTS = (
     inspect.signature(train_run).parameters.keys() - inspect.signature(plan_run).parameters.keys()
 )
 
 
 def plan_job(job: dict[str, Any]) -> PlannedRun:
-    """Check the arguments of one training, as `Experiment.jobs` lists them."""
+    """Check the arguments of one training, an element of `Experiment.jobs`, and plan the run."""
     return plan_run(
         **{name: value for name, value in job.items() if name not in EXECUTION_ARGUMENTS}
     )
 
 
 def _lock(store: Path, identity: Identity) -> SoftFileLease:
+    """Create the lock of a run, which raises `Timeout` at once if another process holds it."""
     file = store / LOCK_FOLDER / f"{identity.id}.lock"
     return SoftFileLease(
         file, lease_duration=LOCK_LEASE_SECONDS, blocking=False, thread_local=False
@@ -291,6 +301,7 @@ def _lock(store: Path, identity: Identity) -> SoftFileLease:
 
 
 def _parse_settings(settings: str | Setting | Iterable[str]) -> list[str]:
+    """Return one or several settings as a list of texts in canonical form."""
     texts = [settings] if isinstance(settings, str | Setting) else settings
     return [str(Setting.parse(text)) for text in texts]
 

@@ -1,8 +1,8 @@
-"""Custom training functions: called with a seed under a setting, their metrics kept as a run.
+"""Custom training functions, which are called with a seed and whose metrics are stored as a run.
 
-Which run it is depends on the function's options and on the text of its file, with whatever lies
-beside it that it imports: after an edit, of a comment too, the same seeds are other runs, and those
-of the old text stay in the store.
+The identity of the run depends on the function's options and on its source: the text of its file
+and of the modules beside it that it imports. After any edit, even of a comment, the same seeds are
+new runs. The runs of the old text stay in the store.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from gpulab.training._planned_run import (
 from gpulab.training.loop import WindowRecord
 from gpulab.user_code import UnknownSourceError, file_of, find_function, source_of
 
-# parameters that gpulab fills in, by name; all others are options
+# The parameters that gpulab passes to a function by name. All other parameters are options.
 FILLED_PARAMETERS = (
     "seed",
     "setting",
 )
-DEFAULT_METRIC = "final_loss"  # the name of a number without one
+DEFAULT_METRIC = "final_loss"  # the name of a number that a function returns without a name
 
 
 class TrainingFunction:
@@ -52,13 +52,13 @@ class TrainingFunction:
 
     Attributes:
         name: `file.py:name`, or the name alone for a function typed into a notebook.
-        options: Its keyword parameters with their defaults, which say what was trained.
-        source: A digest of the text that it is written in.
-        unknown_source: What has no readable source; empty if all of it has.
-        text: What it was called by, if by a text.
+        options: Its parameters except `seed` and `setting`, with their defaults.
+        source: A digest of its source; empty if the source cannot be read.
+        unknown_source: The reason why the source cannot be read; empty if it can.
+        text: The text `file.py:name` that it was given by; None if it was given as a function.
 
     Raises:
-        UsageError: Where it cannot be found, or does not take a seed.
+        UsageError: If it cannot be found, does not take a seed, or has unsuitable options.
     """
 
     def __init__(self, train: Callable[..., Any] | str) -> None:
@@ -84,13 +84,20 @@ class TrainingFunction:
             self.unknown_source = f"{self.name} ({error}: write all of it into a file)"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Another process reads a file itself; what was typed has its text here alone."""
+        """Pickle the reference to a function in a file, or else the whole object.
+
+        Another process reads the file itself. The text of a function that was typed into a notebook
+        is only available in this process.
+        """
         return (
             (TrainingFunction, (self.text or self.function,)) if self.file else super().__reduce__()
         )
 
     def describe_options(self, options: Options) -> tuple[Options, dict[str, str]]:
-        """Return all options as JSON, and the digest of the files that they name, if any.
+        """Return all options in JSON types, and the digest of the files that they name, if any.
+
+        Options that are not given have their defaults. An option names a file if its value is the
+        path of an existing file.
 
         Raises:
             UsageError: For an option that the function does not have, or that JSON cannot carry.
@@ -118,14 +125,13 @@ class TrainingFunction:
         return json_options, {"content": files.digest(contents)} if contents else {}
 
     def __call__(self, setting: Setting, seed: int, options: Options) -> dict[str, Any]:
-        """Call the function with random numbers seeded; returns its metrics by name.
+        """Seed all random generators, call the function, and return its metrics by name.
 
-        Empty where the training diverged by an `ArithmeticError` or a `LinAlgError`. The setting is
-        activated already.
+        An `ArithmeticError` or a `LinAlgError` means that the training diverged; the result is then
+        empty. The caller must have activated the setting.
 
         Raises:
-            GpulabError: Where the function raises another error, or returns something else than
-                numbers.
+            GpulabError: If the function raises another error, or returns anything but numbers.
         """
         values = {"seed": seed, "setting": setting}
         arguments = {name: values[name] for name in self.filled_parameters}
@@ -142,14 +148,14 @@ class TrainingFunction:
 
 @dataclass(kw_only=True)
 class FunctionRun(PlannedRun):
-    """One training by a function of the user's own.
+    """One training by a training function.
 
     Attributes:
         function: The function.
-        options: Those of its options that were given.
-        described_options: All of its options, as JSON has them.
-        option_files: The digest of the files that options name, under the name `content`; empty
-            where none do.
+        options: The options that were given.
+        described_options: All options of the function, in JSON types.
+        option_files: The digest of the files that options name, under the name `content`; empty if
+            there are no such files.
     """
 
     function: TrainingFunction
@@ -203,7 +209,11 @@ class FunctionRun(PlannedRun):
         watch: Watch | None,  # noqa: ARG002
         progress: bool,  # noqa: ARG002
     ) -> TrainingOutcome:
-        """Call the function. It keeps no checkpoint and shows its own progress."""
+        """Call the function; it has no checkpoints, no `watch` and no progress bar.
+
+        A warning is given if the setting is one of a CUDA GPU and the function allocated no memory
+        there.
+        """
         n_allocations = _count_allocations(self.setting)
         started = time.perf_counter()
         metrics = self.function(self.setting, self.seed, self.options)
@@ -220,10 +230,11 @@ class FunctionRun(PlannedRun):
         )
 
     def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun:  # noqa: ARG002
-        """Return nothing: a function keeps its network and data to itself."""
+        """Return a result without network and data, which a training function does not give."""
         return RestoredRun(None, None)
 
     def _check_metric_names(self, metrics: dict[str, Any]) -> None:
+        """Raise `GpulabError` if a metric is named like a column of the table or an option."""
         allowed = {DEFAULT_METRIC, "heldout_loss", "loss"}
         reserved = {*RUN_COLUMNS, "options", *self.function.options} - allowed
         clashes = reserved & metrics.keys()
@@ -235,7 +246,11 @@ class FunctionRun(PlannedRun):
 
 
 def _summarize_metrics(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The record's summary of a training with these metrics."""
+    """Build the results for the record of a training with these metrics.
+
+    If there are no metrics, or one of them is not finite, the training diverged, and no metrics are
+    recorded. A metric `loss` also becomes the `final_loss`, unless there is one.
+    """
     if not all(map(math.isfinite, metrics.values())):
         metrics = {}
     if "loss" in metrics:
@@ -260,13 +275,19 @@ def as_training_function(net: object) -> TrainingFunction | None:
 
 
 def _count_allocations(setting: Setting) -> int | None:
-    """How often torch has allocated memory of a CUDA GPU so far; None for another device."""
+    """Return how often torch has allocated memory on a CUDA GPU; None for other devices."""
     stats = torch.cuda.memory_stats(setting.device) if setting.kind == "cuda" else None
     return None if stats is None else stats.get("allocation.all.allocated", 0)
 
 
 def _parse_metrics(value: object) -> dict[str, Any]:
-    """{name: number} of a dict, or of a number alone."""
+    """Convert what a training function returned to Python numbers by name.
+
+    A number without a name is called `final_loss`. Numbers may be tensors with one element.
+
+    Raises:
+        GpulabError: If the value is neither a number nor a dictionary of numbers, or is empty.
+    """
     metrics: Mapping[Any, Any] = value if isinstance(value, Mapping) else {DEFAULT_METRIC: value}
     try:
         if not metrics or any(isinstance(number, str | bytes) for number in metrics.values()):
@@ -280,14 +301,19 @@ def _parse_metrics(value: object) -> dict[str, Any]:
             for name, v in values.items()
         }
     except (TypeError, ValueError, RuntimeError):
-        # The last is torch's, of a tensor with many numbers.
+        # torch raises a `RuntimeError` for a tensor with several elements.
         raise GpulabError(
             f"it gave {value!r:.200}; expected a number, or a dict of numbers by name"
         ) from None
 
 
 def _check_parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
-    """The parameters of a training; `UsageError` unless they are `seed`, `setting` and options."""
+    """Return the parameters of a training function by name, without `*args` and `**kwargs`.
+
+    Raises:
+        UsageError: If `seed` is missing, if an option has no default, or if an option is named like
+            a column of `gpulab.runs`.
+    """
     signature = inspect.signature(train)
     parameters = {
         n: p

@@ -42,26 +42,26 @@ from gpulab.training._profiles import FINAL_LOSS_DIVISOR, Protocol, protocol
 from gpulab.training._supervision import LOSS_SYNC_SECONDS, supervise
 from gpulab.training.loop import AutogradEngine, Engine, Training
 
-# The version of all code that decides what a training gives: loop, optimiser, engines, models,
-# data, arithmetic. Raise it whenever the same request gives other losses: then no run of before
-# stands for one of now. Until that is done, the test
+# The version of all code that affects the result of a training: loop, optimiser, engines, models,
+# data, arithmetic. Increase it whenever the same request gives other losses, so that a store does
+# not return runs of the old code. Until this is done, the test
 # `test_code_version_is_that_of_the_noted_losses` fails.
 CODE_VERSION = 1
 
 
 @dataclass(kw_only=True)
 class NetworkRun(PlannedRun):
-    """One training of a network of gpulab's own, with the model made and the data loaded.
+    """One training of a built-in network, with the model created and the data loaded.
 
     Attributes:
-        model: The network. Its weights are drawn by `draw_weights`, unless it holds loaded ones.
-        model_options: What makes the network, as the record keeps it.
-        data: What it learns from.
+        model: The network. `draw_weights` draws its weights, unless it has loaded weights.
+        model_options: The description of the network in the record.
+        data: The data to train on.
         data_content: The digest of the files that the data are read from, empty if there are none;
-            None if the data are of a class of the user's own, whose content cannot be known.
-        frames: How many frames or images to train on.
-        window: How many of them the loss is noted for.
-        learning_rate: Adam's.
+            None if the data are of a user's class, whose content cannot be known.
+        frames: The number of frames or images to train on.
+        window: The number of frames or images in a window, for which one loss is recorded.
+        learning_rate: The learning rate of Adam.
         factors: The value of each factor that is an argument of `gpulab.train`.
         command_data_options: The options of the data that were given, for the command line.
     """
@@ -168,7 +168,7 @@ class NetworkRun(PlannedRun):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """The model, the data, and for how long and how fast it learns."""
+        """The model, the data, the length of the training and the learning rate."""
         return {
             "model": self.experiment,
             "model_options": self.model_options,
@@ -186,26 +186,28 @@ class NetworkRun(PlannedRun):
 
     @property
     def unknown_content(self) -> str:
-        """The data, if they are of a class of the user's own."""
+        """The data, if they are of a user's class; otherwise an empty text."""
         return f"data {self.data.name!r}" if self.data_content is None else ""
 
     @property
     def unusual_factors(self) -> Options:
-        """The factors that have another than their usual value."""
+        """The factors whose value is not the default."""
         return {
             name: value for name, value in self.factors.items() if value != FACTORS[name].default
         }
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Activate the setting, limit the threads to what the model uses, and compile if asked to.
+        """Activate the setting, limit the number of threads, and compile the model if required.
+
+        The number of threads is limited to what the model can use, unless the setting gives it.
 
         >>> from gpulab.settings import setting
         >>> with (
         ...     setting("cpu:threads=2"),
         ...     NetworkRun.plan("autoencoder", profile="smoke").activate(),
         ... ):
-        ...     torch.get_num_threads()  # more would be waited for
+        ...     torch.get_num_threads()  # further threads would only cost time
         1
         """
         with super().activate(), contextlib.ExitStack() as stack:
@@ -216,12 +218,16 @@ class NetworkRun(PlannedRun):
                 setattr(
                     self.model, attribute, self.setting.compiled(getattr(self.model, attribute))
                 )
-                # Otherwise a copy of the model would call this model's compiled function.
+                # The compiled function is removed at the end, since a copy of the model would call
+                # the function of this model.
                 stack.callback(delattr, self.model, attribute)
             yield
 
     def draw_weights(self) -> None:
-        """Give the model its initial weights: those of the seed, unless it holds loaded ones."""
+        """Draw the model's weights from the seed, unless it has loaded weights, and flip a bit.
+
+        The last bit of one weight is changed if the factor `flip` names a weight.
+        """
         if self.model.fresh:
             device = self.setting.device if self.factors["draws"] == "device" else "cpu"
             self.model.draw_weights(torch.Generator(device).manual_seed(self.seed))
@@ -229,7 +235,7 @@ class NetworkRun(PlannedRun):
             flip_bit(self.model, self.factors["flip"])
 
     def init_training(self) -> Training:
-        """Return the training before its first window: weights drawn, network on its device."""
+        """Draw the weights, move the network to its device, and return the training."""
         self.draw_weights()
         return Training(self.model.to(self.setting.device, self.setting.dtype), self.learning_rate)
 
@@ -274,10 +280,10 @@ class NetworkRun(PlannedRun):
         return TrainingOutcome(training.history, results, self.model.cpu(), self.data)
 
     def evaluate(self, training: Training) -> float:
-        """Return the held-out loss of a trained network; NaN where the training diverged.
+        """Compute the held-out loss of a trained network; NaN if the training diverged.
 
-        A held-out loss that is not finite counts as divergence at the last update: that update
-        ruined the weights, and no later training loss shows it.
+        If the held-out loss is not finite, the training is marked as diverged at its last update.
+        That update ruined the weights, and no later training loss could show it.
         """
         if training.diverged_at is not None:
             return math.nan
@@ -289,14 +295,18 @@ class NetworkRun(PlannedRun):
         return loss
 
     def summarize(self, training: Training, heldout: float) -> dict[str, Any]:
-        """Return the record's summary of a training with its held-out loss; NaN becomes None."""
+        """Build the results for the record: status, losses, times and how gradients were computed.
+
+        Losses of a diverged training are None, because JSON has no NaN. The speed is None if other
+        trainings shared the GPU.
+        """
         diverged = training.diverged_at is not None
         history = training.history
         last_losses = [
             record.loss for record in history[-max(1, len(history) // FINAL_LOSS_DIVISOR) :]
         ]
         seconds = history[-1].seconds
-        # otherwise the speed depends on other networks
+        # If other trainings share the device, the speed depends on them.
         is_alone = has_exclusive_device(self.setting)
         results: dict[str, Any] = {
             "status": "diverged" if diverged else "finished",
@@ -318,7 +328,11 @@ class NetworkRun(PlannedRun):
         return results
 
     def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun | None:
-        """Load the stored weights into the model."""
+        """Load the stored weights into the model.
+
+        Without stored weights the result has no model. It is None if weights are to be kept, so
+        that the run is trained again.
+        """
         if stored.weights:
             self.model.to(dtype=self.setting.dtype).load_state_dict(stored.weights)
             return RestoredRun(self.model, self.data)
@@ -332,6 +346,7 @@ class NetworkRun(PlannedRun):
 
 
 def _check_net(net: object, model_options: Options) -> Trainable | str:
+    """Return the name of a network, or a built-in network without options; else `UsageError`."""
     if isinstance(net, str):
         return net
     if isinstance(net, Trainable) and type(net) in MODELS.values() and not model_options:
@@ -344,6 +359,7 @@ def _check_net(net: object, model_options: Options) -> Trainable | str:
 
 
 def _check_lengths(frames: int, window: int, learning_rate: float) -> None:
+    """Raise `UsageError` unless 2 <= window <= frames and the learning rate is in [0, ∞)."""
     if 2 <= window <= frames and 0 <= learning_rate < math.inf:
         return
     lengths = f"window={window}, frames={frames}, learning_rate={learning_rate}"
@@ -353,6 +369,7 @@ def _check_lengths(frames: int, window: int, learning_rate: float) -> None:
 
 
 def _check_loader(loader: str, model: Trainable) -> None:
+    """Raise `UsageError` if a loader of single frames is used with a model of larger batches."""
     batch_size = getattr(model, "batch_size", 1)
     if loader != "window" and batch_size > 1:
         raise UsageError(
@@ -364,10 +381,10 @@ def _check_loader(loader: str, model: Trainable) -> None:
 def _make_model(
     net: Trainable | str, defaults: Protocol, options: Options
 ) -> tuple[Trainable, Options]:
-    """Return a copy of the given network or a new one by name, and its record.
+    """Copy the given network or create a new one by name, and describe it for the record.
 
-    A network given by name is described by its options; one that was passed in, by its layers, its
-    attributes and the digest of its loaded weights.
+    A network given by name is described by its options. A network given as an object is described
+    by its layers, its attributes and the digest of its loaded weights.
 
     >>> own = MODELS["prednet"](channels=(3, 4), size=(16, 16))
     >>> _make_model(own, protocol("prednet", "smoke"), {})[1]["held"]
@@ -388,7 +405,7 @@ def _make_model(
         }
     model_options = {"size": defaults.size, **defaults.model, **options}
     try:
-        with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
+        with torch.random.fork_rng(devices=[]):  # the caller's random generator is not advanced
             model = MODELS[net](**model_options)
     except TypeError as error:
         raise UsageError(f"model {net!r} with {options}: {error}") from None
@@ -407,7 +424,13 @@ def _make_model(
 def _load_data(
     data: Data | str | None, model: Trainable, defaults: Protocol, frames: int, options: Options
 ) -> Data:
-    """Load the data to train on, and check that the model can learn from them."""
+    """Load the data to train on, and check that they fit the model.
+
+    A warning says so if a sequence is shorter than the training and is therefore repeated.
+
+    Raises:
+        UsageError: If options are wrong, or the data do not fit the model.
+    """
     if not isinstance(data, Data):
         usual_options = defaults.data_options if data in (None, defaults.data) else {}
         try:

@@ -62,16 +62,16 @@ class RestoredRun(NamedTuple):
 
 @dataclass(kw_only=True)
 class PlannedRun(ABC):
-    """One training as it was asked for, with every argument checked. `gpulab.train` does it.
+    """One requested training, all of whose arguments have been checked.
 
     Attributes:
-        experiment: The name of the network, or of the user's function.
-        setting: Where and how to compute.
-        seed: What the weights and the order of the images are drawn from.
-        profile: How large the training is; `own` for a function.
+        experiment: The name of the network or of the training function.
+        setting: The setting to train under.
+        seed: The seed of the initial weights and of the order of the images.
+        profile: The size of the training; `own` for a function.
         rerun: The number of this repetition, from 0.
-        command_net: The network or function as a command line names it; None where it cannot,
-            because the model or the data are objects.
+        command_net: The name of the network or function on a command line; None if the model or the
+            data were given as objects.
         command_options: The options that were given, for the command line.
     """
 
@@ -95,12 +95,12 @@ class PlannedRun(ABC):
     @property
     @abstractmethod
     def contents(self) -> dict[str, str]:
-        """Digests of what names in the configuration stand for, by name."""
+        """Digests of the code and the files that the configuration refers to, by name."""
 
     @property
     @abstractmethod
     def unknown_content(self) -> str:
-        """What of the training cannot be identified by its content; empty where everything can."""
+        """The part of the training that has no digest of its content; empty if there is none."""
 
     @property
     def unusual_factors(self) -> Options:
@@ -114,8 +114,8 @@ class PlannedRun(ABC):
         """Train, with the setting activated.
 
         Args:
-            checkpoint: The file that keeps the training meanwhile, and from which an interrupted
-                one goes on.
+            checkpoint: The file for checkpoints, from which an interrupted training is resumed;
+                None for no checkpoints.
             watch: As for `gpulab.train`.
             progress: As for `gpulab.train`.
         """
@@ -154,7 +154,7 @@ class PlannedRun(ABC):
         requested |= self.unusual_factors
         contents = dict(self.contents)
         if self.unknown_content:
-            contents["unknown"] = uuid.uuid4().hex  # equal to no other run
+            contents["unknown"] = uuid.uuid4().hex  # makes the identity unique
         return identify_run(requested, passport, contents)
 
     def command(self) -> str | None:

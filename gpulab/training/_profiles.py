@@ -14,9 +14,15 @@ FINAL_LOSS_DIVISOR = 5  # the final loss is the mean over the last 1/5 of the wi
 class Protocol(NamedTuple):
     """The protocol of a model in a profile.
 
-    `frames` are trained on in windows of `window`; `seeds` is how many an experiment uses unless
-    told; `data` with `data_options`, `size` (height, width) and `model` (options of the model) are
-    what is trained.
+    Attributes:
+        data: The name of the data.
+        frames: The number of frames or images to train on.
+        window: The number of frames or images in a window.
+        seeds: The default number of seeds of an experiment.
+        size: The height and width of a frame.
+        model: The options of the model.
+        learning_rate: The learning rate of Adam.
+        data_options: The options of the data.
     """
 
     data: str
@@ -77,7 +83,9 @@ def profile(name: str) -> str:
 
 
 def protocol(model: str, name: str) -> Protocol:
-    """What the profile `name` means for a model. PredNet has one more, `motion`, at a faster walk.
+    """Return the protocol of a model in the profile `name`.
+
+    PredNet has a further profile, `motion`, in which the walk is faster.
 
     Examples:
         >>> protocol("prednet", "paper").frames

@@ -10,20 +10,23 @@ from pathlib import Path
 
 from gpulab.report import Progress
 
-MIN_SHARE = 0.05  # of a run, from which its speed predicts how long such a run takes
-MAX_SHARE = 0.99  # shown of a run that takes longer than those before it
-REPORT_SECONDS = 0.5  # between two reports of a run
+MIN_SHARE = 0.05  # the least finished share of a run from which its duration is estimated
+MAX_SHARE = 0.99  # the largest share that is estimated for a run that does not report its own
+REPORT_SECONDS = 0.5  # seconds between two reports of a run
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {desc}"
 
-# What is called with the share of the run that is done; contexts keep threads that train at the
-# same time apart.
+# A function that is called with the finished share of a run. Each thread that trains has its own
+# listener, in a context variable.
 Listener = Callable[[float], None]
 LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextlib.contextmanager
 def write_share_to(file: Path | None) -> Iterator[None]:
-    """Have trainings inside write their progress to a file for another process; None for none."""
+    """Let trainings inside the block write their progress to a file, which another process reads.
+
+    Nothing is written if the file is None.
+    """
     written_at = float("-inf")
 
     def write_share(share: float) -> None:
@@ -43,7 +46,7 @@ def write_share_to(file: Path | None) -> Iterator[None]:
 
 
 def report_share(share: float) -> None:
-    """Report to the listener of this context, if there is one, how much of a run is done."""
+    """Report the finished share of a run to the listener of this context, if there is one."""
     listener = LISTENER.get()
     if listener is not None:
         listener(share)
@@ -58,19 +61,21 @@ def read_share(file: Path) -> float:
 
 
 class RunClock:
-    """The times of an experiment's runs, of which each setting has its own.
+    """Measures the durations of an experiment's runs, and estimates the time that remains.
+
+    Durations are kept for each setting separately.
 
     Args:
         settings: The setting of each run.
-        n_parallel: How many runs are trained at the same time.
-        now: The clock, in seconds.
+        n_parallel: The number of runs that are trained at the same time.
+        clock: A function that returns the time in seconds.
 
     Examples:
         >>> time = iter([0.0, 10.0, 10.0, 10.0, 12.0])
         >>> clock = RunClock(["cpu", "cpu", "cuda"], n_parallel=1, clock=lambda: next(time))
         >>> clock.start_run(0), clock.end_run(0), clock.start_run(1)
         (None, None, None)
-        >>> # Ten for the second run, and as many are guessed for the one under cuda
+        >>> # Ten seconds for the second run, and ten as a guess for the run under cuda
         >>> clock.seconds_left({1: 0.0})
         20.0
         >>> clock.shares({1: 0.0})
@@ -85,30 +90,32 @@ class RunClock:
         self.clock = clock
         self.started: dict[int, float] = {}
         self.pending = set(range(len(settings)))
-        self.seconds: dict[str, list[float]] = {}  # of the runs that ended, by setting
+        self.seconds: dict[str, list[float]] = {}  # the durations of finished runs, by setting
 
     def skip(self, number: int) -> None:
-        """Count a run as done that was not trained here."""
+        """Count a run as done without a duration, because it was not trained here."""
         self.pending.discard(number)
         self.started.pop(number, None)
 
     def start_run(self, number: int) -> None:
-        """Note that a run begins."""
+        """Record that a run begins now."""
         self.pending.discard(number)
         self.started[number] = self.clock()
 
     def end_run(self, number: int) -> None:
-        """Note that a run has ended."""
+        """Record that a run has ended now, and keep its duration."""
         started = self.started.pop(number, None)
         self.pending.discard(number)
         if started is not None:
             self.seconds.setdefault(self.settings[number], []).append(self.clock() - started)
 
     def shares(self, reported_shares: dict[int, float]) -> dict[int, float]:
-        """The finished share of each active run: as it reports, or estimated from past durations.
+        """Return the finished share of each active run, by the number of the run.
 
-        A run under a setting that is new approaches its end ever more slowly, so that its bar
-        moves.
+        A run that does not report its share gets an estimate from the durations of finished runs
+        under the same setting. If there are none, the estimate is t / (t + typical), where t is the
+        elapsed time and `typical` the mean duration under other settings. It always grows and never
+        reaches 1.
         """
         now = self.clock()
         seconds_by_setting = self._seconds_by_setting(reported_shares, None)
@@ -127,13 +134,14 @@ class RunClock:
         return shares
 
     def seconds_left(self, reported_shares: dict[int, float]) -> float | None:
-        """The estimated time for the unfinished runs; None if it is unknown yet."""
+        """Estimate the seconds until all runs are finished; None if nothing is known yet."""
         now = self.clock()
         seconds_by_setting = self._seconds_by_setting(reported_shares, now)
         typical = _mean(seconds_by_setting.values())
         if not typical:
             return None
-        for number, started in list(self.started.items()):  # a run takes no less than it has taken
+        # An estimate is at least the time that an active run under the setting has taken already.
+        for number, started in list(self.started.items()):
             setting = self.settings[number]
             seconds_by_setting[setting] = max(
                 seconds_by_setting.get(setting, typical), now - started
@@ -153,7 +161,11 @@ class RunClock:
     def _seconds_by_setting(
         self, reported_shares: dict[int, float], now: float | None
     ) -> dict[str, float]:
-        """The duration of a run under each setting, from finished or active runs, where known."""
+        """Compute the mean duration of a run for each setting for which it is known.
+
+        It is the mean over finished runs. If there are none and `now` is given, it is extrapolated
+        from an active run that has reported at least `MIN_SHARE`.
+        """
         seconds_by_setting = {
             setting: sum(seconds) / len(seconds) for setting, seconds in list(self.seconds.items())
         }
@@ -176,7 +188,10 @@ def update_bar(
     reported_shares: dict[int, float],
     started_at: float,
 ) -> None:
-    """Move a bar to where the runs are, and say how long the others will take."""
+    """Set a bar to the finished share of all runs, and describe the time that remains.
+
+    The bar never moves backwards.
+    """
     bar.n = max(bar.n, min(bar.total, n_ended + sum(clock.shares(reported_shares).values())))
     seconds_left = clock.seconds_left(reported_shares) if n_ended < bar.total else 0.0
     time_left = f", about {_minutes(seconds_left)} left" if seconds_left is not None else ""
@@ -186,7 +201,7 @@ def update_bar(
 
 
 def _minutes(seconds: float) -> str:
-    """A time.
+    """Format seconds as minutes and seconds, with hours if there are any.
 
     >>> _minutes(5.4), _minutes(83), _minutes(7384)
     ('0:05', '1:23', '2:03:04')

@@ -1,8 +1,8 @@
-"""A program that ends an experiment's workers and their children once its process has died.
+"""A program that ends an experiment's workers and their children after the experiment has died.
 
-It reads the ids of workers from its standard input, one a line, and ends when it is killed or has
-done its work. A thread of a worker could not do this: a worker that hangs at its end runs no
-threads.
+It reads the ids of workers from its standard input, one on each line. It runs until it is killed,
+or until the experiment's process has died and all workers have ended. A thread inside a worker
+could not do this, since a worker that hangs while it exits runs no threads.
 """
 
 import contextlib
@@ -13,19 +13,19 @@ import sys
 
 import psutil
 
-POLL_SECONDS = 0.5  # between two looks at whether the parent lives
+POLL_SECONDS = 0.5  # seconds between two checks whether the parent is alive
 KILL_TIMEOUT = 10.0  # seconds after which a worker that does not end by itself is killed
 
 
 def main(parent: int) -> None:
-    """Wait for the end of the parent, and end the workers."""
+    """Collect the ids of workers until the parent has died, and then end the workers."""
     workers: dict[int, psutil.Process] = {}
     unread = b""
     while os.getppid() == parent:
         if not select.select([0], [], [], POLL_SECONDS)[0]:
             continue
         received = os.read(0, 4096)
-        if not received:  # the parent has closed its end, as it died
+        if not received:  # the pipe is closed: the parent has died
             break
         *lines, unread = (unread + received).split(b"\n")
         for line in lines:
@@ -35,8 +35,11 @@ def main(parent: int) -> None:
 
 
 def end_workers(workers: list[psutil.Process]) -> None:
-    """Have workers save checkpoints and end; then kill the rest of their process groups."""
-    # `is_running` is false for another process that has since received the same id.
+    """Ask workers to save checkpoints and end, and then kill the rest of their process groups.
+
+    Workers that take longer than `KILL_TIMEOUT` are killed.
+    """
+    # `is_running` is false if the worker has ended and another process has received its id.
     running = [worker for worker in workers if worker.is_running()]
     leaders = []
     for worker in running:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 HISTORY_DTYPE = np.dtype(
     [("window", "int64"), ("step", "int64"), ("loss", "float64"), ("seconds", "float32")]
-)  # of notes
+)  # the fields of a `WindowRecord`
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Run:
     def __post_init__(self) -> None:
         self.status: str = self.record["status"]
         self.metrics: dict[str, float] = self.record.get("metrics") or {}
-        # without NaN, as in JSON
+        # In a record a loss that is NaN is None, because JSON has no NaN.
         losses = (self.record["summary"][name] for name in ("final_loss", "heldout_loss"))
         self.final_loss, self.heldout_loss = (math.nan if loss is None else loss for loss in losses)
 
@@ -100,7 +100,7 @@ class Run:
         per frame, averaged over the window) and `seconds` (since the beginning). A training of your
         own has a single row.
         """
-        # not for every process that trains: it takes a third of the time that torch takes to load
+        # pandas is imported only when it is needed: loading it takes a third as long as torch.
         import pandas as pd
 
         return pd.DataFrame(self.columns)
@@ -310,9 +310,9 @@ def train(
             )
             weights = run.model.state_dict() if keep_weights and run.model else None
             run.path = write_run(folder, run.record, run.columns, weights)
-    with files.convert_write_errors(
-        checkpoint
-    ):  # of this run, or of one whose process was killed just before
+    # The run is stored. A checkpoint may remain from this training, or from an earlier one that was
+    # killed after it had stored the run.
+    with files.convert_write_errors(checkpoint):
         checkpoint.unlink(missing_ok=True)
     return run
 
@@ -337,7 +337,7 @@ def _train_planned(
     watch: Watch | None,
     progress: bool,
 ) -> Run:
-    """Train, and return the run with its record completed."""
+    """Train, and return the run, whose record is `record` with the results added."""
     outcome = planned.train(checkpoint, watch, progress)
     columns = np.array(outcome.history, HISTORY_DTYPE)
     return Run(outcome.model, outcome.data, columns, record | outcome.results)

@@ -13,22 +13,21 @@ from gpulab.training._checkpoints import save_checkpoint
 from gpulab.training._planned_run import Watch
 from gpulab.training._progress import report_share
 
-CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a run
-LOSS_SYNC_SECONDS = (
-    0.1  # between two reads of the losses that a GPU computes, unless every window is watched
-)
+CHECKPOINT_SECONDS = 10.0  # seconds between two checkpoints of a run
+# Seconds between two reads of losses from a GPU. If there is a `watch`, each window is read.
+LOSS_SYNC_SECONDS = 0.1
 
 
 class Supervisor:
-    """Called after each window: shows progress, calls the user's `watch`, and saves checkpoints.
+    """Shows the progress of a training, calls the user's `watch`, and saves checkpoints.
 
     Args:
-        training: What is trained.
-        window: How many frames a window has.
+        training: The training.
+        window: The number of frames in a window.
         bar: The progress bar, in frames.
-        watch: The user's function, if there is one.
-        checkpoint: The file for checkpoints, if there is one.
-        total: How many frames the whole training has.
+        watch: The user's function; None if there is none.
+        checkpoint: The file for checkpoints; None to save none.
+        total: The number of frames of the whole training.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Supervisor:
             self.watch(self.training.model, self.training.step)
 
     def after_window(self) -> None:
-        """Update the progress bar and save a checkpoint if one is due."""
+        """Report progress, call `watch`, and save a checkpoint if one is due."""
         history = self.training.history
         self.bar.set_postfix(loss=f"{history[-1].loss:.3g}", refresh=False)
         self.bar.update(len(history) * self.window - self.bar.n)
@@ -64,7 +63,7 @@ class Supervisor:
             self.save()
 
     def save(self) -> None:
-        """Keep a checkpoint now."""
+        """Save a checkpoint now."""
         save_checkpoint(self.training, self.checkpoint)
         self.saved_at = time.monotonic()
 

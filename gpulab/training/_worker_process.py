@@ -1,9 +1,14 @@
-"""What a worker process does before its first run, between runs, and at its end.
+"""Functions that a worker process calls before its first run, between runs, and at its end.
 
-A training may start processes: a `DataLoader`, a pool, `torch.multiprocessing.spawn`, a program. In
-a worker of loky's that needs some help. `multiprocessing` would start them by loky's method, which
-serves no other processes; what was typed into a notebook or a script has no name there by which a
-started process could import it; and who starts a worker must end what the worker has started.
+A training may start processes: a `DataLoader`, a pool, `torch.multiprocessing.spawn`, a program.
+For this a worker process of loky needs three preparations:
+
+- `multiprocessing` would use loky's start method, which only works for loky's own processes. The
+  start method of the user's program is set again.
+- A started process cannot import a function that was typed into a notebook or script. Such
+  functions are pickled by value.
+- The parent must be able to end all processes that a worker has started. The worker leads a process
+  group.
 """
 
 from __future__ import annotations
@@ -34,10 +39,11 @@ def prepare_worker(start_method: str | None, safe_path: str | None) -> None:
     """Prepare this worker for runs.
 
     Args:
-        start_method: How the user's program starts processes, where that is not the system's
-            default.
-        safe_path: The variable `PYTHONSAFEPATH` there. It was set for this worker alone, and not
-            for programs that a training runs.
+        start_method: The start method that the user's program has chosen for `multiprocessing`;
+            None for the system's default.
+        safe_path: The value of `PYTHONSAFEPATH` in the user's program; None if it is not set. It is
+            restored here, because the value that this worker was started with must not affect
+            programs that a training runs.
     """
     global _start_method
     _start_method = start_method
@@ -45,18 +51,18 @@ def prepare_worker(start_method: str | None, safe_path: str | None) -> None:
     if safe_path is not None:
         os.environ["PYTHONSAFEPATH"] = safe_path
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # of all that is started here, for the parent to end
+        os.setpgid(0, 0)  # a process group, so that the parent can end all processes started here
     _handle_signals()
     _pickle_by_value()
-    # What a training has left running would be waited for. Pools end their own processes first,
-    # with priority 15.
+    # At its end, this process would wait for processes that a training has left running. Pools end
+    # their own processes first, with priority 15.
     multiprocessing.util.Finalize(None, end_children, exitpriority=1)
-    # loky would begin a new process when a training needs memory
+    # loky would replace a process whose use of memory has grown.
     process_executor._MAX_MEMORY_LEAK_SIZE = math.inf
 
 
 def reset_start_method() -> None:
-    """Have `multiprocessing` start processes as in the user's program, not as in the last run."""
+    """Restore the start method of the user's program, which the last run may have changed."""
     multiprocessing.set_start_method(_start_method, force=True)
 
 
@@ -72,20 +78,21 @@ def end_children() -> None:
 
 
 def _handle_signals() -> None:
-    """Have SIGTERM interrupt a run, as the parent requests, and ignore Ctrl-C, which it handles.
+    """Let SIGTERM interrupt a run, and ignore Ctrl-C.
 
-    A process that is started here begins with Python's own handling of both.
+    The parent handles Ctrl-C and sends SIGTERM. Forked processes get Python's default handling of
+    both signals.
     """
 
     def interrupt(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt saving
         raise KeyboardInterrupt
 
     def restore() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    # unlike SIG_IGN this is not passed on to programs
+    # Programs that a training starts inherit SIG_IGN, but not a handler.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, interrupt)
     if hasattr(os, "register_at_fork"):
@@ -95,7 +102,7 @@ def _handle_signals() -> None:
 class _Pickler(cloudpickle.Pickler):
     """The pickler of `multiprocessing`, which sends unimportable objects by value."""
 
-    # Those of `multiprocessing` come first: pipes and locks, and torch's tensors.
+    # The reducers of `multiprocessing`, for pipes, locks and torch's tensors, take precedence.
     dispatch_table = collections.ChainMap(
         vars(ForkingPickler)["_extra_reducers"], cloudpickle.Pickler.dispatch_table
     )
@@ -111,7 +118,10 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _pickle_by_value() -> None:
-    """Have `multiprocessing` send objects of notebooks and scripts to processes by value."""
+    """Make `multiprocessing` send objects of notebooks and scripts to processes by value.
+
+    This replaces the pickler in three modules of `multiprocessing`, for the whole process.
+    """
     modules = multiprocessing.reduction, multiprocessing.queues, multiprocessing.connection
     for module, name in zip(
         modules, ("ForkingPickler", "_ForkingPickler", "_ForkingPickler"), strict=True

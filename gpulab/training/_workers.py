@@ -1,9 +1,9 @@
 """Worker processes for runs, and threads for runs that share a GPU.
 
-A training may start processes itself, such as those of a `DataLoader`:
-`gpulab.training._worker_process` prepares a worker for that. On Linux and macOS a worker leads a
-process group, to which all that it starts belongs, so that nothing is left behind where a worker is
-killed.
+A training may start processes itself, such as those of a `DataLoader`.
+`gpulab.training._worker_process` prepares a worker for that. On Linux and macOS each worker leads a
+process group. All processes that it starts belong to the group, so they can be ended even after the
+worker was killed.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ from gpulab.training import _worker_process as worker_process
 from gpulab.training._progress import write_share_to
 from gpulab.training._run import train
 
-WORKER_VARIABLE = "GPULAB_WORKER"  # in the environment of workers, which must not start experiments
-# between two checks for Ctrl-C, which waiting does not notice on some systems, such as Windows
+# An environment variable that is set in workers, since a worker must not start an experiment.
+WORKER_VARIABLE = "GPULAB_WORKER"
+# Seconds between two checks for Ctrl-C, which does not end a wait on some systems, such as Windows.
 POLL_SECONDS = 1.0
 KILL_TIMEOUT = 10.0  # seconds after which a process that was asked to end is killed
-# seconds after which a process without work ends by itself, such as one whose parent was killed
+# Seconds after which a process without work ends by itself, for example if its parent was killed.
 IDLE_TIMEOUT = 20.0
 SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 CACHED_CHUNKS = 100  # chunks of a film that are kept in memory: 5,000 frames of 160×120, 288 MB
 
 
 class Workers(contextlib.AbstractContextManager):
-    """Runs up to `count` trainings at once, each given by the arguments of `gpulab.train`.
+    """Run up to `count` trainings at the same time, each given by the arguments of `gpulab.train`.
 
-    Each is done in a process of its own, which has the environment of its setting and does no run
-    of another. Those that may share a GPU are done in threads of this process, each on a stream of
-    its own.
+    A training runs in a worker process, which has the environment of one setting and only does runs
+    under this setting. Trainings that may share a GPU run in threads of this process, each on its
+    own CUDA stream.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.stop_requested = threading.Event()
 
-        # One process for each thread and setting.
+        # One process for each thread and setting, by the thread's id and the setting's text.
         self.pools: dict[tuple[int, str], ProcessPoolExecutor] = {}
         self.reaper = Reaper()
 
@@ -69,10 +70,11 @@ class Workers(contextlib.AbstractContextManager):
     ) -> None:
         """Call `run_one` with each run's number in threads, and `after_poll` about every second.
 
-        When Ctrl-C comes, the runs under way save checkpoints.
+        If this is interrupted or `run_one` raises, the active runs save checkpoints and end, and
+        the error is raised again.
         """
-        # The flags of a setting hold for all threads of a process, so those that share a GPU have
-        # one setting.
+        # The flags of a setting apply to all threads of a process. So only runs of one setting
+        # share the GPU at the same time.
         for setting, numbers in itertools.groupby(
             jobs, lambda number: self._shared_setting(jobs[number])
         ):
@@ -92,29 +94,31 @@ class Workers(contextlib.AbstractContextManager):
                     raise
 
     def _shared_setting(self, job: dict[str, Any]) -> str:
-        """The setting of a run that is to share a GPU with others in threads, or nothing.
+        """Return the setting of a run that may share a GPU with others, and "" if it may not.
 
-        gpulab's own networks may: weights and orders are drawn from generators that each training
-        has for itself, and a stream keeps its kernels in their order. A function of the user's
-        draws from torch's global generators, and torch's compiler, which traces in one thread,
-        refuses to run what it has compiled in another meanwhile.
+        The built-in networks may share a GPU: each training has its own random generators, and its
+        CUDA stream keeps its kernels in order. Training functions may not, since they draw from
+        torch's global generators. Compiled networks may not, since torch refuses to run a compiled
+        function in one thread while another thread compiles.
         """
         setting = Setting.parse(job["setting"])
         may_share = isinstance(job["net"], str) and setting.kind == "cuda" and not setting.compile
         return job["setting"] if may_share and self.count > 1 else ""
 
     def run_job(self, job: dict[str, Any], share_file: Path | None = None) -> str:
-        """Train a run, and return its id once stored. Raises `GpulabError` if its process dies.
+        """Train a run, and return its id once it is stored.
 
-        The training of a network of gpulab's own writes into `share_file` how much of the run is
-        done.
+        The training of a built-in network writes the finished share of the run into `share_file`.
+
+        Raises:
+            GpulabError: If the arguments cannot be pickled, or the worker process dies.
         """
         if self._shared_setting(job):
             with write_share_to(share_file):
                 return train(**job, watch=self.check_stopping, progress=False).record["id"]
         try:
-            pickled = cloudpickle.dumps(job)  # what is typed into a notebook goes by value
-        except Exception as error:  # whatever an object says that hides what it holds
+            pickled = cloudpickle.dumps(job)  # pickles functions of notebooks by value
+        except Exception as error:  # pickling an object can raise any error
             name = getattr(job["net"], "name", job["net"])
             raise GpulabError(f"{name} cannot be sent to a process: {error}") from None
         try:
@@ -124,35 +128,39 @@ class Workers(contextlib.AbstractContextManager):
             raise GpulabError(f"its worker process ended: {error}") from None
 
     def _do_in_process(self, pool: ProcessPoolExecutor, job: bytes, share_file: Path | None) -> str:
-        """Do a pickled run in a pool's process, and return its id.
+        """Train a pickled run in the process of a pool, and return the id of the run.
 
-        Where the process dies, what it has started is killed. What it has forked holds the pipe by
-        whose end the pool notices a death, so this looks at the process itself.
+        If the process dies, the processes that it has started are killed. The pool may not notice
+        the death: it waits for a pipe to be closed, and a forked child of the dead process keeps
+        the pipe open. This is why the process itself is polled.
         """
         run = pool.submit(train_job, job, share_file)
         processes = process_ids(pool)
-        self.reaper.watch(processes)
+        self.reaper.watch(processes)  # the reaper ends them if this process dies
         while not wait([run], POLL_SECONDS).done:
             for process in filter(has_died, processes):
-                kill_group(process)
+                kill_group(process)  # this closes the pipe, so that the pool notices the death
         if isinstance(run.exception(), process_executor.BrokenProcessPool):
             for process in processes:
                 kill_group(process)
         return run.result()
 
     def _pool(self, setting: str) -> ProcessPoolExecutor:
-        """This thread's process, a pool of one, with the environment of a setting.
+        """Return this thread's pool for a setting; it is created on first use.
 
-        If it dies, no other run is affected.
+        The pool has one process, with the environment of the setting. If the process dies, no other
+        run is affected.
         """
         key = threading.get_ident(), setting
         if key not in self.pools:
-            # Python does not look in the current folder while it starts, where a queue.py may lie.
             environment = Setting.parse(setting).environment()
+            # With a safe path, the starting process does not import modules from the current
+            # folder, such as a queue.py of the user's.
             environment = {**environment, WORKER_VARIABLE: "1", SAFE_PATH_VARIABLE: "1"}
 
             if self.count > 1 and not setting.startswith("cpu"):
-                environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
+                # The GPU does the work, and the processes share the CPU's cores.
+                environment["OMP_NUM_THREADS"] = "1"
             initializer_arguments = chosen_start_method(), os.environ.get(SAFE_PATH_VARIABLE)
             self.pools[key] = ProcessPoolExecutor(
                 1,
@@ -164,12 +172,18 @@ class Workers(contextlib.AbstractContextManager):
         return self.pools[key]
 
     def check_stopping(self, *_: Any) -> None:
-        """Interrupt a run in this process after a window, as a signal does in a worker process."""
+        """Raise `KeyboardInterrupt` if `stop` was called; a run calls this after each window.
+
+        It interrupts runs in threads of this process, as a signal interrupts worker processes.
+        """
         if self.stop_requested.is_set():
             raise KeyboardInterrupt
 
     def stop(self, tasks: set[Future[Any]]) -> None:
-        """Have active runs save checkpoints and end; a process that does not respond is killed."""
+        """Ask active runs to save checkpoints and end, and kill processes that do not respond.
+
+        The processes that the workers have started are killed, too.
+        """
         self.stop_requested.set()
         pools = list(self.pools.values())
         processes = [process for pool in pools for process in process_ids(pool)]
@@ -193,9 +207,10 @@ class Workers(contextlib.AbstractContextManager):
 
 
 class Reaper:
-    """A process that ends the workers if this one dies without doing so: `gpulab.training._reaper`.
+    """Starts and stops the program `gpulab.training._reaper`.
 
-    There is none on Windows, which has no process groups.
+    The program is a process that ends the workers if this process dies without ending them. There
+    is none on Windows, which has no process groups.
     """
 
     def __init__(self) -> None:
@@ -203,23 +218,23 @@ class Reaper:
         self.lock = threading.Lock()
 
     def watch(self, workers: list[int]) -> None:
-        """Tell it of workers; it is started with the first."""
+        """Register the ids of workers with the process, which is started at the first call."""
         if not hasattr(os, "killpg"):
             return
         with self.lock:
             if self.process is None:
-                # In a session of its own no signal to this process's group ends it. -P: no file
-                # beside it is imported.
+                # A new session, so that signals to the group of this process do not end it. With
+                # -P it imports no modules from its own folder.
                 command = [sys.executable, "-P", reaper.__file__, str(os.getpid())]
                 self.process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
                 )
             assert self.process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # somebody may have killed it
+            with contextlib.suppress(BrokenPipeError):  # the process may have been killed
                 self.process.stdin.write("".join(f"{worker}\n" for worker in workers).encode())
 
     def stop(self) -> None:
-        """End it: the workers have ended."""
+        """Kill the process. The workers must have ended before."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
@@ -227,7 +242,10 @@ class Reaper:
 
 @contextlib.contextmanager
 def share_gpu(setting: str) -> Iterator[Callable[[], None]]:
-    """Activate a setting around threads; yields a function that gives a thread its own stream."""
+    """Activate a setting for the threads of a block, which keep rendered frames in common.
+
+    Yields a function that each thread must call first. It gives the thread its own CUDA stream.
+    """
     parsed = Setting.parse(setting)
     with scenes.remembered_chunks(CACHED_CHUNKS), parsed.apply():
         on_gpu = parsed.kind == "cuda"
@@ -245,12 +263,12 @@ def train_job(job: bytes, share_file: Path | None = None) -> str:
 
 
 def process_ids(pool: ProcessPoolExecutor) -> list[int]:
-    """The ids of a pool's processes."""
+    """Return the ids of a pool's processes."""
     return list(pool._processes)
 
 
 def has_died(process: int) -> bool:
-    """Whether a process has ended, whoever still waits for it."""
+    """Return whether a process has ended, even if its parent has not yet collected its status."""
     try:
         return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -268,24 +286,28 @@ def wait_for_end(processes: list[int]) -> None:
 
 
 def kill_group(leader: int, number: int | None = None) -> None:
-    """End the children of a dead worker's process group by SIGKILL or another signal."""
+    """Send a signal, by default SIGKILL, to all processes of a worker's group.
+
+    Nothing happens if the group has no processes left, or on Windows.
+    """
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL if number is None else number)
 
 
 def chosen_start_method() -> str | None:
-    """The start method that the user chose for `multiprocessing`, unless it is the default."""
+    """Return the start method that the user chose for `multiprocessing`; None for the default."""
     method = multiprocessing.get_start_method(allow_none=True)
     return None if method == multiprocessing.get_all_start_methods()[0] else method
 
 
 @contextlib.contextmanager
 def end_on_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP interrupt the block, as Ctrl-C does, and then end this process.
+    """Let SIGTERM and SIGHUP interrupt the block, as Ctrl-C does, and then end this process.
 
-    Nothing changes outside of the main thread, where Python handles no signals, nor for a signal
-    that the program handles or ignores.
+    The first signal raises `KeyboardInterrupt` in the block; later ones have no effect until the
+    block has ended. Signals are left alone in other threads than the main thread, in which Python
+    cannot handle them, and if the program already handles or ignores them.
     """
     received: list[int] = []
 
