@@ -266,7 +266,9 @@ def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 
 def _exponents(x: Tensor) -> Tensor:
-    """Return the exponent of each float32 number; for zeros and subnormals, the smallest normal one.
+    """Return the exponent of each float32 number.
+
+    Zeros and subnormals get the smallest exponent of a normal number.
 
     >>> _exponents(torch.tensor([1.0, 6.0, 0.0])).tolist()
     [0, 2, -126]
@@ -538,7 +540,7 @@ def _allows_tf32(name: str) -> bool:
 
 @functools.cache
 def _product_name(operation: OpOverload) -> str | None:
-    """Return an operation's bare name, such as `addmm` for `aten::addmm_`; None without products."""
+    """Return an operation's bare name if it multiplies, such as `addmm` for `aten::addmm_`."""
     name = operation_name(operation)
     multiplies = (
         name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS.keys() | COMPOSED_OPERATIONS
