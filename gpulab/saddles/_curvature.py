@@ -42,7 +42,7 @@ BATCH_FRAMES = {
     False: 200,
 }
 MEASUREMENTS = ("loss", "index_fraction", "index_error", "zero_fraction", "smallest", "largest")
-SPECTRUM_COLUMNS = ("nodes", "node_weights")  # arrays (probes, steps); files have them as flat lists
+SPECTRUM_COLUMNS = ("nodes", "node_weights")  # arrays (probes, steps), in files flat lists
 
 
 def curvature_along(

@@ -387,7 +387,7 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
 
 @contextlib.contextmanager
 def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
-    """Make the model compute with copies of its tensors, by kernels that are twice differentiable."""
+    """Make the model compute with copies of its tensors, by twice differentiable kernels."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(reparametrized(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
