@@ -193,7 +193,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
         )
         p = b
         q = low - a
-        if p == 0 and q == 0:  # The block is diagonal with equal entries or its lower entry first.
+        if p == 0 and q == 0:  # The block is diagonal, and its first entry is the lower eigenvalue.
             p = 1.0
             q = 0.0
         if is_higher:
