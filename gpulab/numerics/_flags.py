@@ -21,10 +21,9 @@ from gpulab.errors import GpulabError
 
 
 def _old_interface() -> tuple[bool, str] | None:
-    """Return the flags of the old interface; None if the new one was used.
+    """Return the flags of the old interface.
 
-    Once a program has set the flags of the new interface to values that the old one cannot express,
-    torch raises an error when the old one is read.
+    Returns None if the program has used the new interface, because torch then raises an error.
     """
     try:
         return cudnn.allow_tf32, torch.get_float32_matmul_precision()
