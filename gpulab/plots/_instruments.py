@@ -152,7 +152,7 @@ def roofline(frame: pd.DataFrame) -> Picture:
 def _roof(
     axes: theme.Axes, device: pd.DataFrame, peak: float, max_intensity: float, **line_style: Any
 ) -> None:
-    """Draw the ceilings of bandwidth and of the rate `peak`, up to the intensity `max_intensity`."""
+    """Draw the ceilings of bandwidth and of the rate `peak`, up to an intensity."""
     bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
     axes.plot([0.03, peak / bandwidth, max_intensity], [0.03 * bandwidth, peak, peak], **line_style)
 

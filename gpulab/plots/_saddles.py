@@ -256,7 +256,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
 
 
 def _arithmetic_label(setting: str) -> str:
-    """Return the arithmetic of a setting, such as `float64`, `TF32 products`, or those of a card."""
+    """Return the arithmetic of a setting in words, such as `float64` or `TF32 products`."""
     parsed = Setting.parse(setting)
     emulated = parsed.emulate or ("tf32" if parsed.tf32 else "")
     if emulated in TF32_CARDS:

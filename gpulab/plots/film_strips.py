@@ -113,7 +113,7 @@ def frames(data: Data, every: int = 30) -> Picture:
 
 @theme.with_theme
 def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
-    """Draw rows of pictures (N, C, H, W) in [0, 1], by their labels; `titles` are above the first."""
+    """Draw labelled rows of pictures (N, C, H, W) in [0, 1], with `titles` above the first row."""
     count = max(map(len, rows.values()))
     height, width = next(iter(rows.values())).shape[-2:]
     figure, panels = theme.canvas(
