@@ -34,7 +34,7 @@ class NotingEngine(WindowEngine, Protocol):
 
 
 class FastestEngine:
-    """Computes each window by the fastest engine that agrees up to rounding, and records which.
+    """Computes each window with the fastest engine that agrees up to rounding, and records it.
 
     Args:
         autograd_engine: The engine that computes windows as they were published, with its `model`,
@@ -46,12 +46,12 @@ class FastestEngine:
         self.autograd_engine = autograd_engine
         self.loader = autograd_engine.loader
         self.on_gpu = self.loader.device.startswith("cuda")
-        # On a CPU, autograd computes reused buffers, because their effect is to be shown, and the
-        # comparison to them.
+        # On a CPU, autograd computes the experiments on reused buffers and their control runs: they
+        # demonstrate an effect of autograd itself.
         supported_loaders = ("window", "copied", "imitated") if self.on_gpu else ("window",)
         self.supports_loader = self.loader.name in supported_loaders
         self.analytic_engine = AnalyticEngine(autograd_engine, streams=has_exclusive_device)
-        # Each is stored under the engine whose updates it captures.
+        # Each graph engine is stored under the engine whose updates it captures.
         self.graph_engines: dict[WindowEngine, CudaGraphEngine] = {}
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
@@ -61,13 +61,17 @@ class FastestEngine:
         return engine.train_window(frames, state)
 
     def choose_engine(self, state: Nested) -> WindowEngine | CudaGraphEngine:
-        """Choose the engine of the next window; it may change once an observer is activated."""
+        """Choose the engine for the next window, with or without a CUDA graph.
+
+        The choice may differ from window to window, because observers may be activated meanwhile.
+        """
         engine = self.choose_uncaptured_engine()
         if not self.on_gpu or not self.may_be_fast():
             return engine
-        # A graph is captured for a state of tensors; with None, a sequence begins.
+        # A graph needs a state of tensors. The first window of a sequence has the state None.
         model = self.autograd_engine.model
         begins_sequence = model.sequential and state is None
+        # Only gpulab's own networks, without modifications, are known to be capturable.
         is_known = engine is self.analytic_engine or (
             type(model) in MODELS.values() and is_unmodified(model)
         )
@@ -76,14 +80,18 @@ class FastestEngine:
         return self.graph_engines.setdefault(engine, CudaGraphEngine(engine))
 
     def choose_uncaptured_engine(self) -> WindowEngine:
-        """The engine for the next window where each operation is launched by itself."""
+        """Choose the engine for the next window if operations are launched one by one."""
         has_analytic_gradient = self.may_be_fast() and WindowGradients.supports(
             self.autograd_engine.model
         )
         return self.analytic_engine if has_analytic_gradient else self.autograd_engine
 
     def may_be_fast(self) -> bool:
-        """Whether nobody has to see every operation, and no frames have to go through a buffer."""
+        """Return whether a faster engine may replace autograd for this loader and model.
+
+        No observer may be active that has to see every operation. A loader that reuses a buffer is
+        supported only together with the analytic gradient.
+        """
         is_unobserved = self.supports_loader and not has_computation_observers()
         return is_unobserved and (
             self.loader.name == "window" or WindowGradients.supports(self.autograd_engine.model)
@@ -94,8 +102,9 @@ class AnalyticEngine:
     """Computes windows of a PredNet that `WindowGradients.supports`.
 
     Args:
-        autograd_engine: The engine whose updates are made, with analytic gradients. The loader is
-            `window` or `copied`; or `imitated`, for the gradients of frames that share memory.
+        autograd_engine: The engine whose updates are made, with analytic gradients. Its loader is
+            `window`, `copied` or `imitated`. With `imitated`, gradients are computed as if all
+            frames shared one memory.
         streams: Whether kernels run concurrently on a GPU, which helps only if no other network
             keeps it busy.
     """
@@ -110,12 +119,11 @@ class AnalyticEngine:
         updating_engine.gradients = self.gradients  # type: ignore[attr-defined]  # an evaluation does not call it
         self.update = updating_engine.update
         self.changed_tensors = updating_engine.changed_tensors
-        self.windows: tuple[torch.Size, WindowGradients] | None = (
-            None  # for batches of the last shape
-        )
+        # The shape of the latest batch, with the gradients' buffers for this shape.
+        self.windows: tuple[torch.Size, WindowGradients] | None = None
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
-        """Train on one window, whose frames are one tensor: see `gpulab.training.loop.Engine`."""
+        """Train on one window, given as one tensor: see `gpulab.training.loop.Engine`."""
         return self.update(self.model.batches(self.loader.window(frames)), state)
 
     def gradients(self, batch: Tensor, state: Nested) -> tuple[Tensor, Nested]:

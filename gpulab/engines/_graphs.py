@@ -1,4 +1,4 @@
-"""CUDA graphs, which launch many kernels at once: a window's updates, or a linear map."""
+"""CUDA graphs, which launch many kernels at once, for a window's updates or for a linear map."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gpulab.models._base import Trainable
 # What `torch.cuda.graph_pool_handle` returns. Its class is private, and torch 2.6 has none.
 GraphPool: TypeAlias = Any
 
-# Capturing waits for the whole device and changes what all graphs share, so threads do it one at a
-# time.
+# Capturing waits for the whole device and changes state that all graphs share, so only one thread
+# captures at a time.
 CAPTURE_LOCK = threading.Lock()
 
 
@@ -46,19 +46,20 @@ class WindowEngine(Protocol):
 
 
 class CudaGraphEngine:
-    """An engine that captures another engine's updates as CUDA graphs, one for each window shape.
+    """Captures another engine's updates as a CUDA graph, and replays it for each window.
 
-    Of that engine it uses `update` and the window on the device: one that overrides `batches` to
-    change frames, or parameters' buffers, cannot be captured.
+    It keeps the graph of the latest window shape. It uses the other engine's `update` and the
+    window on the device. An engine that overrides `batches` to change frames, or changes the
+    buffers of parameters, cannot be captured.
     """
 
     def __init__(self, engine: WindowEngine) -> None:
         self.engine = engine
         self.gradient_methods = engine.gradient_methods | {"captured"}
-        self.graph: tuple[torch.Size, Graph] | None = None  # for windows of the last shape
+        self.graph: tuple[torch.Size, Graph] | None = None  # the latest window shape and its graph
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
-        """Train on one window; losses and state are valid until the next call."""
+        """Train on one window and return losses and state, which are valid until the next call."""
         window = torch.from_numpy(frames)
         if self.graph is None or self.graph[0] != window.shape:
             arguments = (window.to(self.engine.loader.device), state)
@@ -66,8 +67,11 @@ class CudaGraphEngine:
         return self.graph[1](window, state)
 
     def _update(self, window: Tensor, state: Nested) -> tuple[Tensor, Nested]:
-        """The captured computation: from bytes to losses, leaving the state for the next window."""
-        scaled = self.engine.loader.quotients
+        """Compute the losses from a window of bytes; this is the computation that is captured.
+
+        The new state is written into `state`, where the next replay reads it.
+        """
+        scaled = self.engine.loader.quotients  # the number in [0, 1] for each value of a byte
         assert scaled is not None, "graphs are captured on a GPU, where quotients are looked up"
         losses, new_state = self.engine.update(
             self.engine.model.batches(scaled[window.int()]), state
@@ -77,24 +81,24 @@ class CudaGraphEngine:
 
 
 def _copy_into(targets: Nested, sources: Nested) -> None:
-    """Copy nested tensors into those that a graph holds."""
+    """Copy nested tensors into the tensors that a graph holds."""
     for target, source in zip(tree_leaves(targets), tree_leaves(sources), strict=True):
         if isinstance(target, Tensor) and target is not source:
-            # From memory that the device reads by itself, nobody waits for the copy.
+            # The device reads pinned memory by itself, so the host does not wait for the copy.
             target.copy_(source if source.is_cuda else source.pin_memory(), non_blocking=True)
 
 
 class Graph:
-    """`function(*inputs)`, captured for inputs of one shape: it does the same, to the same bits.
+    """Captures `function(*inputs)` for inputs of one shape; a replay returns the same bits.
 
     Args:
-        function: It may not wait for the device. What it reads and writes has to stay as long as
-            this: a graph knows addresses, and holds on to nothing.
-        inputs: Tensors on a CUDA device, also in lists and tuples; and None.
-        changed_tensors: Every tensor that `function` changes. It is called once to warm up, and
-            these are restored.
-        pool: Of the memory that it works in, which graphs can share that are replayed one after the
-            other.
+        function: The function to capture. It may not wait for the device. The tensors that it reads
+            and writes must live as long as the graph, which stores only their addresses.
+        inputs: Tensors on a CUDA device, also in lists and tuples, and None.
+        changed_tensors: Every tensor that `function` changes. The function is called once to warm
+            up, and these tensors are restored afterwards.
+        pool: The memory pool that the graph works in. Graphs that are replayed one after the other
+            can share a pool.
 
     References:
         Gray 2019, *Getting started with CUDA graphs*; Nguyen et al. 2021, *Accelerating PyTorch
@@ -111,8 +115,7 @@ class Graph:
         self.inputs = tree_map_only(Tensor, torch.clone, tuple(inputs))
         saved = [(tensor, tensor.detach().clone()) for tensor in changed_tensors]
         current_stream = torch.cuda.current_stream()
-        # The current stream of a thread, or a new one in place of the default stream, which cannot
-        # be captured.
+        # The default stream cannot be captured, so a new stream takes its place.
         side_stream = (
             current_stream if current_stream != torch.cuda.default_stream() else torch.cuda.Stream()
         )
@@ -122,10 +125,13 @@ class Graph:
         current_stream.wait_stream(side_stream)
         with torch.no_grad():
             while saved:  # each copy is released at once, because capturing needs its memory
-                Tensor.copy_(*saved.pop())
+                tensor, original = saved.pop()
+                tensor.copy_(original)
+                del original
         self.graph = torch.cuda.CUDAGraph()
         with CAPTURE_LOCK:
-            # cuBLAS has a workspace a stream: another graph captured on this one would use it, too.
+            # cuBLAS keeps one workspace per stream. Without clearing, graphs that are captured on
+            # the same stream would share a workspace.
             clear_cublas_workspaces()
             with torch.cuda.graph(
                 self.graph, pool=pool, stream=side_stream, capture_error_mode="relaxed"

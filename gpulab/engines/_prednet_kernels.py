@@ -15,23 +15,23 @@ from gpulab.numerics._flags import precision_allowed
 
 tanh_backward = torch.ops.aten.tanh_backward.grad_input
 sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
-PEEPHOLE_GATES = (0, 1, 3)  # the input, forget and output gates, among the four
-# Weights of a convolution from which it is computed as a product. With fewer, in PredNet's
-# published and quick sizes, cuDNN is faster on an H200.
+PEEPHOLE_GATES = (0, 1, 3)  # the indices of the gates with peepholes: input, forget and output
+# A convolution with at least this many weights is computed as a matrix product. For fewer weights,
+# as in PredNet's published and quick sizes, cuDNN is faster on an H200.
 MIN_PRODUCT_WEIGHTS = 300_000
 
 
-# Each group is a number of channels and that number after padding.
+# For each group, its number of channels and that number after padding.
 Groups = Sequence[tuple[int, int]]
 
 
 def pad_group(count: int, by_pixel: bool) -> tuple[int, int]:
-    """A group of `count` channels, padded to a multiple of four in channels-last layout."""
+    """Return a group of `count` channels, padded to a multiple of 4 in channels-last layout."""
     return count, -(-count // 4) * 4 if by_pixel else count
 
 
 def channel_indices(groups: Groups) -> Tensor:
-    """The indices of the channels of padded groups.
+    """Return the indices at which padded groups have their channels, leaving out the padding.
 
     Examples:
         >>> channel_indices([(3, 4), (2, 4)])
@@ -47,7 +47,10 @@ def channel_indices(groups: Groups) -> Tensor:
 
 
 class LstmCell:
-    """Forward and backward pass of the LSTM cell, from pre-activation gates, without peepholes."""
+    """Computes the forward and the backward pass of an LSTM cell with peepholes.
+
+    The gates come from a convolution: before their activation, and without the peepholes' terms.
+    """
 
     def __init__(self, peepholes: Float[Tensor, "1 4 c h w"]) -> None:
         self.peepholes = peepholes
@@ -55,7 +58,11 @@ class LstmCell:
     def forward(
         self, gates: Tensor, cell_before: Tensor, cell_after: Tensor, r: Tensor
     ) -> tuple[Tensor, ...]:
-        """Write the cell `after`, and R; what `backward` needs."""
+        """Write the new cell into `cell_after` and R into `r`; return what `backward` needs.
+
+        The gates are activated in place.
+        """
+        # The peepholes of the candidate g are zero: only the three gates see the old cell.
         split_gates(gates).addcmul_(self.peepholes, cell_before[:, None])
         i, f, g, o = gates.chunk(4, 1)
         gates[:, : 2 * cell_before.shape[1]].sigmoid_()
@@ -73,7 +80,10 @@ class LstmCell:
         saved: tuple[Tensor, ...],
         buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of the gates (in `buffer` if given) and `cell_before`; overwrites `d_r`."""
+        """Return the gradients of the gates and of `cell_before`.
+
+        The gradients of the gates are written into `buffer` if it is given. `d_r` is overwritten.
+        """
         gates, tanh = saved
         d_gates = torch.empty_like(gates) if buffer is None else buffer
         i, f, g, o = gates.chunk(4, 1)
@@ -93,9 +103,10 @@ class LstmCell:
 
 
 class FusedLstmCell(LstmCell):
-    """The same by torch's kernels for `nn.LSTMCell`, to which a frame or a pixel is one vector.
+    """Computes the same passes by torch's fused kernels for `nn.LSTMCell`.
 
-    The gates come to it before their bias, too.
+    The kernels take vectors: one for each pixel in channels-last layout, otherwise one for each
+    frame. The gates come from the convolution without their bias, which is added here.
     """
 
     def __init__(
@@ -108,7 +119,7 @@ class FusedLstmCell(LstmCell):
     def forward(
         self, gates: Tensor, cell_before: Tensor, cell_after: Tensor, r: Tensor
     ) -> tuple[Tensor, ...]:
-        """Write the cell `after`, and R; what `backward` needs."""
+        """Write the new cell into `cell_after` and R into `r`; return what `backward` needs."""
         peephole_gates = torch.addcmul(self.bias, self.peepholes, cell_before[:, None]).flatten(
             1, 2
         )
@@ -126,7 +137,7 @@ class FusedLstmCell(LstmCell):
         saved: tuple[Tensor, ...],
         buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of the gates and of `cell_before`."""
+        """Return the gradients of the gates and of `cell_before`; `buffer` must be None."""
         assert buffer is None, "torch's kernel makes its own"
         activated, cell_after = saved
         vectors = map(self._vectors, (d_r, d_cell, cell_before, cell_after))
@@ -138,6 +149,7 @@ class FusedLstmCell(LstmCell):
         return d_gates, d_before
 
     def _vectors(self, maps: Tensor) -> Tensor:
+        """Reshape maps (b, c, h, w) to the vectors of the kernels: one a pixel, or one a frame."""
         return (
             maps.permute(0, 2, 3, 1).reshape(-1, maps.shape[1])
             if self.by_pixel
@@ -145,19 +157,20 @@ class FusedLstmCell(LstmCell):
         )
 
     def _maps(self, vectors: Tensor, like: Tensor) -> Tensor:
+        """Reshape vectors of the kernels to maps with the height and width of `like`."""
         if not self.by_pixel:
             return vectors.view(len(like), -1, *like.shape[2:])
         return vectors.view(len(like), *like.shape[2:], -1).permute(0, 3, 1, 2)
 
 
 class PaddedConvolution:
-    """One of the network's convolutions: forward, back to its input, and back to its weights.
+    """Computes a convolution of the network on padded channels, and its gradients.
 
     Args:
-        conv: Whose weights they are.
-        outputs: The groups of output channels, as a buffer holds them.
-        inputs_read: The groups of input channels.
-        by_pixel: Whether the channels of a pixel lie side by side.
+        conv: The convolution, whose weights are used.
+        outputs: The groups of output channels, with their padding.
+        inputs_read: The groups of input channels, with their padding.
+        by_pixel: Whether the layout is channels-last.
     """
 
     def __init__(
@@ -181,21 +194,22 @@ class PaddedConvolution:
         self.bias = conv.weight.new_zeros(shape[0])
         self.transposed_weight = torch.empty_like(self._transpose_weight(), memory_format=layout)
         is_float32 = conv.weight.dtype == torch.float32
-        # For a small input torch chooses a kernel that does not profit from a second thread.
+        # For small inputs torch itself would choose a kernel that uses only one thread.
         on_cpu = device.type == "cpu" and is_float32
         self.uses_mkldnn = (
             on_cpu and torch.get_num_threads() > 1 and torch.backends.mkldnn.is_available()
         )
-        # cuDNN uses only a part of the GPU for many channels of one small map; cuBLAS splits their
-        # sum.
+        # For one small map of many channels, cuDNN uses only a part of the GPU. cuBLAS splits the
+        # sum over the channels, and so uses more of it.
         has_many_weights = conv.weight.numel() >= MIN_PRODUCT_WEIGHTS
         self.uses_product = conv.weight.is_cuda and is_float32 and not by_pixel and has_many_weights
 
     def _transpose_weight(self) -> Tensor:
+        """Return the weight of the convolution that maps output gradients to input gradients."""
         return self.weight.flip(2, 3).transpose(0, 1)
 
     def load_weights(self) -> None:
-        """Copy the weights of the convolution, and clear their gradients."""
+        """Copy the convolution's current weights into the padded ones, and clear its gradients."""
         if self.is_padded:
             self.weight[self.output_indices, self.input_indices] = self.conv.weight
         elif self.weight.data_ptr() != self.conv.weight.data_ptr():
@@ -205,17 +219,17 @@ class PaddedConvolution:
         self.conv.weight.grad = self.conv.bias.grad = None  # type: ignore[union-attr]
 
     def forward(self, x: Tensor, biased: bool = True) -> Tensor:
-        """The output for an input (b, c, h, w)."""
+        """Compute the output for an input (b, c, h, w), with the bias if `biased`."""
         return self._convolve(x, self.weight, self.bias if biased else None)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """The gradient of its input."""
+        """Compute the gradient of the input from the gradient of the output."""
         return self._convolve(gradient, self.transposed_weight, None)
 
     def add_gradients(
         self, inputs: Float[Tensor, "n c h w"], gradients: Float[Tensor, "n d h w"]
     ) -> None:
-        """Add the gradients of weights and bias for these inputs and gradients of the output."""
+        """Add to the gradients of weights and bias, given inputs and gradients of the output."""
         arguments = gradients, inputs, self.weight, [len(self.bias)]
         options = [1, 1], self.padding, [1, 1], False, [0, 0], 1, [False, True, True]
         _, weight, bias = torch.ops.aten.convolution_backward(*arguments, *options)
@@ -228,6 +242,7 @@ class PaddedConvolution:
         add_gradient(self.conv.bias, bias[self.output_indices[:, 0]])
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve by the kernel that is fastest for this device and number of weights."""
         if self.uses_mkldnn:
             return torch.mkldnn_convolution(x, weight, bias, self.padding, [1, 1], [1, 1], 1)
         if self.uses_product and len(x) == 1:
@@ -240,12 +255,15 @@ class PaddedConvolution:
 
 
 def split_gates(gates: Float[Tensor, "b 4c h w"]) -> Float[Tensor, "b 4 c h w"]:
-    """The four gates, along a dimension of their own."""
+    """Split the channels of the gates into two dimensions: the four gates, and their channels."""
     return gates.unflatten(1, (4, -1))
 
 
 def uses_tf32(like: Tensor) -> bool:
-    """Whether TF32, which is faster in channels-last layout, is allowed for such a tensor."""
+    """Return whether convolutions of such a tensor may use TF32.
+
+    The engine then uses channels-last layout, in which TF32 is faster.
+    """
     return like.is_cuda and like.dtype == torch.float32 and precision_allowed("conv") == "tf32"
 
 
@@ -258,7 +276,7 @@ def add_gradient(parameter: Tensor | None, gradient: Tensor) -> None:
 def empty_maps(
     like: Tensor, shape: tuple[int, int, int, int, int], by_pixel: bool
 ) -> Float[Tensor, "t b c h w"]:
-    """Empty feature maps, in channels-last layout if `by_pixel`, otherwise channels-first."""
+    """Allocate feature maps, in channels-last layout if `by_pixel`, otherwise channels-first."""
     if not by_pixel:
         return like.new_empty(shape)
     t, b, c, h, w = shape

@@ -1,10 +1,11 @@
 """Analytic backpropagation through time in PredNet: losses and gradients without autograd.
 
-This gives what `PredNet.training_loss` and `backward()` compute, up to rounding, in fewer
+The results are those of `PredNet.training_loss` and `backward()`, up to rounding, in fewer
 operations. The inputs of the gates are views of one buffer, so nothing is concatenated. The
-gradient of a weight is one convolution over many steps: over the whole window on a CPU, over a
-fifth of it on a GPU, so that memory is freed. On a GPU the cell is one kernel, and predictions and
-the gradients of weights are computed concurrently with what does not depend on them.
+gradient of a weight is one convolution over many steps: over the whole window on a CPU, and over a
+fifth of it on a GPU, so that memory is freed earlier. On a GPU the cell is one kernel. Predictions
+and the gradients of weights are computed there concurrently with operations that do not depend on
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
 
 
 def is_unmodified(model: nn.Module) -> bool:
-    """Whether a network computes what its class defines: no hooks and no replaced `forward`."""
+    """Return whether a network computes what its class defines: no hooks, no replaced `forward`."""
     is_changed = any(
         "forward" in vars(module) or has_module_hooks(module) for module in model.modules()
     )
@@ -48,17 +49,20 @@ def is_unmodified(model: nn.Module) -> bool:
 
 
 class WindowGradients:
-    """Losses and gradients of windows of one shape; each call overwrites the network's gradients.
+    """Computes losses and gradients of windows of one shape, without autograd.
+
+    Each call overwrites the gradients of the network.
 
     Args:
         net: A network that `supports` accepts.
-        frames: An example of the windows to come: their shape, device and type.
-        frames_share_memory: Compute what all frames of a window in one memory lead to (see
-            `gpulab.data._feed`): the gradients, but not the losses, are of an error to the last
-            frame, because `mse_loss` saves the frame that it compares with. (A loss that saves
-            something else is affected in another way, or, as that of absolute errors, not at all.)
-        streams: Whether kernels run concurrently on a GPU, which helps only if no other network
-            keeps it busy.
+        frames: An example of the windows, with their shape, device and type.
+        frames_share_memory: Whether to imitate frames that share one memory (see
+            `gpulab.data._feed`). `mse_loss` saves the frame that it compares with, and `backward`
+            finds the last frame in that memory. So every gradient, but not the loss, is computed
+            from the error to the last frame. (Other losses save other tensors, and are affected
+            differently. The loss of absolute errors is not affected.)
+        streams: Whether kernels run concurrently on a GPU. This helps only if no other network
+            keeps the GPU busy.
 
     Examples:
         >>> from gpulab.models import PredNet
@@ -81,13 +85,17 @@ class WindowGradients:
         self.layers: list[WindowLayer] = []
         for _ in net.channels:
             self.layers.append(WindowLayer(net, self.layers, self.steps, frames, streams))
-        # The number of steps for which the gradient of a weight is computed at once, while the
-        # backward pass goes on.
+        # The number of steps whose weight gradients are computed together: all steps on a CPU. On a
+        # GPU a fifth of them, rounded up, so that this work overlaps with the backward pass.
         self.gradient_span = -(-self.steps // 5) if frames.is_cuda else self.steps
 
     @staticmethod
     def supports(model: nn.Module) -> bool:
-        """Whether these formulas hold for a model on its device; a subclass may have others."""
+        """Return whether these formulas hold for a model on its device.
+
+        A subclass is refused, because it may compute something else. So is a model in which a
+        parameter occurs twice.
+        """
         if (
             type(model) is not PredNet
             or model.truncation not in SUPPORTED_TRUNCATIONS
@@ -109,7 +117,10 @@ class WindowGradients:
     def __call__(
         self, frames: Float[Tensor, "t b c h w"], state: PredNetState | None
     ) -> tuple[Float[Tensor, " t-1"], PredNetState]:
-        """The mean squared error of each prediction, and the state after the last."""
+        """Compute the gradients; return the error of each prediction and the state after the last.
+
+        The errors are mean squared errors, and the gradients are those of their sum.
+        """
         previous_state = self.net.initial_state(frames[0]) if state is None else state
         for layer, (r, c, p) in zip(self.layers, previous_state, strict=True):
             layer.start_window(r, c, p)
@@ -126,7 +137,7 @@ class WindowGradients:
         return losses, [layer.final_state() for layer in self.layers]
 
     def _forward_window(self, frames: Float[Tensor, "t b d h w"]) -> None:
-        """Forward through the window."""
+        """Compute all steps of the window: errors from the bottom up, then states from the top."""
         for step in range(self.steps):
             errors = frames[step]
             for layer in self.layers:
@@ -145,14 +156,15 @@ class WindowGradients:
         with torch.enable_grad():
             losses = frame_errors(predictions, frames[1:])
             differentiated = losses
-            if self.frames_share_memory:  # backward finds the last frame in the memory of each
+            if self.frames_share_memory:
+                # In shared memory, `backward` finds the last frame in place of each frame.
                 differentiated = frame_errors(predictions, frames[-1:].expand_as(predictions))
             (gradient,) = torch.autograd.grad(differentiated.sum(), predictions)
         lowest.d_predictions[1:, :, unpadded] = gradient
         return losses.detach()
 
     def _backward_step(self, step: int) -> None:
-        """Backpropagate one step: from its prediction gradients to those of the previous step."""
+        """Backpropagate one step, which adds to the prediction gradients of the previous step."""
         for layer in self.layers:
             layer.prediction_backward(step)
         d_above = None
@@ -164,10 +176,10 @@ class WindowGradients:
 
 
 class SideStream:
-    """A GPU stream for work that runs concurrently until `join`; elsewhere it runs at once.
+    """A GPU stream for work that runs concurrently until `join`.
 
-    Tensors that are read on the stream have to live until then, because the memory of freed ones
-    may be reused at once.
+    On a CPU, or with `streams=False`, the work is not concurrent. Tensors that are read on the
+    stream must live until `join`, because the memory of a freed tensor may be reused immediately.
     """
 
     def __init__(self, like: Tensor, streams: bool) -> None:
@@ -175,7 +187,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Launch the work inside the block on this stream."""
+        """Launch the work inside the block on this stream, after all work launched before."""
         if self.stream is None:
             yield
         else:
@@ -184,18 +196,19 @@ class SideStream:
                 yield
 
     def join(self) -> None:
-        """Wait for the work on this stream."""
+        """Let the current stream wait for the work on this stream."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
 
 class WindowLayer:
-    """The buffers, (steps, batch, channels, height, width), and the passes of one layer.
+    """One layer: its buffers, and its parts of the forward and the backward pass.
 
-    Buffers of the recurrent state have one step more, the first, for the state before the window.
-    Where the channels of a pixel are adjacent, they are padded with zeros: on an H200 cuDNN is up
-    to three times as fast where groups of channels begin at multiples of 4, and the number of
-    channels that the gates read is a multiple of 16.
+    Buffers have the shape (steps, batch, channels, height, width). Those of the recurrent state
+    have one more step, the first, for the state before the window. In channels-last layout the
+    channels are padded with zeros, so that every group of channels begins at a multiple of 4, and
+    the number of channels that the gates read is a multiple of 16. On an H200 this makes cuDNN up
+    to three times as fast.
     """
 
     def __init__(
@@ -212,6 +225,7 @@ class WindowLayer:
         self.n_channels, self.padded_channels = self.group
         # The gates read positive and negative errors, R of the layer above, and R of this layer.
         gate_inputs = [self.group, self.group, group_above, self.group]
+        # The number of channels that are missing to the next multiple of 16.
         n_spare = -sum(padded for _, padded in gate_inputs) % 16 if by_pixel else 0
         self.gate_conv = PaddedConvolution(
             self.lstm.gates, 4 * [self.group], [*gate_inputs, (0, n_spare)], by_pixel
@@ -244,8 +258,8 @@ class WindowLayer:
         )
         self.peepholes = buffer(1, 4 * self.padded_channels).zero_()[0, :1].unflatten(1, (4, -1))
         self.is_fused = like.is_cuda
-        # Allocation takes time on a CPU. On a GPU it reuses the memory that steps of the backward
-        # pass have freed.
+        # On a CPU these buffers are allocated only once, because allocation takes time. On a GPU
+        # each step allocates its own, which reuses memory that earlier steps have freed.
         self.gate_gradient_buffer: Tensor | None = None
         self.unpooled_gradient_buffer: Tensor | None = None
         if not self.is_fused:
@@ -278,10 +292,10 @@ class WindowLayer:
         self.d_hidden = torch.zeros_like(self.cells[0])
         for stream in (self.prediction_stream, self.weight_stream):
             with stream.activate():
-                pass  # during graph capture a stream has to be entered before it is waited for
+                pass  # During graph capture, a stream must be entered before it can be joined.
 
     def final_state(self) -> LayerState:
-        """The state after the window."""
+        """Return the state after the window; R and C are copies, since buffers are reused."""
         r, c, p = (
             maps[:, : self.n_channels]
             for maps in (self.hidden[-1], self.cells[-1], self.predictions[-1])
@@ -289,16 +303,20 @@ class WindowLayer:
         return LayerState(r.clone(), c.clone(), p)
 
     def pad_channels(self, maps: Float[Tensor, "... c h w"]) -> Float[Tensor, "... d h w"]:
-        """The maps with the padding channels of the buffers."""
+        """Append the padding channels of the buffers, filled with zeros, to maps."""
         n_spare = self.padded_channels - self.n_channels
         return F.pad(maps, (0, 0, 0, 0, 0, n_spare)) if n_spare else maps
 
     def compute_errors(self, step: int, errors_below: Tensor) -> Tensor:
-        """The error units, from the frame, or from the error units of the layer below."""
+        """Compute the error units: the positive and the negative differences from the prediction.
+
+        The lowest layer compares its prediction with the frame, `errors_below`. A higher layer
+        compares it with a target that it computes from the error units of the layer below.
+        """
         target = errors_below
         if self.target_conv:
-            # On a GPU the bias is a separate operation, which takes a quarter of the time after the
-            # pooling.
+            # On a GPU adding the bias is a separate operation. After the pooling there are only a
+            # quarter as many numbers to add it to, and the maxima are at the same places.
             unpooled = self.target_conv.forward(errors_below, not self.is_fused)
             pooled, pooling_indices = F.max_pool2d(unpooled, 2, return_indices=True)
             del unpooled
@@ -317,6 +335,7 @@ class WindowLayer:
     def update_representation(self, step: int, representation_above: Tensor | None) -> Tensor:
         """Compute R from the representation of the layer above, and then the prediction from R."""
         if representation_above is not None:
+            # Each pixel of the layer above is copied to a block of 2 × 2 pixels.
             blocks = self.inputs_above[step].unflatten(2, (-1, 2)).unflatten(4, (-1, 2))
             blocks.copy_(representation_above[:, :, :, None, :, None])
         gates = self.gate_conv.forward(self.inputs[step], not self.is_fused)
@@ -329,19 +348,25 @@ class WindowLayer:
         return r
 
     def prediction_backward(self, step: int) -> None:
-        """Compute the gradient of R from the gradient of the prediction."""
+        """Compute the gradient of R from those of the prediction and of the next hidden state."""
         with self.prediction_stream.activate():
             d_prediction = self.d_predictions[step + 1]
             unclipped = self.unclipped[step + 1]
             relu_backward.grad_input(d_prediction, unclipped, 0, grad_input=d_prediction)
-            if not self.target_conv:
+            if not self.target_conv:  # Only the lowest layer clips its prediction at 1.
                 d_prediction.mul_(unclipped <= 1.0)
             self.d_r = self.prediction_conv.backward(d_prediction).add_(self.d_hidden)
 
     def representation_backward(self, step: int, d_above: Tensor | None) -> Tensor:
-        """Store the gradient of the error units, and return that of R in the layer above.
+        """Backpropagate through the LSTM; store the error units' gradient, return that of R above.
 
-        `d_above` is the part of the gradient of R that comes from the layer below.
+        Args:
+            step: The number of the step.
+            d_above: The part of this layer's gradient of R that comes from the layer below, which
+                this method returned for that layer; None in the lowest layer.
+
+        Returns:
+            The part of the gradient of R in the layer above; without channels in the top layer.
         """
         self.prediction_stream.join()
         d_r = self.d_r if d_above is None else self.d_r.add_(d_above)
@@ -355,6 +380,7 @@ class WindowLayer:
         )
         if not d_above.shape[1]:
             return d_above
+        # Each pixel of the layer above was copied to 2 × 2 pixels, whose gradients are added.
         if not self.is_fused:
             return F.avg_pool2d(d_above, 2, divisor_override=1)
         rows = d_above.unflatten(2, (-1, 2))
@@ -362,7 +388,11 @@ class WindowLayer:
         return columns[..., 0] + columns[..., 1]
 
     def errors_backward(self, step: int, from_above: Tensor | None) -> Tensor | None:
-        """Add to the previous prediction's gradient; return that of the error units below."""
+        """Backpropagate through the error units: add to the gradient of the previous prediction.
+
+        `from_above` is the part of the error units' gradient that comes from the layer above.
+        Returns the gradient of the error units in the layer below; None in the lowest layer.
+        """
         d_errors = self.d_errors if from_above is None else from_above.add_(self.d_errors)
         d_positive, d_negative = relu_backward(d_errors, self.errors[step], 0).chunk(2, 1)
         d_target = d_positive - d_negative
@@ -382,15 +412,19 @@ class WindowLayer:
         return self.target_conv.backward(d_unpooled)
 
     def accumulate_weight_gradients(self, span: range) -> None:
-        """Add to the gradients of the weights the part that these steps contribute.
+        """Add the contribution of the steps in `span` to the gradients of the weights.
 
-        If the layer `is_chained`, P before the window is computed once more: see `PredNet`.
+        The span that begins the window also has the prediction before the window. If the layer
+        `is_chained`, the gradient of this prediction reaches the weights: see `truncation` of
+        `PredNet`. Otherwise it is set to zero.
         """
         inputs_slice = slice(span.start, span.stop)
+        # Predictions are numbered from 0, the one before the window. Step t makes number t + 1.
         first_prediction = 0 if span.start == 0 else span.start + 1
         predictions_slice = slice(first_prediction, span.stop + 1)
         self.weight_stream.join()
-        # These replace the tensors of the last call, which are freed.
+        # These tensors must live until the stream is joined. They replace those of the last call,
+        # which are freed now.
         self.side_stream_inputs = (
             self.d_gates,
             self.d_unpooled,
@@ -402,7 +436,7 @@ class WindowLayer:
             peephole_gradients = torch.sum(
                 products, 0, keepdim=True, out=torch.empty_like(self.peepholes)
             )
-            del products  # convolutions need memory of their own
+            del products  # The convolutions below need the memory.
             for gate, letter in zip(PEEPHOLE_GATES, "ifo", strict=True):
                 gradient = peephole_gradients[:, gate, : self.n_channels].contiguous()
                 add_gradient(getattr(self.lstm, f"peep_{letter}"), gradient)
@@ -427,7 +461,10 @@ class WindowLayer:
 
 
 def concatenate_steps(steps: list[Tensor], buffer: Tensor | None) -> Tensor:
-    """Gradients of a span of steps, which come last step first, in the order of the steps."""
+    """Concatenate the gradients of a span of steps in the order of the steps.
+
+    The list `steps` begins with the last step. A `buffer` already has all steps in their order.
+    """
     if buffer is not None:
         return buffer.flatten(0, 1)
     return torch.cat(steps[::-1]) if len(steps) > 1 else steps[0]

@@ -1,11 +1,11 @@
 """Asynchronous copies between pinned memory and a GPU, and memory touched before they end.
 
 With `non_blocking=True` and pinned memory, a copy between the host and a GPU is only queued when
-the call returns. Until it is done, its source may not be written and its destination may not be
-read; torch checks neither. Whether the copy was done in time depends on timing, so the guard does
-not ask that. It reports a write or a read in a program that did not wait first (a happens-before
-relation): by synchronising a device, a stream or an event, by `query()`, or by an operation that
-waits, such as `.item()`.
+the call returns. Until the copy is done, its source may not be written and its destination may not
+be read; torch checks neither. Whether a copy happens to be done depends on timing, so the guard
+does not use that. Instead it reports every write or read that the program makes without waiting
+first (a happens-before relation). A program waits by synchronising a device, a stream or an event,
+by `query()`, or by an operation that waits, such as `.item()`.
 """
 
 from __future__ import annotations
@@ -39,29 +39,32 @@ from gpulab.guards._holders import spans_overlap
 
 @dataclass
 class _Copy:
-    """A copy that was asked for: the host's side of it, and whether somebody has waited since."""
+    """A requested copy: its memory on the host, and whether the program has waited since."""
 
-    finding: Overwritten  # what it is, if it is used too early
+    finding: Overwritten  # the finding to report if the memory is used too early
     storage: StorageWeakRef
     span: Span
-    content: int  # a number that stands for what was in the memory
-    event: torch.cuda.Event  # behind the copy
+    content: int  # the digest of the memory when the copy was requested
+    event: torch.cuda.Event  # recorded after the copy
     was_waited_for: bool = False
 
     def is_complete(self) -> bool:
-        """Whether the copy is safe: it was waited for and is done, or its memory is gone."""
+        """Return whether the copy needs no further checks.
+
+        It was waited for and is done, or its memory no longer exists.
+        """
         return self.storage.expired() or (self.was_waited_for and is_event_finished(self.event))
 
     def is_overwritten(self) -> bool:
-        """Whether the source has changed since the copy was requested."""
+        """Return whether the source, if it is on the host, has changed since the request."""
         return self.finding.cause == "leaving" and memory_digest(*self.span) != self.content
 
 
 class AsyncCopyTracker:
     """Tracks the asynchronous copies requested by the operations passed to `record_copy`.
 
-    `report` is called with every finding. A finding of a wait is reported by the next
-    `check_host_reads` or `flush`, because torch lets nothing be raised while it waits.
+    `report` is called with every finding. A finding made during a wait is reported by the next
+    `check_host_reads` or `flush`, because no error can be raised inside torch's callback for waits.
     """
 
     def __init__(self, report: Callable[[Overwritten], None]) -> None:
@@ -78,7 +81,10 @@ class AsyncCopyTracker:
         kwargs: dict[str, Nested],
         result: Nested,
     ) -> None:
-        """Track an operation that has just run if it is an asynchronous copy."""
+        """Track an operation that has just run, if it is an asynchronous copy.
+
+        Memory that an earlier copy still uses is checked first.
+        """
         if operation is TO_COPY and kwargs.get("non_blocking"):
             target = result
             source = args[0]
@@ -115,12 +121,15 @@ class AsyncCopyTracker:
             )
 
     def pending_copies(self) -> list[_Copy]:
-        """The copies that are not complete; complete ones are dropped."""
+        """Drop the complete copies, and return the others."""
         self.copies = [copy for copy in self.copies if not copy.is_complete()]
         return self.copies
 
     def check_host_reads(self, tensors: list[Tensor], name: str) -> None:
-        """Report host tensors that are read before their copy has arrived, and overwritten ones."""
+        """Report tensors on the host that are read before a copy to them was waited for.
+
+        Findings made during earlier waits are reported as well.
+        """
         if not self.copies and not self.unreported:
             return
         with self.lock:
@@ -133,20 +142,23 @@ class AsyncCopyTracker:
         self.flush()
 
     def on_gpu_wait(self) -> None:
-        """Somebody is about to wait, or has: what is overwritten now was overwritten too early."""
+        """Check for overwritten memory at a wait, and mark all copies as waited for.
+
+        Memory that has changed by now was overwritten before the wait, which is too early.
+        """
         with self.lock:
             self.check_overwritten("a wait", self.pending_copies())
             for copy in self.copies:
                 copy.was_waited_for = True
 
     def check_overwritten(self, name: str, copies: list[_Copy]) -> None:
-        """Find overwritten memory among the pending copies."""
+        """Store a finding for each of these copies whose source was overwritten."""
         for copy in copies:
             if copy.is_overwritten():
                 self.add_finding(copy, name)
 
     def add_finding(self, copy: _Copy, name: str) -> None:
-        """Store a finding until it can be reported, once for each copy."""
+        """Store a finding until it can be reported, and stop tracking its copy."""
         self.copies = [other_copy for other_copy in self.copies if other_copy is not copy]
         lines = {**copy.finding.lines, f"met by {name} in": user_line()}
         self.unreported.append(replace(copy.finding, operation=name, function=name, lines=lines))
@@ -160,7 +172,7 @@ class AsyncCopyTracker:
             self.report(finding)
 
     def stop(self) -> None:
-        """Find what is overwritten and was never waited for; waits that come later are nobody's."""
+        """Check the copies that were never waited for, and stop tracking all copies."""
         with self.lock:
             self.check_overwritten("the end of the guard", self.pending_copies())
             self.copies = []
@@ -171,12 +183,12 @@ _trackers: weakref.WeakSet[AsyncCopyTracker] = weakref.WeakSet()
 
 @uncompiled
 def on_gpu_wait(*_: object) -> None:
-    """The program waits for a GPU."""
+    """Notify all trackers that the program waits for a GPU."""
     for tracker in list(_trackers):
         tracker.on_gpu_wait()
 
 
 @functools.cache
 def _observe_gpu_waits() -> None:
-    """Have torch report every wait for a GPU. It cannot be undone, so it is done only once."""
+    """Make torch report every wait for a GPU; this cannot be undone, so it is done only once."""
     register_gpu_wait_callback(on_gpu_wait)

@@ -1,7 +1,7 @@
-"""What runs inside a guard unwatched, or differently because of it, counted for the report.
+"""Counts what runs inside a guard without being watched, or differently because of the guard.
 
-While a guard is entered, the functions by which a program does such things are replaced by ones
-that count first.
+While a guard is entered, functions that start such things (processes, threads, CUDA graphs and so
+on) are replaced by functions that count the call and then make it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpulab.guards._call_sites import is_user_file
 
 POOL_MODULES = ("concurrent.futures.thread", "multiprocessing.pool")
 COMPILED_CODE = "compiled code"
-SENTENCES = {  # by what it is, with its number
+SENTENCES = {  # the sentence for each kind; `{count}` stands for a phrase of `COUNT_PHRASES`
     COMPILED_CODE: (
         "torch.compile was switched off: compiled code ran as if it were not compiled, because"
         ' reads="any" watches each operation; reads="backward" (gpulab guard --reads backward)'
@@ -56,10 +56,10 @@ COUNT_PHRASES = {  # singular and plural
 
 
 class BlindSpots:
-    """Counts what a guard does not watch between `start` and `stop`. Threads may share it.
+    """Counts what a guard does not watch between `start` and `stop`; threads may share an instance.
 
     Attributes:
-        counts: How often, by what it is: a key of `SENTENCES`.
+        counts: How often each kind occurred. The kinds are the keys of `SENTENCES`.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,10 @@ class BlindSpots:
         self._is_listening_to_compiler = False
 
     def start(self, keeps_compiled: bool) -> None:
-        """Count from now on; `keeps_compiled` says that compiled code runs compiled."""
+        """Count from now on; nested calls count only once.
+
+        `keeps_compiled` says that compiled code runs as compiled. Otherwise it is counted.
+        """
         with self._lock:
             self.guarded_threads.add(threading.get_ident())
             self._entry_count += 1
@@ -91,7 +94,7 @@ class BlindSpots:
                     self._listen_to_compiler()
 
     def stop(self) -> None:
-        """Undo one call of `start`."""
+        """Undo one call of `start`; the last one restores the replaced functions."""
         with self._lock:
             self._entry_count -= 1
             if not self._entry_count:
@@ -99,7 +102,7 @@ class BlindSpots:
                 self._is_listening_to_compiler = False
 
     def sentences(self) -> list[str]:
-        """A sentence for each thing that was not watched, or ran differently."""
+        """Return a sentence for each kind that was not watched, or ran differently."""
         counts = dict(self.counts)
         unguarded = [
             thread for thread in self._started_threads if thread.ident not in self.guarded_threads
@@ -113,16 +116,16 @@ class BlindSpots:
         ]
 
     def count(self, kind: str) -> None:
-        """One more of a kind."""
+        """Increase the count of a kind by one."""
         with self._lock:
             self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def _call_before(
         self, owner: type | types.ModuleType, name: str, observer: Callable[..., None]
     ) -> None:
-        """Have a function called before another one, with its arguments."""
+        """Replace a function by one that calls `observer` with the same arguments first."""
         original = vars(owner).get(name)
-        if original is None:  # another version of torch
+        if original is None:  # This version of torch does not have the function.
             return
 
         @functools.wraps(original)
@@ -134,11 +137,12 @@ class BlindSpots:
         self._originals.callback(setattr, owner, name, original)
 
     def _counter_of(self, kind: str) -> Callable[..., None]:
+        """Return a function of any arguments that counts one of a kind."""
         return lambda *_: self.count(kind)
 
     def _record_thread(self, thread: threading.Thread, *_: object) -> None:
-        """Record a thread that the user's program or a pool starts; libraries' own do not count."""
-        caller = sys._getframe(2)  # beyond the function that was put in the place of `Thread.start`
+        """Record a thread that the user's program or a pool starts, and ignore other threads."""
+        caller = sys._getframe(2)  # the caller of the function that replaces `Thread.start`
         if (
             is_user_file(caller.f_code.co_filename)
             or caller.f_globals.get("__name__") in POOL_MODULES
@@ -146,6 +150,7 @@ class BlindSpots:
             self._started_threads.append(thread)
 
     def _record_hooks(self, hooks: object, *_: object) -> None:
+        """Count hooks for saved tensors that hide tensors from the guard."""
         # Checkpointing recomputes what it has not saved, so its hooks hide nothing from the guard.
         if not type(hooks).__module__.startswith("torch.utils.checkpoint"):
             self.count("hooks")
@@ -155,6 +160,7 @@ class BlindSpots:
             self._listen_to_compiler()
 
     def _listen_to_compiler(self) -> None:
+        """Count compiled code that runs uncompiled, from the first call until `stop`."""
         if not self._is_listening_to_compiler:
             self._is_listening_to_compiler = True
             self._originals.callback(

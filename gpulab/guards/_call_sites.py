@@ -25,7 +25,7 @@ INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib",
 # Frames of the guard, and of the module through which it calls torch, are never reported as the
 # user's.
 GUARD_FILES = (str(Path(__file__).parent) + os.sep, os.path.join(PACKAGE, "_torch_internals.py"))
-# calls the audited step, so it is outside of it
+# This file calls the audited step. Frames from here on outwards do not belong to the step.
 STEP_CALLER_FILE = os.path.join(PACKAGE, "audits", "_recording.py")
 
 
@@ -63,9 +63,9 @@ class Line(NamedTuple):
 
 @functools.cache
 def is_user_file(file: str) -> bool:
-    """Whether a file is the user's: neither the guard nor installed.
+    """Return whether a file is the user's: neither a part of the guard nor installed.
 
-    Models and loops of gpulab count as the user's.
+    The other files of gpulab, such as its models and training loops, count as the user's.
     """
     return not file.startswith((*GUARD_FILES, "<frozen")) and (
         file.startswith(PACKAGE) or not file.startswith(INSTALLED)
@@ -73,7 +73,7 @@ def is_user_file(file: str) -> bool:
 
 
 def stack_frames(thread: int = 0) -> Iterator[types.FrameType]:
-    """The frames of this thread, the innermost first, and then those of another thread."""
+    """Yield the frames of this thread, the innermost first, and then those of another thread."""
     frame: types.FrameType | None
     for frame in (sys._getframe(), sys._current_frames().get(thread)):
         while frame is not None:
@@ -82,7 +82,10 @@ def stack_frames(thread: int = 0) -> Iterator[types.FrameType]:
 
 
 def user_line(thread: int = 0) -> Line:
-    """The innermost user line of this thread, else of another one, else the line outside torch."""
+    """Return the innermost line of the user's code in this thread, or else in another thread.
+
+    If there is none, return the innermost line outside torch and the guard.
+    """
     ignored = (*GUARD_FILES, TORCH)
     user_frames = (
         frame for frame in stack_frames(thread) if is_user_file(frame.f_code.co_filename)
@@ -96,12 +99,15 @@ def user_line(thread: int = 0) -> Line:
 
 
 def line_of(frame: types.FrameType) -> Line:
-    """The line at which a frame is."""
+    """Return the line that a frame executes."""
     return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def innermost_line() -> str:
-    """This thread's innermost line (`file:line: text`) outside torch and gpulab but its models."""
+    """Return this thread's innermost line (`file:line: text`) in user code or a model of gpulab.
+
+    It is empty if there is none inside the audited step.
+    """
     frames = itertools.takewhile(
         lambda frame: frame.f_code.co_filename != STEP_CALLER_FILE, stack_frames()
     )
@@ -109,10 +115,10 @@ def innermost_line() -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """The innermost line of an error's traceback outside torch and gpulab, except its models.
+    """Return the innermost line of an error's traceback in user code or in a model of gpulab.
 
     Returns:
-        `file:line: text`; empty where there is none.
+        `file:line: text`; empty if there is no such line.
 
     >>> try:
     ...     torch.ones(2) @ torch.ones(3)
@@ -125,7 +131,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def _first_reported_line(places: Iterable[tuple[str, int]]) -> str:
-    """The first of several lines, by file and number, outside torch and gpulab but its models."""
+    """Return the first of several lines, by file and number, in user code or a model of gpulab."""
     for file, number in places:
         is_internal = file.startswith((TORCH + os.sep, PACKAGE, "<frozen", "<eval_with_key>"))
         if not is_internal or file.startswith(PACKAGE + "models"):
@@ -135,7 +141,7 @@ def _first_reported_line(places: Iterable[tuple[str, int]]) -> str:
 
 
 def line_of_forward_call(traceback_text: str) -> str:
-    r"""The innermost user line (`file:line: text`) of a traceback kept by anomaly detection.
+    r"""Return the innermost user line (`file:line: text`) of a traceback from anomaly detection.
 
     >>> line_of_forward_call('  File "train.py", line 7, in step\n    y = f(x)\n')
     'train.py:7: y = f(x)'
@@ -152,20 +158,25 @@ def line_of_forward_call(traceback_text: str) -> str:
 
 
 class OperationCallers:
-    """Tracks who calls operations below autograd: the phase, the module and the user's line.
+    """Finds the caller of operations below autograd: the phase, the module and the user's line.
 
-    An operation of a backward pass has the module and the line of what it differentiates.
+    For an operation of a backward pass, module and line are those of the forward operation that it
+    differentiates.
     """
 
     def __init__(self) -> None:
         self.creators: dict[int, tuple[str, str]] = {}  # by autograd's number of a node
 
     def caller_of_operation(self, module: str = "") -> tuple[str, str, str]:
-        """The phase, the module and the line (`file:line: text`) of the current operation."""
+        """Return the phase, module and line (`file:line: text`) of the current operation.
+
+        Called in a forward pass, it also records module and line for the later backward pass.
+        """
         node = current_node()
         if node is not None:
             return "backward", *self.creators.get(node_number(node), ("", ""))
         line = innermost_line()
-        # The newest node is this operation's, if it has one; else it is known already.
+        # If this operation made a node of autograd's graph, it is the newest one. Otherwise the
+        # newest node has been recorded before.
         self.creators.setdefault(newest_node_number(), (module, line))
         return "forward", module, line

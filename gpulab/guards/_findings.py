@@ -99,7 +99,7 @@ class OptimizerStep(NamedTuple):
 
 @functools.cache
 def _function_name(operation: str) -> str:
-    """The operation's name: `mse_loss` for `MseLossBackward0`, or a `Function`'s own class name."""
+    """Return the function of a node: `mse_loss` for `MseLossBackward0`, or a `Function`'s class."""
     match = re.fullmatch(r"(.*)Backward\d+", operation)
     if match:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
@@ -110,25 +110,25 @@ def _function_name(operation: str) -> str:
 class Overwritten:
     """A finding of a guard: an operation used memory that was, or was about to be, overwritten.
 
-    `print` says it in lines.
+    `print` shows it in several lines.
 
     Attributes:
-        cause: What happened, in a word: one of `CAUSES`.
-        operation: What used the memory: the name of autograd's node in the backward pass, such as
-            `MulBackward0`; else that of the operation.
-        function: The function that people call, such as `mul`.
-        operand: Which of the function's tensors it was; None where that is not known.
-        shape: The tensor's.
-        dtype: The tensor's, such as `float32`.
-        device: The tensor's, such as `cpu`.
-        lines: The lines of your program that took part, each by what it did: the first, `line`, is
-            the one to mend.
-        explanation: Why it happened, with what shares the memory.
+        cause: The kind of cause, one of `CAUSES`.
+        operation: The operation that used the memory. In a backward pass this is the name of
+            autograd's node, such as `MulBackward0`.
+        function: The corresponding function of torch, such as `mul`.
+        operand: The name of the function's operand that was overwritten; None if it is not known.
+        shape: The shape of the tensor.
+        dtype: The type of the tensor, such as `float32`.
+        device: The device of the tensor, such as `cpu`.
+        lines: The lines of your program that took part, by what they did. The first one, `line`, is
+            the one to correct.
+        explanation: Why it happened, and what shares the memory.
         remedy: What to do.
         count: How often it was found.
-        writers: The line that wrote there; several, of which one did, where several threads were at
-            work; none where it is not known, as under `reads="backward"`, which does not look for
-            it.
+        writers: The line that wrote into the memory. Several lines if several threads were running:
+            one of them wrote. Empty if the line is not known, which is always so with
+            `reads="backward"`.
 
     Examples:
         >>> import numpy as np
@@ -167,7 +167,7 @@ class Overwritten:
         lines: dict[str, Line],
         operand: str | None = None,
     ) -> Self:
-        """A finding in the words of its cause."""
+        """Make a finding with the explanation and the remedy of its cause."""
         _, explanation, remedy = CAUSES[cause]
         return cls(
             cause=cause,
@@ -188,12 +188,12 @@ class Overwritten:
         return next(iter(self.lines.values()))
 
     def with_cause(self, cause: str) -> Overwritten:
-        """The same finding, phrased for another cause."""
+        """Return the same finding with the explanation and the remedy of another cause."""
         _, explanation, remedy = CAUSES[cause]
         return replace(self, cause=cause, explanation=explanation, remedy=remedy)
 
     def with_optimizer_step(self, step: OptimizerStep) -> Overwritten:
-        """The same finding, with the step of an optimizer that changed the tensor."""
+        """Return the same finding, attributed to the step of an optimizer."""
         changer = f"the step of the optimizer {step.optimizer}"
         explanation = f"it is a parameter, which {changer} changed after the forward pass"
         return replace(
@@ -203,14 +203,21 @@ class Overwritten:
         )
 
     def with_writers(self, writers: list[Line], was_followed: bool) -> Overwritten:
-        """The same finding with the candidate lines; without any, it says what is known."""
+        """Return the same finding with the lines that may have written.
+
+        Without any, the explanation says that the line is not known, and how to find it if lines
+        were not followed (`was_followed`).
+        """
         if writers:
             return replace(self, writers=tuple(writers))
         unknown = WRITER_UNKNOWN if was_followed else WRITER_UNKNOWN + WRITER_HINT
         return replace(self, explanation=self.explanation + unknown)
 
     def with_holder(self, holder: Holder) -> Overwritten:
-        """The same finding with the variable that shares the memory; a NumPy array has written."""
+        """Return the same finding with the variable that shares the memory.
+
+        If the variable is a NumPy array, an unknown write through memory is attributed to NumPy.
+        """
         finding = self.with_cause("numpy") if holder.array and self.cause == "data" else self
         return replace(
             finding,
@@ -219,7 +226,7 @@ class Overwritten:
         )
 
     def __str__(self) -> str:
-        """The finding in lines.
+        """Return the finding in several lines.
 
         >>> import torch
         >>> step = {"saved by": Line("train.py", 7, "step")}

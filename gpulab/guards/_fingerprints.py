@@ -12,34 +12,34 @@ from torch import Tensor
 
 from gpulab._torch_internals import component_tensors, dispatch_disabled
 
-MAX_ROW_WORDS = 1 << 16  # random numbers, one for each place in a row of words
-# words in a row; a tensor that would have shorter ones is filled up with zeros
-MIN_ROW_WORDS = 1 << 6
-MAX_CHUNK_WORDS = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
+# A large tensor is digested in rows of words. Each place in a row has a random multiplier.
+MAX_ROW_WORDS = 1 << 16
+MIN_ROW_WORDS = 1 << 6  # a tensor whose rows would be shorter is padded with zeros
+MAX_CHUNK_WORDS = 1 << 24  # words that are multiplied at a time, which bounds the memory in use
 # The integer type of each word size; a tensor is read in the widest that fits.
 WORD_DTYPES = {
     1: torch.uint8,
     2: torch.int16,
     4: torch.int32,
 }
-MAX_HASHED_ON_HOST = 1 << 12  # numbers that are brought from a GPU to be hashed
+MAX_HASHED_ON_HOST = 1 << 12  # up to so many numbers are copied from a GPU and hashed on the host
 
 
 def fingerprint(tensor: Tensor) -> int | Tensor | None:
-    """A number that stands for the content of a tensor, bit by bit and place by place.
+    """Compute a number that depends on every bit of a tensor's content and on its place.
 
-    On a CPU it is the XXH3 hash of the tensor's memory. On another device it is the sum of the
-    32-bit words, each times a random 64-bit number of its place, modulo 2^64; of a large tensor
-    each row has such a sum, and then the sums have one. Two contents share a fingerprint by
-    accident with a probability of about 2^-32. Dense memory is read where it lies; a view with gaps
-    is copied.
+    On a CPU it is the XXH3 hash of the tensor's memory. On other devices it is a sum modulo 2^64:
+    each 32-bit word is multiplied by a random 64-bit number that belongs to its place. A large
+    tensor is split into rows. The sum of each row is computed, and then in the same way the sum of
+    these sums. Two different contents have the same fingerprint with a probability of about 2^-32.
+    Dense memory is read in place; a view with gaps is copied.
 
     Args:
-        tensor: of any shape, type and layout.
+        tensor: A tensor of any shape, type and layout.
 
     Returns:
-        On a CPU a whole number; elsewhere an int64 tensor () that stays there, so that nobody has
-        to wait for it; None where torch gives no content away.
+        On a CPU an integer. On other devices an int64 tensor () on the same device, so that the
+        program need not wait for it. None if torch does not expose the content.
 
     Examples:
         >>> x = torch.arange(6.0)
@@ -52,7 +52,7 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
     ordinary = component_tensors(tensor.detach())
     if not ordinary:
         return None
-    with dispatch_disabled():  # nobody who watches operations is to see these
+    with dispatch_disabled():  # Modes that watch operations must not see these.
         if any(component.device.type != "cpu" for component in ordinary):
             digests = [_digest(component) for component in ordinary]
             return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))
@@ -63,7 +63,7 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
 
 
 def _flatten_in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements in memory order, each once; they are copied only if there are gaps.
+    """Return the elements in memory order, each once; copy them only if there are gaps.
 
     >>> (
     ...     _flatten_in_memory_order(torch.arange(6).reshape(2, 3).T).tolist(),
@@ -72,6 +72,7 @@ def _flatten_in_memory_order(tensor: Tensor) -> Tensor:
     ([0, 1, 2, 3, 4, 5], [1.0])
     """
     if not tensor.is_contiguous():
+        # An expanded dimension repeats the same elements, so one of them is enough.
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dim] > 1:
                 tensor = tensor.narrow(dim, 0, 1)
@@ -83,22 +84,22 @@ def _flatten_in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def host_memory(start: int, stop: int) -> ctypes.Array[ctypes.c_char]:
-    """The host's memory from one address to before another, as it is whenever it is read."""
-    # Not through .numpy(), after which torch would refuse to resize the tensor.
+    """Return a view of the host's memory from one address up to another, exclusive."""
+    # `.numpy()` is not used, because torch would then refuse to resize the tensor.
     return (ctypes.c_char * (stop - start)).from_address(start)
 
 
 def memory_digest(start: int, stop: int) -> int:
-    """A 64-bit digest of the host's memory from one address up to another, exclusive."""
+    """Compute a 64-bit digest of the host's memory from one address up to another, exclusive."""
     return xxhash.xxh3_64_intdigest(host_memory(start, stop))
 
 
 def content_digest(tensor: Tensor) -> int:
-    """A 64-bit digest of the content of an ordinary tensor.
+    """Compute a 64-bit digest of the content of an ordinary tensor.
 
-    A large tensor has different digests on a CPU and on a GPU, since it is not copied to the host.
+    A large tensor is not copied to the host, so its digests on a CPU and on a GPU differ.
 
-    >>> # The names of recorded values come from these numbers.
+    >>> # The names of recorded values come from these numbers, so they must not change.
     >>> (
     ...     content_digest(torch.arange(3.0)),
     ...     content_digest(torch.arange(2**24 + 1)),
@@ -112,9 +113,14 @@ def content_digest(tensor: Tensor) -> int:
 
 
 def _digest(tensor: Tensor, level: int = 0) -> Tensor:
-    """Few kernels: on a GPU it is their launching that costs."""
+    """Compute the digest of a tensor that is not on a CPU; see `fingerprint`.
+
+    It uses few kernels, because launching them takes most of the time. `level` is the depth of the
+    recursion: each level has multipliers of its own.
+    """
     flat = _flatten_in_memory_order(tensor)
     size = flat.element_size()
+    # The widest word, of 4 bytes at most, that divides the tensor's size and offset in bytes.
     words = flat.view(WORD_DTYPES[math.gcd(4, size * len(flat), size * flat.storage_offset())])
     multipliers = _random_multipliers(str(words.device), level)
     if len(words) <= MAX_ROW_WORDS:
@@ -124,7 +130,7 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
             torch.stack([_digest(chunk, level) for chunk in words.split(MAX_CHUNK_WORDS)]),
             level + 2,
         )
-    # The largest power of two that divides the number of words.
+    # The length of a row: the largest power of two that divides the number of words.
     width = min(len(words) & -len(words), MAX_ROW_WORDS)
     if width < MIN_ROW_WORDS:
         words = torch.nn.functional.pad(words, (0, -len(words) % MAX_ROW_WORDS))
@@ -134,7 +140,9 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
 
 @functools.cache
 def _random_multipliers(device: str, level: int) -> Tensor:
-    generator = torch.Generator().manual_seed(level)  # the user's random numbers are left alone
+    """Return the random 64-bit numbers of a level, one for each place in a row."""
+    # A generator of its own does not change the user's random numbers.
+    generator = torch.Generator().manual_seed(level)
     return torch.randint(-(1 << 63), (1 << 63) - 1, (MAX_ROW_WORDS,), generator=generator).to(
         device
     )

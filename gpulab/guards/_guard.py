@@ -1,11 +1,12 @@
 """A guard that detects tensors overwritten after autograd saved them and before it uses them.
 
-Autograd counts the in-place operations that torch itself does. It does not see NumPy writing into a
-buffer that a tensor shares, a write through `.data`, or a loader that fills one buffer again and
-again: `backward` then computes with whatever lies there. The guard takes a fingerprint of every
-tensor when it is saved, in the hooks of `torch.autograd.graph.saved_tensors_hooks`, and compares it
-when it is used. While such hooks are in force torch skips its own check of the version counter, so
-the guard does that as well.
+Autograd counts the in-place operations of torch itself. It does not see that NumPy writes into a
+buffer which a tensor shares, that a program writes through `.data`, or that a loader fills one
+buffer again and again. In these cases `backward` computes with the new content. The guard takes a
+fingerprint of every tensor when autograd saves it, in the hooks of
+`torch.autograd.graph.saved_tensors_hooks`, and compares the fingerprint when autograd uses the
+tensor. While such hooks are active, torch skips its own check of the version counter, so the guard
+makes that check as well.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ FORBIDDEN = (
 
 @as_guard_work
 def drain_ready_queue() -> None:
-    """Drop what a failed `backward` left in this thread's ready queue, as the next one does.
+    """Empty this thread's ready queue of the tasks that a failed `backward` left in it.
 
-    What stays there keeps its memory. What is there when the thread or Python ends is destroyed by
-    torch without Python, and with it the hooks of the guard: with torch 2.15 the process may die of
-    it, with a segmentation fault.
+    Any further `backward` empties the queue, so this function calls a trivial one. Tasks in the
+    queue keep their memory. When the thread or Python ends, torch destroys the remaining tasks, and
+    with them the hooks of the guard, outside of Python. With torch 2.15 this can end the process
+    with a segmentation fault.
     """
-    # inside a transform of torch.func, where there is nothing to drop
+    # Inside a transform of torch.func, `backward` raises, and there is nothing to drop.
     with contextlib.suppress(RuntimeError):
         torch.ones((), device="cpu", requires_grad=True).backward()
 
@@ -75,7 +77,7 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
-        # ends with the thread, before torch destroys the thread's queue
+        # Python destroys this set when the thread ends, before torch destroys the thread's queue.
         self.lifetime: set[None] = set()
         # The finalizer of the main thread's set runs when Python ends.
         weakref.finalize(self.lifetime, drain_ready_queue)
@@ -88,53 +90,54 @@ _thread = _ThreadState()
 def guard(on: str = "raise", reads: str = "backward") -> Guard:
     """Refuse, inside the `with` block, tensors that something overwrites before they are used.
 
-    Autograd saves tensors in the forward pass and uses them in `backward`; the guard compares their
-    content in between. What is saved inside the block is compared even where `backward` is called
-    after it. A tensor that is overwritten and never used is no error. Gradients are the same bits
-    with and without the guard.
+    Autograd saves tensors in the forward pass and uses them in `backward`. The guard checks that
+    their content has not changed in between. It checks every tensor saved inside the block, even if
+    `backward` is called after the block. A tensor that is overwritten and never used is no error.
+    Gradients are the same bits with and without the guard.
 
-    What never passes torch's hooks for saved tensors is not seen:
+    The guard sees only tensors that pass through torch's hooks for saved tensors. It does not see:
 
-    - what was overwritten before the forward pass read it, as in a list of frames that share one
-      buffer (with `reads="any"` it is);
-    - what a `torch.autograd.Function` keeps as an attribute (`ctx.x = x`; say
-      `ctx.save_for_backward(x)`), or one written in C++ as a member of its own;
-    - what a hook of a tensor or module, or any other closure, keeps for backward;
-    - a graph that another thread builds: enter the same guard in that thread, too;
-    - what a graph that `torch.compile` made keeps for itself; what it saves through autograd is
-      compared. With `reads="any"` torch compiles nothing inside the block, so there a compiled
-      model runs as if it were not. Torch 2.6 compiles the guard itself, which then fails or blames
-      what is right, where a compiled function calls `backward`: compile the model alone there;
-    - what is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies the innermost
-      hooks alone. A guard inside `save_on_cpu` takes its place.
+    - a tensor that was overwritten before the forward pass read it, as in a list of frames that
+      share one buffer (`reads="any"` detects this);
+    - a tensor that a `torch.autograd.Function` keeps as an attribute (`ctx.x = x` instead of
+      `ctx.save_for_backward(x)`), or that a function written in C++ keeps as a member;
+    - a tensor that a hook of a tensor or module, or any other closure, keeps for backward;
+    - a graph that another thread builds, unless that thread enters the same guard;
+    - a tensor that a graph made by `torch.compile` keeps for itself. The guard does check tensors
+      that such a graph saves through autograd. With `reads="any"` torch compiles nothing inside the
+      block, so a compiled model runs there as if it were not compiled. Torch 2.6 compiles the guard
+      itself if a compiled function calls `backward`, and the guard then fails or reports correct
+      tensors. With torch 2.6, compile only the model;
+    - a tensor that is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies only
+      the innermost hooks. A guard inside `save_on_cpu` replaces the hooks of `save_on_cpu`.
 
-    Where such things occur inside the block and can be noticed, the report says so
-    (`Guard.unwatched`). With `reads="any"` a finding names the line that wrote
-    (`Overwritten.writers`), unless a debugger or a measurement of coverage follows the program's
-    lines already.
+    `Guard.unwatched` lists those of these cases that occurred inside the block and can be noticed.
+    With `reads="any"` a finding names the line that wrote (`Overwritten.writers`), unless a
+    debugger or a coverage tool already traces the program.
 
     Args:
-        on: `raise` raises `OverwrittenError` where the first one is about to be used, which ends
-            `backward`; `warn` lets `backward` go on, collects into the `Guard` that the block
-            yields, and warns once at its end.
-        reads: `backward` compares what autograd has saved. `any` compares, too, what any operation
-            reads of memory that a tensor shares with NumPy or another library: a tensor is refused
-            that was made there earlier than another one, and whose content has changed since. With
-            CUDA, pinned memory is refused, too, that is written or read between a copy with
-            `non_blocking=True` and the next wait. `.numpy()` is a read. Not seen are what NumPy
-            reads later through the view that it gave, what `torch.save` writes, other processes,
-            views of one memory that begin at different places, `torch.from_file` twice of one file,
-            `frombuffer` and `from_dlpack` under a name that was imported before, and a single
-            tensor that is read before and after its memory was written, which may be meant. Two
-            tensors of one array that are both meant as views of it are blamed; so may be, in a
-            memory above 64 KiB, a tensor beside whose elements others have changed.
+        on: `raise` raises `OverwrittenError` when the first overwritten tensor is about to be used,
+            which ends `backward`. `warn` lets `backward` go on, collects the findings in the
+            `Guard` that the block yields, and warns once at the end of the block.
+        reads: `backward` checks only the tensors that autograd has saved. `any` also checks the
+            memory that tensors share with NumPy or another library, whenever an operation reads it.
+            A tensor is refused if its content has changed and another tensor has since been made
+            over the same memory. With CUDA, pinned memory is refused if it is written or read
+            between a copy with `non_blocking=True` and the next wait. `.numpy()` counts as a read.
+            `any` does not see later reads through the array that `.numpy()` returned, what
+            `torch.save` writes, other processes, views of one memory that begin at different
+            addresses, two calls of `torch.from_file` for one file, and calls of `frombuffer` or
+            `from_dlpack` under a name that was imported before. It ignores a single tensor that is
+            read before and after its memory was written, because that may be intended. It wrongly
+            reports two tensors of one array that are both intended as views of it. In memory above
+            64 KiB it may also report a tensor if only neighbouring elements have changed.
 
     Returns:
         A `Guard`, to be used in a `with` statement.
 
     Raises:
         UsageError: for another `on` or `reads`.
-        GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on
+        GpulabError: where torch forbids its hooks (inside `torch.func.grad` and functions built on
             it).
 
     Examples:
@@ -168,23 +171,24 @@ def is_forbidden(error: Exception) -> bool:
 class Guard:
     """The result of `guard`: a context manager, and at the same time the report of its findings.
 
-    `len` is the number of findings, so a report is true when something was found; `print` says
-    them. A guard may be entered again, inside itself, and in several threads. On an accelerator the
-    answers are read once, when `backward` ends, so the error comes then, before the optimizer's
-    step, and the operand is not named.
+    `len` is the number of findings, so a report is true when something was found. `print` shows the
+    findings. A guard may be entered again, inside itself, and in several threads. On an
+    accelerator, fingerprints are compared only once, when `backward` ends. So the error is raised
+    at that moment, before the optimizer's step, and it does not name the operand.
 
     Attributes:
         on: `raise` or `warn`, as for `guard`.
         reads: `backward` or `any`, as for `guard`.
         findings: What was found, as a list of `Overwritten`.
-        checked: how many uses of saved tensors were compared.
-        unchecked: how many were not, because torch does not give their content away (meta tensors,
-            inside a transform such as vmap, while a CUDA graph is being captured). With
-            `reads="any"` it counts, too, the reads of tensors that are no plain memory, such as
-            those of a subclass. `print` says how many there were.
-        unwatched: What ran inside the block and was not watched (other processes and threads, other
-            hooks for saved tensors, CUDA graphs, TorchScript), or ran otherwise because of the
-            guard (compiled code, under `reads="any"`), a sentence each. `print` says them.
+        checked: How many uses of saved tensors were compared.
+        unchecked: How many uses were not compared, because torch does not expose the content (meta
+            tensors, tensors inside a transform such as vmap or during the capture of a CUDA graph).
+            With `reads="any"` this also counts the reads of tensors that are not plain memory, such
+            as those of a subclass. `print` shows the number.
+        unwatched: A sentence for each thing that ran inside the block without being watched (other
+            processes and threads, other hooks for saved tensors, CUDA graphs, TorchScript), or that
+            ran differently because of the guard (compiled code, under `reads="any"`). `print` shows
+            them.
 
     Examples:
         >>> import torch
@@ -209,24 +213,25 @@ class Guard:
         self._findings: dict[tuple[object, ...], Overwritten] = {}
         self._lock = threading.RLock()
         self._threads: list[int] = []  # the threads inside the block
-        self._holders: dict[Line, Holder | None] = {}  # of the memory that a line saved
-        # The digests of an accelerator and the function that reports a difference, by autograd's
-        # number of a backward pass.
+        # For each line that saved a tensor, the variable that shares the tensor's memory.
+        self._holders: dict[Line, Holder | None] = {}
+        # For each backward pass, by autograd's number: the digest at use, the digest at saving, and
+        # the function that reports a difference. Only digests on an accelerator are kept here.
         self._pending: dict[int, list[tuple[Tensor, Tensor, Callable[[], None]]]] = {}
 
     @property
     def findings(self) -> list[Overwritten]:
-        """The findings so far, one for each line and operation."""
+        """Return the findings so far, one for each line and operation."""
         return list(self._findings.values())
 
     @property
     def unchecked(self) -> int:
-        """How many uses and reads were not compared."""
+        """Return how many uses and reads were not compared."""
         return self._unchecked + self._shared_reads.unchecked
 
     @property
     def unwatched(self) -> list[str]:
-        """What ran inside unwatched, or differently because of the guard, a sentence each."""
+        """Return a sentence for each thing that ran unwatched, or differently, in the block."""
         return self._blind_spots.sentences()
 
     def __len__(self) -> int:
@@ -273,6 +278,7 @@ class Guard:
             self._step_hook.remove()
         if self.reads == "any":
             self._shared_reads.__exit__(kind, error, trace)  # this may raise
+        # A finding may have ended `backward`, which then leaves tasks in the queue.
         if error is not None or self._findings:
             drain_ready_queue()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
@@ -282,22 +288,29 @@ class Guard:
 
     @as_guard_work
     def _pack(self, tensor: Tensor) -> _Saved:
+        """Return the object that autograd saves in place of a tensor; torch's hook for saving."""
         saved = _Saved(tensor, user_line(self._last_thread), self._step_count)
-        foreign = saved.span[1] and not saved.tensor.untyped_storage().resizable()
-        # Asked now, once a line: the loader that has filled the array may be gone when the tensor
-        # is used.
-        if foreign and saved.line not in self._holders:
+        # torch cannot resize a storage whose memory belongs to another library.
+        is_foreign = saved.span[1] and not saved.tensor.untyped_storage().resizable()
+        # The variable that holds the memory is looked up now, once for each line, because the
+        # loader that filled the array may be gone when the tensor is used.
+        if is_foreign and saved.line not in self._holders:
             self._holders[saved.line] = nearest_holder(saved.span, self._last_thread)
         return saved
 
     @uncompiled
     def _unpack(self, saved: _Saved) -> Tensor:
+        """Check a saved tensor and return it; torch's hook for use."""
         if not is_guard_running():
             self._check(saved, _current_node(sys._getframe().f_back))
         return saved.tensor
 
     @as_guard_work
     def _check(self, saved: _Saved, node: Node | None) -> None:
+        """Report a saved tensor that `node` is about to use if its content has changed.
+
+        Digests on an accelerator are only stored here; `_report_pending` compares them.
+        """
         if version_of(saved.tensor) != saved.version:
             finding = saved.finding(node, "step" if saved.is_parameter else "inplace")
             self._report(finding, saved.span, saved.steps, saved.time)
@@ -321,7 +334,8 @@ class Guard:
             report()
             buffer = self._shared_reads.track(saved.tensor)
             if buffer:
-                buffer.remember(saved.span)  # reported once: the operation is about to read it
+                # The operation reads this memory next. Without this, it would be reported again.
+                buffer.remember(saved.span)
             return
         assert isinstance(digest, Tensor)
         assert isinstance(saved.digest, Tensor)
@@ -332,7 +346,7 @@ class Guard:
 
     @as_guard_work
     def _report_pending(self, task: int) -> None:
-        """Report the changed tensors among those that a backward pass used on an accelerator."""
+        """Report the tensors that a backward pass used on an accelerator and that had changed."""
         digests_used, digests_saved, reports = zip(*self._pending.pop(task), strict=True)
         device = digests_used[0].device
         used_digests = torch.stack([digest.to(device) for digest in digests_used])
@@ -343,7 +357,7 @@ class Guard:
 
     @as_guard_work
     def _record_step(self, optimizer: Optimizer, *_: object) -> None:
-        """An optimizer has made a step: it changed the parameters that have a gradient."""
+        """Record the step of an optimizer, which changed the parameters that have a gradient."""
         self._step_count += 1
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
@@ -354,7 +368,11 @@ class Guard:
         )
 
     def _report(self, finding: Overwritten, span: Span, steps: int, time: int) -> None:
-        """Report a finding of the backward pass, which an optimizer step may have caused."""
+        """Report a finding of the backward pass.
+
+        `steps` is the number of optimizer steps when the tensor was saved. If a later step changed
+        the tensor's memory, the finding names that step as the cause.
+        """
         newer_steps = (step for step in self._latest_steps.values() if step.number > steps)
         step = next(
             (
@@ -367,16 +385,17 @@ class Guard:
         if step:
             finding = finding.with_optimizer_step(step)
         self._add_finding(finding, span, time)
+        # After the end of the block nothing else would show the warning.
         if not self._threads:
             self._warn()
 
     def _add_finding(
         self, finding: Overwritten, span: Span = (0, 0), since: int | None = None
     ) -> None:
-        """Store a finding with the holder of its memory; raise or warn as requested.
+        """Store a finding with the variable that holds its memory, and raise if `on` is `raise`.
 
-        It is of memory that was right at a time, so the line that wrote there after it is looked
-        for.
+        A repeated finding only increases the count of the first one. `since` is a time at which the
+        memory still had the right content: lines that wrote there later are added to the finding.
         """
         with self._lock:
             # Findings with the same key are reported as one.
@@ -415,9 +434,9 @@ class _Saved:
     __slots__ = ("digest", "is_parameter", "line", "span", "steps", "tensor", "time", "version")
 
     def __init__(self, tensor: Tensor, line: Line, steps: int) -> None:
-        # A leaf is kept itself, as without a guard, and sees what is assigned to its `.data`.
-        # Others are detached: an operation that keeps its own output would otherwise keep itself
-        # alive for ever.
+        # A leaf is kept itself, as without a guard, so that assignments to its `.data` are seen.
+        # Other tensors are detached. Otherwise an operation that saves its own output would refer
+        # to itself and never be freed.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = version_of(tensor)
         base = base_of(tensor)
@@ -430,7 +449,7 @@ class _Saved:
         self.span = span_of(self.tensor)
 
     def finding(self, node: Node | None, cause: str, name_operand: bool = True) -> Overwritten:
-        """The finding before the holder of the memory is searched for."""
+        """Return a finding for this tensor, without the variable that holds its memory."""
         is_backward = current_backward_pass() >= 0
         operation = "recomputation" if is_backward else "no operation"
         if node is not None:
@@ -440,7 +459,10 @@ class _Saved:
 
 
 def _current_node(caller: types.FrameType | None) -> Node | None:
-    """The operation whose backward pass uses a saved tensor; None in recomputation or outside."""
+    """Return the operation whose backward pass uses a saved tensor.
+
+    Returns None outside a backward pass, and where checkpointing computes a forward pass again.
+    """
     node = current_node()
     if is_checkpoint_frame(caller) and not isinstance(
         node, torch.autograd.function.BackwardCFunction
@@ -450,10 +472,11 @@ def _current_node(caller: types.FrameType | None) -> Node | None:
 
 
 def _saved_names(node: Node | None, tensor: Tensor, among: Iterable[str] = ()) -> Iterator[str]:
-    """The names under which a node saved this tensor, matched by shape and memory address."""
+    """Yield the names under which a node saved this tensor, matched by shape and memory."""
     span = span_of(tensor)
     for name, value in saved_values(node, among):
         with contextlib.suppress(RuntimeError):  # some nested tensors have no shape
+            # The span (0, 0) belongs to tensors without memory, which cannot be told apart.
             if (
                 isinstance(value, Tensor)
                 and value.shape == tensor.shape
@@ -463,10 +486,11 @@ def _saved_names(node: Node | None, tensor: Tensor, among: Iterable[str] = ()) -
 
 
 def _is_scratch(node: Node | None, tensor: Tensor) -> bool:
-    """Whether the operation itself writes there after saving, as its backward pass expects.
+    """Return whether the operation itself overwrites the saved tensor, as its backward expects.
 
-    Batch normalisation moves its running mean and variance, which its backward pass never uses; a
-    randomised leaky ReLU keeps the tensor that it is about to fill with its noise.
+    Two operations do this in training mode. Batch normalisation updates its running mean and
+    variance, which its backward pass does not use in that mode. A randomised leaky ReLU saves the
+    noise tensor before it fills it.
     """
     is_training = any(value for _, value in saved_values(node, ["training"]))
     return is_training and any(_saved_names(node, tensor, ("running_mean", "running_var", "noise")))

@@ -15,15 +15,18 @@ from gpulab.guards._call_sites import is_user_file, line_of, stack_frames
 
 
 class Holder(NamedTuple):
-    """A variable that shares the memory: in words, and by name if it is a NumPy array."""
+    """A variable of the user's program that shares a piece of memory."""
 
-    array: str
-    words: str
-    span: Span
+    array: str  # the name of the variable if it is a NumPy array, otherwise empty
+    words: str  # a description for messages
+    span: Span  # the memory of the variable's value
 
 
 def nearest_holder(span: Span, thread: int) -> Holder | None:
-    """The user's nearest NumPy array that shares this memory; without one, the nearest tensor."""
+    """Return the user's nearest NumPy array over this memory; without one, the nearest tensor.
+
+    The nearest variable is the one in the innermost frame. Memory at address 0 has no holder.
+    """
     nearest_tensor = None
     for frame, name, value in _variables(thread) if span[1] else ():
         array = name if isinstance(value, np.ndarray) else ""
@@ -42,12 +45,15 @@ def nearest_holder(span: Span, thread: int) -> Holder | None:
 
 
 def spans_overlap(first: Span, second: Span) -> bool:
-    """Whether two pieces of memory have an address in common."""
+    """Return whether two pieces of memory have an address in common."""
     return first[0] < second[1] and second[0] < first[1]
 
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
-    """(frame, name, value) of the user's variables, innermost frame first, and one level inside."""
+    """Yield (frame, name, value) of the user's variables, those of the innermost frame first.
+
+    The items of lists and tuples (the first 1,000), and attributes of objects, are variables too.
+    """
     for frame in itertools.chain(stack_frames(thread), _suspended_frames()):
         if not is_user_file(frame.f_code.co_filename):
             continue
@@ -66,6 +72,6 @@ def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Nested]]:
 
 
 def _suspended_frames() -> Iterator[types.FrameType]:
-    """The frames of suspended generators, such as a data loader that a `for` loop iterates over."""
+    """Yield the frames of suspended generators, such as a data loader inside a `for` loop."""
     generators = (value for value in gc.get_objects() if type(value) is types.GeneratorType)
     yield from (generator.gi_frame for generator in generators if generator.gi_suspended)  # type: ignore[misc]

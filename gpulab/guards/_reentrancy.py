@@ -11,12 +11,12 @@ _thread = threading.local()
 
 
 def is_guard_running() -> bool:
-    """Whether the guard itself runs in this thread, and torch's operations are not the user's."""
+    """Return whether this thread runs the guard's own work, whose operations are not the user's."""
     return getattr(_thread, "is_guard_running", False)
 
 
 def as_guard_work(function: Function) -> Function:
-    """Set `is_guard_running` while the function runs in its thread, which may be autograd's."""
+    """Decorate a function so that `is_guard_running` is true in its thread while it runs."""
 
     @functools.wraps(function)
     def wrapper(*args: Nested, **kwargs: Nested) -> Nested:

@@ -20,18 +20,17 @@ def run_script(
 ) -> bool:
     """Run a script or a module as Python would, with its arguments, inside the guard `report`.
 
-    What Python knows of the program, `sys.argv` and the first of `sys.path`, is the script's from
-    here on.
+    It sets `sys.argv` and the first entry of `sys.path` for the script, and does not restore them.
 
     Args:
-        script: a file, or the name of a module, as for `python -m`.
-        arguments: what the script is given.
-        report: the guard; what was found is in it, however the script ended.
-        is_module: whether `script` is the name of a module.
+        script: A file, or the name of a module, as for `python -m`.
+        arguments: The arguments of the script.
+        report: The guard. It has the findings, however the script ended.
+        is_module: Whether `script` is the name of a module.
 
     Returns:
-        Whether an error ended the script. Its traceback is printed as Python would print it.
-        `SystemExit` comes out.
+        Whether an error ended the script. Its traceback is printed as Python would print it, unless
+        the error is a finding of the guard, which the report shows. `SystemExit` is not caught.
     """
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path.cwd() if is_module else Path(script).resolve().parent)
@@ -53,8 +52,9 @@ def run_script(
 def remove_guard_frames(error: BaseException) -> None:
     """Remove the frames of runpy and the guard from the traceback of a script's error.
 
-    The guard calls the operations that it watches, and torch calls them through a module of its
-    own.
+    The guard calls the operations that it watches, so its frames lie between those of the script
+    and of torch. torch makes these calls through the module `OPERATOR_MODULE`, whose frames are
+    removed if they follow a frame of the guard.
     """
     script_traces: list[types.TracebackType] = []
     trace = error.__traceback__
@@ -66,6 +66,7 @@ def remove_guard_frames(error: BaseException) -> None:
         if not is_guard_frame:
             script_traces.append(trace)
         trace = trace.tb_next
+    # The remaining entries are linked anew, from the innermost one outwards.
     error.__traceback__ = None
     for trace in reversed(script_traces):
         trace.tb_next = error.__traceback__

@@ -1,15 +1,16 @@
-"""Tensors over memory that others write, read after it was written.
+"""Detects reads of tensors whose memory another library has overwritten.
 
-`torch.from_numpy`, `as_tensor`, `frombuffer` and DLPack copy nothing: the tensor is the array's
-memory. Who fills one array again and again, and makes a tensor of it each time, has many tensors
-with one content, the last. No gradient need be involved: a replay buffer, a list of observations
-that is stacked later. Torch's own count of changes does not see it, because torch did not write.
+`torch.from_numpy`, `as_tensor`, `frombuffer` and DLPack copy nothing: the tensor uses the memory of
+the array. If a program fills one array again and again, and makes a tensor of it each time, all
+these tensors have the latest content. This happens without gradients too, for example in a replay
+buffer or a list of observations that is stacked later. Torch's version counter does not change,
+because torch did not write.
 
 The guard tracks each tensor over such memory from its creation. A read is *stale* if the content
 differs from what it was at the creation or the last read, and another tensor has since been created
 over the same memory. Creating it shows that new content was intended, so the earlier tensor was
-meant to keep its values. A single tensor that is filled through NumPy and read again and again is a
-view on purpose, and no finding.
+meant to keep its values. A single tensor that is filled through NumPy and read again and again is
+an intended view, and is not reported.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from gpulab.guards._fingerprints import host_memory, memory_digest
 from gpulab.guards._torch_patches import add_listener, is_copying, is_listening, remove_listener
 from gpulab.guards._write_lines import WriteLines, next_time
 
-# `from_numpy` and `as_tensor` call it under any name they are imported by.
+# `from_numpy` and `as_tensor` call this operation, whatever name they were imported under.
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
 OVERWRITING_OPERATIONS = {"copy_", "fill_", "zero_"}  # their first argument is not read
 BLOCK_BYTES = 1 << 16  # covered by one digest
 PRUNE_INTERVAL = 1000  # tracked buffers between two removals of freed ones
 
-_tracked_lock = threading.Lock()  # held while the notes on tensors over foreign memory change
+_tracked_lock = threading.Lock()  # held while `SharedReads.tracked` changes
 
 
 @dataclass
@@ -65,19 +66,20 @@ class _TrackedBuffer:
     line: Line
     # The digest of each block of the memory, by address.
     digests: dict[int, int] = field(default_factory=dict)
-    content: bytes = b""  # of a small memory
-    time: int = field(default_factory=next_time)  # when its content was last remembered
+    content: bytes = b""  # the content; only of memory up to BLOCK_BYTES
+    time: int = field(default_factory=next_time)  # when the content was last remembered
 
     def remember(self, span: Span) -> None:
-        """Remember the current content of a part of the memory as valid."""
+        """Remember the current content of the blocks that a span overlaps as valid."""
         self.time = next_time()
         self.digests |= self.digest_blocks(span)
         if self.memory[1] - self.memory[0] <= BLOCK_BYTES:
             self.content = bytes(host_memory(*self.memory))
 
     def digest_blocks(self, span: Span) -> dict[int, int]:
-        """The digests of the current content of the blocks that a span overlaps, by address."""
+        """Compute the digests of the blocks that a span overlaps now, by the blocks' addresses."""
         start, stop = self.memory
+        # Blocks are counted from the start of the memory.
         first_block = start + (span[0] - start) // BLOCK_BYTES * BLOCK_BYTES
         return {
             block: memory_digest(block, min(block + BLOCK_BYTES, stop))
@@ -85,12 +87,12 @@ class _TrackedBuffer:
         }
 
     def differs(self, tensor: Tensor) -> bool:
-        """Whether a tensor's content is another than is remembered.
+        """Return whether a tensor's content differs from the remembered content.
 
-        Above `BLOCK_BYTES` bytes only digests are kept, so a change beside the tensor in the same
-        block also counts.
+        For memory above `BLOCK_BYTES` bytes only digests of blocks are kept. A change of other
+        elements in the same block then counts as a difference too.
         """
-        # No block has changed.
+        # The current digests are a subset of the remembered ones if no block has changed.
         if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():
             return False
         current_memory = host_memory(*self.memory)
@@ -99,7 +101,7 @@ class _TrackedBuffer:
         )
 
     def elements(self, tensor: Tensor, source: bytes | ctypes.Array[ctypes.c_char]) -> bytes:
-        """A tensor's elements as bytes, read from `source`: the memory itself or a saved copy."""
+        """Return a tensor's elements as bytes, read from the memory itself or from a saved copy."""
         width = tensor.element_size()
         strides = tuple(width * stride for stride in tensor.stride())
         offset = tensor.data_ptr() - self.memory[0]
@@ -109,11 +111,11 @@ class _TrackedBuffer:
 
 
 class SharedReads(UncompiledDispatchMode):
-    """Inside, tensors made without a copy are tracked, and what every operation reads is checked.
+    """Tracks tensors over foreign memory inside a block, and checks the reads of every operation.
 
-    `report` is called with every stale read, and with every use of memory whose copy from or to a
-    GPU goes on. A read takes time in proportion to what is read, whatever the size of the memory.
-    It may be entered again, and in several threads.
+    `report` is called with every stale read, and with every use of memory while its copy from or to
+    a GPU is in progress. The time of a check is proportional to the size of the tensor that is
+    read, not to that of its memory. The block may be entered again, and in several threads.
     """
 
     def __init__(self, report: Callable[..., None]) -> None:
@@ -123,7 +125,7 @@ class SharedReads(UncompiledDispatchMode):
         self.checked = 0
         self.unchecked = 0
         self.write_lines = WriteLines()
-        # The living buffers and the latest one at each address.
+        # For each address, the buffers that still exist, and the latest one in any case.
         self.tracked: dict[int, list[_TrackedBuffer]] = {}
 
     def __enter__(self) -> Self:
@@ -140,8 +142,10 @@ class SharedReads(UncompiledDispatchMode):
         super().__exit__(kind, error, trace)
         remove_listener(self)
         self.write_lines.stop()
+        # Threads may be inside at the same time. The last one to leave ends the tracking.
         if not is_listening(self):
             self.async_copies.stop()
+        # Findings must not hide another error.
         if kind is None:
             self.async_copies.flush()
 
@@ -156,7 +160,7 @@ class SharedReads(UncompiledDispatchMode):
         kwargs = kwargs or {}
         if operation is LIFT_FRESH:
             self.track(args[0])
-        if not operation.is_view:  # a view reads no number
+        if not operation.is_view:  # An operation that makes a view reads no elements.
             name = operation.overloadpacket.__name__
             inputs = args[1:] if name in OVERWRITING_OPERATIONS else args
             lists = (
@@ -173,10 +177,14 @@ class SharedReads(UncompiledDispatchMode):
         return result
 
     def track(self, tensor: Tensor) -> _TrackedBuffer | None:
-        """Track the buffer under a tensor from now on; None if torch itself owns the memory."""
+        """Track the memory of a tensor from now on, and return its buffer.
+
+        Returns None if torch itself owns the memory, which is then not tracked.
+        """
         if not tensor.is_cpu or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
+        # torch can resize a storage only if it owns the memory.
         if storage.resizable() or not storage.nbytes():
             return None
         address = storage.data_ptr()
@@ -187,8 +195,10 @@ class SharedReads(UncompiledDispatchMode):
         buffer = _TrackedBuffer(StorageWeakRef(storage), memory, version_of(tensor), user_line())
         buffer.remember(memory)
         self.write_lines.watch(buffer.storage, memory)
+        # Inside `torch.tensor` the tensor over foreign memory exists only to be copied.
         if not is_copying():
             with _tracked_lock:
+                # From time to time, addresses at which no tensor exists any more are removed.
                 if len(self.tracked) % PRUNE_INTERVAL == 0:
                     self.tracked = {
                         key: buffers
@@ -199,11 +209,11 @@ class SharedReads(UncompiledDispatchMode):
         return buffer
 
     def on_tensor_created(self, tensor: Tensor) -> None:
-        """Note a tensor that may share the memory of another library."""
+        """Track a tensor that may share the memory of another library."""
         self.track(tensor)
 
     def on_tensor_shared(self, tensor: Tensor) -> None:
-        """Note a tensor whose memory another library has been given."""
+        """Track a tensor whose memory was given to another library."""
         self.track(tensor)
 
     def on_tensor_read(self, tensor: Tensor, function: str) -> None:
@@ -211,7 +221,11 @@ class SharedReads(UncompiledDispatchMode):
         self.check([tensor], function)
 
     def check(self, tensors: list[Tensor], name: str) -> None:
-        """Check the memory that an operation of this name is about to read."""
+        """Report the tensors with stale content that an operation is about to read.
+
+        `name` is the name of the operation. If one operation reads several tensors of one memory,
+        the cause is `together`, otherwise `stale`.
+        """
         self.unchecked += sum(not is_plain(tensor) for tensor in tensors)
         buffers = [self.track(tensor) for tensor in tensors]
         addresses = [buffer.memory[0] for buffer in buffers if buffer]
@@ -219,13 +233,13 @@ class SharedReads(UncompiledDispatchMode):
             if buffer is None or not tensor.numel():
                 continue
             self.checked += 1
-            if version_of(tensor) != buffer.version:  # torch wrote there itself
+            if version_of(tensor) != buffer.version:  # torch itself wrote, so the content is valid.
                 buffer.version = version_of(tensor)
                 buffer.remember(buffer.memory)
             if not buffer.differs(tensor):
                 continue
             latest = self.tracked.get(buffer.memory[0], [buffer])[-1]
-            if latest is buffer:
+            if latest is buffer:  # No newer tensor over this memory: the change was intended.
                 buffer.remember(span_of(tensor))
             else:
                 cause = "together" if addresses.count(buffer.memory[0]) > 1 else "stale"
@@ -241,5 +255,5 @@ class SharedReads(UncompiledDispatchMode):
 
 
 def _is_alive(buffer: _TrackedBuffer) -> bool:
-    """Whether a tensor over the storage still exists."""
+    """Return whether a tensor over the buffer's storage still exists."""
     return not buffer.storage.expired()

@@ -1,9 +1,9 @@
-"""Replacements of torch's functions that a dispatch mode does not see, while a guard listens.
+"""Replaces functions of torch that a dispatch mode does not see, while a guard listens.
 
-Three kinds of calls matter to a guard and are no operations of torch's dispatcher: creating a
+Three kinds of calls matter to a guard but are not operations of torch's dispatcher: creating a
 tensor over memory of another library (`torch.from_numpy`), reading a tensor without torch
-(`Tensor.numpy`), and asking whether a GPU is done (`Event.query`). While there is a listener, each
-of these functions is replaced by one that tells the listeners first.
+(`Tensor.numpy`), and asking whether a GPU is done (`Event.query`). While there is a listener, these
+functions are replaced by functions that also notify the listeners.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ StreamOrEvent: TypeAlias = torch.cuda.Stream | torch.cuda.Event
 
 
 class Listener(Protocol):
-    """An object that is notified of the calls."""
+    """The interface of an object that is notified of these calls."""
 
     def on_tensor_created(self, tensor: Tensor) -> None:
-        """A tensor was created that may share the memory of another library."""
+        """Handle a tensor that was created and may share the memory of another library."""
 
     def on_tensor_shared(self, tensor: Tensor) -> None:
-        """A function has given the memory of a tensor to another library, which may write there."""
+        """Handle a tensor whose memory was given to another library, which may write there."""
 
     def on_tensor_read(self, tensor: Tensor, function: str) -> None:
-        """A function is about to read a tensor without torch."""
+        """Handle a tensor that a function is about to read without torch."""
 
 
 _listeners: list[Listener] = []  # one entry for each time that a listener was added, by any thread
@@ -44,17 +44,17 @@ _originals = contextlib.ExitStack()  # restores the functions of torch
 
 
 def is_listening(listener: Listener) -> bool:
-    """Whether a listener was added and not removed since."""
+    """Return whether a listener was added more often than it was removed."""
     return listener in _listeners
 
 
 def is_copying() -> bool:
-    """Whether this thread is inside `torch.tensor`, which wraps foreign memory only to copy it."""
+    """Return whether this thread is inside `torch.tensor`, which wraps memory only to copy it."""
     return getattr(_thread, "is_copying", False)
 
 
 def add_listener(listener: Listener) -> None:
-    """Notify a listener of all further calls. Threads may remove listeners in any order."""
+    """Notify a listener of all further calls; the first listener replaces torch's functions."""
     with _lock:
         if not _listeners:
             for owner, name, replacement in REPLACEMENTS:
@@ -65,7 +65,7 @@ def add_listener(listener: Listener) -> None:
 
 
 def remove_listener(listener: Listener) -> None:
-    """Undo one call of `add_listener`. Without listeners, torch's own functions are restored."""
+    """Undo one call of `add_listener`; the last one restores torch's functions."""
     with _lock:
         _listeners.remove(listener)
         if not _listeners:
@@ -85,6 +85,7 @@ def _wrap(
 
 
 def _on_alias_created(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
+    """Call a function that creates a tensor, and notify the listeners of it."""
     tensor = original(*args, **kwargs)
     for listener in _listeners:
         listener.on_tensor_created(tensor)
@@ -92,6 +93,7 @@ def _on_alias_created(original: Callable[..., Tensor], *args: Nested, **kwargs: 
 
 
 def _on_copy_created(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
+    """Call a function that copies foreign memory; `is_copying` is true meanwhile."""
     _thread.is_copying = True
     try:
         return original(*args, **kwargs)
@@ -102,9 +104,11 @@ def _on_copy_created(original: Callable[..., Tensor], *args: Nested, **kwargs: N
 def _on_host_read(
     original: Callable[..., Nested], tensor: Tensor, *args: Nested, **kwargs: Nested
 ) -> Nested:
+    """Notify the listeners of a read, and call the function that reads the tensor."""
     for listener in _listeners:
         listener.on_tensor_read(tensor, original.__name__)
     returned = original(tensor, *args, **kwargs)
+    # The returned array shares the memory, so NumPy may write there later.
     if original.__name__ == "numpy":
         for listener in _listeners:
             listener.on_tensor_shared(tensor)
@@ -112,6 +116,7 @@ def _on_host_read(
 
 
 def _on_query(original: Callable[[StreamOrEvent], bool], stream_or_event: StreamOrEvent) -> bool:
+    """Call `query`; the answer that a GPU is done counts as a wait for it."""
     finished = original(stream_or_event)
     if finished:
         on_gpu_wait()

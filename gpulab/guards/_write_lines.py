@@ -1,11 +1,11 @@
-"""Which lines of the user's program write into memory that a guard watches.
+"""Finds the lines of the user's program that write into memory which a guard watches.
 
-Torch's own writes are seen as operations. What NumPy or another library writes is no operation; it
-is noticed by the first line of the user's that begins, or the first function that returns, after
-it: some bytes of each watched memory are compared then, and the line that was at work before is the
-one that wrote. Where several threads are at work, it is one of their lines. Only lines of files
-that are not installed are followed, and none where a debugger or a measurement of coverage follows
-them already.
+Writes by torch are operations, which the guard sees. Writes by NumPy or another library are not.
+They are found with a trace function, which is called whenever a line of the user's program begins
+or a function returns. It compares a sample of bytes of each watched memory. If the sample has
+changed, the line that ran before is the one that wrote. If several threads are running, it is the
+current line of one of them. Only lines of files that are not installed are traced. Nothing is
+traced if a debugger or a coverage tool already traces the program.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gpulab.guards._call_sites import Line, is_user_file, line_of, stack_frames,
 from gpulab.guards._fingerprints import host_memory
 from gpulab.guards._holders import spans_overlap
 
-COMPARED_BYTES = 128  # of a memory that are compared
-MAX_KEPT_WRITES = 8  # of each memory, the latest
-MAX_WATCHED = 16  # pieces of memory, the latest; more would slow every line
-MAX_WRITES = 10_000  # of torch, after which the older half is forgotten
+COMPARED_BYTES = 128  # about how many bytes of each watched memory are compared
+MAX_KEPT_WRITES = 8  # how many writes are kept for each memory, the latest ones
+MAX_WATCHED = 16  # how many pieces of memory are watched; more would slow every line
+MAX_WRITES = 10_000  # how many writes of torch are kept; beyond, the older half is dropped
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -45,26 +45,26 @@ class _WatchedMemory:
     """A piece of memory with a sample of its bytes and the lines that may have changed it since."""
 
     span: Span
-    storages: list[StorageWeakRef]  # over this memory, any of which keeps it
+    storages: list[StorageWeakRef]  # the storages over this memory, any of which keeps it alive
     sample: bytes = b""  # every so many bytes of the memory
-    # Each write has a time and the lines that may have written.
+    # For each write, its time and the lines that may have written.
     writes: list[tuple[int, list[Line]]] = field(default_factory=list)
 
     def has_changed(self) -> bool:
-        """Whether one of the sampled bytes has changed since the last call."""
+        """Take a new sample of the memory, and return whether it differs from the last one."""
         # A reference to a storage keeps the memory alive while it is read.
         storage = next(filter(None, map(storage_alive, self.storages)), None)
         if storage is None:
             return False
         start, stop = self.span
-        # odd, so that not always the same byte of a number is seen
+        # The step is made odd, so that the sample has different bytes of the elements.
         step = (stop - start) // COMPARED_BYTES | 1
         previous_sample = self.sample
         self.sample = bytes(memoryview(host_memory(start, stop))[::step])
         return bool(previous_sample) and previous_sample != self.sample
 
     def add_write(self, lines: list[Line]) -> None:
-        """One of these lines has written there just now."""
+        """Record that one of these lines has just written there; keep only the latest writes."""
         self.writes = [*self.writes[1 - MAX_KEPT_WRITES :], (next_time(), lines)]
 
 
@@ -72,8 +72,8 @@ class WriteLines:
     """Records the lines that wrote into watched memory, for `writers_since`.
 
     Attributes:
-        is_tracing: Whether lines of the user's program are followed, so that writes of NumPy can be
-            placed.
+        is_tracing: Whether lines of the user's program are traced, so that writes by NumPy can be
+            attributed to lines.
     """
 
     def __init__(self) -> None:
@@ -85,12 +85,12 @@ class WriteLines:
         self.is_tracing = False
 
     def start(self) -> None:
-        """Follow the lines of this thread, and of those it starts, once memory is watched."""
+        """Allow tracing, which begins in each thread when memory is first watched there."""
         with self.lock:
             self.start_count += 1
 
     def stop(self) -> None:
-        """Undo one call of `start`."""
+        """Undo one call of `start`; after the last one, nothing is traced any more."""
         with self.lock:
             self.start_count -= 1
             if self.start_count or not self.is_tracing:
@@ -104,7 +104,7 @@ class WriteLines:
                 frame.f_trace = None
 
     def watch(self, storage: StorageWeakRef, span: Span) -> None:
-        """Watch a piece of host memory for changes from now on."""
+        """Watch a piece of host memory for changes from now on, and start tracing this thread."""
         with self.lock:
             watched = self.watched.pop(span[0], None)
             if watched is None or watched.span != span:
@@ -113,15 +113,16 @@ class WriteLines:
                 storage,
                 *(reference for reference in watched.storages if not reference.expired()),
             ]
-            if watched.has_changed():  # the previous content is gone
+            if watched.has_changed():  # It was watched before, and a line has written since.
                 watched.add_write(self._candidate_lines(threading.get_ident()))
             self.watched[span[0]] = watched
+            # Memory that was watched longest ago comes first in the dictionary.
             while len(self.watched) > MAX_WATCHED:
                 del self.watched[next(iter(self.watched))]
         self._start_tracing()
 
     def record_torch_writes(self, tensors: list[Tensor]) -> None:
-        """An operation of torch has just written into tensors."""
+        """Record that an operation of torch has just written into tensors."""
         spans = [span for span in map(span_of, tensors) if span != (0, 0)]
         if not spans:
             return
@@ -134,6 +135,7 @@ class WriteLines:
                 self.torch_writes = dict(
                     itertools.islice(self.torch_writes.items(), MAX_WRITES // 2, None)
                 )
+            # The samples are taken anew, so that this write is not attributed to another line.
             for watched in self.watched.values():
                 if (
                     any(spans_overlap(watched.span, span) for span in spans)
@@ -142,7 +144,10 @@ class WriteLines:
                     watched.add_write([line])
 
     def writers_since(self, span: Span, since: int) -> list[Line]:
-        """The lines, one of which last wrote into a span after a time that `next_time` gave."""
+        """Return the lines that may have made the latest write into a span after a time.
+
+        The time is a number from `next_time`. The list is empty if no such write is known.
+        """
         self._attribute_changes(threading.get_ident())
         writes: list[tuple[int, list[Line]]] = []
         with self.lock:
@@ -158,7 +163,7 @@ class WriteLines:
     # --- following lines --------------------------------------------------------------------------
 
     def _start_tracing(self) -> None:
-        """Follow the lines of this thread, unless somebody else follows them."""
+        """Trace this thread and those it starts, unless another tool already traces it."""
         if sys.gettrace() is not None or not self.start_count:
             return
         self.is_tracing = True
@@ -172,11 +177,15 @@ class WriteLines:
 
     @uncompiled
     def _trace(self, frame: types.FrameType, event: str, _: object) -> TraceFunction | None:
-        """The trace function: called for every function, and for lines and returns of user code."""
+        """Attribute changes of memory to lines; this is the trace function, called by Python.
+
+        Python calls it for every function, and for the lines and returns of functions for which it
+        returns itself: those of user code.
+        """
         if not is_user_file(frame.f_code.co_filename):
             return None
-        if not self.is_tracing:
-            sys.settrace(None)  # of this thread
+        if not self.is_tracing:  # `stop` was called in another thread.
+            sys.settrace(None)
             return None
         if event != "call":
             thread = threading.get_ident()
@@ -188,7 +197,10 @@ class WriteLines:
     def _attribute_changes(
         self, thread: int, next_line: Line | None = None, has_ended: bool = False
     ) -> None:
-        """Attribute changes to the current lines, then set this thread's line to `next_line`."""
+        """Attribute changes to the current lines, then set this thread's line to `next_line`.
+
+        `has_ended` says that no further line of this thread is known.
+        """
         with self.lock:
             for watched in self.watched.values():
                 if watched.has_changed():
@@ -199,14 +211,14 @@ class WriteLines:
                 self.current_lines.pop(thread, None)
 
     def _candidate_lines(self, thread: int) -> list[Line]:
-        """The current line of this thread, and those of the other threads."""
+        """Return the current line of this thread, and then those of the other threads."""
         other_lines = [line for ident, line in self.current_lines.items() if ident != thread]
         lines = [self.current_lines.get(thread), *other_lines]
         return list(dict.fromkeys(line for line in lines if line is not None))
 
 
 def _calling_user_frame(frame: types.FrameType) -> types.FrameType | None:
-    """The innermost of the user's frames that have called a frame."""
+    """Return the nearest caller of a frame that is user code; None if there is none."""
     caller = frame.f_back
     while caller is not None and not is_user_file(caller.f_code.co_filename):
         caller = caller.f_back

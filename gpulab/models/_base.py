@@ -14,9 +14,9 @@ from gpulab.errors import UsageError
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# What one update sees, and what is remembered from one update to the next, depend on the network.
-# PredNet takes a tensor or a `Feed`, and its state is a list of `LayerState`; an autoencoder takes
-# images and has no state. The training loop passes both on without looking inside.
+# The types of a batch and of a state depend on the network. PredNet takes a tensor or a `Feed`, and
+# its state is a list of `LayerState`. An autoencoder takes images and has no state. The training
+# loop passes both on without using their content.
 Batch = Any
 ModelState = Any
 
@@ -24,21 +24,21 @@ ModelState = Any
 class Trainable(nn.Module):
     """The base class of gpulab's networks, which `gpulab.train` trains.
 
-    Its loop hands windows of frames to the model. A derived class says how they are used, by three
-    methods: `batches` cuts a window into the pieces that one update sees, `training_loss` computes
-    what is differentiated, and `draw_weights` draws the initial weights. To compare what the model
-    makes with held-out data (`Run.predict`), it also needs a `forward`. A network of your own is
-    trained by a function of yours: see `gpulab.train`.
+    The training loop gives windows of frames to the model. A derived class defines three methods:
+    `batches` splits a window into batches, one for each update; `training_loss` computes the loss
+    that is differentiated; and `draw_weights` draws the initial weights. It also needs a `forward`,
+    with which `Run.predict` computes outputs for held-out data. To train a network of your own,
+    write a training function: see `gpulab.train`.
 
     Attributes:
-        sequential: Whether the order of the frames matters, and a state goes from piece to piece.
-            False unless a class says otherwise.
-        threads: The number of CPU threads beyond which the model gains nothing; None where that is
+        sequential: Whether the order of the frames matters, so that a state is passed from batch to
+            batch. False by default.
+        threads: The number of CPU threads beyond which the model does not get faster; None if it is
             not known.
-        compiled_part: The method that is compiled under a setting with `compile`.
-        size: The height and width of the frames that it learns from.
-        fresh: Whether the weights are still to be drawn from the seed of a run. `load_state_dict`
-            makes it False: training then starts from the loaded weights.
+        compiled_part: The name of the method that is compiled under a setting with `compile`.
+        size: The height and width of the frames.
+        fresh: Whether training draws the weights from the seed of its run. `load_state_dict` sets
+            it to False: training then starts from the loaded weights.
     """
 
     sequential: ClassVar[bool] = False
@@ -54,44 +54,44 @@ class Trainable(nn.Module):
             window: Frames (T, C, H, W), numbers in [0, 1].
 
         Yields:
-            The pieces, in the shape that `training_loss` takes.
+            The batches, in the shape that `training_loss` takes.
         """
         raise NotImplementedError
 
     def training_loss(self, batch: Batch, state: ModelState) -> tuple[Tensor, Tensor, ModelState]:
-        """Compute the loss of one piece, on which the loop calls `backward`.
+        """Compute the loss of one batch, on which the loop calls `backward`.
 
         Args:
-            batch: A piece of a window, a tensor; or what gives its frames one after the other.
-            state: What this method returned as state for the piece before; None at the beginning of
-                a sequence.
+            batch: A tensor; or a `Feed`, which yields the frames one after the other.
+            state: The state that this method returned for the previous batch; None at the beginning
+                of a sequence.
 
         Returns:
             Three things: the loss to differentiate, a scalar; the mean squared error of each frame,
             (n,), for the history; and the next state, detached from the graph. A state is None, or
-            for each layer a list of tensors.
+            a list of tensors for each layer.
         """
         raise NotImplementedError
 
     def check_state(self, state: ModelState) -> None:
         """Check a state that was read from a file, such as a checkpoint, before resuming from it.
 
-        A tensor of another shape may broadcast, and then nothing else would notice. By default
-        every state is taken.
+        A tensor of a wrong shape may broadcast, so that no operation raises an error. By default
+        every state is accepted.
 
         Args:
-            state: What `training_loss` may have returned.
+            state: A state that `training_loss` may have returned.
 
         Raises:
-            UsageError: For one that it cannot have returned.
+            UsageError: For a state that `training_loss` cannot have returned.
         """
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """Draw the initial weights.
 
         Args:
-            generator: Where the random numbers come from. Draw in float32 on its own device,
-                whatever the setting is.
+            generator: The generator of the random numbers. They must be drawn in float32 on the
+                generator's device, whatever the setting is.
         """
         raise NotImplementedError
 
@@ -113,7 +113,7 @@ class Trainable(nn.Module):
 
 
 def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:
-    """Fill with a normal of variance 1 / fan_in (LeCun et al. 1998), drawn in float32."""
+    """Fill a parameter with normal numbers of variance 1 / fan_in (LeCun et al. 1998)."""
     normal_values = torch.randn(
         parameter.shape, generator=generator, dtype=torch.float32, device=generator.device
     ).cpu()
@@ -131,7 +131,9 @@ def draw_linear_(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def flip_bit(model: Model, weight: int = 0) -> Model:
-    """Flip the last bit of one weight in place, the smallest possible change; twice restores it.
+    """Flip the last bit of one weight in place, the smallest possible change.
+
+    A second call with the same arguments restores the weight.
 
     Args:
         model: A network with float32 weights.
@@ -158,6 +160,7 @@ def flip_bit(model: Model, weight: int = 0) -> Model:
             (arXiv 2103.04514).
     """
     check_weight(model, weight)
+    # Find the parameter that has the weight, and the number of the weight within it.
     for parameter in model.parameters():
         if weight < parameter.numel():
             break
@@ -170,7 +173,7 @@ def flip_bit(model: Model, weight: int = 0) -> Model:
 
 
 def check_weight(model: nn.Module, weight: int | None) -> None:
-    """Raise `UsageError` unless the model has a weight of that number; None asks for none."""
+    """Raise `UsageError` unless the model has a weight of this number; None is always accepted."""
     count = sum(parameter.numel() for parameter in model.parameters())
     if weight is not None and not (type(weight) is int and 0 <= weight < count):
         raise UsageError(f"flip {weight!r}: expected the number of a weight, from 0 to {count - 1}")

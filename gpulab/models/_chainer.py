@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from gpulab.errors import DataError, describe_error, printable
 from gpulab.files import read
 
-GATES = "ifco"
-MAX_FILE_BYTES = 1 << 31  # of a file, packed and unpacked
+GATES = "ifco"  # the letters of the gates in Chainer's names, in the order of `ConvLSTM.gates`
+MAX_FILE_BYTES = 1 << 31  # the largest size of a file, and of its unpacked content
 
 
 class _Cell(Protocol):
-    """The attributes that are read of a `ConvLSTM`, besides its peepholes."""
+    """The attributes of a `ConvLSTM` that are used here, besides its peepholes."""
 
     groups: tuple[int, ...]
     gates: nn.Conv2d
 
 
 class _PredNet(Protocol):
-    """The attributes that are read of a `PredNet`, whose module imports this one."""
+    """The attributes of a `PredNet` that are used here; its module imports this one."""
 
     fresh: bool
     conv_a: Sequence[nn.Conv2d]
@@ -43,14 +43,18 @@ Network = TypeVar("Network", bound=_PredNet)
 
 
 def read_chainer(file: str | Path, network: type[Network]) -> Network:
-    """Read the `network` in a `.model` file; `DataError`, naming the file, for anything else."""
+    """Read a network of the class `network` from a `.model` file.
+
+    Raises:
+        DataError: For a file that has no such network; the message names the file.
+    """
     arrays = _read_arrays(Path(file))
     layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
     try:
         channels = [arrays[f"ConvP{layer}/W"].shape[0] for layer in range(layers)]
         height, width = arrays["ConvLSTM0/c_i/W"].shape[2:]
-        # A network without memory or random numbers shows whether the file holds a network of its
-        # size.
+        # A network on the meta device has no memory and draws no random numbers. Its shapes are
+        # compared with those in the file before a real network is made.
         shape_only = type(network.__name__, (network,), {"draw_weights": lambda *_: None})
         with torch.device("meta"):
             empty_net = shape_only(channels, (height, width))
@@ -79,9 +83,11 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
 
 
 def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Chainer's names and what they refer to: views of each parameter's `select(parameter)`.
+    """Return views of a network's parameters, by the names that Chainer gives to these parts.
 
-    Chainer gives each gate a convolution per group of inputs; here one convolution holds them all.
+    In Chainer each gate has a convolution for each group of inputs. Here a single convolution
+    computes all gates, so its weight is split. `select` is called with each parameter and returns
+    the tensor to split.
     """
 
     def weight_and_bias(conv: nn.Conv2d) -> tuple[Tensor, Tensor]:
@@ -101,7 +107,7 @@ def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str
             views[f"{prefix}/h_{gate}/W"] = hidden
             views[f"{prefix}/h_{gate}/b"] = bias
             for number, group in enumerate(inputs):
-                if group.shape[1]:
+                if group.shape[1]:  # The top layer has no inputs from above.
                     views[f"{prefix}/x_{gate}{number}/W"] = group
         for gate in "ifo":
             views[f"{prefix}/c_{gate}/W"] = select(getattr(cell, f"peep_{gate}"))
@@ -109,7 +115,11 @@ def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str
 
 
 def _read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """The arrays of a NumPy archive, which must be finite numbers of float32."""
+    """Read the arrays of a NumPy archive as float32.
+
+    Raises:
+        DataError: For a damaged file, and for values that are not finite floating-point numbers.
+    """
     content = read(file, MAX_FILE_BYTES)
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as archive:
@@ -128,7 +138,7 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
                 arrays[name] = array.astype(np.float32)
             if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"{name} holds numbers that are not finite in float32")
-    except Exception as error:  # zipfile and NumPy raise almost anything at a broken file
+    except Exception as error:  # zipfile and NumPy raise errors of many types for damaged files.
         raise DataError(
             f"{file}: not a model saved by Chainer (a NumPy archive): {describe_error(error)}"
         ) from None

@@ -25,9 +25,8 @@ class _Images(Trainable):
     """A network of linear layers that reconstructs images of one `size` in mean squared error."""
 
     size: Size
-    threads: ClassVar[int | None] = (
-        1  # a layer is done before a second has begun, and both wait where others compute
-    )
+    # The layers are so small that a second thread does not help, and waits for a busy core.
+    threads: ClassVar[int | None] = 1
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """Draw LeCun-normal weights from a generator, and set all biases to zero.
@@ -61,10 +60,10 @@ class _Images(Trainable):
 class Autoencoder(_Images):
     """A fully connected autoencoder for images, by default 784 → 128 → 32 → 128 → 784 units.
 
-    Every layer ends in a ReLU but the last, which ends in a sigmoid. `gpulab.train` trains the
+    Every layer ends in a ReLU, except the last, which ends in a sigmoid. `gpulab.train` trains the
     network as the article describes: one image per update, on the mean squared error of the
-    reconstruction. A new object has weights drawn from seed 0; `gpulab.train` draws others from the
-    seed of its run.
+    reconstruction. A new object has weights drawn from seed 0; `gpulab.train` draws new ones from
+    the seed of its run.
 
     Args:
         hidden: The widths of the layers from the first to the code, in units; the layers after the
@@ -78,8 +77,8 @@ class Autoencoder(_Images):
         batch_size: How many images an update sees.
 
     Raises:
-        UsageError: For no widths at all, and for a width, a size or a batch size that is no whole
-            number from 1.
+        UsageError: For an empty list of widths, and for a width, a size or a batch size that is not
+            a positive integer.
 
     Examples:
         >>> import torch
@@ -143,8 +142,8 @@ class Autoencoder(_Images):
             state: Not used: images have no order.
 
         Returns:
-            The loss, a scalar to differentiate; the same number once for each image, (B,), for the
-            history; None.
+            The loss, a scalar to differentiate; the same number for each image, (B,), for the
+            history; and None, because there is no state.
         """
         loss = (self(batch) - batch).square().mean()
         return loss, loss.detach().expand(len(batch)), None
@@ -220,16 +219,17 @@ class Whitener(_Images):
 
     The layers are fully connected, by default 784 → 128 → 24 → 128 → 784. The two hidden layers end
     in a ReLU, the code and the output in a sigmoid. Because of the whitening, no number of the code
-    can repeat another. It computes z = L⁻¹ (h − m), where m is the mean of the batch's codes h, and
-    L Lᵀ their covariance (Cholesky decomposition). Before that, 1e-5 is added to each variance, as
-    batch normalisation does. `covariance` says how the covariance of n codes is computed:
+    can repeat another. The whitened code is z = L⁻¹ (h − m), where m is the mean of the batch's
+    codes h, and L Lᵀ is the Cholesky decomposition of their covariance. As in batch normalisation,
+    1e-5 is first added to each variance. `covariance` selects how the covariance of n codes is
+    computed:
 
-    - `one-pass`: hᵀh / n − m mᵀ, for which sums over the batch suffice. Where a variance is small,
-      rounding of the product can leave a negative number. Then there is no L, and the loss is NaN.
-    - `float32`: the same formula, but this one product is in float32, whatever the setting allows
-      (see `gpulab.float32_products`).
-    - `centred`: (h − m)ᵀ(h − m) / n. Whatever the factors are rounded to, no variance comes out
-      negative.
+    - `one-pass`: hᵀh / n − m mᵀ, which needs only sums over the batch. If a variance is small,
+      rounding of the product can make it negative. Then L does not exist, and the loss is NaN.
+    - `float32`: the same formula, but the product hᵀh is computed in float32, whatever the setting
+      allows (see `gpulab.float32_products`).
+    - `centred`: (h − m)ᵀ(h − m) / n. No variance can be negative, whatever the factors are rounded
+      to.
 
     `gpulab.train` trains it on the mean squared error of the reconstruction. A new object has
     weights drawn from seed 0; `gpulab.train` draws others from the seed of its run.
@@ -340,7 +340,7 @@ class Whitener(_Images):
         """Split a window into nearly equal batches of at least `batch_size` images each.
 
         Args:
-            window: (T, 1, height, width). One with fewer than `batch_size` images stays one piece.
+            window: (T, 1, height, width). With fewer than `batch_size` images it is one batch.
 
         Yields:
             What one update sees, (B, 1, height, width).
@@ -363,7 +363,7 @@ class Whitener(_Images):
 
 
 def covariance(codes: Float[Tensor, "b k"], method: str) -> Float[Tensor, "k k"]:
-    """The covariance of codes; see `Whitener` for the three methods.
+    """Compute the covariance of codes; see `Whitener` for the three methods.
 
     Examples:
         >>> covariance(torch.tensor([[1.0], [3.0]]), "centred")
@@ -379,12 +379,15 @@ def covariance(codes: Float[Tensor, "b k"], method: str) -> Float[Tensor, "k k"]
 
 
 def whiten(codes: Float[Tensor, "b k"], covariance: Float[Tensor, "k k"]) -> Float[Tensor, "b k"]:
-    """Whitened codes, uncorrelated with unit variance; all NaN if the Cholesky factor fails."""
+    """Whiten codes: make them uncorrelated with unit variance.
+
+    All are NaN if the covariance, with `EPSILON` added to each variance, is not positive definite.
+    """
     regularized = covariance + EPSILON * torch.eye(
         len(covariance), dtype=covariance.dtype, device=covariance.device
     )
     factor, failed = torch.linalg.cholesky_ex(regularized)
-    # The content of a failed factor differs between libraries, and raising an error would mean
-    # waiting for the device at every step.
+    # A failed factor has different content in different libraries, so it is replaced by NaN. No
+    # error is raised, because that would wait for the device at every step.
     factor = factor.masked_fill(failed != 0, math.nan)
     return torch.linalg.solve_triangular(factor, (codes - codes.mean(0)).T, upper=False).T

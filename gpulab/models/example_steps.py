@@ -2,9 +2,9 @@
 
     gpulab record gpulab.models.example_steps:resnet18 resnet18.trace --setting cuda:tf32=off
 
-Each name of `STEPS` is an attribute of this module, a `gpulab.Step` that is made when it is asked
-for. Weights and data are drawn by one plain generator from a seed, because the initial weights of
-libraries change between versions.
+Each name in `STEPS` is an attribute of this module: a `gpulab.Step`, which is made when the
+attribute is read. Weights and data are drawn here from fixed seeds, because libraries change their
+initial weights between versions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpulab.steps import Step
 
 
 def _image_step(make_network: Callable[[Any], nn.Module], size: int, batch: int) -> Step:
-    """A step of a network from `torchvision.models`, on square images."""
+    """Make a step of a network from `torchvision.models`, on square images."""
     with extra("notebooks"):
         from torchvision import models
     generator = torch.Generator().manual_seed(1)
@@ -34,6 +34,7 @@ def _image_step(make_network: Callable[[Any], nn.Module], size: int, batch: int)
 
 
 def _sequence_step(model: nn.Module, length: int, batch: int, width: int) -> Step:
+    """Make a step of a network on random sequences (length, batch, width)."""
     generator = torch.Generator().manual_seed(1)
     return Step(_draw_weights(model), torch.randn(length, batch, width, generator=generator))
 
@@ -45,7 +46,7 @@ def _draw_weights(model: nn.Module) -> nn.Module:
         if parameter.dim() > 1:
             fan_in = parameter[0].numel()
         elif not parameter.data.any() or (parameter.data == 1).all():
-            continue  # biases and the weights of normalisations
+            continue  # Biases and the weights of normalisations keep their values.
         else:
             fan_in = parameter.numel()
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(fan_in))

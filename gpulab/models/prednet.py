@@ -73,9 +73,9 @@ class PredNet(Trainable):
         lstm: For each layer, its convolutional LSTM.
 
     Raises:
-        UsageError: For a size that cannot be halved so often (the message names the nearest that
-            can), for channels or sizes that are not positive integers, and for an unknown
-            truncation.
+        UsageError: For a size that cannot be halved once for each further layer (the message names
+            the nearest sizes that can), for channels or sizes that are not positive integers, and
+            for an unknown truncation.
 
     Examples:
         >>> import torch
@@ -92,9 +92,8 @@ class PredNet(Trainable):
     """
 
     sequential: ClassVar[bool] = True
-    compiled_part: ClassVar[str] = (
-        "step"  # of a window of 20 frames the compiler would make one program 20 times as long
-    )
+    # Compiling `training_loss` would unroll a window of 20 frames into a program 20 times as long.
+    compiled_part: ClassVar[str] = "step"
 
     def __init__(
         self,
@@ -282,7 +281,7 @@ class PredNet(Trainable):
         return next_state
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Float[Tensor, "t b c h w"]]:
-        """Make one piece of a window: one update per window.
+        """Make a single batch of a window, so that there is one update per window.
 
         Args:
             window: Frames (T, C, H, W).
@@ -314,13 +313,17 @@ class PredNet(Trainable):
         return errors.sum(), errors.detach(), detach_state(next_state)
 
     def _chain_to_predictions(self, state: PredNetState) -> PredNetState:
-        """Chain each P but the lowest to the convolution that made it, with the same numbers."""
+        """Connect each prediction but the lowest with the convolution that made it.
+
+        The convolutions are computed again, so that gradients of this window's loss reach their
+        weights. The values of the predictions do not change.
+        """
         lowest_layer, *upper_layers = (LayerState(*layer) for layer in state)
         chained_layers = [lowest_layer]
         for conv, layer in zip(self.conv_p[1:], upper_layers, strict=True):
             recomputed = conv(layer.r)
-            # The weights have changed since: only the gradient of the convolution is used, not its
-            # values.
+            # The weights have changed since, so the new values are subtracted again: only the
+            # convolution's gradient is used. The factor (P > 0) is the derivative of the ReLU.
             chained_layers.append(
                 layer._replace(p=layer.p + (layer.p > 0) * (recomputed - recomputed.detach()))
             )
@@ -329,7 +332,10 @@ class PredNet(Trainable):
     def _published_loop(
         self, frames: Feed, state: PredNetState | None
     ) -> tuple[Tensor, Tensor, PredNetState | None]:
-        """Frame by frame: a prediction is compared with the next frame as soon as that arrives."""
+        """Compute the loss frame by frame, as the published code does.
+
+        Each prediction is compared with the next frame as soon as the loader yields it.
+        """
         losses: list[Tensor] = []
         for number, frame in enumerate(frames):
             state = (
@@ -345,7 +351,7 @@ class PredNet(Trainable):
         return errors.sum(), errors.detach(), None if state is None else detach_state(state)
 
     def layer_size(self, layer: int) -> tuple[int, int]:
-        """Tell the size of a layer's maps.
+        """Return the size of a layer's maps.
 
         Args:
             layer: Its number, from 0 at the bottom.
@@ -359,20 +365,21 @@ class PredNet(Trainable):
 def frame_errors(
     predictions: Float[Tensor, "t b c h w"], frames: Float[Tensor, "t b c h w"]
 ) -> Float[Tensor, " t"]:
-    """The mean squared error of each predicted frame; their sum is what is differentiated.
+    """Compute the mean squared error of each predicted frame; their sum is differentiated.
 
     Every engine uses this function and takes its gradient from autograd. As in the published loop,
-    the gradient needs the frames again, and reads whatever lies in their memory by then.
+    `backward` reads the frames again, with the content that their memory has by then.
     """
     return F.mse_loss(predictions, frames, reduction="none").flatten(1).mean(1)
 
 
 class ConvLSTM(nn.Module):
-    """A convolutional LSTM (Shi et al. 2015), whose four gates i, f, c, o one convolution computes.
+    """A convolutional LSTM (Shi et al. 2015) with peepholes.
 
-    Its inputs are groups of `in_channels` channels and its own hidden state. The gates see the cell
-    through peepholes: weights by which it is multiplied element by element, of the cell's full
-    shape.
+    A single convolution computes the four gates i, f, c and o. Its inputs are groups of
+    `in_channels` channels and the hidden state of the LSTM. The gates i, f and o also see the cell
+    through peepholes: weights of the cell's full shape, by which it is multiplied element by
+    element.
     """
 
     def __init__(self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int]) -> None:
@@ -404,11 +411,12 @@ class ConvLSTM(nn.Module):
 
 
 def detach_state(state: PredNetState) -> PredNetState:
-    """The same state, detached from the graph that made it."""
+    """Return the same state, detached from the graph that made it."""
     return [LayerState(*(tensor.detach() for tensor in layer)) for layer in state]
 
 
 def _check_divisible(size: tuple[int, int], layers: int) -> None:
+    """Raise `UsageError` unless a frame of this size can be halved for each layer but the first."""
     divisor = 2 ** (layers - 1)
     if all(edge % divisor == 0 for edge in size):
         return

@@ -1,7 +1,8 @@
-"""Emulation of another chip's arithmetic: matrix products of PyTorch code, rounded as there.
+"""Emulation of another chip's arithmetic: PyTorch's matrix products, rounded as on that chip.
 
-A chip differs in the format that the factors of a product are rounded to, which makes nearly all of
-the difference and costs little to imitate, and in how the products are summed.
+Chips differ in two ways. They round the factors of a product to different formats, which causes
+nearly all of the difference between results and is cheap to imitate. And they sum the products in
+different orders.
 
 Sources: Fasi, Higham, Mikaitis, Pranesh 2021, *Numerical behavior of NVIDIA tensor cores* (PeerJ
 Computer Science 7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909); Khattak,
@@ -45,8 +46,8 @@ from gpulab.numerics._formats import FORMATS, round_to
 # --- what chips do --------------------------------------------------------------------------------
 
 ORDERS = ("sequential", "pairwise", "tensor-core")
-MATRIX, CONVOLUTION, WEIGHT = range(3)  # kinds of product, as `Arithmetic.roundings` counts them
-# products that are looked at together: a tensor of 2 MiB, which caches hold
+MATRIX, CONVOLUTION, WEIGHT = range(3)  # kinds of product: the indices of `Arithmetic.roundings`
+# The number of products computed together: in float64 a tensor of 2 MiB, which fits into caches.
 MAX_CHUNK_PRODUCTS = 1 << 18
 
 
@@ -55,21 +56,23 @@ class Arithmetic:
     """How a chip multiplies and sums matrices of float32 numbers.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         format: The format that the factors are rounded to, a name of `gpulab.numerics.FORMATS`.
-        roundings: How they are rounded (a mode of `gpulab.numerics.round_to`): in matrix products;
-            in convolutions and the gradient of their input; in the gradient of their weight.
-        result: The format that the sum, which is float32's, is rounded to.
-        order: How the products are added, see `gpulab.numerics.emulate`; None leaves it to this
-            machine.
-        slices: Into how many sums a sum is split; these are added in turn.
+        roundings: The modes of `gpulab.numerics.round_to` by which factors are rounded, for three
+            kinds of product: matrix products; convolutions and the gradients of their inputs; the
+            gradients of convolutions' weights.
+        result: The format that the float32 sum is rounded to.
+        order: How the products are added (see `gpulab.numerics.emulate`). None leaves the order to
+            this machine's libraries.
+        slices: The number of partial sums that a sum is split into; these are added in turn.
         block_size: How many products a tensor core adds to the sum at once.
-        fraction_bits: How many bits below the leading bit of the block's largest product each
-            product is cut.
-        significant_bits: How many significant bits the new sum is cut to.
+        fraction_bits: How many bits of each product a tensor core keeps below the leading bit of
+            the largest term in the block.
+        significant_bits: How many significant bits of the new sum a tensor core keeps.
         slice_multiple: The number of products in a slice is a multiple of this.
-        channel_tile: How many channels a convolution runs through at every position of its kernel
-            before the next channels; None for all.
+        channel_tile: The number of channels in a tile. A convolution adds the products of one tile
+            at every position of its kernel before it begins the next tile. None stands for one tile
+            of all channels.
     """
 
     name: str
@@ -85,29 +88,38 @@ class Arithmetic:
     channel_tile: int | None = None
 
     def round_factor(self, x: Tensor, kind: int = MATRIX) -> Tensor:
-        """Round a factor to the format; 8-bit formats are first scaled by a power of two."""
+        """Round a factor to the format; for 8-bit formats, scale it by a power of two first.
+
+        The power of two brings the largest number close to the largest of the format.
+        """
         if self.format == "float32":
             return x
         if not self.format.startswith("float8"):
             return round_to(x, self.format, self.roundings[kind])
         largest = x.abs().amax() if x.numel() else x.new_tensor(1.0)
         exponent = torch.log2(FORMATS[self.format].largest / largest).floor()
+        # A tensor of zeros, or with infinities or NaN, is not scaled. The limits of the exponent
+        # keep the scaled numbers and the scale itself inside float32's range.
         scale = torch.where(exponent.isfinite(), torch.exp2(exponent.clamp(-100, 100)), 1.0)
         return round_to(x * scale, self.format, self.roundings[kind]) / scale
 
     def round_result(self, x: Tensor) -> Tensor:
-        """Round a product to the result's format, contiguous, as a kernel returns it."""
+        """Round a product to the result's format, and make it contiguous like a kernel's output."""
         return (x if self.result == "float32" else round_to(x, self.result)).contiguous()
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether `multiply` adds up the products, and not this machine's library."""
+        """Return whether `multiply` adds up the products, instead of this machine's libraries."""
         if self.order == "tensor-core" and self.format == "float32":
-            return False  # float32 numbers do not pass the tensor cores
+            return False  # Tensor cores do not take float32 factors.
         return self.order is not None or self.slices > 1
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply float32 matrices (…, M, K) and (…, K, N) as they are, summing in order."""
+        """Multiply float32 matrices (…, M, K) and (…, K, N), summing in the emulated order.
+
+        The factors are not rounded here: `round_factor` does that.
+        """
+        # Both divisions round up.
         slice_size = max(1, -(-a.shape[-1] // self.slices))
         if self.order == "tensor-core":
             slice_size = -(-slice_size // self.slice_multiple) * self.slice_multiple
@@ -122,8 +134,8 @@ class Arithmetic:
         return functools.reduce(torch.add, itertools.starmap(add_up[self.order], slices))
 
 
-# Asked for 16 bits, as autocast asks, a GPU returns 16 bits. Of 8-bit products its tensor cores
-# keep 14 bits.
+# A GPU returns 16-bit results for 16-bit factors, as autocast requests them. Its tensor cores keep
+# 14 bits in sums of 8-bit products.
 PRECISIONS = {name: Arithmetic(name, name) for name in FORMATS}
 PRECISIONS |= {
     n: Arithmetic(n, n, result=n, block_size=16, slice_multiple=64) for n in ("bfloat16", "float16")
@@ -132,10 +144,10 @@ PRECISIONS |= {
     n: Arithmetic(n, n, block_size=32, fraction_bits=13, significant_bits=14, slice_multiple=128)
     for n in ("float8_e4m3fn", "float8_e5m2")
 }
-# Generations of cards whose tensor cores take float32 numbers, as TF32; older ones multiply them in
-# float32. Blocks and bits are those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles
-# are what cuBLAS's and cuDNN's kernels for each generation were found to do on an H200, which runs
-# both; for hopper, blocks and bits as well (data/measured).
+# Generations of cards whose tensor cores round float32 numbers to TF32. Older cards multiply
+# float32 numbers without tensor cores. Blocks and bits are those of Fasi et al. 2021 and Xie et al.
+# 2025. Roundings and tiles were measured on an H200, which runs cuBLAS's and cuDNN's kernels for
+# both generations. Blocks and bits of hopper were measured as well (data/measured).
 CHIPS = {
     "ampere": Arithmetic(
         "ampere", "tf32", ("nearest", "away", "away"), block_size=4, fraction_bits=24
@@ -146,12 +158,17 @@ ARITHMETICS = PRECISIONS | CHIPS
 
 
 def find_arithmetic(name: str = "float32", order: str | None = None) -> Arithmetic:
-    """Look an arithmetic up by the name of a format or a chip, with another order of summation."""
+    """Look up an arithmetic by the name of a format or a chip, and set its order of summation.
+
+    Raises:
+        UsageError: For an unknown name or order, and for tensor cores with float32.
+    """
     if name not in ARITHMETICS:
         raise UsageError(
             f"arithmetic {name!r}: expected a format, {', '.join(PRECISIONS)}, or"
             f" {' or '.join(CHIPS)}"
         )
+    # An order, `split-N`, or both joined by a plus sign. The pattern also matches an empty string.
     words = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
     if words is None or order == "":
         raise UsageError(
@@ -168,7 +185,7 @@ def find_arithmetic(name: str = "float32", order: str | None = None) -> Arithmet
 
 
 def round_factor_to(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
-    """A factor of a matrix product in a format, scaled first where that has 8 bits."""
+    """Round a factor of a matrix product to a format; see `Arithmetic.round_factor`."""
     return replace(find_arithmetic(name), roundings=(rounding,) * 3).round_factor(x)
 
 
@@ -176,9 +193,10 @@ def round_factor_to(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
 
 
 def _multiply_sequentially(a: Tensor, b: Tensor) -> Tensor:
-    """Sequential fused multiply-adds, as a thread of a GPU computes without tensor cores.
+    """Multiply matrices by sequential fused multiply-adds, as a GPU thread without tensor cores.
 
-    In float64 the product is exact, so that the sum is rounded to float32 all but once.
+    A fused multiply-add rounds once. Here the product is exact in float64, the sum is rounded to
+    float64, and then to float32. The first of these two roundings rarely changes the result.
     """
     a = a.double()
     b = b.double()
@@ -192,9 +210,14 @@ def _multiply_sequentially(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _multiply_pairwise(a: Tensor, b: Tensor) -> Tensor:
-    """Pairwise summation, in which the first half is a power of two of products."""
+    """Multiply matrices by pairwise summation of the products.
+
+    The sum is split into two sums. The number of products in the first is the largest power of two
+    below the number of all products.
+    """
     terms = a.shape[-1]
     if terms < 2:
+        # The sum over one product, or over none, which is zero.
         return (a[..., None] * b[..., None, :, :]).sum(-2)
     half = 1 << ((terms - 1).bit_length() - 1)
     return _multiply_pairwise(a[..., :half], b[..., :half, :]) + _multiply_pairwise(
@@ -203,7 +226,10 @@ def _multiply_pairwise(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _multiply_on_tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """Add a block of products to the running sum at once: align to the largest, truncate, add."""
+    """Multiply matrices as a tensor core does, block by block (see `_sum_in_blocks`).
+
+    The rows are computed in chunks, so that the products of a block fit into caches.
+    """
     matrices = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     rows = max(1, MAX_CHUNK_PRODUCTS // max(1, matrices * arithmetic.block_size * b.shape[-1]))
     return torch.cat(
@@ -212,7 +238,11 @@ def _multiply_on_tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Te
 
 
 def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """The product of matrices (…, M, K) and (…, K, N), summed in blocks as in a tensor core."""
+    """Multiply matrices (…, M, K) and (…, K, N), summing in blocks as a tensor core does.
+
+    A tensor core adds all products of a block to the running sum at once. It aligns the terms to
+    the largest exponent, truncates them there, adds them exactly, and truncates the new sum.
+    """
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     total = a.new_zeros(*batch, a.shape[-2], b.shape[-1], dtype=torch.float64)
     for start in range(0, a.shape[-1], arithmetic.block_size):
@@ -220,12 +250,14 @@ def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
         columns = a[..., span, None]
         rows = b[..., None, span, :]
         products = columns.double() * rows.double()  # (…, M, block, N), exact
+        # A product's exponent is taken as the sum of its factors' exponents, before a carry.
         largest = (_exponents(columns) + _exponents(rows)).amax(-2)
         largest = torch.maximum(largest, _exponents(total.float()))
         last_place = _power_of_two(largest - arithmetic.fraction_bits)
         aligned = torch.trunc(products / last_place[..., None, :]).sum(-2) + torch.trunc(
             total / last_place
         )
+        # Infinities and NaN cannot be aligned. Their sum is computed directly.
         all_finite = products.isfinite().all(-2) & total.isfinite()
         total = _truncate(aligned * last_place, arithmetic.significant_bits).where(
             all_finite, products.sum(-2) + total
@@ -234,22 +266,27 @@ def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 
 def _exponents(x: Tensor) -> Tensor:
-    """The exponent of each float32 number; the smallest normal one for zeros and subnormals.
+    """Return the exponent of each float32 number.
+
+    Zeros and subnormals get the smallest exponent of a normal number.
 
     >>> _exponents(torch.tensor([1.0, 6.0, 0.0])).tolist()
     [0, 2, -126]
     """
+    # float32 stores the exponent in the 8 bits above the 23 of its fraction, increased by 127.
     return (x.view(torch.int32) >> 23).bitwise_and_(0xFF).clamp_min_(1).sub_(127)
 
 
 def _truncate(x: Tensor, bits: int) -> Tensor:
     """Truncate float64 numbers to `bits` significant bits, in float32's range."""
+    # `frexp` gives a significand in [0.5, 1), so −125 belongs to float32's smallest normal number.
     step = _power_of_two(torch.frexp(x).exponent.clamp_min(-125) - bits)
     return (torch.trunc(x / step) * step).float().double()
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Two to the power of whole numbers from -1022 to 1023, exact, as float64."""
+    """Compute two to the power of whole numbers from -1022 to 1023, exactly, in float64."""
+    # float64 stores the exponent in the bits above the 52 of its fraction, increased by 1023.
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
@@ -262,18 +299,19 @@ def emulate(
 ) -> Iterator[Arithmetic]:
     """Compute matrix products and convolutions in the `with` block as another chip would.
 
-    That holds for the products of any PyTorch code, forward and backward, on any device, as long as
-    the numbers are float32. Recurrent layers are taken apart, and count as matrix products. An
-    emulation inside another one replaces it.
+    The emulation applies to float32 products of any PyTorch code, forward and backward, on any
+    device. Recurrent layers are split into matrix products. An emulation inside another one
+    replaces it.
 
-    A card that has TF32 (`ampere`, `hopper`) uses it where the program allows it. For matrix
-    products that is said by `torch.backends.cuda.matmul` or `torch.set_float32_matmul_precision`;
-    torch does not allow it by default (since 1.12). For convolutions it is said by
-    `torch.backends.cudnn`; torch allows it by default. The setting `cpu:tf32=on,emulate=ampere`
-    allows both. A format, and an `Arithmetic`, apply whatever the program allows.
+    A card that has TF32 (`ampere`, `hopper`) uses it only if the program allows it. For matrix
+    products the program allows it through `torch.backends.cuda.matmul` or
+    `torch.set_float32_matmul_precision`; by default it is not allowed (since torch 1.12). For
+    convolutions the program allows it through `torch.backends.cudnn`; by default it is allowed. The
+    setting `cpu:tf32=on,emulate=ampere` allows both. A format or an `Arithmetic` applies whatever
+    the program allows.
 
-    An emulation cannot know which kernel a library will choose: an H200 that may use TF32 computes
-    many small convolutions in float32 all the same (`benchmarks/results/products.md`).
+    An emulation cannot know which kernel a library will choose. For example, an H200 computes many
+    small convolutions in float32 even if TF32 is allowed (`benchmarks/results/products.md`).
 
     Args:
         name: A format: `tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2` or `float32`.
@@ -284,9 +322,9 @@ def emulate(
         order: How the products are added. `sequential`: one after the other; `pairwise`: neighbours
             first, then their sums; `tensor-core`: in the blocks of the chip's tensor cores;
             `split-N`: into N sums, which are added in turn, as N threads or a split-K kernel would;
-            `tensor-core+split-4` is both. None leaves it to this machine's libraries, which is the
-            fast way: sums are float32's then, and only the formats differ. Of numbers that are not
-            float32, the order is always theirs.
+            `tensor-core+split-4` is both. None leaves the order to this machine's libraries, which
+            is fast: sums are then computed in float32, and only the formats differ. For numbers
+            that are not float32, the libraries always determine the order.
 
     Yields:
         The `Arithmetic` that is emulated.
@@ -294,9 +332,9 @@ def emulate(
     Raises:
         UsageError: For unknown names, an unknown order, and `tensor-core` where a chip has no
             tensor cores for the format.
-        GpulabError: Inside the block, where an operation hides its products from the emulation, and
-            where an order is asked for and a convolution is dilated, transposed, in groups, or not
-            over two dimensions.
+        GpulabError: Inside the block, for an operation whose products the emulation cannot reach.
+            With an order also for a convolution that is dilated, transposed, grouped, or not over
+            two dimensions.
 
     Examples:
         >>> import torch
@@ -314,12 +352,14 @@ def emulate(
     follows_tf32_flags = name in CHIPS and arithmetic.format == "tf32"
     without_tf32 = replace(arithmetic, format="float32") if follows_tf32_flags else arithmetic
     with contextlib.ExitStack() as stack:
+        # An outer emulation is paused, and continues when this one ends.
         for mode in active_emulators():
             stack.callback(setattr, mode, "is_paused", False)
             mode.is_paused = True
         stack.callback(
             torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
         )
+        # The fast path of attention and its fused kernels would hide their products.
         torch.backends.mha.set_fastpath_enabled(False)
         with (
             sdpa_kernel(SDPBackend.MATH),
@@ -330,7 +370,7 @@ def emulate(
 
 
 def active_emulators() -> list[_Emulator]:
-    """The emulators that are active here: one, or none outside of every emulation."""
+    """Return the emulator that is active here as a list, which is empty outside of emulations."""
     return [
         mode
         for mode in active_dispatch_modes()
@@ -342,8 +382,9 @@ def active_emulators() -> list[_Emulator]:
 def float32_products() -> Iterator[None]:
     """Keep float32 for matrix products and convolutions in the `with` block, in any setting.
 
-    For the one line of a training that needs all digits, while the rest may use TF32 or emulated
-    arithmetic. The gradients of what is computed inside are computed later, as the setting says.
+    It is meant for the few lines of a training that need full precision, while the rest may use
+    TF32 or emulated arithmetic. `backward` usually runs after the block, so gradients of what is
+    computed inside are then computed as the setting says.
 
     Examples:
         >>> import torch
@@ -373,7 +414,8 @@ SUMS_WITH_PRODUCTS = {
     "baddbmm",
     "addbmm",
 }
-# Operations whose kernels call others for their products, so that a mode does not see these.
+# Operations whose kernels call other operations for their products. A mode does not see these calls
+# unless it runs the composite kernel itself.
 COMPOSED_OPERATIONS = {
     "_euclidean_dist",
     "_trilinear",
@@ -381,7 +423,8 @@ COMPOSED_OPERATIONS = {
     "conv_tbc",
     "linalg_pinv",
 }
-# Operations with products inside that no rounding of the arguments reaches.
+# Operations that compute products of intermediate results, which a rounding of their arguments does
+# not reach.
 FUSED_PATTERN = re.compile(
     r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
     r"|native_multi_head|transformer_encoder|mkldnn_linear|scaled_mm|grouped_mm|addmm_activation|cdist_forward"
@@ -390,10 +433,10 @@ FUSED_PATTERN = re.compile(
 
 
 class _Emulator(UncompiledDispatchMode):
-    """Sees each operation below autograd, those of the backward pass included.
+    """Intercepts each operation below autograd, also of the backward pass, and emulates products.
 
-    A product has the arithmetic `without_tf32` where the program allows no TF32 for it. A paused
-    emulator does nothing.
+    Products for which the program does not allow TF32 are computed with the arithmetic
+    `without_tf32`. A paused emulator changes nothing.
     """
 
     def __init__(self, arithmetic: Arithmetic, without_tf32: Arithmetic) -> None:
@@ -409,7 +452,11 @@ class _Emulator(UncompiledDispatchMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        """Run an operation, a product as the chip would."""
+        """Run an operation; compute it as the chip would if it is a product.
+
+        Raises:
+            GpulabError: For a fused operation whose products cannot be reached.
+        """
         kwargs = kwargs or {}
         if self.is_paused:
             return operation(*args, **kwargs)
@@ -417,7 +464,8 @@ class _Emulator(UncompiledDispatchMode):
             # The class of a nested tensor, for instance, calls operations on its parts.
             return NotImplemented
         name = _product_name(operation)
-        # Composite operations arrive here in inference mode.
+        # Composite operations arrive here undivided only in inference mode. Their kernels run again
+        # inside this mode, so that it sees the operations they consist of.
         if name in COMPOSED_OPERATIONS or is_composite(operation):
             with self:
                 return call_composite_kernel(
@@ -427,6 +475,7 @@ class _Emulator(UncompiledDispatchMode):
         factors = [
             factor for factor in args[first_factor : first_factor + 2] if isinstance(factor, Tensor)
         ]
+        # Operations without products, and products of other formats or layouts, are not emulated.
         if name is None or not all(
             x.dtype == torch.float32 and x.layout == torch.strided for x in factors
         ):
@@ -445,7 +494,7 @@ class _Emulator(UncompiledDispatchMode):
 
 
 class _UnfusedRecurrentLayers(TorchFunctionMode):
-    """Computes recurrent layers from products that a mode can see, instead of by one kernel."""
+    """Computes recurrent layers by separate products, which a mode can see, not by one kernel."""
 
     def __torch_function__(
         self,
@@ -461,7 +510,10 @@ class _UnfusedRecurrentLayers(TorchFunctionMode):
 
 
 def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, compute_mode: int | None) -> bool:
-    """Whether `torch.cdist` uses a matrix product: on request, or by default for many points.
+    """Return whether `torch.cdist` computes distances by a matrix product.
+
+    It can do so only for Euclidean distances: on request (`compute_mode` 1), or by default
+    (`compute_mode` 0 or None) for more than 25 points.
 
     >>> x, y = torch.ones(30, 2), torch.ones(3, 2)
     >>> _uses_matrix_product(x, y, 2.0, None), _uses_matrix_product(x, x, 1.0, None)
@@ -472,20 +524,23 @@ def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, compute_mode: in
 
 
 def _line_phrase() -> str:
-    """The user's line that is being computed, for the end of an error."""
+    """Return the user's line that is being computed, as the end of an error message."""
     line = innermost_line()
     return f" (at {line})" if line else ""
 
 
 def _allows_tf32(name: str) -> bool:
-    """Whether the program allows it for this product."""
+    """Return whether the program allows TF32 for this product.
+
+    With cuDNN switched off, convolutions are computed as matrix products and follow their flag.
+    """
     uses_cudnn = name.startswith("convolution") and torch.backends.cudnn.enabled
     return precision_allowed("conv" if uses_cudnn else "matmul") == "tf32"
 
 
 @functools.cache
 def _product_name(operation: OpOverload) -> str | None:
-    """The bare name of a multiplying operation, such as `addmm` for `aten::addmm_`, else None."""
+    """Return an operation's bare name if it multiplies, such as `addmm` for `aten::addmm_`."""
     name = operation_name(operation)
     multiplies = (
         name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS.keys() | COMPOSED_OPERATIONS
@@ -500,6 +555,10 @@ def _matrix_product(
     kwargs: dict[str, Nested],
     arithmetic: Arithmetic,
 ) -> Tensor:
+    """Compute a matrix product, or a sum with one, in an arithmetic.
+
+    Rounded factors go to the operation itself, unless the order of summation is emulated.
+    """
     first_factor = 1 if name in SUMS_WITH_PRODUCTS else 0
     a, b = map(arithmetic.round_factor, args[first_factor : first_factor + 2])
     if not arithmetic.sums_in_order:
@@ -507,16 +566,20 @@ def _matrix_product(
         return (
             out if arithmetic.result == "float32" else out.copy_(round_to(out, arithmetic.result))
         )
-    if name == "addbmm":  # the sum runs over the batch as well
+    if name == "addbmm":
+        # The sum runs over the batch as well, so the batch becomes a part of the inner dimension.
         a = a.transpose(0, 1).flatten(1)
         b = b.flatten(0, 1)
+    # Vectors become matrices of one row or column, and the result loses that dimension again.
     out = arithmetic.multiply(torch.atleast_2d(a), b if b.dim() > 1 else b[:, None])
     out = out if b.dim() > 1 else out.reshape(a.shape[:-1])
     if name in SUMS_WITH_PRODUCTS:
         beta = kwargs.get("beta", 1)
         alpha = kwargs.get("alpha", 1)
+        # As in torch, a summand with the factor 0 is ignored, even if it has NaN.
         out = alpha * out + beta * args[0] if beta else alpha * out
     out = arithmetic.round_result(out)
+    # An operation in place writes into its first argument, one with `out` into that.
     target = args[0] if schema_name(operation).endswith("_") else kwargs.get("out")
     return out if target is None else target.resize_(out.shape).copy_(out)
 
@@ -525,6 +588,7 @@ def _matrix_product(
 
 
 def _convolution(operation: OpOverload, args: Sequence[Nested], arithmetic: Arithmetic) -> Tensor:
+    """Compute a convolution in an arithmetic."""
     x, weight = (arithmetic.round_factor(factor, CONVOLUTION) for factor in args[:2])
     if not arithmetic.sums_in_order:
         return arithmetic.round_result(operation(x, weight, *args[2:]))
@@ -537,7 +601,11 @@ def _convolution(operation: OpOverload, args: Sequence[Nested], arithmetic: Arit
 def _convolution_backward(
     operation: OpOverload, args: Sequence[Nested], arithmetic: Arithmetic
 ) -> list[Tensor | None]:
-    """The gradients that the mask asks for, each alone because its factors round differently."""
+    """Compute the gradients of input, weight and bias that the mask (the last argument) selects.
+
+    Each gradient is computed by its own call, because its factors are rounded in its own mode.
+    """
+    # The output's gradient, the input and the weight; seven options; the mask.
     *tensors, _, _, _, _, _, _, _, mask = args
     compute: Callable[..., Nested] = operation
     if arithmetic.sums_in_order:
@@ -549,7 +617,7 @@ def _convolution_backward(
             gradients[n] = arithmetic.round_result(
                 compute(*factors, *args[3:10], [n == 0, n == 1, False])[n]
             )
-    if mask[2]:  # the bias's is a sum, not a product
+    if mask[2]:  # The gradient of the bias is a sum without products.
         gradients[2] = tensors[0].sum([0, *range(2, tensors[0].dim())])
     return gradients
 
@@ -557,14 +625,15 @@ def _convolution_backward(
 def _gradients_in_order(
     arithmetic: Arithmetic, output_gradient: Tensor, x: Tensor, weight: Tensor, *options: Nested
 ) -> list[Tensor | None]:
-    """The gradient of the input or of the weight, as the mask (the last option) selects."""
+    """Compute the gradient of the input or of the weight, as the mask (the last option) selects."""
     _, stride, padding, *geometry, (of_input, _, _) = options
     _check_supported(x, geometry)
     if not of_input:
         columns = _patches(x, weight.shape[2:], stride, padding).flatten(3).flatten(0, 2)
         rows = output_gradient.transpose(0, 1).flatten(1)
         return [None, arithmetic.multiply(rows[None], columns.T[None]).reshape(weight.shape)]
-    # It is the turned kernel over the gradient of the output, spread out by the stride.
+    # The gradient of the input is a convolution of the output's gradient with the turned kernel.
+    # The output's gradient is first spread out by the stride, with zeros in between.
     lengths = [*zip(x.shape[2:], weight.shape[2:], padding, strict=True)]
     spread = output_gradient.new_zeros(
         *output_gradient.shape[:2], *(n - k + 1 + 2 * p for n, k, p in lengths)
@@ -578,7 +647,7 @@ def _gradients_in_order(
 
 
 def _check_supported(x: Tensor, options: Sequence[Nested]) -> None:
-    """`GpulabError` for a convolution whose order of summation is not emulated."""
+    """Raise `GpulabError` for a convolution whose order of summation cannot be emulated."""
     dilation, transposed, _, groups = options
     if x.dim() != 4 or max(dilation) > 1 or transposed or groups > 1:
         raise GpulabError(
@@ -591,7 +660,7 @@ def _check_supported(x: Tensor, options: Sequence[Nested]) -> None:
 def _patches(
     x: Tensor, size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
-    """The input patch of each output: (channels, kernel height and width, images, output size)."""
+    """Return the patch of the input that each output sees, (C, kernel size, N, output size)."""
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     windows = x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1])
     return windows.permute(1, 4, 5, 0, 2, 3)
@@ -600,13 +669,13 @@ def _patches(
 def _correlation(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], arithmetic: Arithmetic
 ) -> Tensor:
-    """What torch calls a convolution of (N, C, H, W) with (O, C, h, w)."""
+    """Correlate images (N, C, H, W) with kernels (O, C, h, w), which torch calls a convolution."""
     patches = _patches(x, weight.shape[2:], stride, padding)
     rows = weight.flatten(1)[None]
     columns = patches.flatten(3).flatten(0, 2)[None]
     if arithmetic.order == "tensor-core":
-        # A GPU runs through a tile of channels at each of the kernel's places, then through the
-        # next tile.
+        # A GPU adds the products of one tile of channels at each position of the kernel, then those
+        # of the next tile.
         terms = torch.arange(weight[0].numel()).reshape(weight.shape[1], -1)
         order = torch.cat(
             [tile.T.flatten() for tile in terms.split(arithmetic.channel_tile or len(terms))]

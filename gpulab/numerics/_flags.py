@@ -1,8 +1,8 @@
-"""Flags of the arithmetic that take more than a line: TF32, and denormal numbers.
+"""Flags of the arithmetic: TF32 and denormal numbers.
 
-Whether products may use TF32 is said by both of torch's interfaces, of which torch 2.6 has the old
-one alone; no other module reads or writes these flags. Denormal numbers, those below 1.2e-38 in
-float32, are kept or taken for zero in every thread that computes.
+Newer versions of torch have two interfaces for TF32; torch 2.6 has only the old one. No other
+module reads or writes these flags. Denormal numbers, in float32 those below 1.2e-38, are either
+kept or replaced by zero; every thread has its own flag for this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from gpulab.errors import GpulabError
 
 
 def _old_interface() -> tuple[bool, str] | None:
-    """The flags of the old interface; None once the new one was used, as torch then refuses."""
+    """Return the flags of the old interface.
+
+    Returns None if the program has used the new interface, because torch then raises an error.
+    """
     try:
         return cudnn.allow_tf32, torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -35,10 +38,10 @@ class _HasPrecision(Protocol):
 
 
 def _new_interface() -> dict[str, _HasPrecision]:
-    """The flags of the new interface by the kind of product; nothing in torch 2.6."""
+    """Return the backends of the new interface, by kind of product; none in torch 2.6."""
     if not hasattr(torch.backends, "fp32_precision"):
         return {}
-    # torch adds these attributes when it runs, so mypy knows none of them
+    # torch adds these attributes at run time, so mypy does not know them.
     backends: Any = torch.backends
     conv = backends.cudnn.conv
     rnn = backends.cudnn.rnn
@@ -51,9 +54,9 @@ def _new_interface() -> dict[str, _HasPrecision]:
 
 
 def precision_allowed(product: str) -> str:
-    """The precision that torch allows for float32 products of a kind, `matmul` or `conv`.
+    """Return the precision that torch allows for float32 products of a kind, `matmul` or `conv`.
 
-    Where there is the new interface it says so, whichever was used.
+    It reads the new interface if there is one, which is correct whichever interface was set.
     """
     backends = _new_interface()
     if backends:
@@ -63,19 +66,20 @@ def precision_allowed(product: str) -> str:
 
 
 def switch_tf32(allowed: bool) -> None:
-    """Allow TF32, or not, by the interface that is in use."""
+    """Allow or forbid TF32 through the interface that the program uses."""
     if _old_interface() is None:
         for product in ("matmul", "conv", "rnn"):
             _new_interface()[product].fp32_precision = "tf32" if allowed else "ieee"
-    else:  # this sets the new interface as well, so that both can still be read
+    else:  # The old interface sets the new one as well, so both can still be read.
         cuda.matmul.allow_tf32 = cudnn.allow_tf32 = allowed
 
 
 @contextlib.contextmanager
 def restore_tf32_on_exit() -> Iterator[None]:
-    """Restore both interfaces on exit.
+    """Restore the TF32 flags of both interfaces on exit.
 
-    Unchanged values are not written, because writing pins them.
+    Flags that have not changed are not written. A flag that was written no longer follows the
+    defaults.
     """
     backends = list(_new_interface().values())
     old_flags = _old_interface()
@@ -85,7 +89,7 @@ def restore_tf32_on_exit() -> Iterator[None]:
     finally:
         if old_flags is not None and old_flags != _old_interface():
             cudnn.allow_tf32, matmul_precision = old_flags
-            # sets `cuda.matmul.allow_tf32` as well
+            # This sets `cuda.matmul.allow_tf32` as well.
             torch.set_float32_matmul_precision(matmul_precision)
         for backend, precision in zip(backends, precisions, strict=True):
             if backend.fp32_precision != precision:
@@ -98,8 +102,11 @@ def restore_tf32_on_exit() -> Iterator[None]:
 def switch_denormals(keep_denormals: bool, stack: contextlib.ExitStack) -> None:
     """Keep denormal numbers in all threads, or flush them; the stack restores the flags.
 
-    Every thread has a flag of its own, and `torch.set_flush_denormal` sets it in the thread that
-    calls it alone.
+    Every thread has its own flag, and `torch.set_flush_denormal` sets only that of the calling
+    thread.
+
+    Raises:
+        GpulabError: If the flag could not be set in all threads.
     """
     stack.callback(_flush_denormals, not _keeps_denormals(1))
     _flush_denormals(not keep_denormals)
@@ -113,7 +120,7 @@ def switch_denormals(keep_denormals: bool, stack: contextlib.ExitStack) -> None:
 
 
 def _keeps_denormals(threads: int) -> bool | None:
-    """Whether products that are denormal numbers are kept; None if only some are.
+    """Return whether this number of threads keep denormal products; None if only some do.
 
     >>> _keeps_denormals(2)
     True
@@ -125,7 +132,7 @@ def _keeps_denormals(threads: int) -> bool | None:
 
 
 def _flush_denormals(flush: bool) -> None:
-    """Set the flag in this thread, and in the threads of OpenMP that compute for it."""
+    """Set the flag in this thread, and in OpenMP's threads that compute for it."""
     from threadpoolctl import threadpool_info  # type: ignore[import-untyped]
 
     torch.set_flush_denormal(flush)
@@ -136,7 +143,7 @@ def _flush_denormals(flush: bool) -> None:
 
     for library in threadpool_info():
         if library["user_api"] == "openmp":
-            # Some runtimes lack the function; the caller checks all threads.
+            # Some runtimes lack this function. The caller checks the result in all threads.
             with contextlib.suppress(AttributeError):
                 ctypes.CDLL(library["filepath"]).GOMP_parallel(
                     flush_in_thread, None, torch.get_num_threads(), 0
@@ -147,7 +154,7 @@ def _flush_denormals(flush: bool) -> None:
 
 
 def arithmetic() -> dict[str, bool | int | str]:
-    """The active flags, under the names that a run records them with."""
+    """Return the active flags of the arithmetic, under the names that runs record."""
     return {
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

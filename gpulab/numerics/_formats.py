@@ -19,8 +19,8 @@ class Format:
     """A binary floating-point format.
 
     Attributes:
-        precision: How many significant bits a number has, the leading one included.
-        minexp: Two to this power is the smallest normal number.
+        precision: The number of significant bits, including the leading one.
+        minexp: The exponent of the smallest normal number, which is two to this power.
         largest: The largest finite number.
         dtype: Torch's type for it; None where torch has none.
         has_infinities: Whether there are infinities.
@@ -34,7 +34,7 @@ class Format:
 
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
-SAMPLE_SIZE = 4096  # numbers that nearly always show whether it is worthwhile to look at all
+SAMPLE_SIZE = 4096  # so many numbers nearly always show that a tensor was not rounded
 FORMATS = {
     "float32": Format(24, -126, MAX_FLOAT32, torch.float32),
     "tf32": Format(11, -126, (2 - 2.0**-10) * 2.0**127),
@@ -53,13 +53,13 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
         name: The format, one of `gpulab.numerics.FORMATS`. `float32` leaves the numbers as they
             are.
         mode: `nearest` (ties to even, IEEE 754). Formats with float32's exponents, such as `tf32`
-            and `bfloat16`, have `away` (nearest, ties away from zero, as `cvt.rna` on a GPU) and
-            `truncate` (toward zero: the bits that the format lacks are dropped), too.
+            and `bfloat16`, also have `away` (nearest, ties away from zero, as `cvt.rna` on a GPU)
+            and `truncate` (toward zero: the bits that the format lacks are dropped).
 
     Returns:
-        The rounded numbers, as float32, in the same shape. What rounds beyond the format's largest
-        number becomes infinite; with `truncate`, a finite number becomes the largest one instead.
-        `float8_e4m3fn` has no infinities, and takes its largest number for all of these.
+        The rounded numbers, as float32, in the same shape. Numbers that round beyond the format's
+        largest number become infinite. With `truncate`, finite numbers become the largest number
+        instead. `float8_e4m3fn` has no infinities, so all such numbers become its largest one.
 
     Raises:
         UsageError: For an unknown format, a mode that it does not have, and for numbers that are
@@ -86,33 +86,37 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
     target = FORMATS[name]
     if mode != "nearest" and target.minexp > -126:
         raise UsageError(f"mode {mode!r}: numbers are rounded to {name} to nearest alone")
-    # forward mode's zeros, which have no memory to be looked at
+    # Zero tensors of forward-mode differentiation have no memory whose bits could be read.
     if name == "float32" or is_zero_tensor(x):
         return x.clone()
     if target.dtype is None or mode != "nearest":
         return _round_bits(x, 24 - target.precision, mode)
-    if not target.has_infinities:  # torch before 2.12 made NaN of what is larger
+    if not target.has_infinities:  # torch before 2.12 converts larger numbers to NaN.
         x = x.clamp(-target.largest, target.largest)
     return x.to(target.dtype).float()
 
 
 def _round_bits(x: Tensor, n_dropped: int, mode: str) -> Tensor:
-    """Round off the last bits of float32's significand, in a format with float32's exponents."""
+    """Round off the last `n_dropped` bits of float32's significand.
+
+    Adding a number below the last kept bit carries into it where the number is to be rounded up.
+    The carry may reach the exponent, which is correct as well.
+    """
     bits = x.view(torch.int32)
     half = {"nearest": (1 << (n_dropped - 1)) - 1, "away": 1 << (n_dropped - 1), "truncate": 0}[
         mode
     ]
-    # This bit decides ties: they are rounded to even.
+    # In the mode `nearest` a tie is rounded up only if the last kept bit is 1: to an even number.
     last_kept_bit = (bits >> n_dropped).bitwise_and_(1) if mode == "nearest" else 0
     rounded = (bits + half).add_(last_kept_bit).bitwise_and_(-(1 << n_dropped)).view(torch.float32)
-    return torch.where(x.isnan(), x, rounded)  # a NaN whose payload carries over would be a number
+    return torch.where(x.isnan(), x, rounded)  # The carry could turn a NaN into a number.
 
 
 def rounded_format(x: Tensor) -> str | None:
-    """The format that a float32 tensor was rounded to, `tf32` or `bfloat16`; otherwise None.
+    """Return the format that a float32 tensor was rounded to, `tf32` or `bfloat16`; else None.
 
-    float16 keeps as many bits as `tf32`. Whole numbers and their like are short by nature, and give
-    None.
+    float16 has as many significant bits as `tf32`, and gives `tf32`. Integers and other multiples
+    of one number have few significant bits without having been rounded, and give None.
 
     >>> numbers = torch.tensor([0.1, 0.2, 0.7, 0.3])
     >>> (
@@ -129,30 +133,35 @@ def rounded_format(x: Tensor) -> str | None:
         flat.numel() > SAMPLE_SIZE
         and _bit_length(_significands(flat[:SAMPLE_SIZE])[0]) > FORMATS["tf32"].precision
     ):
-        return None  # there is no need to look at all numbers
+        return None  # A sample with more bits than both formats decides the question.
     significands, exponents = _significands(flat)
-    if significands.size < 4:
+    if significands.size < 4:  # So few numbers may have few bits by chance.
         return None
     length = _bit_length(significands)
-    # The least exponent of a set bit in all numbers.
+    # The lowest set bit of all numbers. If all bits of all numbers, from the highest to this one,
+    # span hardly more than one significand, the numbers are multiples of one number.
     lowest = (exponents + np.log2(significands & -significands)).min()
     if exponents.max() + 24 - lowest <= length + 2:
-        # whole numbers and other multiples of one number: short without having been rounded
         return None
+    # Numbers may use up to two bits less than their format has.
     return next(
         (name for name in ("bfloat16", "tf32") if 0 <= FORMATS[name].precision - length <= 2), None
     )
 
 
 def _significands(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Significands and exponents of the float32 numbers that are neither zero nor subnormal."""
+    """Return the significands and exponents of the numbers that are neither zero nor subnormal.
+
+    Both are integers. Significands have the leading bit, which float32 does not store.
+    """
+    # In float32 the 8 bits 0x7F800000 are the exponent, and the 23 bits 0x7FFFFF are the fraction.
     bits = x.to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy()
     bits = bits[(bits & 0x7F800000) != 0]
     return (bits & 0x7FFFFF) | 0x800000, (bits & 0x7F800000) >> 23
 
 
 def _bit_length(significands: np.ndarray) -> int:
-    """The number of bits from the first to the last that any significand uses."""
+    """Return the number of bits from the first to the last that any significand uses."""
     used_bits = int(np.bitwise_or.reduce(significands, initial=0))
     lowest_bit = used_bits & -used_bits
     return used_bits.bit_length() - lowest_bit.bit_length() + 1

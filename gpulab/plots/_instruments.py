@@ -27,9 +27,9 @@ ROOFLINE_MARKERS = {
 @draw_registered.register
 @theme.with_theme
 def audit(report: Audit, width: float = theme.PAGE) -> Picture:
-    """The error of each operation of a training step against float64 on the same inputs.
+    """Draw the error of each operation of a training step against float64 on the same inputs.
 
-    Grey dots are what its rounding may explain; a cross marks a finding.
+    Grey dots are the largest errors that rounding explains. Crosses mark findings.
     """
     table = report.table.reset_index(drop=True)
     errors = table[["error_a", "error_b"]]
@@ -50,13 +50,13 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
         axes.plot(
             table.index, drawn_errors[f"error_{side}"], "o", ms=size, mew=0, color=tint, label=label
         )
-    # Operations without an error have no height.
+    # Operations without an error have no height, so their crosses take that of a neighbour.
     heights = drawn_errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]
     axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
     for position in table.index[table.phase == "backward"][:1]:
         axes.axvline(position - 0.5, color=FAINT, lw=0.8)
         axes.annotate(" backward", (position, 0.98), xycoords=("data", "axes fraction"), va="top")
-    if drawn_errors.notna().any(axis=None):  # a bound far outside says nothing here
+    if drawn_errors.notna().any(axis=None):  # The errors alone determine the range, not the bounds.
         lower_limit = max(1e-17, drawn_errors.min(axis=None) / 30)
         upper_limit = max(1e-4, drawn_errors.max(axis=None) * 30)
         axes.set(yscale="log", ylim=(lower_limit, upper_limit))
@@ -79,14 +79,14 @@ def roofline(frame: pd.DataFrame) -> Picture:
     """Draw a device's roofline: measured rates against arithmetic intensity, and the ceilings.
 
     The ceilings are the highest bandwidth and the highest rate that were measured. There is a line
-    for each machine and setting; filled points were measured here, hollow ones recorded. The title
-    names the layer that reaches least.
+    for each machine and setting. Filled points were measured here, hollow points were recorded. The
+    title names the layer that reaches the smallest share of its ceiling.
 
     Args:
-        frame: From `gpulab.roofline` or `gpulab.device.recorded_rooflines`. Drawn are its rows of
-            the kinds `memory`, `matrix` and `network`, by the columns `setting`, `operation`,
-            `intensity` (flop per byte moved), `gflops`, `gigabytes_per_second`, `flop`, and
-            `machine` where there is one.
+        frame: From `gpulab.roofline` or `gpulab.device.recorded_rooflines`. Rows of the kinds
+            `memory`, `matrix` and `network` are drawn. They need the columns `setting`,
+            `operation`, `intensity` (flop per byte moved), `gflops`, `gigabytes_per_second` and
+            `flop`; a column `machine` is optional.
 
     Returns:
         A `gpulab.plots.Picture`.
@@ -152,7 +152,7 @@ def roofline(frame: pd.DataFrame) -> Picture:
 def _roof(
     axes: theme.Axes, device: pd.DataFrame, peak: float, max_intensity: float, **line_style: Any
 ) -> None:
-    """The ceilings of bandwidth and of one rate, up to an intensity of `max_intensity`."""
+    """Draw the ceilings of bandwidth and of the rate `peak`, up to an intensity."""
     bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
     axes.plot([0.03, peak / bandwidth, max_intensity], [0.03 * bandwidth, peak, peak], **line_style)
 
@@ -160,7 +160,10 @@ def _roof(
 @draw_registered.register
 @theme.with_theme
 def placement(step: Placement) -> Picture:
-    """A step under its device's roofs, and how long its bytes, FLOP and launches take at least."""
+    """Draw a step under the ceilings of its device, and the least times of its parts.
+
+    The parts are moving its bytes, computing its FLOP and launching its kernels.
+    """
     frame = step.roofline
     tint = theme.colour(step.setting)
     figure, (left, right) = theme.canvas(2, height=3.4)

@@ -22,15 +22,15 @@ from gpulab.training._profiles import FINAL_LOSS_DIVISOR
 from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, label_levels, metric_label
 
 BETWEEN_SEEDS_LABEL = "one seed against another"
-MARGIN_STYLE: Style = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # of a margin
+MARGIN_STYLE: Style = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # the band of a margin
 
 
 @theme.with_theme
 def losses(frame: pd.DataFrame) -> Picture:
     """Draw the final loss of each seed under each setting; thin lines join the same seed.
 
-    Filled points were made here, hollow ones recorded. Diverged runs are crosses at the right edge.
-    Runs that repeat another one (`rerun` above 0) are left out.
+    Filled points are runs made here, hollow points are recorded runs. Diverged runs are crosses at
+    the right edge. Runs that repeat another one (`rerun` above 0) are left out.
 
     Args:
         frame: Runs of one experiment, profile and protocol from `gpulab.runs` or
@@ -77,17 +77,17 @@ def curves(
 ) -> Picture:
     """Draw the loss of every run as a thin line, and the median over the seeds as a thick one.
 
-    The lines are smoothed: each point is the mean of the last sixtieth of the run's windows up to
-    there. Two levels share a panel; of more, each has its own. Runs that repeat another one
-    (`rerun` above 0) are left out. The title compares what `gpulab.train` calls the final loss: the
-    mean of a run's last fifth.
+    The lines are smoothed: each point is a moving mean over a sixtieth of the run's windows. Two
+    levels share a panel; three or more have a panel each. Runs that repeat another one (`rerun`
+    above 0) are left out. The title compares final losses, which are means over the last fifth of a
+    run, as in `gpulab.train`.
 
     Args:
         histories: From `gpulab.store.history`, of one experiment, with the columns `id`,
             `experiment`, `seed`, `rerun`, `frames_seen`, `loss` and the factor's.
         baseline: A loss to compare with, drawn as a dotted line; None for none.
-        baseline_label: What to call it.
-        factor: The column that the colours stand for: `setting`, or another one such as `loader`.
+        baseline_label: The name of the baseline in the legend.
+        factor: The column that determines the colours: `setting`, or another one such as `loader`.
 
     Returns:
         A `gpulab.plots.Picture`.
@@ -113,7 +113,7 @@ def curves(
     figure, panel_axes = theme.canvas(
         min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True
     )
-    # An odd number leaves one panel empty; the one above it shows the tick labels then.
+    # An odd number of panels leaves one place empty. The panel above it shows tick labels instead.
     for axes in panel_axes[len(panels) :]:
         axes.remove()
     for axes, panel_names in zip(panel_axes, panels, strict=False):
@@ -162,13 +162,14 @@ def curves(
 @draw_registered.register
 @theme.with_theme
 def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
-    """An estimation plot: every seed, with the paired differences beside it or below it.
+    """Draw an estimation plot of a verdict: every seed, and the paired differences.
 
-    Left, the metric of each seed under each level, the same seed joined by a thin line; diverged
-    runs are crosses at the right edge. Right, the differences from the reference in standard
-    deviations between seeds (in the metric's units where there is no such spread), their mean with
-    its interval, as a thicker line the one that equivalence is decided by, and the margin as a
-    band. Source: Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
+    The left panel has the metric of each seed under each level. Thin lines join the same seed, and
+    diverged runs are crosses at the right edge. The right panel has the differences from the
+    reference, in standard deviations between seeds (in the metric's units if there is no such
+    spread). It also has their mean with its interval, the interval that decides equivalence as a
+    thicker line, and the margin as a band. A narrow figure has the second panel below the first.
+    Source: Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
     """
     factor = verdict.factor
     metric = verdict.metric
@@ -188,7 +189,7 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
     _draw_differences(right, verdict, verdict.pairs, tints, unit)
     _draw_intervals(right, verdict, unit)
     margin = table.margin.max()
-    if not math.isnan(margin):  # it is seen whole, and what lies around it
+    if not math.isnan(margin):  # The axis is widened so that the whole margin is visible.
         sd = f"±{margin / unit:.2g} sd, " if unit != 1 else ""
         right.axvspan(
             -margin / unit, margin / unit, label=f"margin, {sd}±{margin:.2g}", **MARGIN_STYLE
@@ -209,7 +210,7 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
 
 
 def verdict_title(verdict: Verdict) -> str:
-    """The title: how many levels came to which decision."""
+    """Return the title of a verdict: the decision, or how many levels had each decision."""
     decisions = verdict.decisions
     reference, *levels = label_levels([verdict.reference, *decisions], verdict.factor).values()
     if len(levels) == 1:
@@ -222,13 +223,12 @@ def verdict_title(verdict: Verdict) -> str:
 
 @theme.with_theme
 def differences(verdict: Verdict) -> Picture:
-    """Draw how far each level of a verdict moves each seed's loss, beside the seeds' own spread.
+    """Draw how far each level changes the loss of a seed, compared with the spread between seeds.
 
-    A row for each level has the differences of the same seed from the reference, without their
-    signs; the largest stands beside the row. The last row has the differences between seeds under
-    the reference. All are on one logarithmic scale, which begins with zero; up to the margin, the
-    grey band, a difference counts as none. Runs of the reference that were repeated have a row of
-    their own.
+    Each level has a row with the absolute differences of each seed from the reference; the largest
+    difference is written beside the row. The last row has the differences between seeds under the
+    reference. All rows share a logarithmic scale that includes zero. Differences within the margin,
+    the grey band, count as none. Repeated runs of the reference have a row of their own.
 
     Args:
         verdict: From `gpulab.verdict`.
@@ -252,6 +252,7 @@ def differences(verdict: Verdict) -> Picture:
     reference = verdict.reference
     reruns = verdict.reruns.assign(**{factor: f"{reference}{RERUN_SUFFIX}"})
     base = verdict.runs[verdict.runs[factor] == reference][metric].dropna().to_numpy(float)
+    # Each pair of seeds once.
     seed_differences = (base[:, None] - base)[np.triu_indices(len(base), 1)]
     blocks = range(len(seed_differences))
     seeds = pd.DataFrame(
@@ -291,7 +292,7 @@ def differences(verdict: Verdict) -> Picture:
 
 
 def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Level]) -> pd.Series:
-    """The height of each seed near the row of its level, from the first down to the last."""
+    """Compute the height of each seed's point, so that the seeds of a level spread over its row."""
     seeds = frame.groupby(factor)[block]
     offset_in_row = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
     return frame[factor].map([*levels].index).astype(float) + 0.4 * offset_in_row
@@ -300,7 +301,10 @@ def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Leve
 def _draw_seeds(
     axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: TextByLevel
 ) -> None:
-    """A row of seeds for each level, joined by thin lines; diverged runs at the right edge."""
+    """Draw a row of seeds for each level, with thin lines that join the same seed.
+
+    Diverged runs are crosses at the right edge.
+    """
     runs = runs.assign(height=_heights(runs, factor, block, tints), tint=runs[factor].map(tints))
     diverged = runs.status == "diverged"
     size = 20 if runs[block].nunique() <= 40 else 5
@@ -333,6 +337,7 @@ def _draw_seeds(
             [0.97] * sum(diverged), runs.height[diverged], color=runs.tint[diverged], **cross_style
         )
         axes.margins(x=0.12)  # room for the crosses
+    # A metric with only the values 0 and 1 has ticks at integers.
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=set(converged[metric]) == {0, 1}))
     theme.log_scale(axes.xaxis, least=4)
     axes.set_yticks(
@@ -349,7 +354,7 @@ def _draw_seeds(
 def _draw_differences(
     axes: Axes, verdict: Verdict, pairs: pd.DataFrame, tints: TextByLevel, unit: float = 1.0
 ) -> None:
-    """A row of differences for each level, with the decision and the largest beside it."""
+    """Draw a row of differences for each level, with its decision and largest difference beside."""
     factor = verdict.factor
     pairs = pairs[pairs.difference.notna()]
     heights = _heights(pairs, factor, verdict.block, tints)
@@ -375,9 +380,9 @@ def _draw_differences(
 
 
 def _draw_intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
-    """Below the row of each level the mean difference and its two intervals."""
+    """Draw the mean difference of each level and its two intervals, below the level's row."""
     table = verdict.table
-    heights = np.arange(len(table)) + 1.33
+    heights = np.arange(len(table)) + 1.33  # Row 0 belongs to the reference.
     equivalence_label = ""
     mean_label = "mean; so few seeds have no interval"
     if table.equivalent_low.notna().any():

@@ -1,4 +1,4 @@
-"""Saddles: what is measured of a Hessian, the loss around a network's weights, and the ways out."""
+"""Figures of saddles: spectra of Hessians, the loss around a saddle, and escapes from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpulab.settings import TF32_CARDS, Setting
 from gpulab.wording import EMULATED
 
 DEVICES = {"on a CPU": ON_CPU, "on a GPU": ON_GPU}
-# What takes a network off a saddle: how it is drawn.
+# The marker of each kind of displacement that moves a network away from a saddle.
 PERTURBATION_MARKERS = {"pushed off": "o", "minibatches": "s", "rounding alone": "^"}
 
 
@@ -29,8 +29,8 @@ PERTURBATION_MARKERS = {"pushed off": "o", "minibatches": "s", "rounding alone":
 def spectrum(density: SpectralDensity) -> Picture:
     """Draw how an operator's eigenvalues are distributed, as a histogram.
 
-    Both axes are logarithmic, that of the eigenvalues linear around zero: in the grey band, closer
-    to zero than a hundredth of the largest eigenvalue, they are too close to tell their signs.
+    Both axes are logarithmic; the axis of eigenvalues is linear around zero. In the grey band, |λ|
+    is less than a hundredth of the largest |λ|, too close to zero to tell the sign.
 
     Args:
         density: From `gpulab.saddles.spectral_density`.
@@ -75,9 +75,9 @@ def spectrum(density: SpectralDensity) -> Picture:
 def saddle_surface(surface: Surface) -> Picture:
     """Draw the loss around a saddle in the plane of its least and its greatest curvature.
 
-    On the left, contours of the loss in their plane; a white line joins the points whose loss is
-    that of the saddle. On the right, the loss along each of the two; dashed, what the curvature at
-    the saddle alone would make of it.
+    The left panel has contours of the loss in this plane; a white line joins the points with the
+    loss of the saddle. The right panel has the loss along each of the two directions. Dashed lines
+    show the loss that would follow from the curvature at the saddle alone.
 
     Args:
         surface: From `gpulab.saddles.surface`.
@@ -146,14 +146,14 @@ def _(escapes: EscapeTable) -> Picture:
 
 @theme.with_theme
 def escape_law(table: pd.DataFrame) -> Picture:
-    """Draw how long each escape from a saddle took, against the displacement with which it began.
+    """Draw how long each escape from a saddle took, against the displacement at its start.
 
-    The steps are multiplied by ln(1 + ηλ), or by ln ρ with momentum, the growth of the
-    displacement's logarithm in one step. So every learning rate and every saddle has the same line,
-    ln(r/δ) (see `gpulab.saddles.EscapeTable`). A colour is a device, a shape what takes the network
-    off the saddle, and what was recorded is hollow. A cross is an escape that never came; it stands
-    where theory expects it. Optimisers that scale their steps, such as Adam, have no such law, and
-    are left out.
+    Steps are multiplied by ln(1 + ηλ), or with momentum by ln ρ: the growth of the displacement's
+    logarithm in one step. So the theory is the same line, ln(r/δ), for all learning rates and
+    saddles (see `gpulab.saddles.EscapeTable`). Colours stand for devices, and shapes for the kind
+    of displacement. Recorded escapes are hollow. A cross is a network that never left, drawn at the
+    expected time. Optimisers that scale their steps, such as Adam, have no such law, and are left
+    out.
 
     Args:
         table: From `gpulab.saddles.escape_table` (its `table`) or
@@ -165,7 +165,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
         A `gpulab.plots.Picture`.
 
     Raises:
-        UsageError: Where no escape is by an optimiser that has such a law.
+        UsageError: If the table has no escape by an optimiser with such a law.
 
     Examples:
         >>> import gpulab as gl
@@ -192,7 +192,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     low = min(1e-8, shown.x.min())
     figure, (axes,) = theme.canvas(height=4.4)
     axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, label="theory: ln(r/δ)")
-    # A colour, a shape and a ring mean one thing each, so each has one key.
+    # Each colour, each shape and the hollow marker has one entry in the legend.
     keys: dict[str, Style] = {}
     for (kind, device, recorded), rows in shown[shown.escaped].groupby(
         ["kind", "device", "recorded"]
@@ -229,7 +229,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     by_rounding = shown[
         (shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)
     ]
-    # The label says whose rounding moved the network off the saddle, or held it there.
+    # The label names the arithmetic whose rounding moved the network away, or held it.
     for name, group in by_rounding.groupby(by_rounding.setting.map(_arithmetic_label)):
         label_position: Style = (
             {"xytext": (6, 10)} if group.escaped.any() else {"xytext": (-6, -14), "ha": "right"}
@@ -256,7 +256,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
 
 
 def _arithmetic_label(setting: str) -> str:
-    """The arithmetic of a setting: `float64`, `float32`, `TF32 products`, or those of a card."""
+    """Return the arithmetic of a setting in words, such as `float64` or `TF32 products`."""
     parsed = Setting.parse(setting)
     emulated = parsed.emulate or ("tf32" if parsed.tf32 else "")
     if emulated in TF32_CARDS:

@@ -18,8 +18,8 @@ NO_AXES = {"frame_on": False, "xticks": [], "yticks": []}
 def predictions(run: Run) -> Picture:
     """Draw what a trained PredNet predicted, at five moments of the held-out film.
 
-    The rows are the frame before, the frame that came, the prediction of it, and the difference of
-    the two.
+    The rows are the previous frame, the next frame, its prediction, and the absolute difference
+    between prediction and next frame.
 
     Args:
         run: A run of PredNet from `gpulab.train`.
@@ -61,9 +61,9 @@ def predictions(run: Run) -> Picture:
 
 
 def reconstructions(run: Run) -> Picture:
-    """Draw what a trained autoencoder makes of the first eight held-out images.
+    """Draw a trained autoencoder's reconstructions of the first eight held-out images.
 
-    The rows are the image, its reconstruction, and the difference of the two.
+    The rows are the image, its reconstruction, and the absolute difference of the two.
 
     Args:
         run: A run of an autoencoder or a whitener from `gpulab.train`.
@@ -93,8 +93,7 @@ def frames(data: Data, every: int = 30) -> Picture:
 
     Args:
         data: From `gpulab.load`.
-        every: How many frames lie between two that are drawn, from the first one on. Images come in
-            a random order.
+        every: Draw one in this many frames, from the first one on. Images have a random order.
 
     Returns:
         A `gpulab.plots.Picture`.
@@ -114,7 +113,7 @@ def frames(data: Data, every: int = 30) -> Picture:
 
 @theme.with_theme
 def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
-    """Rows of pictures (N, C, H, W) in [0, 1], by what they show; `titles` are above the first."""
+    """Draw labelled rows of pictures (N, C, H, W) in [0, 1], with `titles` above the first row."""
     count = max(map(len, rows.values()))
     height, width = next(iter(rows.values())).shape[-2:]
     figure, panels = theme.canvas(

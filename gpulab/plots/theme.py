@@ -73,7 +73,7 @@ with_theme: ContextDecorator = rc_context(THEME)
 def canvas(
     panels: int = 1, height: float = 3.6, rows: int = 1, width: float = PAGE, **shared: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of page width, or `width` inches, with panels in one row or more."""
+    """Make a figure of page width, or `width` inches, with `panels` panels in each row."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, panels, squeeze=False, **shared).flat)
 
@@ -81,9 +81,10 @@ def canvas(
 def finish_figure(
     figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), columns: int = 2
 ) -> Picture:
-    """The figure with its title above and its text alternative, title included.
+    """Add a title and a legend to a figure, and return it with its text alternative.
 
-    Below it stand the keys: of all that has a label in a panel, and of what is given.
+    The legend, below the panels, has everything with a label in a panel, and the artists in `keys`.
+    It replaces the legends of the panels. The title is appended to the text alternative.
     """
     figure.suptitle(title)
     labelled: dict[str, Artist] = {}
@@ -106,9 +107,10 @@ def finish_figure(
 
 
 def colour(setting: str) -> str:
-    """The colour that a setting has in every figure.
+    """Return the colour that a setting has in every figure.
 
-    Usual settings have one of their own; every other has one of three for its device.
+    Common settings have a colour of their own. Every other setting has one of three colours for its
+    kind of device, which is chosen by a checksum of its text.
 
     >>> colour("cpu"), colour("cuda:tf32=off")
     ('#0072B2', '#D55E00')
@@ -118,9 +120,10 @@ def colour(setting: str) -> str:
 
 
 def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
-    """A colour for each level of a factor: a setting's own, or the next that no device uses.
+    """Return a colour for each level of a factor.
 
-    Blue is a CPU and orange a GPU in all figures.
+    A setting has its own colour. Levels of other factors have colours that do not stand for a
+    device, because blue is a CPU and orange a GPU in all figures.
     """
     if factor == "setting":
         return {level: colour(str(level)) for level in levels}
@@ -131,10 +134,10 @@ def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
 def name_levels(
     frame: pd.DataFrame, factor: str = "setting"
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """The frame with a column `name` for each level, and each name's colour for seaborn's `hue`.
+    """Return the frame with a column `name`, the level in words, and the colour of each name.
 
-    Settings come in the order of the palette, the unknown ones last; other levels as they stand in
-    the frame.
+    seaborn uses them as `hue` and `palette`. Settings have the order of `COLOURS`, other settings
+    come last. Levels of other factors have the order of the frame.
     """
     levels = list(frame[factor].unique())
     if factor == "setting":
@@ -147,7 +150,7 @@ def name_levels(
 
 
 def is_recorded(frame: pd.DataFrame) -> pd.Series:
-    """Which rows were recorded elsewhere; none where the frame does not say.
+    """Return which rows were recorded elsewhere: none, if there is no column `recorded`.
 
     >>> [
     ...     is_recorded(pd.DataFrame(table)).tolist()
@@ -166,7 +169,7 @@ def draw_points(
     is_hollow: ArrayLike = False,
     **style: Any,
 ) -> None:
-    """Points in one colour or one each: filled if made here, hollow if recorded."""
+    """Draw points in one colour or one colour each, filled or, if `is_hollow`, hollow."""
     faces = np.atleast_1d(np.where(is_hollow, "white", tint))
     edges = np.atleast_1d(tint)
     axes.scatter(
@@ -184,12 +187,12 @@ def draw_points(
 
 
 def legend_key(label: str, **style: Any) -> Line2D:
-    """A legend entry: a line, or with `ls=""` and a `marker` a point."""
+    """Make a legend entry: a line, or with `ls=""` and a `marker` a point."""
     return Line2D([], [], label=label, **style)
 
 
 def origin_keys(frame: pd.DataFrame) -> list[Line2D]:
-    """Legend entries for filled and hollow markers, with the machines of the runs."""
+    """Make legend entries for filled and hollow markers, with the machines of the runs."""
     recorded = is_recorded(frame)
     keys = []
     for is_hollow in sorted(recorded.unique()):
@@ -207,7 +210,7 @@ def origin_keys(frame: pd.DataFrame) -> list[Line2D]:
 
 
 def power_of_ten(value: float, _: float | None = None) -> str:
-    """A power of ten, as a label of an axis.
+    """Return a power of ten as the label of an axis.
 
     >>> power_of_ten(0), power_of_ten(1e-3), power_of_ten(-100.0)
     ('0', '10⁻³', '−10²')
@@ -235,6 +238,6 @@ def log_scale(axis: XAxis | YAxis, least: float = 2.0) -> None:
 
 
 def log_scales(axes: Axes) -> None:
-    """Both axes logarithmic, where that helps."""
+    """Use a log scale on each axis whose data span a large enough range; see `log_scale`."""
     for axis in (axes.xaxis, axes.yaxis):
         log_scale(axis)

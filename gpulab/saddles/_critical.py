@@ -1,12 +1,13 @@
 """Critical points of any loss, distinguished from places where the gradient only stalls.
 
-The gradient g is driven to zero by minimising ‖g‖² with the method of Levenberg and Marquardt: the
-step p minimises ‖g + H p‖² + μ‖p‖² (H the Hessian), and the damping μ, proportional to ‖g‖, falls
-where the step did what it promised and grows where it did not. Unlike Newton's own step it needs no
-regular H, and it is as fast near the solution even where critical points are not isolated (Fan,
-Yuan), as they never are in a network whose units can be rescaled.
+The method of Levenberg and Marquardt minimises ‖g‖², where g is the gradient. The step p minimises
+‖g + H p‖² + μ‖p‖², where H is the Hessian. The damping μ is proportional to ‖g‖. It is decreased
+after a step that reduced ‖g‖² as predicted, and increased after one that did not. Unlike Newton's
+step, this step does not need an invertible H. Near the solution it converges as fast, even where
+critical points are not isolated (Fan, Yuan). In a network whose units can be rescaled they never
+are.
 
-‖g‖² has minima of its own, where H g = 0 but g is not: gradient-flat regions (Frye et al.).
+‖g‖² also has minima at which g is not zero but H g = 0: gradient-flat regions (Frye et al.).
 """
 
 from __future__ import annotations
@@ -32,37 +33,37 @@ if TYPE_CHECKING:
     pass
 
 MAX_STEPS = 300
-MAX_PARAMETERS = 5_000  # parameters: each step writes the whole Hessian out
+MAX_PARAMETERS = 5_000  # each step computes the whole Hessian of so many parameters
 GRADIENT_TOLERANCE = 1e-20  # the squared length of a gradient that counts as zero
-# eigenvalues below this share of the largest count as zero: a step along them leads nowhere
+# Eigenvalues with |λ| below this share of the largest |λ| belong to the kernel of the Hessian.
 KERNEL_SHARE = 1e-4
-# share of the gradient in the kernel from which on a region is called gradient-flat (Frye et al.)
+# A region is gradient-flat if more than this share of the gradient is in the kernel (Frye et al.).
 MIN_FLAT_SHARE = 0.9
-STALL_STEPS = 10  # the search has stalled where ‖g‖² has fallen by less than 1 % over these steps
+# The search has stalled if ‖g‖² has fallen by less than 1 % over the last 10 steps.
+STALL_STEPS = 10
 STALL_RATIO = 0.99
-MIN_GAIN_RATIO = (
-    1e-4  # the least share of the predicted decrease of ‖g‖² that a step has to achieve
-)
-MAX_DAMPING = 1e30  # if a step this short does not make the gradient smaller, none does
-MAX_NEWTON_SHARE = (
-    1e-2  # a Newton step longer than this share of the weights: the critical point is elsewhere
-)
-MIN_DENOMINATOR = 1e-300
+# A step is accepted if it achieves more than this share of the predicted decrease of ‖g‖².
+MIN_GAIN_RATIO = 1e-4
+MAX_DAMPING = 1e30  # If a step this short does not make the gradient smaller, no step does.
+# If the Newton step is longer than this share of the weights, the critical point is elsewhere.
+MAX_NEWTON_SHARE = 1e-2
+MIN_DENOMINATOR = 1e-300  # replaces a denominator of zero
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class CriticalPoint:
-    """A critical point of a loss, or where the search ended: `find_critical_point` returns it.
+    """A critical point of a loss, or the point at which the search for one ended.
 
-    Its vectors are all trainable weights, flattened, in the order of the model's parameters, in
-    float64. Eigenvalues are those of the whole Hessian, computed when first asked for.
+    `find_critical_point` returns one. Its vectors have all trainable weights, flattened, in the
+    order of the model's parameters, in float64. Eigenvalues are those of the whole Hessian. They
+    are computed when they are first used.
 
     Attributes:
-        model: A copy of the network, in float64, with the weights of that place.
-        objective: The loss as a function of a model, with what it is computed on in float64.
-        found: Whether it is a critical point: whether the gradient is zero, but for rounding.
-        message: How it was found, or why it is not a critical point, such as a gradient-flat
-            region, where the gradient is not zero and yet cannot get smaller.
+        model: A copy of the network, in float64, with the weights of this point.
+        objective: The loss as a function of a model, with its data in float64.
+        found: Whether this is a critical point: whether the gradient is zero up to rounding.
+        message: How the point was found, or why it is not a critical point. For example, it may lie
+            in a gradient-flat region, where the gradient is not zero and yet cannot get smaller.
 
     Examples:
         >>> import torch
@@ -81,7 +82,7 @@ class CriticalPoint:
     message: str
 
     def hessian(self) -> Hessian:
-        """Make the Hessian there, as torch computes it.
+        """Make the Hessian at this point, as torch computes it.
 
         Returns:
             A `gpulab.saddles.Hessian`.
@@ -97,9 +98,10 @@ class CriticalPoint:
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
         """The m negative eigenvalues (m,), ascending, and their eigenvectors in columns (n, m).
 
-        An eigenvalue that was computed counts as negative below −1e-8 of the largest |λ|.
+        An eigenvalue counts as negative if it is below −1e-8 of the largest |λ|.
         """
         values, vectors = self._eigen
+        # 1e-8 is the square of `KERNEL_SHARE`.
         negative = values < -(KERNEL_SHARE**2) * values.abs().max()
         return values[negative], vectors[:, negative]
 
@@ -130,6 +132,7 @@ class CriticalPoint:
 
     @functools.cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
+        """All eigenvalues (n,), ascending, and their eigenvectors in columns (n, n)."""
         return torch.linalg.eigh(self.hessian().dense())
 
     def __repr__(self) -> str:
@@ -142,20 +145,20 @@ def find_critical_point(
 ) -> CriticalPoint:
     """Search for a critical point near the weights of a model: a minimum, a saddle or a maximum.
 
-    The search makes the gradient smaller, by the method of Levenberg and Marquardt, on a copy of
-    the model in float64. It makes 300 steps at most, and each writes the whole Hessian out: the
-    model has at most 5,000 weights. It ends where the squared length of the gradient is 1e-20 or
-    less. It may also end in a gradient-flat region, where the gradient is not zero and yet cannot
-    get smaller: the result says so.
+    The search makes the gradient smaller by the method of Levenberg and Marquardt, on a copy of the
+    model in float64. It ends when the squared length of the gradient is 1e-20 or less, and after at
+    most 300 steps. Each step computes the whole Hessian, so the model may have at most 5,000
+    weights. The search may also end in a gradient-flat region, where the gradient is not zero and
+    yet cannot get smaller. The message of the result then says so.
 
     Args:
-        model: The network whose weights to begin with; it is left alone.
+        model: The network whose weights the search begins with; it is not changed.
         loss: A function of the model's outputs and the targets, which returns a scalar.
         batch: Inputs and targets, or what else `gpulab.hessian` accepts.
         progress: Whether to show a progress bar.
 
     Returns:
-        A `gpulab.saddles.CriticalPoint`. Whether it is one, its `found` and `message` say.
+        A `gpulab.saddles.CriticalPoint`. Its `found` and `message` say whether it is critical.
 
     Raises:
         UsageError: For more than 5,000 weights, and for what `gpulab.hessian` refuses.
@@ -207,7 +210,8 @@ def find_critical_point(
             break
         weights = parameters_to_vector(parameters).detach()
         gain_ratio = 0.0
-        # A step is damped until it makes the gradient smaller; the gain ratio may be NaN.
+        # The damping is increased until the step makes the gradient smaller. The comparisons are
+        # negated because the gain ratio may be NaN, which then counts as a failed step.
         while not gain_ratio > MIN_GAIN_RATIO and damping < MAX_DAMPING:
             step = (
                 -values
@@ -223,15 +227,16 @@ def find_critical_point(
             )
             decrease = squared_norm - sum(float(gradient.square().sum()) for gradient in gradients)
             gain_ratio = decrease / max(predicted_decrease, MIN_DENOMINATOR)
-            if not gain_ratio >= 0.25:  # or it is NaN
+            # A poor prediction makes the next step shorter, a good one makes it longer.
+            if not gain_ratio >= 0.25:
                 damping *= 4
             elif gain_ratio > 0.75:
                 damping = max(damping * (1 / 6), 1e-12)
         if not gain_ratio > MIN_GAIN_RATIO:
-            vector_to_parameters(weights, parameters)
+            vector_to_parameters(weights, parameters)  # The failed step is undone.
             break
     is_in_kernel = values.abs() <= KERNEL_SHARE * scale
-    is_resolved = values.abs() > 1e-12 * scale
+    is_resolved = values.abs() > 1e-12 * scale  # eigenvalues that are more than rounding errors
     # The share of the gradient that lies in the kernel.
     kernel_share = float(coefficients[is_in_kernel].norm()) / max(
         float(coefficients.norm()), MIN_DENOMINATOR
@@ -258,7 +263,7 @@ def find_critical_point(
         message += ": search again from `model`, or start elsewhere"
     elif not is_critical:
         message += ", and it gets no smaller: nearly flat, or the loss is not smooth here"
-    # The copy's weights are separate tensors again, not views of one vector.
+    # `vector_to_parameters` has made the weights views of one vector. Copying separates them again.
     return CriticalPoint(
         model=copy.deepcopy(moving_model), objective=objective, found=is_critical, message=message
     )

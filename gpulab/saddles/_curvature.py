@@ -1,7 +1,7 @@
 """The curvature of a loss along a training: how many directions lead down, and how steeply.
 
-The trainings are real ones under a setting; the instrument is the same for all: the Hessian of one
-fixed batch, in float32 without TF32, on the device that trained. The picture is that of Dauphin,
+Trainings run under different settings. The measurement is the same for all: the Hessian of one
+fixed batch, in float32 without TF32, on the device that trained. The method is that of Dauphin,
 Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle point problem*
 (arXiv 1406.2572).
 """
@@ -33,16 +33,16 @@ from gpulab.training._run import Run, train
 if TYPE_CHECKING:
     import pandas as pd
 
-# One thread gives the same bits on every CPU with the same instructions, and does not wait for a
-# busy second core.
+# The setting under which the Hessian is computed, by the kind of device. One thread gives the same
+# bits on every CPU with the same instructions, and does not wait for a busy second core.
 INSTRUMENT_SETTINGS = {"cpu": "{}:threads=1", "cuda": "{}:tf32=off"}
-# frames of a sequence, or images, in the batch that the Hessian is of
+# The size of the batch whose Hessian is computed: frames of a sequence (True), or images (False).
 BATCH_FRAMES = {
     True: 10,
     False: 200,
 }
 MEASUREMENTS = ("loss", "index_fraction", "index_error", "zero_fraction", "smallest", "largest")
-SPECTRUM_COLUMNS = ("nodes", "node_weights")  # arrays (probes, steps), which a file keeps as lists
+SPECTRUM_COLUMNS = ("nodes", "node_weights")  # arrays (probes, steps), in files flat lists
 
 
 def curvature_along(
@@ -60,24 +60,25 @@ def curvature_along(
 ) -> pd.DataFrame:
     """Train a network from several seeds and settings, and measure the loss's curvature meanwhile.
 
-    At moments spaced logarithmically, from before the first update to the end of the training, it
-    looks at the Hessian of the training's objective on one fixed batch: 200 training images, or the
-    first 10 training frames, for which the network begins with an empty state (of PredNet, the sum
-    over the frames). That is always measured in the same way, whatever the training's setting is:
-    in float32, on the device that trained, with one thread on a CPU and without TF32 on a GPU.
+    It measures at logarithmically spaced moments, from before the first update to the end of the
+    training. At each it computes the spectrum of the Hessian of the training's objective on one
+    fixed batch. The batch is 200 training images, or the first 10 training frames, for which the
+    network begins with an empty state. (PredNet's objective is the sum over the frames.) The
+    measurement does not depend on the training's setting: it is made in float32, on the device that
+    trained, with one thread on a CPU and without TF32 on a GPU.
 
     Args:
         net: The name of the network: `autoencoder`, `prednet` or `whitener`.
         setting: One setting to train under, or several, such as `["cpu", "cpu:precision=float64"]`.
         seeds: The seeds to train from, or how many: 3 stands for 0, 1 and 2.
         profile: How long to train and on what: `smoke`, `quick` or `paper`, as for `gpulab.train`.
-        snapshots: At how many moments to look. Moments that coincide are one; a single one is the
-            end.
+        snapshots: The number of moments. Moments that coincide are measured once. A single moment
+            is the end of the training.
         probes: How many random vectors `gpulab.saddles.spectral_density` begins with.
         steps: How many steps of Lanczos it makes from each.
-        store: A folder in which what was seen of each training is kept. A training that is there is
-            not made again.
-        command: Noted in what is kept: how it was made.
+        store: A folder for the measurements. A training whose measurements are already in the
+            folder is not repeated.
+        command: The command that makes the measurements, to be recorded with them.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -86,8 +87,8 @@ def curvature_along(
         - Which training: `experiment` (the network), `profile`, `frames`, `setting`, `seed`,
           `machine`, `id`, `weights` (the SHA-256 of the trained weights), `status` (`finished` or
           `diverged`), `recorded` (False).
-        - Which moment: `step` (updates so far); `final`, whether it is the training's last row:
-          `frame[frame.final]` is what `gpulab.verdict` takes.
+        - Which moment: `step` (updates so far); `final`, whether it is the training's last row.
+          `gpulab.verdict` takes `frame[frame.final]`.
         - Of the batch: `loss`, the mean squared error per frame or image.
         - Of the Hessian: `size`, the number of its rows; `smallest` and `largest`, the outermost
           nodes of its spectrum; `index_fraction`, the share of eigenvalues below −1e-2 of the
@@ -154,7 +155,7 @@ def recorded_curvature() -> pd.DataFrame:
 def _curvature_of_training(
     planned: NetworkRun, measuring: dict[str, int], store: str | Path | None, command: str | None
 ) -> pd.DataFrame:
-    """The rows of one training: stored ones, or new ones."""
+    """Return the rows of one training: stored ones if there are any, otherwise new ones."""
     machine_passport = passport()
     planned.draw_weights()
     identity = planned.identity(machine_passport).record
@@ -177,16 +178,22 @@ def _curvature_of_training(
 
 
 def _train_and_measure(planned: NetworkRun, measuring: dict[str, int]) -> tuple[pd.DataFrame, Run]:
-    """Do a training, and measure at its moments; a row for each, as a file keeps it."""
+    """Train, and measure at each moment; return a row for each, as files have it, and the run.
+
+    Moments at which a weight is not finite are left out. A run that diverged has a last row without
+    numbers.
+    """
     import pandas as pd
 
     window_count = 1 + planned.frames // planned.window
-    # A single moment is the end of the training.
+    # Moments are numbers of calls of `watch`, from 0. They are spaced from the end to the start, so
+    # a single moment is the end of the training.
     moments = set(np.geomspace(window_count, 1, measuring["snapshots"]).round() - 1)
     watch_count = itertools.count()
     snapshots: dict[int, dict[str, Tensor]] = {}  # weights, by the number of updates
 
     def watch(model: Trainable, step: int) -> None:
+        """Copy the weights if this call is a moment and all weights are finite."""
         if next(watch_count) in moments:
             copies = {
                 name: tensor.detach().to("cpu", copy=True)
@@ -244,7 +251,7 @@ def _measure(
 
 # `Any`, because a record is JSON from a file.
 def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows of a training as stored in a file, with their common columns."""
+    """Return the rows of a stored training, with the columns that its record has for all rows."""
     shape = record["looked"]["probes"], record["looked"]["steps"]
     spectra = {
         name: [np.resize(row, shape).astype(float) for row in table[name]]

@@ -17,8 +17,8 @@ from gpulab.saddles._operators import (
     random_signs,
 )
 
-MAX_DENSE_SIZE = 20  # up to this size ARPACK would build the whole matrix, too
-MAX_RESTARTS = 300  # of some twenty products each
+MAX_DENSE_SIZE = 20  # up to this size the whole matrix costs no more products than ARPACK
+MAX_RESTARTS = 300  # restarts of ARPACK, each of which takes some twenty products
 
 
 def extreme_eigenpairs(
@@ -26,9 +26,9 @@ def extreme_eigenpairs(
 ) -> tuple[Float[Tensor, " 2"], Float[Tensor, "n 2"]]:
     """Find the least and the greatest eigenvalue of a symmetric operator, with eigenvectors.
 
-    It needs products with the operator only, which `scipy.sparse.linalg.eigsh` makes use of
-    (Lanczos, implicitly restarted). For more eigenpairs call it yourself; `docs/hessians.md` shows
-    how. For the whole spectrum see `gpulab.saddles.spectral_density`.
+    It needs only products with the operator, and uses `scipy.sparse.linalg.eigsh` (implicitly
+    restarted Lanczos). For more eigenpairs call `eigsh` yourself; `docs/hessians.md` shows how. For
+    the whole spectrum see `gpulab.saddles.spectral_density`.
 
     Args:
         H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and
@@ -74,16 +74,20 @@ def extreme_eigenpairs(
     check_symmetric(H, signs, H @ signs)
 
     def find_farthest_eigenpair(shift: float, deflated: np.ndarray) -> tuple[float, np.ndarray]:
-        """The eigenpair farthest from a number; the search starts orthogonal to a known vector."""
+        """Find the eigenpair whose eigenvalue is farthest from `shift`.
+
+        The search starts orthogonal to the eigenvector `deflated`, which may be zero.
+        """
 
         def product(vector: np.ndarray) -> np.ndarray:
+            """Multiply a vector by H − shift · I."""
             products = H @ torch.from_numpy(vector.ravel()).to(H.dtype).to(H.device)
             check_products(products)
             return products.cpu().double().numpy() - shift * vector.ravel()
 
         start = np.random.default_rng(0).standard_normal(n)
         start -= deflated @ start * deflated
-        if not product(start).any():  # every vector is an eigenvector
+        if not product(start).any():  # The operator is a multiple of the identity.
             return shift, start / np.linalg.norm(start)
         shifted = LinearOperator((n, n), product, dtype=np.float64)
         try:
@@ -96,6 +100,8 @@ def extreme_eigenpairs(
             ) from None
         return float(values[0]) + shift, vectors[:, 0]
 
+    # The eigenvalue farthest from zero is one of the two extreme ones. The eigenvalue farthest from
+    # that one is the other.
     first_pair = find_farthest_eigenpair(0.0, np.zeros(n))
     pairs = sorted([first_pair, find_farthest_eigenpair(*first_pair)], key=lambda pair: pair[0])
     values, vectors = zip(*pairs, strict=True)

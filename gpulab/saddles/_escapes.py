@@ -1,14 +1,14 @@
 """Escapes from a saddle: how long an optimiser stays when only rounding errors push it away.
 
 Along an eigenvector of the Hessian with the eigenvalue −λ, a step of size η multiplies the distance
-by 1 + ηλ. A first displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps,
-nearly ln(r/δ) / (ηλ). An arithmetic that at every step computes ε there instead of zero does what δ
-= ε/λ does. But a step smaller than half of what separates a weight from the next number of its
-format leaves it as it is: rounding can also hold a network at a saddle. What a step is, the
-optimiser decides (`gpulab.saddles._optimizers`).
+from the saddle by 1 + ηλ. An initial displacement δ therefore reaches a radius r after
+ln(r/δ) / ln(1 + ηλ) steps, which is nearly ln(r/δ) / (ηλ). An arithmetic error ε in the gradient,
+made at every step, has the same effect as the displacement δ = ε/λ. But rounding can also hold a
+network at a saddle: a weight does not change if its step is smaller than half the distance to the
+next number of its format. The optimiser determines the steps (`gpulab.saddles._optimizers`).
 
-From the top: `Weights` are what moves, `Descent` moves them, `escape` watches until they have left,
-and `escape_table` does so under one or many settings.
+`Weights` holds the weights, `Descent` trains them, `escape` trains until they have left the saddle,
+and `escape_table` repeats this for several settings.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ if TYPE_CHECKING:
 
 InputsTargets = tuple[Tensor, Tensor]
 
-RADIUS = 0.1  # the distance along the ways down at which a network has left
-# steps without change after which gradient descent stays for good; others need SETTLING_STEPS
+RADIUS = 0.1  # a network has left if its distance along the unstable directions exceeds this
+# Gradient descent that has changed no weight in so many steps will never move again. Optimisers
+# with a memory need SETTLING_STEPS.
 HELD_STEPS = 10
-EXPECTED_STEPS_FACTOR = (
-    3  # times the expected steps that are made where `steps` does not say how many
-)
+# By default the number of steps is limited to this multiple of the expected steps, and a constant.
+EXPECTED_STEPS_FACTOR = 3
 MAX_STEPS = 100_000
-# η λ where no learning rate is given, unless that is too large for the steepest upward direction
+# The default learning rate η has this product η λ, unless the steepest upward direction needs less.
 DEFAULT_GROWTH = 0.05
-DEFAULT_ADAPTIVE_RATE = (
-    1e-3  # the learning rate of Adam and the like where none is given: torch's default for Adam
-)
-MIN_BATCH_WEIGHT = 1e-4  # batches with a smaller weight, relative to the first one's, are left out
-# What tells the escapes of a table apart.
-# Recorded tables were written with these names.
+# The default learning rate of optimisers that scale their steps: torch's default for Adam.
+DEFAULT_ADAPTIVE_RATE = 1e-3
+# Sums over batches end where the weight of a batch falls below this.
+MIN_BATCH_WEIGHT = 1e-4
+# The present names of columns, by the names with which recorded tables were written.
 FORMER_COLUMNS = {
     "expected": "expected_steps",
     "held": "stalled",
     "left": "escaped",
     "moved": "changed_share",
 }
+# The columns that together identify an escape in a table.
 KEY_COLUMNS = (
     "setting",
     "optimizer",
@@ -85,16 +85,17 @@ KEY_COLUMNS = (
 
 
 class Weights:
-    """A network's weights in a setting's format, and those that an optimiser updates.
+    """A network's weights in a setting's format, and the weights that an optimiser updates.
 
-    They are the same, or masters in float64.
+    By default these are the same tensors. With `masters`, the optimiser updates copies in float64,
+    and the network has these copies rounded to its own format.
     """
 
     def __init__(self, model: nn.Module, setting: Setting, masters: bool = False) -> None:
         self.setting = setting
         self.net = copy.deepcopy(model).to(setting.device, setting.dtype)
         self.parameters = trainable_parameters(self.net)
-        # an Apple GPU has no float64
+        # Apple GPUs have no float64.
         self.float64_device = "cpu" if setting.kind == "mps" else setting.device
         self.trainable = self.parameters
         if masters:
@@ -104,7 +105,7 @@ class Weights:
             ]
 
     def flat(self, tensors: Iterable[Tensor] | None = None) -> Float[Tensor, " n"]:
-        """One vector of tensors, in float64; of the weights that are moved where none are given."""
+        """Join tensors to one vector in float64; by default the weights the optimiser updates."""
         tensors = self.trainable if tensors is None else tensors
         return (
             torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
@@ -114,9 +115,9 @@ class Weights:
 
     @torch.no_grad()
     def set_weights(self, vector: Float[Tensor, " n"]) -> None:
-        """Put the network at these weights."""
-        # Copied, not views of one vector: where a weight lies in memory may decide how a product of
-        # it is rounded.
+        """Set the network's weights to the entries of a vector, rounded to the weights' format."""
+        # The weights keep their memory instead of becoming views of the vector, because a library
+        # may choose the kernel of a product by the address of its factors.
         for weight, piece in zip(
             self.trainable, vector.split([w.numel() for w in self.trainable]), strict=True
         ):
@@ -125,7 +126,7 @@ class Weights:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> float:
-        """Let the optimiser make a step; the share of the weights that it changed."""
+        """Let the optimiser make a step, and return the share of the weights that it changed."""
         previous_weights = [weight.clone() for weight in self.trainable]
         for weight, gradient in zip(self.trainable, gradients, strict=True):
             weight.grad = gradient.to(weight)
@@ -138,6 +139,7 @@ class Weights:
         return int(torch.stack(changed).sum()) / sum(weight.numel() for weight in self.trainable)
 
     def _round_masters(self) -> None:
+        """Copy the master weights, if there are any, into the network, which rounds them."""
         if self.trainable is not self.parameters:
             for parameter, weight in zip(self.parameters, self.trainable, strict=True):
                 parameter.copy_(weight)
@@ -146,11 +148,17 @@ class Weights:
 def choose_optimizer(
     saddle: CriticalPoint, weights: Weights, optimizer: str | OptimizerFactory, rate: float | None
 ) -> Optimizer:
-    """An optimiser with the given learning rate, or one giving growth by `DEFAULT_GROWTH`."""
+    """Build an optimiser, with a default learning rate if `rate` is None.
+
+    For gradient descent the default gives a growth of `DEFAULT_GROWTH` along the steepest unstable
+    direction, or less where the steepest upward direction would diverge. For other optimisers it is
+    `DEFAULT_ADAPTIVE_RATE`.
+    """
     if rate is not None and not 0 < rate < math.inf:
         raise UsageError(f"a learning rate of {rate!r}: expected a number above 0")
     built = build_optimizer(optimizer, weights.trainable, 1.0 if rate is None else rate)
     if rate is None:
+        # The optimiser was built with a rate of 1, which is replaced here.
         rate = DEFAULT_ADAPTIVE_RATE
         if optimizer_name(optimizer, built).startswith(("sgd", "momentum")):
             rate = min(DEFAULT_GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
@@ -160,7 +168,10 @@ def choose_optimizer(
 
 
 class Descent:
-    """A training that starts at a saddle, in the active arithmetic, with its optimiser and law."""
+    """A training that starts at a saddle, in the active arithmetic.
+
+    `law` is the law by which its optimiser leaves the saddle; None for an optimiser without one.
+    """
 
     def __init__(
         self,
@@ -192,40 +203,50 @@ class Descent:
         self.changed_shares: list[float] = []
 
     def batches(self) -> Iterator[InputsTargets]:
-        """Inputs and targets in an order drawn from the seed, reshuffled for each pass."""
+        """Yield batches without end: inputs and targets in an order drawn from the seed.
+
+        Minibatches are reshuffled for each pass over the data. Without a batch size, each batch is
+        all data in the same order.
+        """
         inputs, targets = self.data
         count = len(inputs)
         size = self.batch_size
         for epoch in itertools.count():
+            # The large factor gives each pair of seed and epoch a number of its own.
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             order = torch.randperm(count, generator=generator).to(inputs.device)
             if size is None:
                 yield from itertools.repeat((inputs[order], targets[order]))
-            else:  # whole batches only: a few left over would be noisier than all the others
+            else:
+                # An incomplete last batch is left out, because it would be noisier than the others.
                 for indices in order[: count - count % size].split(size):
                     yield inputs[indices], targets[indices]
 
     def gradient(self, batch: InputsTargets) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss of a batch and its gradients."""
+        """Compute the loss of a batch and its gradients."""
         loss = dataclasses.replace(self.objective, batches=(batch,))(self.weights.net)
         return loss.detach(), torch.autograd.grad(loss, self.weights.parameters)
 
     def iterate(self) -> Iterator[tuple[Tensor, Float[Tensor, " n"]]]:
-        """Make steps without end; before each, the loss and the displacement from the saddle."""
+        """Train without end; before each step, yield the loss and the displacement from the saddle.
+
+        After each step, the share of the weights that it changed is appended to `changed_shares`.
+        """
         for batch in self.batches():
             loss, gradients = self.gradient(batch)
             yield loss, self.weights.flat() - self.saddle
             self.changed_shares.append(self.weights.step(self.optimizer, gradients))
 
     def project_unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
-        """The components of a vector along the descent directions."""
+        """Compute the components of a vector along the unstable directions."""
         return (self.unstable_directions * vector[:, None]).sum(0)
 
     def equivalent_displacement(self) -> Float[Tensor, " m"]:
-        """The unstable displacement with the same effect as the rounding errors at the saddle.
+        """Compute the unstable displacement that has the same effect as errors at the saddle.
 
-        A step moves by −η g. What moved n steps ago has grown by ρⁿ since, so that the first ones
-        count most.
+        These are errors of rounded weights and of gradients, and the noise of minibatches. A step
+        moves the weights by −η g. A movement has grown by ρⁿ after n further steps, so the first
+        batches count most. NaN for minibatches with an optimiser for which this law does not hold.
         """
         if self.batch_size is not None and (self.law is None or math.isfinite(self.law.max_step)):
             return torch.full_like(self.unstable_values, math.nan).cpu()
@@ -233,7 +254,8 @@ class Descent:
         displacement = torch.zeros_like(self.unstable_values)
         rounding = self.project_unstable(self.weights.flat() - self.saddle)
         for number, batch in enumerate(self.batches()):
-            # The gradient at weights that were rounded has −λ times their displacement in it.
+            # At rounded weights, even the exact gradient is not zero: it is −λ times their
+            # displacement. Only the rest is an error.
             error = (
                 self.project_unstable(self.weights.flat(self.gradient(batch)[1]))
                 - self.unstable_values * rounding
@@ -257,16 +279,22 @@ class Descent:
 def escape(
     descent: Descent, optimizer: str | OptimizerFactory, perturbation: float, steps: int | None
 ) -> tuple[dict[str, str | float], pd.DataFrame]:
-    """Train until the saddle is left; returns a row of an `EscapeTable` and a row for each step.
+    """Train until the saddle is left; return a row of an `EscapeTable` and a row for each step.
 
-    It ends at the number of steps; by default three times as many as theory expects, and some more.
-    A training by whole batches ends earlier where no weight has changed any more in 10 steps of
-    `sgd`, or 500 of another optimiser.
+    The training ends at the latest after `steps` steps, by default three times the expected number
+    and a constant. Without minibatches it ends earlier if no weight has changed in the last 10
+    steps of `sgd`, or in the last 500 of another optimiser.
+
+    Raises:
+        DataError: Where weights or a loss become infinite or NaN.
     """
     import pandas as pd
 
     name = optimizer_name(optimizer, descent.optimizer)
     law = descent.law
+    # The steps without change after which a training is held, the steps added to the limit, and the
+    # steps beyond twice the expected number that do not yet count as held. Optimisers with a memory
+    # need time to settle first.
     if name == "sgd":
         patience = HELD_STEPS
         extra_steps = 100
@@ -284,6 +312,7 @@ def escape(
     expected_rate = math.nan
     if law is not None:
         expected_steps = law.expected_steps(start.abs(), curvatures, steepest.cpu(), RADIUS)
+        # Optimisers with a largest step have no constant rate of growth.
         if not math.isfinite(law.max_step):
             expected_rate = math.log1p(float(law.growth_minus_one(curvatures[:1])))
     if steps is None:
@@ -295,6 +324,7 @@ def escape(
     ratio = step_ratio(optimizer, descent.rate, descent.weights.trainable, gradients)
     rows: list[list[float]] = []
     for loss, displacement in descent.iterate():
+        # With the same data in each step, weights that have not changed for so long never will.
         if descent.batch_size is None and descent.changed_shares[-patience:] == [0.0] * patience:
             break
         unstable = descent.project_unstable(displacement)
@@ -317,6 +347,7 @@ def escape(
         .reset_index()
     )
     has_left = rows[-1][1] > RADIUS
+    # Whether the distance was the same in all of the last steps.
     is_still = len(rows) >= patience and history.distance.tail(patience).nunique() == 1
     return {
         "optimizer": name,
@@ -339,49 +370,49 @@ def escape(
 class EscapeTable(Report):
     """Escapes from one saddle under several settings; `gpulab.saddles.escape_table` returns one.
 
-    It can be printed and drawn (`plot`). What another machine recorded can be appended to both
-    frames. The unstable directions of a saddle are those along which the loss curves down: the
-    eigenvectors of the Hessian's negative eigenvalues −λ. Distances are Euclidean, of all weights
-    together, in float64.
+    It can be printed and drawn (`plot`). Escapes that another machine recorded can be appended to
+    both frames. The unstable directions of a saddle are those along which the loss curves down: the
+    eigenvectors of the Hessian's negative eigenvalues −λ. Distances are Euclidean distances between
+    the vectors of all weights, in float64.
 
     Attributes:
         table: A data frame with a row for each escape.
 
             - What was done: `setting`; `optimizer`, its name; `master_weights`; `learning_rate`,
               the η of a step; `batch_size`, the samples in a step, 0 for all of them; `seed`;
-              `perturbation`, how far the weights were moved along the steepest way down first. Also
-              `emulated`, whether the setting emulates another chip, `recorded` (False) and
-              `machine`.
+              `perturbation`, how far the weights were first moved along the steepest unstable
+              direction. Also `emulated`, whether the setting emulates another chip, `recorded`
+              (False) and `machine`.
             - `curvature`, the least eigenvalue of the Hessian at the saddle, and `radius`, the
               distance along the unstable directions at which a network has left.
-            - `noise`, the displacement along the unstable directions that has the effect of the
-              arithmetic's errors: of gradients, of rounded weights, of batches. It is measured at
-              the saddle before any step. NaN for minibatches and another optimiser than gradient
-              descent, with or without momentum.
+            - `noise`, the displacement along the unstable directions that has the same effect as
+              the errors of gradients, of rounded weights and of minibatches. It is measured at the
+              saddle before any step. For minibatches it is known only for gradient descent, with or
+              without momentum, and NaN for other optimisers.
             - `start`, the displacement along the unstable directions at the start: the noise and
                 the perturbation.
-            - `expected_steps`, the step at which theory expects the network to leave from there.
-              Infinite where nothing displaces it; NaN where `start` is, and where there is no
-              theory: for other optimisers than SGD, momentum, RMSprop and Adam, and for options of
-              these such as weight decay.
+            - `expected_steps`, the step at which theory expects the network to leave. Infinite if
+              nothing displaces the network. NaN if `start` is NaN, and where there is no theory:
+              for other optimisers than SGD, momentum, RMSprop and Adam, and for some of their
+              options, such as weight decay.
             - `expected_rate`, how much the logarithm of the distance grows per step along the
               steepest direction: ln(1 + ηλ), or ln ρ with momentum, where ρ is the larger root of
-              ρ² − (1 + μ + ηλ) ρ + μ = 0. NaN for an optimiser whose steps have nearly the same
-              size, whatever the gradient is.
-            - `escaped`, whether the network left, and `steps`, the first step whose unstable part
-              is longer than the radius; NaN where there is none. Other directions do not count:
-              minibatches may carry the weights as far there, but from there they come back.
+              ρ² − (1 + μ + ηλ) ρ + μ = 0. NaN for optimisers that scale their steps, such as Adam.
+            - `escaped`, whether the network left, and `steps`, the first step at which the unstable
+              part of its displacement is longer than the radius; NaN if there is none. Other
+              directions do not count: minibatches may move the weights as far along them, but the
+              weights come back.
             - `stalled`, whether rounding held the network at the saddle. It did not leave, and
               either the weights stood still in the last steps (10 of `sgd`, 500 of others), or more
               than twice the expected steps were made (and 500 more, unless by `sgd`).
             - `changed_share`, the share of the weights that the first step changed.
-            - `step_ratio`, the length of the step that the optimiser settles to at the saddle, over
-              that of half of what separates the weights from the next numbers of their format.
-              Below 1, rounding holds most weights.
+            - `step_ratio`, the length of the optimiser's settled step at the saddle, divided by
+              half the distance from the weights to the next numbers of their format. Below 1,
+              rounding holds most weights.
         paths: A data frame of all trainings, one below the other, with a row for the start and one
-            after each step: `step`; the `distance` of the weights from the saddle; its parts that
-            are `unstable` (along all unstable directions) and `along` the steepest one; the `loss`;
-            and what tells trainings apart: `setting`, `optimizer`, `master_weights`,
+            after each step: `step`; the `distance` of the weights from the saddle; its parts along
+            all unstable directions (`unstable`) and along the steepest one (`along`); the `loss`;
+            and the columns that identify a training: `setting`, `optimizer`, `master_weights`,
             `learning_rate`, `perturbation`, `batch_size`, `seed`.
 
     Examples:
@@ -400,9 +431,11 @@ class EscapeTable(Report):
     paths: pd.DataFrame
 
     def slope(self) -> tuple[float, float, float]:
-        """Fit the ratio of observed to expected steps over all escapes by `sgd` that left.
+        """Fit the ratio of observed to expected steps over the escapes by `sgd` that left.
 
-        The law is that of the steepest way down alone, to first order: ln(radius / start) / (ηλ).
+        The expected steps are those of the steepest unstable direction alone, to first order:
+        ln(radius / start) / (ηλ). Escapes that start beyond the radius are left out, because their
+        law would give a negative number of steps.
 
         Returns:
             The slope by least squares, and the lower and the upper end of its 95 % interval.
@@ -446,42 +479,43 @@ def escape_table(
     master_weights: bool = False,
     progress: bool = True,
 ) -> EscapeTable:
-    """Train from a saddle until it is left, for each seed, setting, optimiser and other choice.
+    """Train from a saddle until it is left, for each combination of seeds, settings and so on.
 
-    Only a perturbation, errors of the arithmetic and the noise of minibatches move it away. The
-    result tells when it left, and when theory expects it to have left.
+    At a saddle the gradient is zero. Only a perturbation, errors of the arithmetic and the noise of
+    minibatches move the network away. The result has the step at which each training left, and the
+    step that theory expects.
 
     Args:
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or
             `gpulab.saddles.find_critical_point`.
         settings: One or more settings, such as `cpu:precision=bfloat16`.
         optimizers: One or more of `sgd` (gradient descent), `momentum` (0.9), `rmsprop` and `adam`,
-            with torch's constants, and functions of weights and `lr=` that return a
-            `torch.optim.Optimizer`. Or each with its own learning rates, such as `{"sgd": [None],
-            "adam": [1e-4, 1e-3]}`. None, the default one, is such that ηλ is 0.05 for the steepest
-            way down, or less where that would diverge; for optimisers that scale their steps it is
-            1e-3.
-        perturbations: One or more distances by which the model is moved along the steepest way down
-            first.
-        batch_sizes: How many samples a step sees, one or more; None is all of them.
+            with torch's constants, or functions of weights and `lr=` that return a
+            `torch.optim.Optimizer`. A mapping gives each its own learning rates, such as `{"sgd":
+            [None], "adam": [1e-4, 1e-3]}`. None stands for the default learning rate: for `sgd` and
+            `momentum` the one with ηλ = 0.05 along the steepest unstable direction, or less where
+            that would diverge; for optimisers that scale their steps 1e-3.
+        perturbations: One or more distances by which the model is first moved along the steepest
+            unstable direction.
+        batch_sizes: One or more numbers of samples in a step; None stands for all samples.
         seeds: The seeds, or how many. A seed draws the order of the data. It also mixes the hidden
-            units of a linear autoencoder: the same saddle, written with other weights, which round
-            otherwise.
-        steps: The most steps to make. By default three times as many as theory expects, and 100
-            more (1,000 for other optimisers than `sgd`), but at most 100,000; 100,000 without a
-            theory. A training by whole batches ends earlier where no weight has changed any more in
-            10 steps of `sgd`, or 500 of another optimiser.
-        master_weights: Whether the optimiser keeps the weights in float64, and each gradient sees a
-            copy rounded to the setting's format, as in mixed precision.
+            units of a linear autoencoder, which gives the same saddle with other weights, whose
+            rounding errors differ.
+        steps: The largest number of steps. By default three times the expected number, plus 100
+            (1,000 for other optimisers than `sgd`), but at most 100,000; 100,000 without a theory.
+            Without minibatches a training ends earlier if no weight has changed in the last 10
+            steps of `sgd`, or in the last 500 of another optimiser.
+        master_weights: Whether the optimiser updates weights in float64, and gradients are computed
+            from a copy that is rounded to the setting's format, as in mixed precision.
         progress: Whether to show a progress bar.
 
     Returns:
         A `gpulab.saddles.EscapeTable`.
 
     Raises:
-        UsageError: For an empty list; where the loss curves down in no direction; for a search that
-            found no critical point, or whose data are no pair of tensors; for an unknown optimiser,
-            or one that does not use the learning rate that it is given; and for numbers out of
+        UsageError: For an empty list; for a point at which the loss curves down in no direction;
+            for a search that found no critical point, or whose data are no pair of tensors; for an
+            unknown optimiser, or one that ignores the given learning rate; and for numbers out of
             range.
         DataError: Where weights or a loss become infinite or NaN.
         GpulabError: For a setting that cannot run here.
@@ -561,7 +595,7 @@ def check_start(
     batch_sizes: Sequence[int | None],
     steps: int | None,
 ) -> None:
-    """Raise `UsageError` for a point without an escape, and for numbers out of range."""
+    """Raise `UsageError` for a point that cannot be left, and for numbers out of range."""
     if not saddle.index:
         least = saddle.curvature
         raise UsageError(

@@ -34,12 +34,12 @@ from gpulab.saddles._operators import check_symmetric
 
 try:
     from gpulab.engines import hessian_product
-except ModuleNotFoundError as error:  # everything works without that folder, only slower
+except ModuleNotFoundError as error:  # Everything works without this package, only slower.
     if error.name != "gpulab.engines":
         raise
 
     def hessian_product(*_: object) -> NoReturn:  # type: ignore[misc]  # another signature
-        """What says that there is no faster way."""
+        """Raise `UnsupportedError`, because the package with the faster method is missing."""
         raise UnsupportedError("the folder gpulab/engines is not here")
 
 
@@ -47,24 +47,25 @@ Product = Callable[..., list[Tensor]]
 Linearize = Callable[[Callable[[], Tensor], list[Tensor]], tuple[Tensor, list[Tensor], Product]]
 FORWARD = "forward over reverse"
 REVERSE = "reverse over reverse"
-SECOND_DERIVATIVES = {  # how to have them, by a word of torch's error
+# The remedy for missing second derivatives, by a word in torch's error. The empty one fits all.
+SECOND_DERIVATIVES = {
     "attention": (
         "use the math kernel: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
     ),
     "inplace": "use the operation that is not in place",
     "": "write it with operations that torch can differentiate twice",
 }
-MAX_BATCHED_VECTORS = 10
+MAX_BATCHED_VECTORS = 10  # the largest number of vectors that are multiplied together
 
 
 class Hessian:
     """The Hessian of a loss, the symmetric (n, n) matrix of second derivatives, as an operator.
 
-    `gpulab.hessian` makes one. The matrix is never written out, unless `dense` asks for it: `H @ v`
-    is its product with a vector (n,), or with k vectors at once (n, k), which costs much less than
-    k products one by one. Vectors have the operator's `dtype` and are on its `device`; `H @ v`
-    raises `UsageError` for others. The operator keeps a copy of the weights it was made from: a
-    model that goes on training does not change it.
+    `gpulab.hessian` makes one. The matrix is never computed, except by `dense`. `H @ v` is its
+    product with a vector (n,), or with k vectors at once (n, k), which costs much less than k
+    single products. Vectors must have the operator's `dtype` and be on its `device`; `H @ v` raises
+    `UsageError` for others. The operator keeps a copy of the weights it was made from, so training
+    the model further does not change it.
 
     Attributes:
         parameters: The tensors by which the loss was differentiated, by name. A vector is all of
@@ -74,13 +75,14 @@ class Hessian:
         shape: (n, n).
         dtype: The type of parameters and vectors, float32 or float64.
         device: Where they are.
-        method: How products are made. `forward over reverse`: the gradient was written down as a
-            list of operations, and each product is its derivative along the vector, on a GPU in a
-            CUDA graph. `reverse over reverse`: autograd's own graph of the gradient is kept, and
-            differentiated each time. So it is done where the first cannot follow an operation.
-        at_once: How many vectors of `H @ V` go through together: as many as fit into 256 MiB on a
-            CPU and 3 GiB on a GPU, ten at most; with reverse over reverse, one. More are faster and
-            take more memory.
+        method: How products are computed. With `forward over reverse` the gradient was recorded as
+            a list of operations, and each product is its derivative along the vector; on a GPU this
+            is a CUDA graph. With `reverse over reverse` autograd's own graph of the gradient is
+            kept and differentiated for each product. This method is used where the first does not
+            support an operation.
+        at_once: The number of vectors in `H @ V` that are multiplied together: as many as fit into
+            256 MiB on a CPU or 3 GiB on a GPU, but at most ten; one with reverse over reverse. More
+            vectors at once are faster and take more memory.
 
     Examples:
         >>> import torch
@@ -114,9 +116,15 @@ class Hessian:
             self._differentiate(objective, REVERSE)
 
     def _differentiate(self, objective: Callable[[], Tensor], method: str) -> None:
-        """Work out how products are made, and see from two that the matrix is symmetric."""
+        """Prepare products by a method, and check the symmetry with two random vectors.
+
+        Raises:
+            UnsupportedError: If the method does not support an operation.
+            DataError: If the matrix is not symmetric.
+        """
         linearize: Linearize = hessian_product if method == FORWARD else _linearize_by_graph
-        with self.bound_weights():  # what is checkpointed is computed again in the backward pass
+        # The weights stay bound during the backward pass, which recomputes checkpointed parts.
+        with self.bound_weights():
             loss, gradients, self._product = linearize(objective, list(self.parameters.values()))
         self.method = method
         self.loss = float(loss)
@@ -124,6 +132,7 @@ class Hessian:
             [gradient.reshape(-1) for gradient in gradients]
         )
         max_tangent_bytes = 3 * 2**30 if self.device.type == "cuda" else 2**28
+        # A product that does not say how much memory a vector takes gets one vector at a time.
         bytes_of_vector = max(1, getattr(self._product, "bytes", max_tangent_bytes))
         self.at_once = max(1, min(MAX_BATCHED_VECTORS, max_tangent_bytes // bytes_of_vector))
         random_rows = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0))
@@ -171,17 +180,19 @@ class Hessian:
 
     @torch.no_grad()
     def _multiply_rows(self, vectors: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
+        """Compute the products with k vectors, given and returned as rows."""
         shapes = [tensor.shape for tensor in self.parameters.values()]
         blocks = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
         tangents = [
             block.reshape(len(vectors), *shape) for block, shape in zip(blocks, shapes, strict=True)
         ]
+        # Only autograd's graph may compute parts of the network again, which needs its weights.
         with self.bound_weights() if self.method == REVERSE else contextlib.nullcontext():
             products = self._product(*tangents)
         return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
 
     def dense(self) -> Float[Tensor, "n n"]:
-        """Write out the whole matrix, by as many products as it has columns.
+        """Compute the whole matrix, by as many products as it has columns.
 
         Returns:
             (n, n), in the operator's `dtype`, on its `device`.
@@ -211,29 +222,30 @@ def hessian(
         model: A network with parameters in float32 or float64, on any device.
         loss: A function of the model's outputs and the targets; without a batch, a function of
             nothing that asks the model itself. It returns a scalar.
-        batch: A pair of inputs and targets; a tensor of inputs, of which the loss gets the outputs
-            alone; or a mapping, such as a tokenizer's, of which the model gets what its `forward`
-            names, and the loss the outputs and the whole mapping. Or a `DataLoader` of such
-            batches: all of them, drawn once. The loss is then the mean over their examples, if
-            `loss` is the mean over those of a batch; their graphs are in memory together.
-        parameters: The names of the parameters to differentiate by, or of the layers that hold them
-            (`"layers.0"`); the others are constants. By default all that require gradients. A tied
-            parameter counts once, under its first name; parameters that merely share memory are
-            two, as for autograd. The row of an embedding that stands for padding is a constant to
-            torch.
+        batch: One of three kinds of batch, or a `DataLoader` of such batches. A pair of inputs and
+            targets. A tensor of inputs; the loss then gets only the outputs. A mapping, such as a
+            tokenizer returns; the model then gets the items that its `forward` names, and the loss
+            gets the outputs and the whole mapping. All batches of a `DataLoader` are drawn once,
+            and their graphs are in memory together. The loss is then the mean over all examples,
+            provided that `loss` is the mean over the examples of a batch.
+        parameters: The names of the parameters to differentiate by, or of the layers that have them
+            (`"layers.0"`); other parameters are constants. By default all parameters that require
+            gradients. A tied parameter counts once, under its first name. Different parameters that
+            share memory count separately, as in autograd. The padding row of an embedding is a
+            constant, as in torch.
 
     Returns:
-        The operator, a `gpulab.saddles.Hessian`, with `H @ v`, `H.gradient` and `H.loss`. Two
-        products were used to see that it is symmetric. This finds a gradient that belongs to no
-        function at all. It does not find one that belongs to another function: if a backward
-        function or hook of your own is off by a factor, so is the Hessian.
+        The operator, a `gpulab.saddles.Hessian`, with `H @ v`, `H.gradient` and `H.loss`. Its
+        symmetry was checked with two products. This check detects a gradient that is not the
+        gradient of any function. It does not detect the gradient of a different function: if your
+        own backward function or hook is wrong by a factor, so is the Hessian.
 
     Raises:
         UsageError: For a model in training mode that draws random numbers or keeps statistics; for
-            a loss that comes out differently each time, is not a scalar, does not depend on the
-            parameters, holds them itself instead of asking the model, or has no second derivatives;
-            for embeddings that change their weights when they are used (`max_norm`); for a batch
-            that the loss does not fit, and for unknown parameters.
+            a loss that differs from call to call, is not a scalar, does not depend on the
+            parameters, holds a parameter itself instead of asking the model, or has no second
+            derivatives; for embeddings that change their weights when they are used (`max_norm`);
+            for a batch that the loss does not fit; and for unknown parameters.
         DataError: For weights or a loss that are not finite, and for an operator that is not
             symmetric.
 
@@ -264,14 +276,14 @@ def hessian(
         has_dropout = isinstance(module, DropoutModule) and module.p > 0
         has_dropout = has_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
         if module.training and (has_dropout or isinstance(module, BatchNormModule)):
-            # The loss would be another function each time.
+            # The loss would be a different function in each call.
             raise UsageError(
                 f"{name or 'the model'} ({type(module).__name__}) is in training mode: call"
                 " model.eval()"
             )
     selected = _select(model, parameters)
     model_tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    # The operator has copies, because the model may go on training.
+    # The operator works on copies, because the model may be trained further.
     copies = {name: tensor.detach().clone() for name, tensor in model_tensors.items()}
     points = {name: copies[name].requires_grad_() for name in selected}
     for name, tensor in points.items():
@@ -281,19 +293,23 @@ def hessian(
             )
 
     def objective() -> Tensor:
+        """Compute the loss, and refuse one that cannot be differentiated twice as a function."""
         value = objective_of(model)
+        # The leaves of autograd's graph: the parameters that the loss depends on.
         leaves: set[int] = set()
         for node in graph_nodes(value):
             leaf = leaf_of(node)
             if leaf is not None:
                 leaves.add(id(leaf))
-            if is_once_differentiable(node):  # autograd would take its gradients for constants
+            # Autograd would silently treat the gradients of such a function as constants.
+            if is_once_differentiable(node):
                 line = _line_of_node(lambda: objective_of(model), type(node).__name__)
                 raise UsageError(
                     f"{type(node).__name__} has no second derivatives: it is marked"
                     " once_differentiable; if torch can differentiate all that its backward does,"
                     f" remove the mark{line}"
                 )
+        # The model computes with the copies. A loss that uses an original parameter bypasses it.
         captured = [name for name, tensor in selected.items() if id(tensor) in leaves]
         if captured:
             raise UsageError(
@@ -317,6 +333,7 @@ def hessian(
             raise UsageError(
                 f"{name} changes each time that the loss is computed: call model.eval()"
             )
+    # A difference up to a thousand rounding errors may come from another order of summation.
     if abs(second_loss - H.loss) > 1e3 * torch.finfo(H.dtype).eps * abs(H.loss):
         message = (
             f"the loss is {H.loss:.6g} at first and {second_loss:.6g} then: it draws random"
@@ -327,7 +344,11 @@ def hessian(
 
 
 def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Tensor]:
-    """The parameters of these names, or of the modules of these names."""
+    """Select the parameters with these names, or in modules with these names; None selects all.
+
+    Raises:
+        UsageError: For an unknown name, for no parameter, and for types or devices that differ.
+    """
     trainable: dict[str, Tensor]
     trainable = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     selected = trainable
@@ -366,7 +387,7 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
 
 @contextlib.contextmanager
 def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
-    """Bind copies of the model's tensors, and choose kernels that are twice differentiable."""
+    """Make the model compute with copies of its tensors, by twice differentiable kernels."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(reparametrized(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -374,7 +395,7 @@ def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        if is_compiler_loaded():  # what it compiles can be differentiated once
+        if is_compiler_loaded():  # Compiled code can be differentiated only once.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -398,16 +419,25 @@ class _UnfusedWeightNorm(TorchFunctionMode):
 def _linearize_by_graph(
     objective: Callable[[], Tensor], points: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], Product]:
-    """The loss, its gradients, and products with tangents (k, …) by autograd's graph."""
+    """Compute the loss and its gradients, and return them with a function for Hessian products.
+
+    The function takes k tangents for each point, (k, …), and differentiates autograd's graph of the
+    gradients for each of them.
+
+    Raises:
+        UsageError: If torch cannot differentiate the loss twice.
+    """
     try:
         with torch.enable_grad():
             loss = objective()
             gradients = torch.autograd.grad(loss, points, create_graph=True, materialize_grads=True)
         if any(gradient.layout != torch.strided for gradient in gradients):
             raise UsageError("the loss has sparse gradients: give its embeddings sparse=False")
+        # The other gradients are constants, which contribute nothing to a product.
         varying = [index for index, gradient in enumerate(gradients) if gradient.requires_grad]
 
         def product(*tangents: Tensor) -> list[Tensor]:
+            """Return the product with each of the k tangents."""
             if not varying:
                 return [torch.zeros_like(tangent) for tangent in tangents]
             outputs = [gradients[index] for index in varying]
@@ -421,7 +451,8 @@ def _linearize_by_graph(
                 )
             return [torch.stack(column) for column in zip(*rows, strict=True)]
 
-        product(*[torch.zeros_like(point)[None] for point in points])  # to fail here and not later
+        # An operation without second derivatives raises its error here, and not in a later product.
+        product(*[torch.zeros_like(point)[None] for point in points])
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -436,9 +467,10 @@ def _linearize_by_graph(
 
 
 def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> str:
-    """The user's line whose operation has no second derivative, for an error message.
+    """Return the user's line whose operation has no second derivative, for an error message.
 
-    torch records the line only on request.
+    torch records lines only if anomaly detection is on, so the loss is computed and differentiated
+    once more.
     """
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
@@ -456,7 +488,7 @@ def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> s
 
 
 def _line_of_node(objective: Callable[[], Tensor], name: str) -> str:
-    """The user's line that made a node of autograd's graph, for the end of an error."""
+    """Return the user's line that made a node of autograd's graph, for an error message."""
     with (
         warnings.catch_warnings(action="ignore"),
         torch.autograd.detect_anomaly(check_nan=False),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-EIGENPAIR_TOLERANCE = 1e-3  # of an eigenpair: finer than what a picture shows
+EIGENPAIR_TOLERANCE = 1e-3  # errors of eigenpairs below this cannot be seen in a figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,12 +38,12 @@ class Landscape:
     Attributes:
         model: The network.
         objective: The loss, as a function of the model.
-        parameters: The copy of the weights, by name. A vector is all of them, flattened, in this
+        parameters: The copy of the weights, by name. Vectors have all weights, flattened, in this
             order.
         loss: The loss at these weights.
-        gradient: The gradient there, (n,).
-        down: The unit vector (n,) of the least eigenvalue of the Hessian.
-        up: The unit vector (n,) of the greatest one.
+        gradient: The gradient at these weights, (n,).
+        down: The unit eigenvector (n,) of the Hessian's least eigenvalue.
+        up: The unit eigenvector (n,) of the Hessian's greatest eigenvalue.
         curvatures: The two eigenvalues.
 
     Examples:
@@ -67,10 +67,11 @@ class Landscape:
 
     @property
     def extent(self) -> float:
-        """How far a slice goes by default: sqrt(2 · loss / |λ|), with the curvature λ along `down`.
+        """The default length of a slice to either side: sqrt(2 · loss / |λ|).
 
-        At this distance that curvature alone would leave no loss. It is 1 where the loss is not
-        above zero or λ is zero.
+        λ is the curvature along `down`. If it is negative, and there were no slope and no other
+        curvature, the loss would be zero at this distance. The length is 1 if the loss is not above
+        zero or λ is zero.
         """
         return (
             math.sqrt(2 * self.loss / abs(self.curvatures[0]))
@@ -85,7 +86,7 @@ class Landscape:
             angle: The direction in degrees: 0 is `down`, 90 is `up`.
 
         Returns:
-            The second derivative of the loss along it.
+            The second derivative of the loss along this direction.
         """
         least, greatest = self.curvatures
         cosine = math.cos(math.radians(angle))
@@ -99,13 +100,13 @@ class Landscape:
 
         Args:
             angle: The line's direction in degrees: 0 is `down`, 90 is `up`.
-            extent: How far to go from the weights, both ways; by default the landscape's own
-                `extent`.
+            extent: The length of the line on either side of the weights; by default the landscape's
+                own `extent`.
             places: At how many places to compute the loss.
 
         Returns:
-            A data frame with the columns `distance` (signed, of the weights), `loss`, and
-            `quadratic`: the loss that slope and curvature at the weights would give.
+            A data frame with the columns `distance` (from the weights, with a sign), `loss`, and
+            `quadratic`, the loss that follows from the slope and the curvature at the weights.
 
         Raises:
             UsageError: For an extent that is no number above 0, and for `places` that are no whole
@@ -128,6 +129,7 @@ class Landscape:
 
     @torch.no_grad()
     def _loss_at(self, displacement: Float[Tensor, " n"]) -> float:
+        """Compute the loss at the weights moved by a displacement."""
         pieces = displacement.split([tensor.numel() for tensor in self.parameters.values()])
         weights = {
             name: tensor + piece.view_as(tensor)
@@ -237,8 +239,8 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or
             `gpulab.saddles.find_critical_point`. Its least eigenvalue has to be negative and its
             greatest positive.
-        extent: How far to go from the saddle along the least curvature. Along the greatest it goes
-            less far, where that is steeper.
+        extent: How far to go from the saddle along the least curvature. If the greatest curvature
+            is steeper, its distances are shorter, so that the loss changes about as much.
         places: At how many places to compute the loss on each side of the saddle, along each
             direction.
 

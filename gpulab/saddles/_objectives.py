@@ -1,4 +1,4 @@
-"""The objective: which batches `hessian`, `find_critical_point` and `landscape` accept."""
+"""The objective: a loss with its batches, as `hessian` and other functions accept them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from gpulab.steps import loss_of
 
 Loss = Callable[..., Tensor]
 Batch: TypeAlias = Nested  # a tensor, a pair, a mapping, or a DataLoader of these
-MISMATCHES = (  # of a loss that does not take so many arguments
+# The error for a loss that does not take 0, 1 or 2 arguments, at this index.
+MISMATCHES = (
     "takes arguments, and there is no batch: give (inputs, targets)",
     "needs targets, and the batch is a tensor: the batch is (inputs, targets), or fits the loss",
     "does not take outputs and targets: the batch is (inputs, targets), or fits the loss",
@@ -30,8 +31,8 @@ class Objective:
 
     Attributes:
         loss: The loss, as it was given.
-        batches: What it is computed on: one batch, or all those of a `DataLoader`. Empty where the
-            loss is a function of nothing, which asks the model itself.
+        batches: The data that the loss is computed on: one batch, or all batches of a `DataLoader`.
+            Empty for a loss without arguments, which calls the model itself.
     """
 
     loss: Loss
@@ -39,12 +40,16 @@ class Objective:
 
     @classmethod
     def of(cls, loss: Loss, batch: Batch) -> Objective:
-        """The objective of a loss and a batch; `UsageError` where the two do not fit."""
+        """Make the objective of a loss and a batch.
+
+        Raises:
+            UsageError: For a batch without tensors, and for a loss that does not take the batch.
+        """
         batches: tuple[Batch, ...] = () if batch is None else (batch,)
         if isinstance(batch, DataLoader):
             with torch.random.fork_rng(devices=[]):
-                batches = tuple(batch)  # drawn once: the loss is the same each time
-        # A tokenizer, for instance, returns a mapping that is no dict.
+                batches = tuple(batch)  # Drawn only once, so that the loss is always the same.
+        # Mappings of other types, such as a tokenizer's, become dictionaries.
         batches = tuple(dict(item) if isinstance(item, Mapping) else item for item in batches)
         with_tensors = [
             any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)) for item in batches
@@ -63,7 +68,7 @@ class Objective:
         return cls(loss, batches)
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """Compute the loss, a scalar; of several batches the mean over all their examples."""
+        """Compute the loss, a scalar: for several batches, the mean over all their examples."""
         if len(self.batches) < 2:
             return self._batch_loss(model, *self.batches)
         sizes = [_count_examples(batch) for batch in self.batches]
@@ -74,6 +79,7 @@ class Objective:
         return torch.stack(losses).sum() / sum(sizes)
 
     def _batch_loss(self, model: nn.Module, batch: Batch = None) -> Tensor:
+        """Compute the loss of one batch; raise `UsageError` if it is not a scalar tensor."""
         if batch is None:
             value = self.loss()
         else:
@@ -90,7 +96,7 @@ class Objective:
         return value
 
     def double(self) -> Objective:
-        """The same objective with its batches in float64."""
+        """Return the same objective with the floating-point tensors of its batches in float64."""
         batches = tree_map_only(
             Tensor, lambda x: x.double() if x.is_floating_point() else x, self.batches
         )
@@ -98,7 +104,7 @@ class Objective:
 
 
 def _accepts_arguments(loss: Loss, count: int) -> bool:
-    """Whether a function accepts `count` arguments; true if it has no signature."""
+    """Return whether a function accepts `count` arguments; True if it has no signature."""
     try:
         inspect.signature(getattr(loss, "forward", loss)).bind(*range(count))
     except TypeError:
@@ -109,7 +115,11 @@ def _accepts_arguments(loss: Loss, count: int) -> bool:
 
 
 def _count_examples(batch: Batch) -> int:
-    """How many examples a batch has: the first size of its tensors."""
+    """Return how many examples a batch has: the first size of its tensors.
+
+    Raises:
+        UsageError: If its tensors differ in their first size.
+    """
     sizes = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if len(sizes) != 1:
         raise UsageError(

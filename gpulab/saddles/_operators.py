@@ -34,7 +34,11 @@ class Operator(Protocol):
 
 
 def check_square(A: Operator) -> int:
-    """The size n of an operator (n, n); `UsageError` for anything else."""
+    """Return the size n of an operator (n, n) of float32 or float64.
+
+    Raises:
+        UsageError: For anything else.
+    """
     shape = tuple(getattr(A, "shape", ()))
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
         raise UsageError(f"an operator of shape {shape or type(A).__name__}: expected (n, n)")
@@ -44,7 +48,7 @@ def check_square(A: Operator) -> int:
 
 
 def check_products(products: Float[Tensor, "n k"]) -> None:
-    """`DataError` when a product is not finite."""
+    """Raise `DataError` if a product has values that are not finite."""
     if not products.isfinite().all():
         raise DataError(
             f"H @ v has {int((~products.isfinite()).sum()):,} values that are not finite"
@@ -57,18 +61,18 @@ def check_symmetric(
 ) -> None:
     """Raise `DataError` unless products are finite and uᵀ(Av) = vᵀ(Au) holds up to rounding.
 
-    The numbers uᵀ(Av) of all pairs are a (k, k) matrix, which is symmetric if A is. Its asymmetry
-    is compared with two sizes:
+    The numbers uᵀ(Av) of all pairs of vectors form a (k, k) matrix, which is symmetric if A is. Its
+    asymmetry, the largest difference from its transpose, is compared with two sizes:
 
-    1. The size that these numbers have where u and Av point anywhere. An asymmetry below half of
-      its digits is ignored.
-    2. The size that rounding has. Three times the product with a third of a vector is the product
-       with the vector, rounded otherwise; an asymmetry a hundred times as large as the difference
-       between these two is no rounding.
+    1. The typical size of these numbers if u and Av have random directions. An asymmetry below
+       √eps times this size is ignored.
+    2. The size of rounding errors. They are measured by computing the product a second time, as
+       three times the product with a third of the vector. An asymmetry of more than a hundred times
+       the difference between the two products cannot be rounding.
     """
     check_products(products)
     dtype = torch.float32 if products.device.type == "mps" else torch.float64
-    # Scaled, because the squares of small products may be zero.
+    # Products are scaled, because the squares of small ones may underflow to zero.
     scale = products.abs().max().clamp(min=torch.finfo(products.dtype).tiny).to(dtype)
     u = vectors.to(dtype)
     Av = products.to(dtype) / scale
@@ -76,7 +80,7 @@ def check_symmetric(
     asymmetry = float((pairs - pairs.T).abs().max())
 
     def typical_product(columns: Tensor) -> float:
-        """The expected size of a product with a column in a random direction: lengths over √n."""
+        """Return the size of a product with a column in a random direction: lengths over √n."""
         vector_length = float(u.norm(dim=0).max())
         column_length = float(columns.norm(dim=0).max())
         return vector_length / len(u) ** 0.5 * column_length
@@ -95,7 +99,7 @@ def check_symmetric(
 
 
 def random_signs(n: int, k: int, A: Operator, seed: int) -> Float[Tensor, "n k"]:
-    """Vectors of +1 and −1 (Rademacher), drawn on the CPU: the same ones on every device."""
+    """Draw k random vectors of +1 and −1 (Rademacher), on the CPU: the same on every device."""
     bits = torch.randint(
         0, 2, (k, n), dtype=torch.int8, generator=torch.Generator().manual_seed(seed)
     )
@@ -103,7 +107,7 @@ def random_signs(n: int, k: int, A: Operator, seed: int) -> Float[Tensor, "n k"]
 
 
 def dense(A: Operator) -> Float[Tensor, "n n"]:
-    """The matrix itself, symmetric and in float64 on the CPU, by n products."""
+    """Compute the whole matrix by n products, made exactly symmetric, in float64 on the CPU."""
     identity = torch.eye(check_square(A), dtype=A.dtype, device=A.device)
     products = A @ identity
     check_symmetric(A, identity, products)

@@ -1,4 +1,4 @@
-"""The optimisers that can be let go at a saddle, and the laws by which they leave it.
+"""The optimisers that `escape_table` starts at a saddle, and the laws by which they leave it.
 
 Along a direction of curvature −λ the gradient at a distance x is −λx. With a momentum μ a step of
 rate η is x₊ = x + μ (x − x₋) + ηλ x (Polyak's heavy ball), so that x grows by the factor ρ, the
@@ -6,15 +6,15 @@ larger root of
 
     ρ² − (1 + μ + ηλ) ρ + μ = 0,        ρ = 1 + ηλ without momentum.
 
-Adam and RMSprop divide a weight's gradient g by the size of its past ones, plus ε. Where |g| is far
-below ε that is momentum, or gradient descent, with the rate η/ε; above it, a weight moves by about
-η whatever the gradient is, and a network along the unit vector v by η‖v‖₁. That is rough: steps are
-longer while gradients grow, and with a large η the gradients of the other directions, which it
-shakes, come first. In the median the recorded escapes of Adam took 0.9 times the expected steps at
-η = 1e-5, and 14 times at 1e-2.
+Adam and RMSprop divide a weight's gradient g by the size of its past gradients, plus ε. Where |g|
+is far below ε, this is momentum or gradient descent with the rate η/ε. Where |g| is far above ε, a
+weight moves by about η whatever the gradient is, and the network moves along the unit vector v by
+η‖v‖₁. This law is rough. Steps are longer while gradients grow. With a large η the steps also
+excite the other directions, whose gradients then dominate. The median recorded escape of Adam took
+0.9 times the expected steps at η = 1e-5, and 14 times at η = 1e-2.
 
-A step is rounded away where it is below half of what separates a weight from the next number of its
-format.
+A step is rounded away if it is smaller than half the distance from a weight to the next number of
+its format.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from gpulab.errors import UsageError
 
 OptimizerFactory = Callable[..., optim.Optimizer]
 
-# steps after which an optimiser has forgotten how it began: 0.99 to this power is below 1 %
+# After this number of steps an optimiser has forgotten its start: 0.99 to this power is below 1 %.
 SETTLING_STEPS = 500
-# One implementation on all devices: `foreach` would be another on a GPU.
+# `foreach=False` selects the same implementation on all devices.
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": functools.partial(optim.SGD, foreach=False),
     "momentum": functools.partial(optim.SGD, momentum=0.9, foreach=False),
     "rmsprop": functools.partial(optim.RMSprop, foreach=False),
     "adam": functools.partial(optim.Adam, foreach=False),
 }
-# options that change no formula
+# Options that select an implementation and do not change the formula, and the learning rate.
 IMPLEMENTATION_OPTIONS = {
     "lr",
     "foreach",
@@ -51,14 +51,19 @@ IMPLEMENTATION_OPTIONS = {
     "capturable",
     "differentiable",
 }
-# Options that change the law.
+# Options that change the law in a way that `EscapeLaw` does not model.
 UNMODELLED_OPTIONS = ("weight_decay", "dampening", "nesterov", "centered", "amsgrad", "maximize")
 
 
 def build_optimizer(
     optimizer: str | OptimizerFactory, weights: Sequence[Tensor], rate: float
 ) -> optim.Optimizer:
-    """Build an optimiser of these weights; `UsageError` for an unknown name or type."""
+    """Build an optimiser of these weights.
+
+    Raises:
+        UsageError: For an unknown name, a function that returns no optimiser, and one that ignores
+            the learning rate.
+    """
     prefix = f"optimizer={optimizer!r}:"
     factory = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
     if factory is None:
@@ -79,7 +84,7 @@ def build_optimizer(
 
 
 def optimizer_name(optimizer: str | OptimizerFactory, built: optim.Optimizer) -> str:
-    """A name for tables: the given one, or the class of the optimizer with its unusual options.
+    """Return a name for tables: the given one, or the optimizer's class and unusual options.
 
     Examples:
         >>> small_steps = functools.partial(torch.optim.Adam, eps=1e-4)
@@ -104,7 +109,7 @@ def optimizer_name(optimizer: str | OptimizerFactory, built: optim.Optimizer) ->
 
 @dataclass(frozen=True)
 class EscapeLaw:
-    """The growth of displacements along descent directions, to first order.
+    """The law by which displacements grow along unstable directions, to first order.
 
     Examples:
         >>> # The larger root of ρ² − 1.95 ρ + 0.9 = 0
@@ -112,7 +117,7 @@ class EscapeLaw:
         tensor([1.2000])
     """
 
-    rate: float  # η, or η/ε
+    rate: float  # η; for optimisers that scale their steps, η/ε
     momentum: float = 0.0
     max_step: float = math.inf  # about how far one step can move a weight
     # The gradient of a weight at which its step reaches `max_step`.
@@ -120,7 +125,7 @@ class EscapeLaw:
 
     @classmethod
     def of_optimizer(cls, optimizer: optim.Optimizer) -> EscapeLaw | None:
-        """The law of one of torch's optimisers; None if its options are not modelled.
+        """Return the law of one of torch's optimisers; None if its options are not modelled.
 
         >>> weights = [torch.zeros(2, requires_grad=True)]
         >>> EscapeLaw.of_optimizer(optim.Adam(weights, lr=0.25, betas=(0.5, 0.9), eps=0.125))
@@ -148,11 +153,11 @@ class EscapeLaw:
         return None
 
     def growth(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-        """The factor ρ a step, for each λ."""
+        """Compute the factor ρ by which a displacement grows in one step, for each λ."""
         return 1 + self.growth_minus_one(curvature)
 
     def growth_minus_one(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-        """ρ − 1, without a difference of close numbers."""
+        """Compute ρ − 1 without a difference of close numbers."""
         a = self.rate * curvature
         if not self.momentum:
             return a
@@ -160,7 +165,10 @@ class EscapeLaw:
         return 2 * a / (b + (b.square() + 4 * a).sqrt())
 
     def accumulated_push(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-        """The total effect of a push relative to its first: 1 / (1 − μ) for a small ηλ."""
+        """Compute the total effect of a push, relative to its effect in the first step.
+
+        Momentum repeats a push in later steps. For a small ηλ the ratio is 1 / (1 − μ).
+        """
         growth = self.growth(curvature)
         return growth / (growth - self.momentum)
 
@@ -171,19 +179,27 @@ class EscapeLaw:
         steepest: Float[Tensor, " n"],
         radius: float,
     ) -> float:
-        """The step at which the displacements from `start`, at rest, reach the radius in total.
+        """Compute the step at which displacements that start at rest reach the radius.
 
-        `start` is along each direction, its absolute value; `curvature` their λ, the largest first;
-        `steepest` the unit vector v of the first one.
+        Args:
+            start: The absolute initial displacement along each unstable direction.
+            curvature: The λ of each direction, the largest first.
+            steepest: The unit vector v of the first direction.
+            radius: The Euclidean length that all displacements together have to reach.
+
+        Returns:
+            The step, not rounded: NaN if `start` has NaN, infinite if nothing is displaced.
         """
         if start.isnan().any():
             return math.nan
         length = float(steepest.abs().sum())
-        # The displacement at which the mean weight's gradient along v saturates.
+        # The displacement at which the mean gradient of a weight along v reaches saturation. Below
+        # it displacements grow exponentially; above it they grow by the largest step.
         saturation_radius = (
             self.saturation_gradient * len(steepest) / (float(curvature[0]) * length)
         )
         growth = self.growth(curvature)
+        # The part of the initial displacement that grows by ρ; with momentum, the rest decays.
         amplitude = start * (growth - self.momentum) / (growth - self.momentum / growth)
         steps = _time_to_radius(
             amplitude, torch.log1p(self.growth_minus_one(curvature)), min(saturation_radius, radius)
@@ -194,19 +210,19 @@ class EscapeLaw:
 
 
 def _time_to_radius(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
-    """The step at which exponentially growing displacements reach the radius in total."""
+    """Compute the step at which exponentially growing displacements together reach the radius."""
     from scipy.optimize import brentq
 
     if not (start > 0).any():
         return math.inf
-    logs = start.clamp(min=1e-300).log()
+    logs = start.clamp(min=1e-300).log()  # finite also for directions without a displacement
 
     def excess(step: float) -> float:
         return float(torch.logsumexp(2 * (logs + rates * step), 0)) / 2 - math.log(radius)
 
     if excess(0) >= 0:
         return 0.0
-    # when the first of them is as long by itself
+    # At this step a single displacement has reached the radius, so all together have.
     upper_bound = float(((math.log(radius) - logs) / rates).min())
     return float(brentq(excess, 0, upper_bound + 1))
 
@@ -217,11 +233,12 @@ def step_ratio(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> float:
-    """The optimiser's step in a constant gradient, over half of the weights' last place.
+    """Compute the ratio of the optimiser's settled step to half of the weights' last place.
 
-    Both are Euclidean lengths over all weights. Far below 1 nothing moves for good. The step is the
-    optimiser's in float64, from zero, so that nothing of it is rounded away; the last place is that
-    of the weights' own format.
+    Both are Euclidean lengths over all weights. If the ratio is far below 1, rounding holds the
+    weights for good. The step is the one that the optimiser settles to in a constant gradient. It
+    is computed in float64 from weights of zero, so that nothing of it is rounded away. The last
+    place is that of the weights' own format.
 
     Examples:
         >>> weights = [torch.ones(3)]
@@ -243,7 +260,12 @@ def step_ratio(
 
 
 def _half_place(weights: Tensor) -> Tensor:
-    """Half the distance from each weight to the next number of its format, in float64."""
+    """Compute half the distance from each weight to the next number of its format, in float64.
+
+    For a weight of zero it is taken as zero.
+    """
     limits = torch.finfo(weights.dtype)
+    # `frexp` gives a significand in [0.5, 1): the leading bit has the exponent − 1, so that half of
+    # the last place is eps · 2^(exponent − 2).
     exponent = torch.frexp(weights.detach().double()).exponent
     return (limits.eps * torch.exp2(exponent.double() - 2)).where(weights != 0, 0.0)

@@ -15,15 +15,15 @@ from gpulab.report import Progress
 from gpulab.saddles._operators import Operator, check_square, check_symmetric, dense, random_signs
 
 Array = np.ndarray
-MAX_COUNTED_SIZE = 1_000  # the index of a matrix of this size is counted in the matrix itself
-ZERO_SHARE = (
-    1e-2  # of the largest |λ|: closer to zero, some sixty steps cannot tell the signs of a crowd
-)
+MAX_COUNTED_SIZE = 1_000  # up to this size, negative eigenvalues are counted in the whole matrix
+# In an estimate, eigenvalues count as zero if |λ| is below this share of the largest |λ|. Closer to
+# zero there are many eigenvalues, and some sixty steps of Lanczos cannot tell their signs.
+ZERO_SHARE = 1e-2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number that was estimated from random probes.
+    """A number estimated from random probes, with its standard error.
 
     Attributes:
         value: The estimate.
@@ -36,14 +36,15 @@ class Estimate:
 
 @dataclass(frozen=True, repr=False)
 class Index(Estimate):
-    """How many eigenvalues are negative, below minus a threshold; `int(index)` is that number.
+    """The number of negative eigenvalues, counted or estimated; `int(index)` rounds it.
 
     Attributes:
-        value: How many are below −`threshold`; an estimate need not be an integer.
-        error: The standard error of an estimate, of that number alone: the signs of those that
-            count as `zero` are unknown. 0 where they were counted.
-        exact: Whether they were counted.
-        zero: How many are within `threshold` of zero: they count as neither negative nor positive.
+        value: How many eigenvalues are below −`threshold`; an estimate need not be an integer.
+        error: The standard error of `value`; 0 if the eigenvalues were counted. It does not include
+            the eigenvalues that count as `zero`, whose signs are unknown.
+        exact: Whether the eigenvalues were counted.
+        zero: How many eigenvalues are within `threshold` of zero. They count as neither negative
+            nor positive.
         size: How many eigenvalues there are.
         threshold: The distance from zero below which an eigenvalue counts as zero.
     """
@@ -72,18 +73,18 @@ class Index(Estimate):
 class SpectralDensity:
     """An estimate of an operator's eigenvalue distribution: nodes and weights for each probe.
 
-    `gpulab.saddles.spectral_density` makes one. Nodes are places on the axis of the eigenvalues.
-    For a function f, the sum of weight × f(node) over a probe estimates the mean of f over all
-    eigenvalues. Probes differ by chance; estimates are means over them, and their errors are the
+    `gpulab.saddles.spectral_density` makes one. Nodes are positions on the axis of eigenvalues. For
+    a function f, the sum of weight × f(node) over the nodes of a probe estimates the mean of f over
+    all eigenvalues. Estimates are means over the probes, which are random, and their errors are the
     standard errors of these means. The outermost nodes approach the extreme eigenvalues from
-    within.
+    inside.
 
     Attributes:
         nodes: (probes, steps).
-        weights: (probes, steps); those of a probe add up to one.
+        weights: (probes, steps); the weights of a probe add up to one.
         size: How many eigenvalues the operator has.
-        halfway: The same from half of the steps; what is still different there has not converged.
-            None where it was not kept.
+        halfway: The estimate from the first half of the steps. Where it differs from this one, the
+            estimate has not converged. None if it was not kept.
 
     Examples:
         >>> import torch
@@ -100,7 +101,7 @@ class SpectralDensity:
 
     @property
     def extremes(self) -> tuple[float, float]:
-        """The lowest and the highest node that has a weight."""
+        """The lowest and the highest node with a weight above zero."""
         nodes = self.nodes[self.weights > 0]
         return float(nodes.min()), float(nodes.max())
 
@@ -134,7 +135,9 @@ class SpectralDensity:
         """Estimate how many eigenvalues are negative: see `gpulab.saddles.index`.
 
         Returns:
-            The estimate, with how many eigenvalues are too close to zero to tell their signs.
+            The estimate, with the number of eigenvalues that are too close to zero to tell their
+            signs. Its error combines the standard error over the probes with the change since half
+            of the steps.
 
         Examples:
             >>> nodes, weights = (
@@ -172,10 +175,10 @@ def spectral_density(
 ) -> SpectralDensity:
     """Estimate the spectral density of a symmetric operator by stochastic Lanczos quadrature.
 
-    It needs products with the operator only, `probes` times `steps` of them. All probes advance
-    together, and each needs memory for three vectors. Vectors are not made orthogonal again: in
-    finite precision the quadrature stays accurate without, although a node may appear several
-    times.
+    It needs only products with the operator, `probes` times `steps` of them. All probes advance
+    together, and each needs memory for three vectors. The Lanczos vectors are not orthogonalised
+    again. In finite precision a node may therefore appear several times, but the quadrature stays
+    accurate.
 
     Args:
         H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and
@@ -192,8 +195,8 @@ def spectral_density(
     Raises:
         UsageError: For an operator that is not square, or not float32 or float64, and for `probes`
             or `steps` that are not positive integers.
-        DataError: For an operator that is not symmetric (two probes or more show it), or whose
-            products are not finite.
+        DataError: For an operator that is not symmetric (this is checked with two probes or more),
+            or whose products are not finite.
 
     Examples:
         >>> import torch
@@ -210,14 +213,14 @@ def spectral_density(
     n = check_square(H)
     check_count("probes", probes)
     check_count("steps", steps)
-    # In float64 where there is one: sums over millions of numbers, whatever the operator's type.
+    # Sums over millions of numbers are computed in float64, where the device has it.
     dtype = torch.float32 if H.device.type == "mps" else torch.float64
     vector = random_signs(n, probes, H, seed) / math.sqrt(n)
     previous = torch.zeros((), dtype=H.dtype, device=H.device)
     beta = torch.zeros(probes, dtype=dtype, device=H.device)
     alphas = []
     betas = []
-    # Nothing here waits for the device: what is computed on it is read when all is done.
+    # No operation in this loop waits for the device. The results are read after the last step.
     for step in Progress(range(steps), unit="step", leave=False, delay=2, disable=not progress):
         product = H @ vector
         if step == 0 and probes > 1:
@@ -226,7 +229,8 @@ def spectral_density(
         product = torch.addcmul(product, vector, alpha.to(H.dtype), value=-1)
         product.addcmul_(previous, beta.to(H.dtype), value=-1)
         beta = torch.linalg.vector_norm(product, dim=0, dtype=dtype)
-        # The Krylov space is exhausted if β is zero: a vector of zeros adds nodes without weight.
+        # If β is zero, the Krylov space is exhausted. The next vector is then zero, and further
+        # steps add nodes without weight.
         previous = vector
         vector = product * torch.where(beta > 0, 1 / beta, 0.0).to(H.dtype)
         alphas.append(alpha)
@@ -241,7 +245,12 @@ def spectral_density(
 
 
 def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Array, Array]:
-    """Nodes and weights (probes, steps) of tridiagonal matrices (Golub, Welsch 1969)."""
+    """Compute the nodes and weights (probes, steps) of Gauss quadrature from Lanczos' coefficients.
+
+    Nodes are the eigenvalues of each probe's tridiagonal matrix. Weights are the squared first
+    entries of its eigenvectors (Golub, Welsch 1969).
+    """
+    # Steps after the first β of zero are padding.
     exhausted = (off_diagonal[:, :-1] == 0).cumsum(1) > 0
     # The padding lies within the spectrum and has no weight.
     padding = torch.where(exhausted, diagonal[:, :1], diagonal[:, 1:])
@@ -256,25 +265,26 @@ def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Array, Array]:
 def index(H: Operator, *, progress: bool = True) -> Index:
     """Count the negative eigenvalues of a symmetric operator: at a critical point, its index.
 
-    Up to a thousand columns are counted in the matrix itself, which takes a product for each. More
-    are estimated from `gpulab.saddles.spectral_density`, by a thousand products; its own `index`
-    estimates from fewer or more.
+    For an operator with at most 1,000 columns, the whole matrix is computed, by one product for
+    each column, and its negative eigenvalues are counted. For a larger operator the number is
+    estimated by `gpulab.saddles.spectral_density` with 1,000 products. To estimate it with another
+    number of products, call `spectral_density` and then the `index` method of its result.
 
-    An eigenvalue counts as zero where |λ| is below a share of the largest |λ|. In an exact count
-    the share is n · eps of the operator's type. In an estimate it is 1e-2: most eigenvalues of a
-    network are close to zero, and there the signs of the estimate's nodes are chance. So an
-    estimate says how many eigenvalues are below −1e-2 of the largest |λ|, and how many are too
-    close to zero to tell: many more may be negative than its error suggests.
+    An eigenvalue counts as zero if |λ| is below a share of the largest |λ|. In an exact count the
+    share is n · eps of the operator's type. In an estimate it is 1e-2, because most eigenvalues of
+    a network are close to zero, and the signs of nodes there are random. So an estimate has two
+    numbers: how many eigenvalues are below −1e-2 of the largest |λ|, and how many are too close to
+    zero to tell their signs. Many more eigenvalues may be negative than the error suggests.
 
     Args:
         H: The operator, as for `gpulab.saddles.spectral_density`.
         progress: Whether an estimate shows a progress bar, where it takes longer than two seconds.
 
     Returns:
-        The number as `value`, and its `error`: 0 for a count; for an estimate, from the spread of
-        the probes and from what the second half of the steps has changed. Also `zero`, how many
-        count as zero, by the `threshold`, and `size`, how many there are. `int` of it is the
-        rounded number.
+        The number as `value`, and its `error`. The error of a count is 0. That of an estimate
+        combines the spread over the probes with the change in the second half of the steps. Also
+        `zero`, how many eigenvalues count as zero; `threshold`, the largest |λ| that does; and
+        `size`, how many eigenvalues there are. `int` of the result is the rounded number.
 
     Raises:
         UsageError: For an operator that is not square, or not float32 or float64.

@@ -43,17 +43,17 @@ from gpulab.saddles._objectives import Objective
 class LinearAutoencoderSaddle(CriticalPoint):
     """A critical point of a linear autoencoder, whose Hessian is known in closed form.
 
-    `gpulab.saddles.linear_autoencoder_saddle` makes one. It lies at weights that hold some of the
-    data's principal components, of which there are D. Eigenvalues, eigenvectors and index come from
-    formulas, not from the Hessian that torch computes. Vectors are all weights, flattened, in the
-    order of the model's parameters.
+    `gpulab.saddles.linear_autoencoder_saddle` makes one. At this point the weights hold some of the
+    D principal components of the data. Eigenvalues, eigenvectors and index come from formulas, not
+    from the Hessian that torch computes. Vectors have all weights, flattened, in the order of the
+    model's parameters.
 
     Attributes:
-        model: The network there, a `gpulab.models.LinearAutoencoder` in float64. The decoder's
-            columns and the encoder's rows are the components that are held, or zero, unless they
-            were mixed.
+        model: The network at this point, a `gpulab.models.LinearAutoencoder` in float64. Unless the
+            hidden units were mixed, the decoder's columns and the encoder's rows are the components
+            that are held, or zero.
         objective: The mean squared error as a function of a model, on the data (N, D), which are
-            the targets too.
+            both inputs and targets.
         components: Which components are held; 0 is the first.
         moments: The eigenvalues of XᵀX / N, (D,), the largest first.
         basis: Its eigenvectors, in columns, (D, D).
@@ -91,8 +91,8 @@ class LinearAutoencoderSaddle(CriticalPoint):
     def mixed(self, seed: int) -> LinearAutoencoderSaddle:
         """Apply a random orthogonal matrix to the hidden units: the same saddle, other weights.
 
-        What the network computes and the spectrum of its Hessian stay the same; the weights round
-        otherwise.
+        The network computes the same function, and its Hessian has the same spectrum. The rounding
+        errors of the weights are different.
 
         Args:
             seed: Draws the matrix.
@@ -118,7 +118,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
 
     @property
     def loss(self) -> float:
-        """The loss there: the sum of the moments that are not held, over D."""
+        """The loss at this point: the sum of the moments that are not held, divided by D."""
         missing = [i for i in range(len(self.moments)) if i not in self.components]
         return float(self.moments[missing].sum() / len(self.moments))
 
@@ -148,7 +148,11 @@ class LinearAutoencoderSaddle(CriticalPoint):
 
     @functools.cached_property
     def _blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For each (component, unit), (D, h): a, b, c of [[a, b], [b, c]], and a c − b²."""
+        """The entries a, b, c of the Hessian's 2 × 2 blocks [[a, b], [b, c]], and a c − b².
+
+        There is a block for each component and hidden unit; each of the four tensors is (D, h). The
+        module's docstring lists the blocks. Known determinants are exactly zero.
+        """
         features = len(self.moments)
         hidden = len(self.mixing)
         held_components = list(self.components)
@@ -171,24 +175,31 @@ class LinearAutoencoderSaddle(CriticalPoint):
         """The lower and the higher eigenvalue of each block, (D, h)."""
         a, b, c, determinant = self._blocks
         high = (a + c) / 2 + torch.hypot((a - c) / 2, b)
-        # Not the difference of two close numbers: the sign of the lower one is exact.
+        # The lower eigenvalue is computed from the determinant, not as a difference of close
+        # numbers. So its sign is exact.
         return torch.where(
             high > 0, determinant / high.clamp(min=torch.finfo(high.dtype).tiny), 0.0
         ), high
 
     def _eigenvector(self, block: int, is_higher: bool = False) -> Float[Tensor, " n"]:
-        """The eigenvector of a block's lower (or higher) eigenvalue in the space of the weights."""
+        """Return the eigenvector of a block's lower or higher eigenvalue, in the order of weights.
+
+        (p, q) is the eigenvector within the block: p belongs to an entry of the decoder, q to one
+        of the encoder.
+        """
         component, unit = divmod(block, len(self.mixing))
         a, b, low = (
             float(entries[component, unit]) for entries in (*self._blocks[:2], self._spectrum[0])
         )
         p = b
         q = low - a
-        if p == 0 and q == 0:
+        if p == 0 and q == 0:  # The block is diagonal, and its first entry is the lower eigenvalue.
             p = 1.0
             q = 0.0
         if is_higher:
             p, q = -q, p
+        # The entry of the encoder: that of this unit and component, except between two components
+        # that are held. Then it is the unit of this component, and the component of this unit.
         row = unit
         column = component
         if component in self.components and unit < len(self.components):
@@ -213,17 +224,18 @@ def linear_autoencoder_saddle(
 ) -> LinearAutoencoderSaddle:
     """Build the critical point of a linear autoencoder that holds some principal components.
 
-    The components are the eigenvectors of XᵀX / N; the data are not centred. The point is known in
-    closed form, with its Hessian, and in float64. It is a saddle where a component that is not held
-    could lower the loss: where its eigenvalue is larger than that of one that is held, or is above
-    zero and a hidden unit is left over. Otherwise it is a minimum.
+    The components are the eigenvectors of XᵀX / N; the data are not centred. The point and its
+    Hessian are known in closed form, and are computed in float64. The point is a saddle if a
+    component that is not held could lower the loss. This is so if its eigenvalue is larger than
+    that of a component that is held, or if its eigenvalue is above zero and a hidden unit is
+    unused. Otherwise the point is a minimum.
 
     Args:
         data: A matrix (N, D) of numbers, a row for each sample.
         components: Which components to hold; 0 has the largest eigenvalue of XᵀX / N. Where
             eigenvalues are equal, which component is which is arbitrary.
-        hidden: How many hidden units the network has; by default one for each component. The
-            weights of further ones are zero.
+        hidden: The number of hidden units; by default one for each component. Further units have
+            weights of zero.
 
     Returns:
         A `gpulab.saddles.LinearAutoencoderSaddle`.
@@ -275,7 +287,7 @@ def linear_autoencoder_saddle(
 def _autoencoder_at(
     basis: Tensor, components: tuple[int, ...], mixing: Tensor
 ) -> LinearAutoencoder:
-    """The network that holds these columns of the basis, in units that are mixed."""
+    """Build the network whose mixed hidden units hold these columns of the basis."""
     model = LinearAutoencoder(len(basis), len(mixing)).double()
     held_columns = basis.new_zeros(len(basis), len(mixing))
     held_columns[:, : len(components)] = basis[:, list(components)]
@@ -286,7 +298,13 @@ def _autoencoder_at(
 
 
 def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Tensor]:
-    """The data as a matrix (N, D), with the eigenvalues (descending) and vectors of its moments."""
+    """Return the data as a matrix (N, D), and the eigenvalues and eigenvectors of XᵀX / N.
+
+    Eigenvalues are in descending order. Those that are zero or equal up to rounding are made so.
+
+    Raises:
+        DataError: For data that are no matrix of finite numbers.
+    """
     try:
         matrix = torch.as_tensor(data).detach().to("cpu", torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -304,7 +322,8 @@ def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Ten
     moments = ascending_moments.flip(0)
     basis = ascending_basis.flip(1)
     rounding = 100 * len(moments) * torch.finfo(moments.dtype).eps * float(moments[0])
-    # Eigenvalues that differ by rounding are made equal; otherwise an index would count noise.
+    # Eigenvalues that differ only by rounding are made equal. Otherwise their differences would
+    # count as negative curvatures.
     for i in range(1, len(moments)):
         if moments[i - 1] - moments[i] <= rounding:
             moments[i] = moments[i - 1]
