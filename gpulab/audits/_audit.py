@@ -450,11 +450,12 @@ def audit(
 
     References:
         - F. Benz, A. Hildebrandt, S. Hack 2012, A dynamic program analysis to find floating-point
-        accuracy problems, PLDI. - A. Sanchez-Stern et al. 2018, Finding root causes of floating
-        point error, PLDI. - N. J. Higham, T. Mary 2019, A new approach to probabilistic rounding
-        error analysis, SIAM J. Sci. Comput. 41(5). - S. Bach et al. 2015, On pixel-wise
-        explanations for non-linear classifier decisions by layer-wise relevance propagation, PLoS
-        ONE 10(7).
+          accuracy problems, PLDI.
+        - A. Sanchez-Stern et al. 2018, Finding root causes of floating point error, PLDI.
+        - N. J. Higham, T. Mary 2019, A new approach to probabilistic rounding error analysis, SIAM
+          J. Sci. Comput. 41(5).
+        - S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by
+          layer-wise relevance propagation, PLoS ONE 10(7).
     """
     if isinstance(step, Trace | str | Path):
         if b is not None or setting is not None or not isinstance(a, Trace | str | Path):
