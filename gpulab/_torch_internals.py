@@ -632,7 +632,7 @@ def graph_nodes(result: Tensor) -> Iterator[Node]:
 
 
 def current_node() -> Node | None:
-    """Return the node whose backward function this thread is running; None if there is none.
+    """Return the node whose backward function this thread is running, or None outside of backward.
 
     Tested: torch 2.6 and 2.15. If it changes: audits and guards cannot name what runs in backward.
     """

@@ -76,8 +76,8 @@ def setting_words(setting: str | Setting) -> str:
         words.append("one thread" if parsed.threads == 1 else f"{parsed.threads} threads")
     if parsed.isa:
         words.append(ISA.get(parsed.isa, parsed.isa))
-    if parsed.kind == "cuda" and parsed.deterministic and parsed.tf32 is None:
-        # Torch's default. Without a word on it, the label would name one change where two are made.
+    if _uses_default_tf32(parsed) and parsed.deterministic:
+        # Without a word on TF32, the label would name one change where two are made.
         words.append("TF32 in convolutions")
     for name, value_words in SWITCHES.items():
         value = getattr(parsed, name)
@@ -90,6 +90,19 @@ def setting_words(setting: str | Setting) -> str:
     if parsed.order:
         words.append(f"sums {parsed.order}")
     return ", ".join(words)
+
+
+def _uses_default_tf32(setting: Setting) -> bool:
+    """Return whether a setting leaves TF32 as torch has it: on in the convolutions of cuDNN.
+
+    >>> _uses_default_tf32(Setting.parse("cuda:deterministic=on"))
+    True
+    >>> _uses_default_tf32(Setting.parse("cuda:deterministic=on,cudnn=off"))
+    False
+    """
+    computes_in_float32 = setting.precision in (None, "float32")
+    has_default = setting.tf32 is None and setting.cudnn is not False
+    return setting.kind == "cuda" and computes_in_float32 and has_default
 
 
 def condition_words(loader: str, setting: str) -> str:

@@ -218,7 +218,7 @@ class WriteLines:
 
 
 def _calling_user_frame(frame: types.FrameType) -> types.FrameType | None:
-    """Return the nearest caller of a frame that is user code; None if there is none."""
+    """Return the nearest caller of a frame that is user code, or None if no caller is."""
     caller = frame.f_back
     while caller is not None and not is_user_file(caller.f_code.co_filename):
         caller = caller.f_back

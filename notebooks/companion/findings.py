@@ -80,6 +80,20 @@ class CheckedSentences(Report):
 
     def words(self) -> Markup:
         """The answers, and the sentences and statistics in elements that unfold."""
+        visible, hidden = self._paragraphs()
+        page = visible + self._answer_table()
+        fold = Markup("<details><summary>{}</summary>{}</details>")
+        if hidden:
+            page += fold.format("In sentences", hidden)
+        if self.statistics():
+            numbers = Markup('<pre style="white-space: pre-wrap">{}</pre>').format(
+                "\n".join(self.statistics())
+            )
+            page += fold.format("The statistics", numbers)
+        return page
+
+    def _paragraphs(self) -> tuple[Markup, Markup]:
+        """A paragraph for each heading: those that a notebook shows, and those that it folds."""
         visible, hidden = Markup(), Markup()
         has_summary = any(heading == SUMMARY for heading, _ in self.parts)
         for (heading, result), (_, sentences) in zip(self.parts, self.sentences(), strict=True):
@@ -91,21 +105,18 @@ class CheckedSentences(Report):
                 visible += paragraph
             else:
                 hidden += paragraph
+        return visible, hidden
+
+    def _answer_table(self) -> Markup:
+        """The answers as a table; nothing where no heading has a verdict."""
         rows = [
             Markup("<tr><th>{}</th><td>{}</td><td>{}</td></tr>").format(*answer)
             for answer in self.answers()
         ]
-        if rows:
-            head = Markup("<tr><th>question</th><th>seeds</th><th>answer</th></tr>")
-            visible += Markup('<table class="ga-answers">{}{}</table>').format(
-                head, Markup("").join(rows)
-            )
-        fold = Markup("<details><summary>{}</summary>{}</details>")
-        visible += fold.format("In sentences", hidden) if hidden else hidden
-        numbers = Markup('<pre style="white-space: pre-wrap">{}</pre>').format(
-            "\n".join(self.statistics())
-        )
-        return visible + fold.format("The statistics", numbers) if self.statistics() else visible
+        if not rows:
+            return Markup()
+        head = Markup("<tr><th>question</th><th>seeds</th><th>answer</th></tr>")
+        return Markup('<table class="ga-answers">{}{}</table>').format(head, Markup("").join(rows))
 
     def answers(self) -> list[tuple[str, str, str]]:
         """What was asked, on how many seeds, and the answer: a row for each verdict or table."""

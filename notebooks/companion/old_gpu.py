@@ -48,8 +48,6 @@ def cards_finding(
             *counts,
             f"Of {len(retuned.table)} retunings of the training {_outcomes(retuned)}.",
             f"Of {len(cured.table)} changes of the arithmetic {_outcomes(cured)}.",
-            "A loss counts as the old one within a standard deviation between seeds: whoever trains"
-            " again draws another seed, and accepts as much.",
         ],
         "Why it becomes NaN": (
             f"A line is computed with {first.kind}, and the first NaN goes back to it: {first.line}"
@@ -66,6 +64,10 @@ def cards_finding(
         )
     unchanged = (conversions.returned == 256).mean()
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
+    sections["When a loss counts as the old one"] = (
+        "Within one standard deviation between seeds: whoever trains again draws another seed, and"
+        " accepts as much."
+    )
     sections["Was it the images"] = [
         (
             f"All 256 bytes return as they were in {unchanged:.0%} of the ways, formats and devices"
