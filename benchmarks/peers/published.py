@@ -29,10 +29,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import stock_chainer
+
 from threadpoolctl import threadpool_limits
 
 from benchmarks.measuring import run
+from benchmarks.peers import stock_chainer
 from gpulab.data import load
 from gpulab.data._base import Sequence
 from gpulab.data._datasets import Rendered

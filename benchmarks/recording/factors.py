@@ -1,0 +1,151 @@
+"""Each factor of notebook 02 changed alone, on networks that learned.
+
+    python -m benchmarks.recording.factors cpu --store FOLDER
+    python -m benchmarks.recording.factors cuda --store FOLDER
+    python -m benchmarks.recording.factors cuda-paper --store FOLDER
+
+Runs that are in the store are not made again, so it can be stopped and called again. The plan is in
+`data/registered/factors-on-networks-that-learned.md`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+import gpulab as gl
+from benchmarks.measuring import run
+
+PLAN = Path("data/registered/factors-on-networks-that-learned.md")
+
+
+class Part(NamedTuple):
+    """The runs of one kind of device.
+
+    Attributes:
+        models: Keyword arguments of `gpulab.Experiment` for each network.
+        settings: One setting for each change, the reference first.
+        options: Options of further runs under the reference, by what they change.
+        seeds: The number of seeds.
+        beside: A setting of another device, run with the same seeds.
+    """
+
+    models: list[dict[str, Any]]
+    settings: list[str]
+    options: list[dict[str, Any]]
+    seeds: int
+    beside: list[str] = []
+
+
+MOTION = {"model": "prednet", "profile": "motion"}
+IMAGES = {"model": "autoencoder", "profile": "quick", "options": {"frames": 10_000}}
+PUBLISHED = {"model": "prednet", "profile": "paper"}
+OFF = "cuda:tf32=off"
+ON = "cuda:tf32=on"
+PARTS = {
+    "cuda": Part(
+        [MOTION, IMAGES],
+        [
+            OFF,
+            f"{OFF},deterministic=on",
+            ON,
+            f"{OFF},cudnn=off",
+            # combinations
+            f"{ON},deterministic=on",
+            f"{ON},cudnn=off",
+            f"{OFF},cudnn=off,deterministic=on",
+            f"{ON},cudnn=off,deterministic=on",
+            # formats and compilation
+            f"{OFF},autocast=bfloat16",
+            "cuda:precision=float64",
+            f"{OFF},compile=inductor",
+        ],
+        [{"rerun": 1}, {"flip": 0}, {"draws": "device"}],
+        16,
+        ["cpu:threads=1"],
+    ),
+    "cpu": Part(
+        [IMAGES, MOTION],
+        [
+            "cpu:threads=1",
+            "cpu:threads=2",
+            "cpu:threads=1,isa=avx2",
+            "cpu:threads=1,deterministic=on",
+            "cpu:threads=1,order=split-4",
+            "cpu:threads=1,emulate=tf32",
+            "cpu:threads=1,autocast=bfloat16",
+            "cpu:precision=float64,threads=1",
+            "cpu:threads=1,compile=inductor",
+        ],
+        [{"rerun": 1}, {"flip": 0}],
+        12,
+    ),
+    "cuda-paper": Part(
+        [PUBLISHED],
+        [
+            OFF,
+            f"{OFF},deterministic=on",
+            f"{OFF},cudnn=off,deterministic=on",
+            f"{ON},deterministic=on",
+        ],
+        [{"rerun": 1}],
+        12,
+    ),
+}
+
+
+def jobs(part: Part) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
+    """The network, the setting and the options of each kind of run."""
+    reference = part.settings[0]
+    rows = [(setting, {}) for setting in [*part.settings, *part.beside]]
+    rows[1:1] = [(reference, options) for options in part.options]
+    return [(model, setting, options) for model in part.models for setting, options in rows]
+
+
+def main(
+    device: Annotated[str, typer.Argument(help=f"one of {', '.join(PARTS)}")],
+    store: Annotated[Path, typer.Option(help="folder for the runs")],
+    seeds: Annotated[int, typer.Option(help="fewer seeds; 0: as planned")] = 0,
+    workers: Annotated[int, typer.Option(help="runs at the same time")] = 1,
+    only: Annotated[str, typer.Option(help="settings that contain this text")] = "",
+    model: Annotated[str, typer.Option(help="one network only")] = "",
+    minutes: Annotated[float, typer.Option(help="begin no further experiment after this")] = 1e9,
+) -> None:
+    """Make the runs of one part that are missing in the store."""
+    part = PARTS[device]
+    started = time.monotonic()
+    for network, setting, options in jobs(part):
+        if only not in setting or (model and network["model"] != model):
+            continue
+        if time.monotonic() - started > 60 * minutes:
+            print("the time is over", flush=True)
+            break
+        asked = dict(options)
+        reruns = 1 + asked.pop("rerun", 0)
+        given = network | {
+            "options": {"keep_weights": False, **network.get("options", {}), **asked}
+        }
+        begun = time.monotonic()
+        try:
+            table = gl.Experiment(
+                settings=[setting],
+                seeds=seeds or part.seeds,
+                store=store,
+                reruns=reruns,
+                workers=workers,
+                registered=PLAN,
+                **given,
+            ).run(progress=False)
+        except gl.GpulabError as error:  # one setting that this machine lacks
+            print(f"{network['model']} {setting} {options}: {error}", flush=True)
+            continue
+        done = table.groupby("status").size().to_dict()
+        seconds = time.monotonic() - begun
+        print(f"{network['model']} {setting} {options}: {done}, {seconds:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    run(lambda: typer.run(main))
