@@ -1,0 +1,182 @@
+"""What a CPU and a GPU say about themselves: cores, caches, memory, clock (notebook 01)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from companion.microbenchmarks import count_cores
+from gpulab.passports import passport
+
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+# Properties of torch, and what they are called here. Older versions of torch lack some.
+GPU_PROPERTIES = {
+    "name": "name",
+    "multi_processor_count": "sms",
+    "warp_size": "threads_per_warp",
+    "max_threads_per_multi_processor": "threads_per_sm",
+    "regs_per_multiprocessor": "registers_per_sm",
+    "shared_memory_per_multiprocessor": "shared_memory_per_sm_bytes",
+    "L2_cache_size": "l2_cache_bytes",
+    "total_memory": "memory_bytes",
+    "memory_bus_width": "memory_bus_bits",
+}
+# Fields of nvidia-smi: their names here, and the factor to the unit in that name.
+NVIDIA_SMI_FIELDS = {
+    "clocks.max.sm": ("clock_hz", 1e6),
+    "clocks.max.mem": ("memory_clock_hz", 1e6),
+    "pcie.link.gen.max": ("pcie_generation", 1),
+    "pcie.link.width.max": ("pcie_lanes", 1),
+    "power.limit": ("power_limit_watts", 1),
+}
+
+
+def describe_devices() -> dict[str, dict[str, Any]]:
+    """Describe the CPU, and the current NVIDIA or AMD GPU if there is one.
+
+    Returns:
+        `{"cpu": …, "cuda": …}`, the latter only with a GPU. What cannot be found out is left out.
+
+    Examples:
+        >>> describe_devices()["cpu"]["logical_cores"] >= 1
+        True
+    """
+    found = {"cpu": describe_cpu()}
+    if torch.cuda.is_available():
+        found["cuda"] = describe_gpu()
+    return found
+
+
+def describe_cpu() -> dict[str, Any]:
+    """Describe the CPU: model, cores, the cores that we may use, clock, caches and memory."""
+    processor = passport()["cpu"]
+    assert isinstance(processor, dict)
+    found = {
+        "name": processor["model"],
+        "physical_cores": processor["physical_cores"],
+        "logical_cores": processor["logical_cores"],
+        "usable_cores": count_cores(),
+        "numbers_per_instruction": count_vector_lanes(list(processor["vector_extensions"])),
+        "clock_hz": read_cpu_clock(),
+        "memory_bytes": psutil.virtual_memory().total,
+        **read_cpu_caches(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def count_vector_lanes(extensions: list[str]) -> int | None:
+    """How many float32 one instruction handles, by the widest vector extension of a CPU.
+
+    Examples:
+        >>> count_vector_lanes(["avx", "avx2", "avx512f"]), count_vector_lanes(["neon"])
+        (16, 4)
+    """
+    widths = {"avx512f": 16, "avx2": 8, "avx": 8, "neon": 4, "asimd": 4, "sse4_1": 4, "vsx": 4}
+    return max((widths.get(name, 0) for name in extensions), default=0) or None
+
+
+def read_cpu_clock() -> float | None:
+    """The highest clock of a core that the system knows, in Hz; the present one if it knows none.
+
+    In a virtual machine it is often the nominal clock.
+    """
+    frequency = psutil.cpu_freq()
+    megahertz = (frequency.max or frequency.current) if frequency else None
+    return 1e6 * megahertz if megahertz else None
+
+
+def read_cpu_caches(folder: Path = CACHES) -> dict[str, int]:
+    """The sizes of the first core's caches in bytes, as Linux knows them.
+
+    A cache of level 2 or 3 may be shared: `l3_sharing_cores` says by how many logical cores.
+    """
+    found = {}
+    for index in sorted(folder.glob("index*")):
+        level, kind, size = (
+            (index / name).read_text(encoding="utf-8").strip() for name in ("level", "type", "size")
+        )
+        if kind == "Instruction":
+            continue
+        found[f"l{level}_cache_bytes"] = parse_size(size)
+        shared = index / "shared_cpu_list"
+        if level == "3" and shared.is_file():
+            found["l3_sharing_cores"] = count_listed(shared.read_text(encoding="utf-8"))
+    return found
+
+
+def parse_size(text: str) -> int:
+    """A size such as `32K` in bytes.
+
+    Examples:
+        >>> parse_size("32K"), parse_size("1M")
+        (32768, 1048576)
+    """
+    match = re.fullmatch(r"(\d+)([KMG]?)", text)
+    if match is None:
+        raise ValueError(f"expected a size such as 32K, got {text!r}")
+    return int(match[1]) * SIZE_UNITS[match[2]]
+
+
+def count_listed(text: str) -> int:
+    """How many numbers a list such as `0-3,8` has.
+
+    Examples:
+        >>> count_listed("0-3,8")
+        5
+    """
+    count = 0
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        count += int(last or first) - int(first) + 1
+    return count
+
+
+def describe_gpu() -> dict[str, Any]:
+    """Describe the current GPU: SMs, threads, registers, caches, memory, clock and bus."""
+    number = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(number)
+    found = {name: getattr(properties, key, None) for key, name in GPU_PROPERTIES.items()}
+    found["compute_capability"] = f"{properties.major}.{properties.minor}"
+    found |= read_nvidia_smi(number)
+    return {name: value for name, value in found.items() if value}
+
+
+def read_nvidia_smi(number: int) -> dict[str, float]:
+    """Clock, bus and power limit of a GPU, as nvidia-smi knows them; empty without it."""
+    query = [f"--query-gpu={','.join(NVIDIA_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--id={number}", *query],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parse_nvidia_smi(answer)
+
+
+def parse_nvidia_smi(answer: str) -> dict[str, float]:
+    """The fields of one line of nvidia-smi; those that it does not know are left out.
+
+    Examples:
+        >>> parse_nvidia_smi("1980, 3201, 5, 16, [N/A]")["clock_hz"]
+        1980000000.0
+    """
+    found = {}
+    values = next(csv.reader(io.StringIO(answer), skipinitialspace=True), [])
+    for (name, factor), value in zip(NVIDIA_SMI_FIELDS.values(), values, strict=False):
+        try:
+            found[name] = float(value) * factor
+        except ValueError:
+            continue
+    return found
