@@ -136,8 +136,12 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
         A data frame with a row for each layer and setting. `operation`, `setting` and `intensity`
         (flop per byte) are as in `frame`. `ridge` is the intensity at which the ceilings of memory
         and arithmetic meet. `bound` is `memory` below it and `arithmetic` from it on. `reached` is
-        the measured rate over the ceiling at that intensity; it can be above 1, where a layer fits
-        into a cache.
+        the measured rate over the ceiling at that intensity. It is missing where a layer is faster
+        than the ceiling: then its numbers come from a cache, which is faster than the measured
+        memory, or the ceiling was measured while other programs kept the machine busy.
+
+        The ceilings are those of copies and of matrix products. The layers do not count, so that
+        none is its own ceiling.
 
     Examples:
         >>> import gpulab as gl
@@ -152,11 +156,13 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
     bandwidth = layers.setting.map(
         frame[frame.kind == "memory"].groupby("setting").gigabytes_per_second.max()
     )
-    peak = layers.setting.map(frame.groupby("setting").gflops.max())
+    products = frame[frame.kind == "matrix"]
+    peak = layers.setting.map(products.groupby("setting").gflops.max())
+    reached = layers.gflops / np.minimum(bandwidth * layers.intensity, peak)
     rows = layers[["operation", "setting", "intensity"]].assign(
         ridge=peak / bandwidth,
         bound=np.where(layers.intensity < peak / bandwidth, "memory", "arithmetic"),
-        reached=layers.gflops / np.minimum(bandwidth * layers.intensity, peak),
+        reached=reached.where(reached <= 1),
     )
     return rows.reset_index(drop=True)
 
@@ -246,9 +252,14 @@ class Placement(Report):
 
         The roof is the lower of two ceilings: arithmetic in the step's precisions, and memory at
         the step's intensity. The share exceeds 1 if tensors stay in a cache that is faster than the
-        measured memory.
+        measured memory, or if other programs slowed the measurement of the roof.
         """
         return max(self.at_least["memory"], self.at_least["arithmetic"]) / self.seconds
+
+    @property
+    def reached_words(self) -> str:
+        """`reached` in words. A share above 1 is not stated, since the roof is too low then."""
+        return "faster than the roof" if self.reached > 1 else f"{self.reached:.0%} of the roof"
 
     @property
     def launch_share(self) -> float:
@@ -273,14 +284,15 @@ class Placement(Report):
             ),
             f"At the ceilings measured, each alone: {floors}. It is bound by {self.bound}.",
             (
-                f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s, {self.reached:.0%}"
-                f" of the roof; launches take {self.launch_share:.0%} of the time or more."
+                f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s,"
+                f" {self.reached_words}; launches take {self.launch_share:.0%} of the time or more."
             ),
         ]
         if self.reached > 1:
             lines.append(
-                "More than the roof: between operations, tensors stay in a cache faster than"
-                " memory."
+                "A step cannot be faster than its roof. Either tensors stay in a cache that is"
+                " faster than the measured memory, or other programs slowed the measurement of the"
+                " roof: measure it again."
             )
         if self.unknown:
             lines.append(

@@ -108,7 +108,8 @@ def roofline(frame: pd.DataFrame) -> Picture:
         machine_name = f"{machine} (recorded)" if machine else "this machine"
         label = f"{setting_words(setting)}, {machine_name}"
         tint = theme.colour(setting)
-        _roof(axes, device, device.gflops.max(), 3000.0, color=tint, lw=1.5, label=label)
+        peak = device[device.kind == "matrix"].gflops.max()
+        _roof(axes, device, peak, 3000.0, color=tint, lw=1.5, label=label)
         for kind, rows in device[device.flop > 0].groupby("kind"):
             theme.draw_points(
                 axes,
@@ -134,10 +135,13 @@ def roofline(frame: pd.DataFrame) -> Picture:
     axes.set(xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
     theme.log_scales(axes)
     least = layers.iloc[0]
-    title = (
-        f"{least.operation}: of the networks' layers it reaches least of its ceiling,"
-        f" {least.reached:.1%}"
-    )
+    if np.isnan(least.reached):
+        title = "Every layer is faster than the ceilings that were measured"
+    else:
+        title = (
+            f"{least.operation}: of the networks' layers it reaches least of its ceiling,"
+            f" {least.reached:.1%}"
+        )
     alt = (
         "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and"
         " arithmetic."
@@ -200,11 +204,10 @@ def placement(step: Placement) -> Picture:
     right.bar_label(bars, [f" {value:.3g}" for value in milliseconds])
     right.invert_yaxis()
     right.set(
-        xlim=(0, 1.2 * milliseconds.max()), xlabel="ms for one step; below, at least, each alone"
+        xlim=(0, 1.2 * milliseconds.max()), xlabel="ms for one step, and lower bounds of its parts"
     )
     headline = (
-        f"Bound by {step.bound}: {step.reached:.0%} of the roof, launches {step.launch_share:.0%}"
-        " of the time"
+        f"Bound by {step.bound}: {step.reached_words}, launches {step.launch_share:.0%} of the time"
     )
     alt = (
         f"A step under the roofline of {setting_words(step.setting)}, and the time of its parts at"

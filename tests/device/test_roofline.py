@@ -89,6 +89,35 @@ def test_roofline_bounds_of_layers_left_and_right_of_the_ridge():
     ]
 
 
+def test_roofline_bounds_layer_is_not_its_own_ceiling():
+    rows = [
+        ("cpu", "copy", "memory", 10.0, 0.0, 0.0),
+        ("cpu", "product", "matrix", 1.0, 100.0, 99.0),
+        ("cpu", "a product of one precision", "precision", 1.0, 900.0, 99.0),
+        ("cpu", "fast layer", "network", 1.0, 150.0, 50.0),
+        ("cpu", "layer in the cache", "network", 40.0, 20.0, 0.5),
+        ("cpu", "slow layer", "network", 1.0, 25.0, 50.0),
+    ]
+    columns = ["setting", "operation", "kind", "gigabytes_per_second", "gflops", "intensity"]
+    found = gl.device.bounds(pd.DataFrame(rows, columns=columns)).set_index("operation")
+    assert found.reached["slow layer"] == 0.25  # of the product's 100, not of the fast layer's 150
+    assert found.reached[["fast layer", "layer in the cache"]].isna().all()
+    assert set(found.ridge) == {10.0}
+
+
+def test_placement_states_no_share_above_the_roof():
+    counts = {"operations": 3, "flop": {"float32": 10**9}, "moved": 10**8, "spread": 0.0}
+    floors = {"memory": 0.004, "arithmetic": 0.005, "launches": 0.001}
+    ends = {"at_least": floors, "unknown": (), "roofline": pd.DataFrame()}
+    slow = gl.device.Placement("cpu", **counts, seconds=0.01, **ends)
+    fast = gl.device.Placement("cpu", **counts, seconds=0.004, **ends)
+    assert "50% of the roof" in str(slow)
+    assert "faster than the roof" in str(fast)
+    assert "125%" not in str(fast)
+    assert "measure it again" in str(fast)
+    assert "measure it again" not in str(slow)
+
+
 def test_recorded_rooflines_are_shipped_and_one_is_read_back(small, tmp_path, monkeypatch):
     assert "NVIDIA H200" in set(gl.device.recorded_rooflines().machine)
     write_document(

@@ -1,0 +1,123 @@
+"""Timings that can be trusted: rounds, their spread, and no number where the rounds disagree."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pandas as pd
+
+from companion.microbenchmarks import count_cores, summarise_rounds, time_in_rounds
+from gpulab.settings import Setting
+
+MAX_SPREAD = 0.2  # of the interquartile range over the median: above it, rounds disagree
+MIN_SHARE_OF_CORES = 0.85  # of the processor time that a quiet machine gives
+HASHED = bytes(2**20)
+BUSY = "This machine is too busy to measure"
+
+
+def time_rounds(
+    calls: Mapping[str, Callable[[], Any]], setting: Setting | str, rounds: int = 7
+) -> pd.DataFrame:
+    """Time calls that take turns, under a setting that is applied already.
+
+    Args:
+        calls: What is timed, by name. Each is called twice before.
+        setting: Of the device whose work is waited for, such as `cpu`.
+        rounds: How many turns each has, at least 2.
+
+    Returns:
+        A row for each call, with its name as the index: `seconds`, the median over the rounds;
+        `fastest`, `lower`, `upper` and `slowest`, the minimum, the quartiles and the maximum;
+        `rounds`; and `spread`, the interquartile range over the median.
+
+    Examples:
+        >>> table = time_rounds({"sum": lambda: sum(range(1000))}, "cpu", rounds=3)
+        >>> list(table.index), int(table.rounds.iloc[0])
+        (['sum'], 3)
+    """
+    kind = Setting.parse(setting).kind
+    times = time_in_rounds(list(calls.values()), kind, rounds)
+    table = pd.DataFrame([summarise_rounds(seconds) for seconds in times], index=list(calls))
+    return add_spread(table)
+
+
+def add_spread(table: pd.DataFrame) -> pd.DataFrame:
+    """Add the column `spread`: the interquartile range of the rounds over their median."""
+    return table.assign(spread=(table.upper - table.lower) / table.seconds)
+
+
+def withhold(table: pd.DataFrame, max_spread: float = MAX_SPREAD) -> pd.DataFrame:
+    """Replace times whose rounds disagree by missing numbers.
+
+    Args:
+        table: With the columns of `time_rounds`.
+        max_spread: The largest spread with which a time is kept.
+
+    Returns:
+        The table, with a missing number in `seconds` where the spread is larger. `spread` stays.
+
+    Examples:
+        >>> table = pd.DataFrame({"seconds": [1.0, 1.0], "spread": [0.05, 0.6]})
+        >>> withhold(table).seconds.tolist()
+        [1.0, nan]
+    """
+    return table.assign(seconds=table.seconds.where(table.spread <= max_spread))
+
+
+def share_of_cores(seconds: float = 0.3) -> float:
+    """Measure how much of its cores this process gets: less than 1 beside other programs.
+
+    For a moment all cores that the process may use are kept busy, and the processor time that was
+    spent is divided by what they could have given. A quota, as in a container, counts as well.
+
+    Examples:
+        >>> 0 < share_of_cores(0.02) < 1.5
+        True
+    """
+    cores = count_cores()
+    started, used = time.perf_counter(), time.process_time()
+    until = started + seconds
+    with ThreadPoolExecutor(cores) as pool:
+        list(pool.map(keep_busy, [until] * cores))
+    return (time.process_time() - used) / (cores * (time.perf_counter() - started))
+
+
+def keep_busy(until: float) -> None:
+    """Compute until a time of `time.perf_counter`. Other threads run meanwhile."""
+    while time.perf_counter() < until:
+        hashlib.sha256(HASHED).digest()
+
+
+def describe_trust(table: pd.DataFrame, share: float, max_spread: float = MAX_SPREAD) -> str:
+    """Say in a sentence or two whether the times of a table can be trusted.
+
+    Args:
+        table: With a column `spread`.
+        share: As `share_of_cores` returns it.
+        max_spread: As for `withhold`.
+    """
+    disagree = int((table.spread > max_spread).sum())
+    middle = f"Rounds differ by {table.spread.median():.0%} in the middle"
+    if share < MIN_SHARE_OF_CORES:
+        return (
+            f"{BUSY}: other programs leave us {share:.0%} of the cores. {middle}. Trust what was"
+            " recorded."
+        )
+    if disagree > len(table) / 2:
+        return f"{BUSY}: {disagree} of {len(table)} times are withheld. Trust what was recorded."
+    if disagree:
+        return (
+            f"{middle}. Withheld, because their rounds disagree by more than {max_spread:.0%}:"
+            f" {disagree} of {len(table)} times."
+        )
+    return f"{middle}, and by {table.spread.max():.0%} at most: these times can be trusted."
+
+
+def is_trusted(table: pd.DataFrame, share: float, max_spread: float = MAX_SPREAD) -> bool:
+    """Whether the machine gave us its cores, and the rounds agree for at least half of the times."""
+    agree = float((table.spread <= max_spread).mean())
+    return share >= MIN_SHARE_OF_CORES and agree >= 0.5

@@ -1,0 +1,43 @@
+"""Timings are withheld where rounds disagree."""
+
+import pandas as pd
+import pytest
+
+from companion import timing
+
+
+def test_time_rounds_reports_spread(monkeypatch):
+    seconds = [[1.0, 1.0, 1.0], [1.0, 2.0, 4.0]]
+    monkeypatch.setattr(timing, "time_in_rounds", lambda *_: seconds)
+    table = timing.time_rounds({"calm": int, "disturbed": int}, "cpu", rounds=3)
+    assert table.spread.tolist() == [0.0, 0.75]  # quartiles 1.5 and 3 over a median of 2
+    assert table.seconds.tolist() == [1.0, 2.0]
+
+
+def test_withhold_only_where_rounds_disagree():
+    table = pd.DataFrame({"seconds": [1.0, 2.0], "spread": [0.2, 0.21]}, index=["a", "b"])
+    kept = timing.withhold(table)
+    assert kept.seconds.to_dict() == {"a": 1.0, "b": pytest.approx(float("nan"), nan_ok=True)}
+    assert kept.spread.tolist() == [0.2, 0.21]
+
+
+@pytest.mark.parametrize(
+    ("spreads", "share", "words", "trusted"),
+    [
+        ([0.01, 0.05], 1.0, "can be trusted", True),
+        ([0.01, 0.05, 0.4], 1.0, "1 of 3 times", True),
+        ([0.01, 0.5, 0.4], 1.0, "too busy to measure: 2 of 3 times are withheld", False),
+        ([0.01, 0.05], 0.6, "too busy to measure: other programs leave us 60%", False),
+    ],
+)
+def test_describe_trust(spreads, share, words, trusted):
+    table = pd.DataFrame({"spread": spreads})
+    assert words in timing.describe_trust(table, share)
+    assert timing.is_trusted(table, share) is trusted
+
+
+def test_share_of_cores_halves_when_another_core_is_asked_for(monkeypatch):
+    """With twice as many cores as there are, half of the processor time is missing."""
+    real = timing.count_cores()
+    monkeypatch.setattr(timing, "count_cores", lambda: 2 * real)
+    assert timing.share_of_cores(0.1) < 0.7
