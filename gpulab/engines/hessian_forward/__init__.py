@@ -1,13 +1,14 @@
 """The engine behind `H @ v`: it captures a gradient and replays its derivative as a linear map.
 
-The product of a Hessian with a vector is the derivative of the gradient along it (Pearlmutter
-1994). `linearize_gradient`, the public function of this package, works that derivative out once.
-Here it is by hand, for ∑ w³.
+The product of a Hessian with a vector is the derivative of the gradient in the direction of the
+vector (Pearlmutter 1994). `linearize_gradient`, the public function of this package, derives the
+instructions for this product once. They can then be applied to any number of vectors. The example
+below does the same step by step for the loss ∑ w³.
 
-`capture` computes the loss and its gradient once, under a mode that sees every operation below
-autograd, of the forward and of the backward pass. `_jvp_rules` has a rule for each, a
-Jacobian-vector product: which instruction makes the tangent of its result from those of its
-arguments. Tangents are numbered variables, w's is 0.
+`_capture` computes the loss and its gradient once, under a dispatch mode that sees every operation
+below autograd, in the forward and in the backward pass. `_jvp_rules` has a rule for each operation,
+its Jacobian-vector product: the instruction that computes the tangent of the result from the
+tangents of the arguments. Tangents are numbered variables; the tangent of w has the number 0.
 
     >>> import torch
     >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -28,10 +29,10 @@ arguments. Tangents are numbered variables, w's is 0.
     aten.mul.Scalar [3, None] [4]
     aten.mul.Tensor [None, 4] [5]
 
-`_linear_maps` keeps the instructions that the gradients depend on, here on variable 5, and joins
-them: neighbouring combinations into one pass, and convolutions with one weight, as those of several
-time steps, into one batch. It replays them for k vectors at once: one by one, or on a GPU as one
-CUDA graph.
+`_linear_maps` keeps the instructions that the tangents of the gradients depend on (here variable 5
+is the only such tangent) and optimises them. It fuses successive linear combinations into one, and
+batches convolutions that share a weight, such as those of several time steps. It then applies the
+instructions to k vectors at once: one after the other, or on a GPU as one CUDA graph.
 
     >>> linear_map = builder.linear_map(results)
     >>> [
@@ -62,15 +63,19 @@ __all__ = ["linearize_gradient"]
 def linearize_gradient(
     objective: Callable[[], Tensor], points: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], LinearMap]:
-    """A loss, its gradients at `points`, and the map from tangents (k, …) to the gradients' own.
+    """Compute a loss and its gradients, and derive the linear map that multiplies by the Hessian.
 
     Args:
-        objective: Computes the loss, a scalar, from the points.
-        points: What it is differentiated by.
+        objective: A function that computes the loss, a scalar, from the points.
+        points: The tensors with respect to which the loss is differentiated.
+
+    Returns:
+        The loss, the gradients at `points`, and the map. The map takes k tangents of each point,
+        with shapes (k, *point.shape), and returns the tangents of the gradients in the same shapes.
 
     Raises:
-        UnsupportedError: Where the gradient cannot be followed; it may still be differentiated
-            twice by autograd.
+        UnsupportedError: If the gradient has an operation that cannot be linearized here. Autograd
+            may still be able to differentiate it twice.
     """
 
     def linearize(create_graph: bool) -> tuple[Tensor, list[Tensor], LinearMap]:
@@ -92,5 +97,6 @@ def linearize_gradient(
     try:
         return linearize(create_graph=False)
     except UnsupportedError:
-        # Some gradients have one kernel that is fast and another that can be differentiated.
+        # Some gradients have two kernels: a fast one, and one that can be differentiated. With
+        # `create_graph`, autograd uses the second.
         return linearize(create_graph=True)

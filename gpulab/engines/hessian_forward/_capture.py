@@ -1,4 +1,4 @@
-"""Capture: every operation of a gradient computation, with the tangents that enter it."""
+"""Capture of every operation of a gradient computation, with the tangents of its arguments."""
 
 from __future__ import annotations
 
@@ -29,34 +29,41 @@ DETACH = torch.ops.aten.detach.default
 
 @dataclass(frozen=True)
 class CapturedOperation:
-    """One call below autograd: `function(*arguments, **options)` and its detached `results`.
+    """One operation below autograd: `function(*arguments, **options)` returned `results`.
 
-    Something that overwrites its argument is captured as the function that returns a new tensor
-    instead.
+    The results are detached. An operation in place, such as `add_`, is recorded as its functional
+    variant, such as `add`.
     """
 
     function: OpOverload
     arguments: tuple[Nested, ...]
     options: dict[str, Nested]
     results: Nested
-    variables: dict[int, int]  # identity of an argument -> number of its tangent
+    variables: dict[int, int]  # `id` of an argument -> number of the variable that is its tangent
 
     def tangent(self, argument: Nested) -> int | None:
-        """The number of the variable that is an argument's tangent; None for a constant."""
+        """Return the number of the variable that is an argument's tangent; None for a constant."""
         return self.variables.get(id(argument))
 
 
 def as_list(results: Nested) -> list[Nested]:
-    """The results of an operation as a list."""
+    """Return the results of an operation as a list, also if there is a single result."""
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
 class Capture(UncompiledDispatchMode):
-    """Records every operation, and has `linearize` number the tangents of its results.
+    """Shows `linearize` each operation that has an argument with a tangent.
 
-    Tensors are told apart as objects, memory by its address. Where memory is overwritten, whatever
-    else lies there has a wrong tangent from then on, and must not be used. What earlier operations
-    were given is copied.
+    `linearize` returns the number of each result's tangent, or None for a result that is constant.
+
+    Tangents are kept for tensor objects, and writes are recorded by the address of the memory. If
+    an operation overwrites memory, two things follow. Operations that were captured earlier keep a
+    copy of the old values. Other tensors that share the overwritten elements have outdated
+    tangents, and `UnsupportedError` is raised if they are used.
+
+    Args:
+        points: The tensors whose tangents are the variables 0, 1, ….
+        linearize: See above.
     """
 
     def __init__(
@@ -66,18 +73,19 @@ class Capture(UncompiledDispatchMode):
     ) -> None:
         super().__init__()
         self.linearize = linearize
-        self.is_forward = True
-        self.time = 0  # operations so far
+        self.is_forward = True  # False during the backward pass
+        self.time = 0  # the number of operations so far
+        # tensor -> number of the variable that is its tangent
         self.variables = WeakTensorKeyDictionary(
             {point: number for number, point in enumerate(points)}
         )
-        # tensor -> the time from which on its tangent is valid
+        # tensor -> the time at which it was last computed, and its tangent with it
         self.valid_since = WeakTensorKeyDictionary()
-        # Results of the forward pass other than those that autograd saves.
+        # The keys are the results of the forward pass, without the copies that autograd saves.
         self.results = WeakTensorKeyDictionary()
-        # By address: the tensors that captured operations refer to, and the time and target of each
-        # write.
+        # memory address -> the tensors at this address that captured operations refer to
         self.detached_aliases: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)
+        # memory address -> the time and the overwritten tensor of each write
         self.overwritten: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
     def __torch_dispatch__(
@@ -87,14 +95,15 @@ class Capture(UncompiledDispatchMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        """Run an operation, and linearize it if one of its inputs is variable."""
+        """Run an operation, and linearize it if one of its arguments has a tangent."""
         self.time += 1
         leaves, spec = tree_flatten((tuple(args), kwargs or {}))
-        # autograd saves results as something detached
+        # Autograd treats a tensor that requires no gradient as a constant. `detach` is an
+        # exception: autograd calls it to save results for the backward pass.
         if self.is_forward and function is not DETACH:
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and not leaf.requires_grad:
-                    self.variables.pop(leaf, None)  # autograd takes it for a constant
+                    self.variables.pop(leaf, None)
         numbers = [
             self.tangent(leaf, function) if isinstance(leaf, Tensor) else None for leaf in leaves
         ]
@@ -122,6 +131,7 @@ class Capture(UncompiledDispatchMode):
                 CapturedOperation(functional, arguments, options, detached_results, variables)
             )
             if functional is not function:
+                # The first argument has new values, so its old tangent is discarded.
                 self.overwritten[_address(args[0])].append((self.time, args[0].detach()))
                 self.variables.pop(args[0], None)
             self.variables.update(
@@ -130,7 +140,12 @@ class Capture(UncompiledDispatchMode):
         return results
 
     def tangent(self, tensor: Tensor, function: OpOverload | None = None) -> int | None:
-        """The number of the variable that is a tensor's tangent; None for a constant."""
+        """Return the number of the variable that is a tensor's tangent; None for a constant.
+
+        Raises:
+            UnsupportedError: If the tensor's memory was overwritten through another tensor, or if
+                `function` uses a by-product of the forward pass.
+        """
         if self.overwritten and (tensor.requires_grad or not self.is_forward):
             for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
                 if self.valid_since.get(tensor, 0) < time and _overlap(tensor, overwritten_tensor):
@@ -144,14 +159,15 @@ class Capture(UncompiledDispatchMode):
             and not tensor.requires_grad
             and tensor in self.results
         ):
-            # A by-product that has no derivative for torch, such as a matrix's factors;
-            # `…_backward` allow for that.
+            # The tensor is a by-product of the forward pass that torch does not differentiate, such
+            # as the factors of a matrix. Only functions named `…_backward` take it as a constant.
             if function is None or not schema_name(function).endswith("_backward"):
                 raise UnsupportedError(f"{function} is given a by-product of the forward pass")
             return None
         return number
 
     def _detach(self, value: Nested) -> Nested:
+        """Return a detached alias of a tensor and register it; return other values unchanged."""
         if not isinstance(value, Tensor):
             return value
         alias = value.detach()
@@ -159,7 +175,19 @@ class Capture(UncompiledDispatchMode):
         return alias
 
     def _preserve_overwritten(self, function: OpOverload, written: Nested) -> OpOverload:
-        """The operation that returns a new tensor where this one overwrites its first argument."""
+        """Copy the values that are about to be overwritten, for the operations captured so far.
+
+        Args:
+            function: An operation in place.
+            written: Its first argument, which it overwrites.
+
+        Returns:
+            The functional variant of the operation, which returns a new tensor.
+
+        Raises:
+            UnsupportedError: If there is no functional variant, or if a tensor that requires a
+                gradient is overwritten while gradients are disabled.
+        """
         name = schema_name(function)
         functional = functional_variant(function)
         if functional is None or not isinstance(written, Tensor):
@@ -169,6 +197,7 @@ class Capture(UncompiledDispatchMode):
         for reference in self.detached_aliases.pop(_address(written), ()):
             alias = reference()
             if alias is not None:
+                # The captured operation keeps this tensor, which gets memory of its own.
                 alias.data = alias.clone()
         return functional
 
@@ -179,19 +208,30 @@ def capture_gradient(
     linearize: Callable[[CapturedOperation], Sequence[int | None]],
     create_graph: bool = False,
 ) -> tuple[Tensor, list[Tensor], list[int | None]]:
-    """A loss, its gradients at `points`, and the numbers of the variables that are their tangents.
+    """Compute a loss and its gradients, and capture every operation on the way.
+
+    Args:
+        objective: A function that computes the loss, a scalar, from the points.
+        points: The tensors with respect to which the loss is differentiated.
+        linearize: A function that assigns variables to the results of an operation: see `Capture`.
+        create_graph: Whether autograd uses kernels that can be differentiated again.
+
+    Returns:
+        The loss, the gradients at `points`, and the number of the variable that is the tangent of
+        each gradient; None for a gradient that is constant.
 
     Raises:
-        UnsupportedError: Where Python code of the user's own takes part in the backward pass, or a
-            tensor is used whose memory was overwritten by way of another one: what happens there
-            cannot be seen from below.
+        UnsupportedError: If the backward pass runs a function that is written in Python, or if a
+            tensor is used after its memory was overwritten through another tensor. The dispatch
+            mode cannot follow tangents there. Also if autograd raises an error, except if memory
+            runs out.
     """
     capture = Capture(points, linearize)
     with torch.enable_grad(), capture:
         loss = objective()
         for node in graph_nodes(loss):
             if isinstance(node, torch.autograd.function.BackwardCFunction):
-                # It may hand over numbers in ways that no operation shows.
+                # Python code may pass numbers on without an operation that the mode could see.
                 raise UnsupportedError(f"{type(node).__name__} is written in Python")
         capture.is_forward = False
         try:
@@ -206,13 +246,18 @@ def capture_gradient(
 
 
 def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; 0 for a tensor without strides."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Return whether two tensors of one storage have an element in common.
+
+    Tensors of different types are assumed to overlap.
+    """
     if a.dtype != b.dtype:
         return True
+    # One mark for each element of the storage. The elements of `a` are marked, those of `b` read.
     marks = torch.zeros(
         a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool, device="cpu"
     )

@@ -1,4 +1,4 @@
-"""Linear combinations of tangents, on a GPU in fused kernels."""
+"""Linear combinations of tangents, computed in fused kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from torch import Tensor
 
 from gpulab._torch_internals import compile_elementwise_kernel
 
-Coefficient = Tensor | float | None
-MAX_INPUTS = 8  # more constants in one sum would save little
+Coefficient = Tensor | float | None  # None stands for 1
+MAX_INPUTS = 8  # tensors that one combination may read; a larger number would save little time
 
 
 class Combination:
-    """`sum(coefficient * tangent)`; None stands for 1.
+    """The linear combination `sum(coefficient * tangent)` of several tangents.
 
-    The result has the `shape` (k, *shape), to which tangents and coefficients are broadcast.
-    `is_plain_sum` says that all tangents have that shape and all coefficients are 1.
+    Args:
+        coefficients: The coefficient of each tangent; None stands for 1.
+        shape: The shape of the result without its first dimension. For k tangents the result has
+            the shape (k, *shape), to which tangents and coefficients are broadcast.
+        is_plain_sum: Whether all coefficients are 1 and all tangents have the shape of the result.
     """
 
     def __init__(
@@ -26,7 +29,8 @@ class Combination:
         self.coefficients = tuple(coefficients)
         self.shape = tuple(shape)
         self.is_plain_sum = is_plain_sum
-        # Products come first: they allocate memory, and the other terms are added to it.
+        # Products with tensors are computed first: they allocate the memory for the sum, to which
+        # the other terms are added in place.
         self.order = sorted(
             range(len(coefficients)),
             key=lambda position: not isinstance(coefficients[position], Tensor),
@@ -34,20 +38,24 @@ class Combination:
 
     @property
     def input_count(self) -> int:
-        """The number of tensors that it reads."""
+        """The number of tensors that a call reads: all tangents and all tensor coefficients."""
         return len(self.coefficients) + sum(isinstance(c, Tensor) for c in self.coefficients)
 
     def fuse(self, position: int, inner: Combination) -> Combination | None:
-        """The combination in which the tangent at `position` is itself a combination.
+        """Substitute the combination `inner` for the tangent at `position`.
 
-        None where that would not fit into one kernel, or need more constants than there are.
+        Returns:
+            The fused combination. None if the two results have different shapes, if the fused one
+            would read more than `MAX_INPUTS` tensors, or if several pairs of tensor coefficients
+            would have to be multiplied.
         """
         outer = self.coefficients[position]
-        new_constants = (
+        # A tensor `outer` times a tensor coefficient of `inner` is a new tensor to be kept.
+        needs_several_products = (
             isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
         )
         if (
-            new_constants
+            needs_several_products
             or inner.shape != self.shape
             or self.input_count + inner.input_count - 1 > MAX_INPUTS
         ):
@@ -59,7 +67,7 @@ class Combination:
         )
 
     def __call__(self, *tangents: Tensor) -> Tensor:
-        """The sum for tangents (k, …); on a GPU, one kernel computes each pair of products."""
+        """Compute the combination of tangents (k, …); a GPU computes two products per kernel."""
         shape = (len(tangents[0]), *self.shape)
         terms = [
             (lift(tangents[position], len(shape)), self.coefficients[position])
@@ -71,7 +79,7 @@ class Combination:
             total = (
                 _kernel(False)(v, c, w, d) if total is None else _kernel(True)(v, c, w, d, total)
             )
-        # whether `total` has memory of its own, which can be added to in place
+        # Whether `total` has memory of its own, so that terms can be added in place.
         is_owned = total is not None
         for tangent, coefficient in terms:
             if total is None:
@@ -91,7 +99,10 @@ class Combination:
 
 
 def lift(tangent: Tensor, ndim: int) -> Tensor:
-    """Insert dimensions after the first, up to `ndim`, as broadcasting would do in front."""
+    """Insert dimensions of size 1 after the first, so that the tangent has `ndim` dimensions.
+
+    Broadcasting would insert them before the first dimension, which counts the k tangents.
+    """
     missing = ndim - tangent.ndim
     if not missing:
         return tangent
@@ -99,6 +110,7 @@ def lift(tangent: Tensor, ndim: int) -> Tensor:
 
 
 def _product(outer: Coefficient, inner: Coefficient) -> Coefficient:
+    """Multiply two coefficients, where None stands for 1."""
     if outer is None or inner is None:
         return inner if outer is None else outer
     return outer * inner
@@ -106,9 +118,10 @@ def _product(outer: Coefficient, inner: Coefficient) -> Coefficient:
 
 @functools.cache
 def _kernel(with_total: bool) -> Callable[..., Tensor]:
-    """The sum of two products, `with_total` added to a running sum.
+    """Compile the kernel for `c * v + d * w`; `with_total` it also adds a running total.
 
-    There are only these two kernels, because each compiles for half a second.
+    Longer sums call these two kernels repeatedly, because each kernel takes half a second to
+    compile.
     """
     parameters = "T v, T c, T w, T d"
     value = "c * v + d * w"

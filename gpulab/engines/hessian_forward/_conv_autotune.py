@@ -1,4 +1,4 @@
-"""Chooses the fastest of several algorithms for the same numbers on a GPU, by trying each once."""
+"""Choice of the fastest among several GPU algorithms for the same numbers, by timing each once."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from torch import Tensor
 
 TIMED_CALLS = 3  # timed calls of each candidate
 
-_choices: dict[Hashable, int] = {}
+_choices: dict[Hashable, int] = {}  # key -> index of the fastest candidate
 
 
 def fastest_candidate(
     key: Hashable, candidates: Sequence[Callable[[], Tensor]], device: torch.device, workspace: int
 ) -> int:
-    """Return the index of the fastest candidate, measured when a key is first seen.
+    """Return the index of the fastest candidate.
 
-    While a CUDA graph is being captured nothing can be measured: a new key then gets the first
-    candidate.
+    The candidates are timed when a key occurs for the first time. During the capture of a CUDA
+    graph nothing can be timed, so a new key gets the first candidate.
 
     Args:
-        key: What the choice depends on: shapes, formats, the device and the flags of torch.
+        key: Everything that the choice depends on: shapes, data types, the device and flags of
+            torch.
         candidates: Functions that compute the same numbers.
         device: The GPU.
-        workspace: How many bytes a candidate may allocate; one that needs more is never chosen.
+        workspace: The number of bytes that a candidate may allocate. One that needs more counts as
+            infinitely slow.
     """
     if key not in _choices and not torch.cuda.is_current_stream_capturing():
         times = [_time_within_workspace(candidate, device, workspace) for candidate in candidates]
@@ -37,9 +39,9 @@ def fastest_candidate(
 def _time_within_workspace(
     candidate: Callable[[], Tensor], device: torch.device, workspace: int
 ) -> float:
-    """Time a candidate, in seconds, after a first call that may allocate `workspace` bytes.
+    """Return the seconds that `TIMED_CALLS` calls of a candidate take, after a call to warm up.
 
-    Infinite for a candidate that needs more.
+    The result is infinite for a candidate that needs more than `workspace` bytes of new memory.
     """
     total = torch.cuda.get_device_properties(device).total_memory
     previous_fraction = torch.cuda.get_per_process_memory_fraction(device)

@@ -1,4 +1,8 @@
-"""The three bilinear maps of a convolution, for many tangents of one factor at once."""
+"""The three bilinear maps of a convolution, applied to many tangents of one factor at once.
+
+They are the output, the gradient of the input, and the gradient of the weight. Each is linear in
+both of its factors. If one factor is constant, the map is linear in the tangent of the other.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ from gpulab.numerics._flags import precision_allowed
 aten = torch.ops.aten
 MAX_WORKSPACE_BYTES = 2**28  # bytes that an algorithm of cuDNN may use besides the result
 
-Constants = dict[tuple[object, ...], Tensor]  # batches of several, by their identities
+# Concatenations of constants, by the identities of the constants.
+Constants = dict[tuple[object, ...], Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Geometry:
 
     @classmethod
     def of_options(cls, options: Sequence[Nested]) -> Geometry | None:
-        """The geometry from the options of a torch operation; None if grouped or transposed."""
+        """Read the options of a torch operation; None for a grouped or transposed convolution."""
         stride, padding, dilation, transposed, _, groups = options[:6]
         return (
             cls(tuple(stride), tuple(padding), tuple(dilation))
@@ -39,18 +44,19 @@ class Geometry:
         )
 
     def apply(self, target: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
-        """Compute the `output`, the gradient of the `input`, or the gradient of the `weight`.
+        """Compute one of the three maps of its two factors.
 
         Args:
-            target: What is computed, `output`, `input` or `weight`.
-            first: Inputs (B, I, …), or an output gradient (B, O, …).
-            second: A weight (O, I, …), or inputs (B, I, …) for the gradient by the weight.
-            shape: Of what is made.
+            target: The map: `output`, or the gradient of the `input` or of the `weight`.
+            first: The inputs (B, I, …) for `output`; else the gradient of the output (B, O, …).
+            second: The inputs (B, I, …) for `weight`; else the weight (O, I, …).
+            shape: The shape of the result.
         """
         options = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), 1
         if target == "output":
             return aten.convolution(first, second, None, *options)
-        placeholder = first.new_empty(1).expand(shape)  # only its shape is read
+        # torch asks for the tensor whose gradient is computed, but reads only its shape.
+        placeholder = first.new_empty(1).expand(shape)
         inputs, weight = (placeholder, second) if target == "input" else (second, placeholder)
         mask = [target == "input", target == "weight", False]
         return aten.convolution_backward(first, inputs, weight, None, *options, mask)[
@@ -58,9 +64,12 @@ class Geometry:
         ]
 
     def mirrored(self, weight: Tensor) -> Geometry | None:
-        """The convolution whose input gradient with the mirrored weight is this one's output.
+        """Return the geometry that computes this convolution as a gradient of an input.
 
-        None for a stride other than one, and where the mirrored padding would be negative.
+        The gradient of its input, with the mirrored weight, equals the output of this convolution.
+
+        Returns:
+            The geometry. None if a stride is not 1, or if its padding would be negative.
         """
         padding = tuple(
             d * (edge - 1) - p
@@ -73,20 +82,32 @@ class Geometry:
 
 @dataclass(eq=False)
 class Convolution:
-    """One of the three maps, with one factor fixed."""
+    """One of the three maps with one factor constant: a linear map of the other factor's tangent.
+
+    Attributes:
+        geometry: Stride, padding and dilation.
+        target: The map, as `Geometry.apply` takes it.
+        tangent_position: Which of the two factors is the tangent, 0 or 1.
+        constant: The other factor.
+        shape: The shape of the result for one tangent.
+        has_bias: Whether the tangent of a bias is added to the output.
+        chunk_count: The number of pieces into which the result is split along the batch.
+        constant_number: A number that maps with the same constant have in common; see
+            `number_constants`.
+    """
 
     geometry: Geometry
-    target: str  # what the map makes of its two factors: see `Geometry.apply`
-    tangent_position: int  # which of them is the tangent, 0 or 1
-    constant: Tensor  # the other one
-    shape: tuple[int, ...]  # of what it makes
-    has_bias: bool = False  # whether a second tangent is added to the output
-    chunk_count: int = 1  # into which the result is cut along the batch
-    constant_number: int = 0  # the number of the constant
+    target: str
+    tangent_position: int
+    constant: Tensor
+    shape: tuple[int, ...]
+    has_bias: bool = False
+    chunk_count: int = 1
+    constant_number: int = 0
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for maps that can be done as one."""
+        """A key that is equal for maps that can be joined into one."""
         return (
             self.geometry,
             self.target,
@@ -98,12 +119,18 @@ class Convolution:
 
     @property
     def has_weight_tangent(self) -> bool:
-        """Whether the tangent is the weight, so that all batches can go through it at once."""
+        """Whether the tangent is that of a weight; such maps can be joined along the batch."""
         return self.target != "weight" and self.tangent_position == 1
 
     @classmethod
     def join(cls, maps: Sequence[Convolution], constants: Constants) -> Convolution:
-        """One map of the concatenated batches of all `maps`; concatenated constants are shared."""
+        """Join maps into one, whose constant is the concatenation of their constants.
+
+        Args:
+            maps: Maps with the same `key`.
+            constants: The concatenations made so far. A new one is added, so that another join of
+                the same constants shares it.
+        """
         first_map = maps[0]
         key = tuple(_identity(member.constant) for member in maps)
         if key not in constants:
@@ -116,8 +143,17 @@ class Convolution:
         )
 
     def __call__(self, tangent: Tensor, bias: Tensor | None = None) -> Tensor | Sequence[Tensor]:
-        """The map of tangents (k, …): (k, …), or one such for each piece."""
-        # The k tangents are more members of a batch, or more channels; so are their results.
+        """Apply the map to tangents (k, …).
+
+        Args:
+            tangent: The tangents of the factor at `tangent_position`.
+            bias: The tangents of the bias, (k, O).
+
+        Returns:
+            The results (k, *shape), or the list of their pieces if `chunk_count` is above 1.
+        """
+        # One call computes all k results: the k tangents are folded into the dimension of the batch
+        # or into that of the channels, and the results are unfolded from the same dimension.
         k = len(tangent)
         axis = self.tangent_position
         shape = list(self.shape)
@@ -137,33 +173,37 @@ class Convolution:
 
 @dataclass(frozen=True)
 class BiasGradient:
-    """The sum of an output gradient (B, O, …) of `ndim` dimensions over batch and space."""
+    """The gradient of a bias: the sum of the output gradient (B, O, …) over batch and space.
+
+    `ndim` is the number of dimensions of the output gradient.
+    """
 
     ndim: int
 
     @property
     def key(self) -> BiasGradient:
-        """Equal for maps that can be done as one."""
+        """A key that is equal for maps that can be joined into one."""
         return self
 
     def join(self, _: Sequence[BiasGradient], __: Constants) -> BiasGradient:
-        """The same map of a larger batch."""
+        """Return the map of a larger batch, which is the same map."""
         return self
 
     def __call__(self, tangent: Tensor) -> Tensor:
-        """(k, B, O, …) to (k, O)."""
+        """Sum tangents (k, B, O, …) of the output gradient over batch and space; return (k, O)."""
         return tangent.sum([1, *range(3, self.ndim + 1)])
 
 
 def convolve(
     geometry: Geometry, target: str, first: Tensor, second: Tensor, shape: Sequence[int]
 ) -> Tensor:
-    """`geometry.apply`; on a GPU by the faster of two equivalent algorithms.
+    """Compute `geometry.apply`; on a GPU, use the faster of two equivalent computations.
 
-    With a stride of one, an output is also an input's gradient with the mirrored weight, and the
-    reverse, and for the two cuDNN may choose different algorithms. Its first choice can be fifteen
-    times slower, and take gigabytes to work in. So each algorithm is tried once with little memory,
-    even a single one: cuDNN remembers what it chose then.
+    With stride 1, an output can also be computed as the gradient of an input with the mirrored
+    weight, and the other way round. cuDNN may choose different algorithms for the two. The
+    algorithm that it chooses first can be fifteen times slower and can need gigabytes of memory.
+    So each computation is tried once with limited memory. This is done even if there is only one,
+    because cuDNN remembers the algorithm that it chose.
     """
     if not first.is_cuda:
         return geometry.apply(target, first, second, shape)
@@ -179,17 +219,21 @@ def convolve(
         candidates.append(apply_mirrored)
     flags = precision_allowed("conv"), torch.backends.cudnn.deterministic
     key = geometry, target, first.shape, second.shape, first.dtype, first.device, flags
+    # A candidate may also allocate the result and one temporary copy of it.
     workspace = MAX_WORKSPACE_BYTES + 2 * math.prod(shape) * first.element_size()
     return candidates[fastest_candidate(key, candidates, first.device, workspace)]()
 
 
 def number_constants(maps: Sequence[Convolution]) -> None:
-    """Give each map the number of its constant, counted by their first use."""
+    """Set `constant_number` of each map: maps with the same constant get the same number.
+
+    Constants are numbered from 0 in the order in which they first occur.
+    """
     numbers: dict[object, int] = {}
     for member in maps:
         member.constant_number = numbers.setdefault(_identity(member.constant), len(numbers))
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for two views of the same numbers."""
+    """Return a key that is equal for two views of the same numbers."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()

@@ -1,8 +1,10 @@
-"""JVP rules: what each operation of a captured gradient does to tangents, as instructions.
+"""Rules for Jacobian-vector products (JVPs): how each captured operation maps tangents.
 
-A tangent has one more dimension than its tensor, in front. Operations without a rule here are
-differentiated by torch: those that work element by element once, at the capture, and the others by
-forward mode in every product.
+The k tangents of a tensor have its shape with a first dimension of size k.
+
+Operations without a rule in `RULES` are differentiated by torch. An elementwise operation is
+differentiated once, when the map is built. Any other operation is differentiated in forward mode in
+every product.
 """
 
 from __future__ import annotations
@@ -30,15 +32,25 @@ from gpulab.engines.hessian_forward._linear_maps import Instruction, LinearMap, 
 from gpulab.errors import UnsupportedError
 
 aten = torch.ops.aten
-Tangents: TypeAlias = int | Sequence[int | None] | None  # variables, by number; None for a constant
-TangentMap: TypeAlias = Callable[..., Tensor | Sequence[Tensor]]  # of tangents (k, …)
+# The numbers of the variables that are tangents of the results; None for a constant result.
+Tangents: TypeAlias = int | Sequence[int | None] | None
+TangentMap: TypeAlias = Callable[..., Tensor | Sequence[Tensor]]  # takes tangents (k, …)
 
 
 class Builder:
-    """The instructions so far; `variable_count` variables take `bytes` for one tangent each.
+    """Builds the instructions of a linear map, operation by operation.
 
-    Rules find in it the `function` and the `results` of the operation, and the `tangent` of each of
-    its arguments.
+    Args:
+        inputs: The number of inputs, whose tangents are the variables 0, 1, ….
+
+    Attributes:
+        instructions: The instructions so far.
+        variable_count: The number of variables so far.
+        bytes: The memory of one tangent of every variable so far.
+        function: The operation that a rule is called for.
+        results: The results of this operation.
+        tangent: Returns the number of the variable that is an argument's tangent; None for a
+            constant.
     """
 
     function: OpOverload
@@ -51,7 +63,15 @@ class Builder:
         self.bytes = 0
 
     def linearize(self, operation: CapturedOperation) -> list[int | None]:
-        """Add what an operation does to tangents; return the variables of its results' tangents."""
+        """Add the instructions that map tangents of an operation's arguments to those of results.
+
+        Returns:
+            The variable that is the tangent of each result; None for a constant. An empty list if
+            all results are constants.
+
+        Raises:
+            UnsupportedError: If a result is complex.
+        """
         results = as_list(operation.results)
         self.function = operation.function
         self.results = operation.results
@@ -59,6 +79,7 @@ class Builder:
         if any(isinstance(result, Tensor) and result.is_complex() for result in results):
             raise UnsupportedError(f"{operation.function} makes complex numbers")
         name = schema_name(operation.function).removeprefix("aten::")
+        # Operations such as `zeros_like` and `new_ones` read only the shapes of their arguments.
         if (
             name.endswith("_like")
             or name.startswith("new_")
@@ -77,14 +98,14 @@ class Builder:
             variables = [
                 next(numbers) if is_float else None for is_float in torch_jvp.float_results
             ]
-        if operation.function not in COPIES:
+        if operation.function not in COPIES:  # A copy has the same tangent as its argument.
             self.bytes += sum(
                 r.nbytes for r, n in zip(results, as_list(variables), strict=False) if n is not None
             )
         return as_list(variables)
 
     def linear_map(self, results: Sequence[int | None]) -> LinearMap:
-        """The map from the inputs to these variables."""
+        """Return the map from the inputs to the variables `results`; None stands for zero."""
         instructions = remove_unused(self.instructions, results)
         for instruction in instructions:
             if isinstance(instruction.function, TorchJvp):
@@ -94,7 +115,10 @@ class Builder:
     def add_instruction(
         self, function: TangentMap, inputs: Sequence[int | None], result_count: int
     ) -> tuple[int, ...]:
-        """Several new variables, made at once from others."""
+        """Add an instruction with `result_count` outputs, and return the numbers of the outputs.
+
+        Inputs that are None, the tangents of constants, are left out.
+        """
         outputs = tuple(range(self.variable_count, self.variable_count + result_count))
         self.variable_count += result_count
         self.instructions.append(
@@ -103,20 +127,31 @@ class Builder:
         return outputs
 
     def apply(self, function: TangentMap, *arguments: Nested) -> int | None:
-        """The variable that a function makes of the tangents of arguments; None for constants."""
+        """Add an instruction that applies a function to the tangents of `arguments`.
+
+        Returns:
+            The variable of the result; None if all arguments are constants.
+        """
         tangents = [self.tangent(argument) for argument in arguments]
         if all(tangent is None for tangent in tangents):
             return None
         return self.add_instruction(function, tangents, 1)[0]
 
     def combine(self, *terms: tuple[Coefficient, int | None]) -> int | None:
-        """The sum of coefficients times variables, broadcast to the result; None for constants."""
+        """Add an instruction for the sum of coefficients times variables.
+
+        The terms are broadcast to the shape of the operation's result. Terms whose variable is None
+        are left out.
+
+        Returns:
+            The variable of the sum; None if no term is left.
+        """
         terms_with_tangent = [
             (coefficient, variable) for coefficient, variable in terms if variable is not None
         ]
         if not terms_with_tangent:
             return None
-        # Masks are converted, too.
+        # A coefficient may have another type than the result, such as a mask of booleans.
         coefficients = [
             c.to(self.results.dtype) if isinstance(c, Tensor) else c for c, _ in terms_with_tangent
         ]
@@ -126,7 +161,14 @@ class Builder:
         ]
 
     def add(self, *variables: int | None, shape: Sequence[int] | None = None) -> int | None:
-        """The sum of variables of one shape, that of the result unless it is given."""
+        """Add an instruction for the plain sum of variables.
+
+        All variables have the shape `shape`, by default that of the operation's result. Those that
+        are None are left out.
+
+        Returns:
+            The variable of the sum; None if no variable is left.
+        """
         addends = [variable for variable in variables if variable is not None]
         if len(addends) < 2:
             return addends[0] if addends else None
@@ -137,7 +179,17 @@ class Builder:
 
 
 class TorchJvp:
-    """Tangents of one operation by torch's forward mode, which recomputes the operation."""
+    """Computes the tangents of an operation by torch's forward mode, which runs it again.
+
+    Attributes:
+        leaves: All arguments and options of the operation, flattened.
+        indices: The positions in `leaves` of the arguments that have a tangent.
+        variables: The tangents of these arguments, as numbers of variables.
+        float_results: For each result, whether it is a floating-point tensor. Other results have no
+            tangent.
+        shape: The shape of the result of an elementwise operation; None for any other operation,
+            and if the arguments have another type than the result.
+    """
 
     def __init__(self, operation: CapturedOperation) -> None:
         self.function = operation.function
@@ -153,12 +205,20 @@ class TorchJvp:
         self.shape = results[0].shape if pointwise and types == {results[0].dtype} else None
 
     def resolve(self) -> TangentMap:
-        """The map itself or, for an elementwise operation, the sum of tangents times factors."""
+        """Return the map that is applied in every product.
+
+        For an elementwise operation it is a linear combination, whose coefficients are the
+        derivatives. For any other operation it is this object.
+
+        Raises:
+            UnsupportedError: If torch cannot differentiate the operation.
+        """
         for index in self.indices:  # torch cannot write tangents where elements share memory
             self.leaves[index] = self.leaves[index].contiguous()
         try:
             if self.shape is not None:
-                return Combination(self._factors(), self.shape)
+                return Combination(self._derivatives(), self.shape)
+            # A call with zero tangents fails now if torch has no forward mode for this operation.
             self(*[torch.zeros_like(self.leaves[index])[None] for index in self.indices])
             return self
         except RuntimeError as error:
@@ -166,11 +226,11 @@ class TorchJvp:
                 f"{self.function}: {str(error).partition(chr(10))[0]}"
             ) from error
 
-    def _factors(self) -> list[Tensor]:
-        """The factor of each argument's tangent.
+    def _derivatives(self) -> list[Tensor]:
+        """Compute the derivative of an elementwise operation with respect to each argument.
 
-        No element depends on another, so that the gradient of the result's sum has every derivative
-        in its place.
+        Each element of the result depends only on the elements at the same position. So the
+        gradient of the sum of all results consists of the derivatives at each position.
         """
         with torch.enable_grad():
             arguments = [
@@ -180,16 +240,23 @@ class TorchJvp:
             return list(torch.autograd.grad(self._run(*arguments)[0].sum(), arguments))
 
     def __call__(self, *tangents: Tensor) -> tuple[Tensor, ...]:
-        """Tangents of the results, k at a time."""
+        """Compute k tangents of each floating-point result from tangents (k, …)."""
         return torch.func.vmap(self._jvp)(*tangents)
 
     def _jvp(self, *tangents: Tensor) -> tuple[Tensor, ...]:
-        with warnings.catch_warnings(action="ignore"):  # of torch, about its own rules
+        """Compute one tangent of each floating-point result."""
+        # torch warns about missing batching rules of its own operations.
+        with warnings.catch_warnings(action="ignore"):
             return torch.func.jvp(
                 self._run, tuple(self.leaves[index] for index in self.indices), tangents
             )[1]
 
     def _run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the operation with other values of the arguments that have a tangent.
+
+        Returns:
+            The floating-point results.
+        """
         leaves = list(self.leaves)
         for index, tensor in zip(self.indices, tensors, strict=True):
             leaves[index] = tensor
@@ -201,27 +268,38 @@ class TorchJvp:
 
 
 def _is_float(result: object) -> bool:
+    """Return whether an object is a floating-point tensor."""
     return isinstance(result, Tensor) and result.is_floating_point()
 
 
-# Rules: each is given the builder and the arguments of an operation, and returns the variable that
-# is the tangent of its result, a list where there are several, or NotImplemented, which leaves the
-# operation to torch. Functions that instructions keep must not hold the tensors of an operation
-# that they do not need.
+# The rules. A rule takes the builder and the arguments of an operation. It returns the variable
+# that is the tangent of the result, or a list of variables for several results. It returns
+# NotImplemented to leave the operation to `TorchJvp`.
+#
+# Instructions keep their functions as long as the map lives. So a function in a rule refers to a
+# tensor of the operation only if it needs the values. If it needs only the shape, the rule stores
+# the shape in a variable before.
+#
+# In the docstrings, dx is the tangent of x.
 
 
 def reshape_jvp(b: Builder, x: Tensor, *_: Nested) -> Tangents:
+    """Reshape the tangents like the result: d(view(x)) = view(dx)."""
     shape = b.results.shape
     return b.apply(lambda tangent: tangent.reshape(len(tangent), *shape), x)
 
 
 def expand_jvp(b: Builder, x: Tensor, *_: Nested, **__: Nested) -> Tangents:
+    """Expand the tangents to the shape of the result."""
     shape = b.results.shape
     return b.apply(lambda tangent: lift(tangent, len(shape) + 1).expand(len(tangent), *shape), x)
 
 
 def shifted_dims_jvp(b: Builder, x: Tensor, *arguments: Nested, **options: Nested) -> Tangents:
-    """Operations whose dimensions have to be one more."""
+    """Apply the operation itself to the tangents, with its dimensions shifted by one.
+
+    The shift accounts for the first dimension of the tangents.
+    """
     function = b.function
     values = named_arguments(function, (x, *arguments), options)
     for name in values.keys() & {"dim", "dim0", "dim1"}:
@@ -233,9 +311,10 @@ def shifted_dims_jvp(b: Builder, x: Tensor, *arguments: Nested, **options: Neste
 
 
 def concatenate_jvp(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tangents:
-    """Constants among them have the tangent zero."""
+    """Concatenate or stack the tangents; constants among the tensors have zero tangents."""
     function = b.function
     tangent_dim = dim % b.results.ndim + 1
+    # For each tensor: whether it has a tangent, and its shape.
     members = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
 
     def join(*tangents: Tensor) -> Tensor:
@@ -258,8 +337,9 @@ def reduce_jvp(
     keepdim: bool = False,
     **_: Nested,
 ) -> Tangents:
+    """Sum or average the tangents over the same dimensions, without the first of the tangents."""
     dims: Sequence[int] = [dim] if isinstance(dim, int) else dim or range(x.ndim)
-    if not dims:
+    if not dims:  # The sum or mean of a scalar is the scalar.
         return b.tangent(x)
     tangent_dims = [d % x.ndim + 1 for d in dims]
     function = torch.sum if "sum" in str(b.function) else torch.mean
@@ -267,7 +347,7 @@ def reduce_jvp(
 
 
 def upsample_jvp(b: Builder, x: Tensor, *arguments: Nested) -> Tangents:
-    """Each member of a batch is treated alike, and the k tangents become a larger batch."""
+    """Apply the operation itself to all tangents at once, as a batch of k times the size."""
     function = b.function
     shape = b.results.shape
     batch = len(x)
@@ -275,7 +355,9 @@ def upsample_jvp(b: Builder, x: Tensor, *arguments: Nested) -> Tangents:
     def apply(tangent: Tensor) -> Tensor:
         k = len(tangent)
         values = list(arguments)
-        if function is aten.upsample_nearest2d_backward.default:  # (g, output size, input size, …)
+        if function is aten.upsample_nearest2d_backward.default:
+            # Its arguments are the gradient, the output size and the input size; the last of these
+            # begins with the size of the batch.
             values[1] = [k * batch, *values[1][1:]]
         return function(tangent.flatten(0, 1), *values).reshape(k, *shape)
 
@@ -283,6 +365,7 @@ def upsample_jvp(b: Builder, x: Tensor, *arguments: Nested) -> Tangents:
 
 
 def add_jvp(b: Builder, x: Nested, y: Nested, *, alpha: float = 1) -> Tangents:
+    """Compute d(x ± alpha y) = dx ± alpha dy."""
     scale = -alpha if "sub" in str(b.function) else alpha
     if b.tangent(x) is not None and b.tangent(y) is not None and x.shape == y.shape and scale == 1:
         return b.add(b.tangent(x), b.tangent(y))
@@ -290,10 +373,15 @@ def add_jvp(b: Builder, x: Nested, y: Nested, *, alpha: float = 1) -> Tangents:
 
 
 def multiply_jvp(b: Builder, x: Nested, y: Nested) -> Tangents:
+    """Compute d(x y) = y dx + x dy."""
     return b.combine((y, b.tangent(x)), (x, b.tangent(y)))
 
 
 def mse_backward_jvp(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int) -> Tangents:
+    """Compute the tangent of the gradient of a squared error, s g (x − y).
+
+    The factor s is 2, divided by the number of elements for a mean (reduction 1).
+    """
     scale = 2 / x.numel() if reduction == 1 else 2
     return b.combine(
         (scale * (x - y), b.tangent(g)), (scale * g, b.tangent(x)), (-scale * g, b.tangent(y))
@@ -301,23 +389,24 @@ def mse_backward_jvp(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int
 
 
 def max_pool_jvp(b: Builder, x: Tensor, *_: Nested) -> Tangents:
-    """The positions of the maxima are constants."""
+    """Select the tangents at the positions of the maxima, which are constant."""
     shape = b.results[0].shape
-    largest = b.results[1].flatten(-2)
+    max_positions = b.results[1].flatten(-2)
 
     def gather(tangent: Tensor) -> Tensor:
-        indices = largest.expand(len(tangent), *largest.shape)
+        indices = max_positions.expand(len(tangent), *max_positions.shape)
         return tangent.flatten(-2).gather(-1, indices).reshape(len(tangent), *shape)
 
     return [b.apply(gather, x), None]
 
 
 def max_pool_backward_jvp(b: Builder, g: Tensor, x: Tensor, *arguments: Nested) -> Tangents:
+    """Add the tangents of the gradient g at the positions of the maxima, the last argument."""
     shape = x.shape
-    largest = arguments[-1].flatten(-2)
+    max_positions = arguments[-1].flatten(-2)
 
     def scatter(tangent: Tensor) -> Tensor:
-        indices = largest.expand(len(tangent), *largest.shape)
+        indices = max_positions.expand(len(tangent), *max_positions.shape)
         zeros = tangent.new_zeros(*indices.shape[:-1], shape[-2] * shape[-1])
         return zeros.scatter_add_(-1, indices, tangent.flatten(-2)).reshape(len(tangent), *shape)
 
@@ -325,12 +414,14 @@ def max_pool_backward_jvp(b: Builder, g: Tensor, x: Tensor, *arguments: Nested) 
 
 
 def matmul_jvp(b: Builder, x: Tensor, y: Tensor) -> Tangents:
+    """Compute d(x y) = dx y + x dy for a matrix product."""
     by_x = b.apply(lambda t: torch.matmul(t, y), x)
     by_y = b.apply(lambda t: torch.matmul(x, t), y)
     return b.add(by_x, by_y)
 
 
 def addmm_jvp(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> Tangents:
+    """Compute d(c + x y) = dc + dx y + x dy; leave scaled sums to torch."""
     if scales:
         return NotImplemented
     by_x = b.apply(lambda t: torch.matmul(t, y), x)
@@ -341,6 +432,7 @@ def addmm_jvp(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> T
 def convolution_jvp(
     b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options: Nested
 ) -> Tangents:
+    """Compute d(x * w + bias) = dx * w + x * dw + dbias, where * is a convolution."""
     geometry = Geometry.of_options(options)
     if geometry is None:
         return NotImplemented
@@ -361,6 +453,12 @@ def convolution_jvp(
 def convolution_backward_jvp(
     b: Builder, g: Tensor, x: Tensor, w: Tensor, sizes: Sequence[int], *options: Nested
 ) -> Tangents:
+    """Compute the tangents of the gradients of a convolution's input, weight and bias.
+
+    The gradient of the input is linear in the output gradient g and in w, that of the weight is
+    linear in g and in x, and that of the bias is linear in g. The last option says which of the
+    three are needed.
+    """
     geometry = Geometry.of_options(options)
     if geometry is None:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""A linear map as a list of instructions on k tangents: how it is optimised and replayed."""
+"""A linear map as a list of instructions on k tangents: its optimisation and its application."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from gpulab.engines.hessian_forward._convolutions import (
     number_constants,
 )
 
-MAX_FUSED_CONVS = 8  # more at a time would be little faster, and keep more tangents in memory
-LIVE_TANGENT_RATIO = 5  # about one in five of a map's tangents is in memory at a time
-ResultVariables = Sequence[int | None]
+# Convolutions that are joined into one. A larger number would save little time, and would keep more
+# tangents in memory.
+MAX_FUSED_CONVS = 8
+LIVE_TANGENT_RATIO = 5  # about one in five of a map's tangents is in memory at the same time
+ResultVariables = Sequence[int | None]  # the variable of each result; None stands for zero
 
 
 @dataclass
 class Instruction:
-    """`outputs = function(inputs)`: numbers of variables, each with a first dimension of size k.
+    """One instruction, `outputs = function(*inputs)`, where variables are given by their numbers.
 
-    `last_uses` are those that no later instruction needs.
+    The value of a variable has a first dimension of size k, for k tangents. `last_uses` are the
+    variables that no later instruction needs, so that their memory can be released.
     """
 
     # A function of tangents, such as a `Combination`, a `Convolution` or a `BiasGradient`. It is
@@ -41,12 +44,12 @@ class Instruction:
 
     @property
     def is_addition(self) -> bool:
-        """Whether it is a plain sum of tensors of one shape."""
+        """Whether the function is a plain sum of tensors of the same shape."""
         return isinstance(self.function, Combination) and self.function.is_plain_sum
 
     @property
     def is_batch_sum(self) -> bool:
-        """Whether it is a gradient that sums over a batch."""
+        """Whether the function is the gradient of a weight or bias, which sums over a batch."""
         return (
             isinstance(self.function, BiasGradient)
             or getattr(self.function, "target", "") == "weight"
@@ -54,11 +57,19 @@ class Instruction:
 
 
 class LinearMap:
-    """Instructions from the variables 0, 1, … to `results`, one for each; None means zero.
+    """A linear map, given by instructions that compute `results` from the variables 0, 1, ….
 
-    `bytes` is about what it takes at a time for k = 1, where all variables together take `size`. On
-    a GPU a map is thousands of small kernels, and launching them takes longer than running them. So
-    it is captured in a CUDA graph, one for each k, at the first call with that k.
+    On a GPU a map consists of thousands of small kernels, and launching them takes longer than
+    running them. So the first call with a number k of tangents captures the map in a CUDA graph,
+    and later calls with the same k replay it.
+
+    Args:
+        instructions: The instructions, in an order in which they can be run.
+        results: The variable of each result, as many as there are inputs; None stands for zero.
+        size: The bytes of one tangent of every variable.
+
+    Attributes:
+        bytes: The approximate peak memory in bytes of a call with k = 1.
     """
 
     def __init__(
@@ -68,7 +79,7 @@ class LinearMap:
         self.results = results
         self.bytes = size // LIVE_TANGENT_RATIO
         self.graphs: dict[int, Graph] = {}
-        self.pool: GraphPool | None = None  # of the memory that they share
+        self.pool: GraphPool | None = None  # the memory pool that all graphs of this map share
 
     def __call__(self, *tangents: Tensor) -> list[Tensor]:
         """Apply the map to tensors (k, …); on a GPU, the next call overwrites the results."""
@@ -81,7 +92,8 @@ class LinearMap:
         return self.graphs[k](*tangents)
 
     def _replay(self, *tangents: Tensor) -> list[Tensor]:
-        values: dict[int, Tensor] = dict(enumerate(tangents))
+        """Run the instructions one after the other, and release each value after its last use."""
+        values: dict[int, Tensor] = dict(enumerate(tangents))  # by the number of the variable
         for instruction in self.instructions:
             outputs = instruction.function(*[values[number] for number in instruction.inputs])
             values.update(
@@ -100,7 +112,7 @@ class LinearMap:
 
 
 def optimize(instructions: Sequence[Instruction], results: ResultVariables) -> list[Instruction]:
-    """Fewer and larger instructions that do the same."""
+    """Return fewer and larger instructions that compute the same results."""
     constants: Constants = {}
     functions = [instruction.function for instruction in instructions]
     number_constants([function for function in functions if isinstance(function, Convolution)])
@@ -112,7 +124,9 @@ def optimize(instructions: Sequence[Instruction], results: ResultVariables) -> l
 def remove_unused(
     instructions: Sequence[Instruction], results: ResultVariables
 ) -> list[Instruction]:
-    """Keep only the instructions that results depend on; each frees what is not needed later."""
+    """Return the instructions that the results depend on, with `last_uses` set anew."""
+    # From the last instruction to the first: the variables that later instructions or the results
+    # need.
     needed_variables = set(results)
     used_instructions = []
     for instruction in reversed(instructions):
@@ -125,13 +139,18 @@ def remove_unused(
 
 
 def batch_by_weight(instructions: Sequence[Instruction], constants: Constants) -> list[Instruction]:
-    """Batch convolutions of one tangent with several constants, such as those of time steps."""
+    """Join convolutions with the same tangent of a weight, such as those of several time steps.
+
+    The joined convolution takes the place of the first one, and its result is split into the
+    results of all of them.
+    """
     by_weight = [
         instruction
         for instruction in instructions
         if isinstance(instruction.function, Convolution) and instruction.function.has_weight_tangent
     ]
-    replacements: dict[int, list[Instruction]] = {}  # identity of an instruction -> what it becomes
+    # `id` of an instruction -> the instructions that replace it
+    replacements: dict[int, list[Instruction]] = {}
     for batch in _batches(
         ((instruction.function.key, instruction.inputs), instruction) for instruction in by_weight
     ):
@@ -150,7 +169,11 @@ def batch_by_weight(instructions: Sequence[Instruction], constants: Constants) -
 def merge_weight_gradients(
     instructions: Sequence[Instruction], results: ResultVariables, constants: Constants
 ) -> list[Instruction]:
-    """Merge gradients of one weight that are added up into one gradient of a larger batch."""
+    """Merge gradients of one weight that are added up into one gradient of a larger batch.
+
+    A gradient of a weight or bias sums over a batch. So the sum of several gradients, such as those
+    of several time steps, equals one gradient of the concatenated batches.
+    """
     producers = {
         number: instruction for instruction in instructions for number in instruction.outputs
     }
@@ -163,6 +186,7 @@ def merge_weight_gradients(
     used_once = {
         number for number, count in use_counts.items() if count == 1 and number in producers
     }
+    # Sums that are used only as an addend of another sum. Their addends are added there directly.
     inner_variables = {
         number
         for instruction in instructions
@@ -171,20 +195,13 @@ def merge_weight_gradients(
         if number in used_once and producers[number].is_addition
     }
     next_variable = max(producers, default=0) + 1
-    # Each list is an instruction and the new ones that are inserted after it.
+    # Each list has an instruction and the new ones that are inserted after it.
     rewritten = [[instruction] for instruction in instructions]
-    concatenated: dict[tuple[int, ...], int] = {}
+    concatenated: dict[tuple[int, ...], int] = {}  # variables -> the variable of their batch
     for index, root in enumerate(instructions):
         if not root.is_addition or root.outputs[0] in inner_variables:
             continue
-        addends: list[int] = []
-        pending = [root]
-        while pending:
-            for number in pending.pop().inputs:
-                if number in inner_variables:
-                    pending.append(producers[number])
-                else:
-                    addends.append(number)
+        addends = _flatten_sum(root, inner_variables, producers)
         gradients = [
             producers[number]
             for number in addends
@@ -192,6 +209,7 @@ def merge_weight_gradients(
         ]
         for batch in _batches((instruction.function.key, instruction) for instruction in gradients):
             inputs = tuple(member.inputs[0] for member in batch)
+            # New instructions are inserted where the last of their inputs has been computed.
             successors = rewritten[max(positions.get(number, 0) for number in inputs)]
             if inputs not in concatenated:
                 successors.append(Instruction(_concatenate, inputs, (next_variable,)))
@@ -207,19 +225,46 @@ def merge_weight_gradients(
     return [instruction for group in rewritten for instruction in group]
 
 
+def _flatten_sum(
+    root: Instruction, inner_variables: set[int], producers: dict[int, Instruction]
+) -> list[int]:
+    """Return the addends of a sum, where addends that are themselves sums are replaced by theirs.
+
+    Args:
+        root: The sum.
+        inner_variables: The variables to be replaced.
+        producers: The instruction that computes each variable.
+    """
+    addends: list[int] = []
+    pending = [root]
+    while pending:
+        for number in pending.pop().inputs:
+            if number in inner_variables:
+                pending.append(producers[number])
+            else:
+                addends.append(number)
+    return addends
+
+
 def _concatenate(*tangents: Tensor) -> Tensor:
-    """One batch of several."""
+    """Concatenate tangents (k, B, …) along the batch, the second dimension."""
     return torch.cat(tangents, 1)
 
 
 def _batches(keyed: Iterable[tuple[object, Instruction]]) -> list[list[Instruction]]:
-    """Group instructions of one key by two to eight, so that both sweeps can share constants."""
+    """Group instructions with the same key into batches of 2 to `MAX_FUSED_CONVS`.
+
+    `batch_by_weight` and `merge_weight_gradients` both use this order, so that their batches
+    concatenate the same constants, which are then shared. An instruction without a partner is left
+    out.
+    """
     groups: dict[object, list[Instruction]] = defaultdict(list)
     for key, instruction in keyed:
         groups[key].append(instruction)
     batches = []
     for group in groups.values():
         ordered = sorted(group, key=_batch_order)
+        # The remainder is the first batch, before the full ones.
         starts = range(len(ordered) % MAX_FUSED_CONVS, len(ordered), MAX_FUSED_CONVS)
         batches += [
             ordered[: starts.start],
@@ -229,13 +274,23 @@ def _batches(keyed: Iterable[tuple[object, Instruction]]) -> list[list[Instructi
 
 
 def _batch_order(instruction: Instruction) -> int:
+    """Return the position of an instruction in a batch.
+
+    Convolutions are ordered by their constants, which the forward pass uses in the order of the
+    time steps. Gradients of biases have no constants. The backward pass computes their inputs from
+    the last step to the first, so the negative number of the input gives the same order.
+    """
     return getattr(instruction.function, "constant_number", -instruction.inputs[0])
 
 
 def fuse(instructions: Sequence[Instruction], results: ResultVariables) -> list[Instruction]:
-    """Fuse combinations of combinations, if nothing else needs the inner one."""
+    """Fuse linear combinations whose tangents are themselves linear combinations.
+
+    An inner combination is fused only if its result is used once.
+    """
     use_counts = _count_uses(instructions, results)
-    combinations: dict[int, Instruction] = {}  # by the variable that they compute
+    # number of a variable -> the combination that computes it
+    combinations: dict[int, Instruction] = {}
     rewritten = []
     for instruction in instructions:
         if isinstance(instruction.function, Combination):
@@ -250,6 +305,7 @@ def fuse(instructions: Sequence[Instruction], results: ResultVariables) -> list[
                 )
                 combined = outer.fuse(position, inner.function) if inner else None
                 if inner and combined:
+                    # The inputs of the inner combination take the place of its result.
                     outer = combined
                     inputs[position : position + 1] = inner.inputs
                     position += len(inner.inputs)
@@ -262,5 +318,6 @@ def fuse(instructions: Sequence[Instruction], results: ResultVariables) -> list[
 
 
 def _count_uses(instructions: Sequence[Instruction], results: ResultVariables) -> Counter[int]:
+    """Count how often each variable is used, as an input of an instruction or as a result."""
     inputs = [number for instruction in instructions for number in instruction.inputs]
     return Counter(inputs + [number for number in results if number is not None])
