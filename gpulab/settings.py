@@ -214,15 +214,15 @@ class Setting:
         """Read a setting from its text.
 
         Args:
-            text: `device[:index][:option=value,…]`. A `Setting` is taken as it is.
+            text: `device[:index][:option=value,…]`. A `Setting` is returned unchanged.
 
         Returns:
             The setting, with its options in a fixed order.
 
         Raises:
-            UsageError: For an unknown device or option, an option without a meaning on the device,
-                one given twice, or a value that is none. The formats and orders of `emulate` and
-                `order` are checked later, when the setting is applied.
+            UsageError: If the device or an option is unknown, if an option has no meaning on the
+                device, is given twice or has an invalid value, or if options exclude each other.
+                The values of `emulate` and `order` are checked when the setting is applied.
         """
         if isinstance(text, Setting):
             return text
@@ -233,6 +233,7 @@ class Setting:
 
     @classmethod
     def _parse_text(cls, text: str) -> Setting:
+        """Read a setting from its text; the messages of errors do not name the text."""
         match = re.fullmatch(r"\s*(cpu|mps|xpu|cuda)(?:(?<=cuda):(\d+))?\s*(?::(.+))?", text)
         if not match:
             raise UsageError(
@@ -250,6 +251,7 @@ class Setting:
                 raise UsageError(f"no option {name!r}; there are {', '.join(OPTIONS)}")
             values[name] = OPTIONS[name].parse(name, value)
         for name in values:
+            # `tf32` has a meaning on every device if a card with TF32 is emulated.
             emulated = name == "tf32" and values.get("emulate") in TF32_CARDS
             if kind not in OPTIONS[name].devices and not emulated:
                 emulation_hint = (
@@ -474,24 +476,24 @@ OPTIONS: dict[str, SettingOption] = {
 def setting(text: str | Setting) -> AbstractContextManager[Setting]:
     """Compute under a setting inside a `with` block, and restore every global flag afterwards.
 
-    The flags are those of torch: threads, default floating-point type, TF32, cuDNN, deterministic
-    algorithms and denormal numbers. On CUDA the device becomes the current one. Nothing is moved:
-    use `tensor.to(setting.device)`.
+    The flags are those of torch: the number of threads, the default floating-point type, TF32,
+    cuDNN, deterministic algorithms and denormal numbers. A CUDA device becomes the current device.
+    Tensors are not moved to it; use `tensor.to(setting.device)`.
 
     Args:
-        text: `device[:index][:option=value,…]`, such as `cuda:1:tf32=off`, or a `Setting`.
-            `Setting` lists the options.
+        text: A setting as text, `device[:index][:option=value,…]`, such as `cuda:1:tf32=off`, or a
+            `Setting`, which lists the options.
 
     Returns:
-        A context manager. `with … as setting` gives the `Setting` in force, with its `device` and
-        `dtype` for `tensor.to`. New tensors have the floating-point type that the setting's
-        `precision` names.
+        A context manager that gives the active `Setting`, whose `device` and `dtype` can be passed
+        to `tensor.to`. Inside the block, new tensors have the floating-point type of the setting's
+        `precision`.
 
     Raises:
-        UsageError: For a malformed text. When the block is entered, for an unknown format or order
-            to emulate.
-        GpulabError: When the block is entered, for what this machine lacks, or for an `isa` that
-            this process was not started with.
+        UsageError: If the text is malformed. When the block is entered, if the format or order to
+            emulate is unknown.
+        GpulabError: When the block is entered, if this machine lacks something, or if this process
+            was not started with the instruction set `isa`.
 
     Examples:
         >>> import torch
@@ -509,18 +511,19 @@ def available_settings(device: str = "auto") -> list[str]:
     """List the settings that can run on this machine, out of ten that are worth comparing.
 
     Args:
-        device: `auto` for all of them, or `cpu`, `cuda`, `mps` or `xpu` for one kind of device
-            alone.
+        device: The kind of device, `cpu`, `cuda`, `mps` or `xpu`; or `auto` for all kinds.
 
     Returns:
-        Their texts. Where the CPU is among the devices, the plain `cpu` comes first; verdicts
-        compare the others with it. `cpu:threads=1` is listed where torch has more threads than one:
-        else it is `cpu` itself. `cpu:isa=avx2`, which is listed on a CPU with AVX-512, needs a
-        process of its own: `gpulab.Experiment` starts one, `gpulab.setting` raises.
+        The settings as texts. If the CPU is among the devices, the list begins with `cpu`, with
+        which verdicts compare the others by default. Two settings are listed only on some CPUs:
+
+        - `cpu:threads=1`, if torch uses more than one thread. Otherwise it is the same as `cpu`.
+        - `cpu:isa=avx2`, on a CPU with AVX-512. It needs a process that was started for it:
+          `gpulab.Experiment` starts one, and `gpulab.setting` raises an error.
 
     Raises:
-        UsageError: For another device.
-        GpulabError: Where this machine has no such device.
+        UsageError: If the kind of device is unknown.
+        GpulabError: If this machine has no such device.
 
     Examples:
         >>> import gpulab as gl
@@ -545,12 +548,13 @@ def _runs_here(candidate: Setting) -> bool:
     """Return whether a setting can run on this machine and differs from the plain device."""
     import torch
 
-    if candidate.isa:  # a worker process can be started with another instruction set
-        # AVX2 differs from the default only on a CPU that has AVX-512.
+    if candidate.isa:
+        # This process cannot change its instruction set, but a worker process can be started with
+        # another one. AVX2 differs from the default only on a CPU that has AVX-512.
         return candidate.isa == "avx2" and {"avx2", "avx512f"} <= set(cpu_description()["flags"])
     try:
         candidate.check()
-        # With the default number of threads, the setting would be the same as `cpu`.
+        # With torch's present number of threads, the setting would be the same as `cpu`.
         return candidate.threads != torch.get_num_threads()
     except GpulabError:
         return False

@@ -129,45 +129,49 @@ def load(
 ) -> Data:
     """Load a data set by its name: images or films, with a training and a held-out part.
 
-    - `digits`: scikit-learn's 1,797 handwritten digits, enlarged to 28×28, the last 297 of them
+    - `digits`: The 1,797 handwritten digits of scikit-learn, enlarged to 28×28. The last 297 are
       held out.
-    - `mnist`: MNIST's 70,000 digits, 28×28, from the original files, which are downloaded once; the
-      test split is held out. `mnist:DIR` finds the files in a folder, or where torchvision keeps
-      them below it; where only those of the test split are there, a tenth of it is held out.
-    - `walk`: a first-person walk through a town. `moving-digits`: two digits that drift and bounce.
-      Both are sequences of frames that are rendered from a seed, the same bytes on every machine.
-    - `video:FILE`, `frames:DIR`: your own film, or folder of images in the order of their names
-      (2.png before 10.png). Each frame is turned as its file says that it is to be shown; its
-      middle is cut out in the shape of `size` and scaled to it. What does not say how it is to be
-      shown is refused: transparent places, because nothing says what is behind them; amounts of ink
-      (CMYK); numbers that are not from 0 to 255 or of 16 bits.
+    - `mnist`: The 70,000 digits of MNIST, 28×28, from the original files, which are downloaded
+      once. The test split is held out.
+    - `mnist:DIR`: The same, from files in the folder DIR or in the subfolders that torchvision
+      uses. If the folder has only the files of the test split, a tenth of it is held out.
+    - `walk`: A first-person walk through a town, as a sequence of frames. The frames are rendered
+      from a seed and are bitwise the same on every machine.
+    - `moving-digits`: Two digits that drift and bounce, rendered in the same way.
+    - `video:FILE`: Your own film.
+    - `frames:DIR`: Your own folder of images, ordered by name (2.png before 10.png).
+
+    Frames of your own are rotated as their file requires, and the centre is cropped to the aspect
+    ratio of `size` and scaled to it. Images whose colours are not defined are refused: images with
+    transparent pixels, whose background is unknown; images in CMYK; and images whose numbers are
+    neither from 0 to 255 nor of 16 bits.
 
     Args:
-        name: One of these.
-        frames: How many frames to train on. A rendered scene has 1,000 by default, and the frames
-            that follow are held out: a tenth as many, at least 20. Of your own frames the last
-            eleventh is held out by default. With a number, those that follow are held out, up to a
-            tenth as many; a number that leaves less than an eleventh of all frames counts as none.
-            For `digits` and `mnist` the number does not matter.
-        size: (height, width) of a frame in pixels. For `digits` and `mnist` it does not matter.
-        seed: What a rendered scene is drawn from; for other data it has no meaning, and is refused.
-        speed: How fast a rendered scene moves, as a multiple of its usual speed; for other data it
-            is refused.
-        grey: Whether to read your own frames with one channel. Without it, grey ones are refused,
-            so that they are not taken for colour. For other data it is refused.
+        name: One of these names.
+        frames: The number of frames to train on. A rendered scene has 1,000 by default. The frames
+            after these are held out: a tenth as many, at least 20. For your own frames, the last
+            eleventh of all frames is held out by default. If `frames` is given, the frames after
+            these are held out, up to a tenth as many; a number that leaves less than an eleventh of
+            all frames is ignored. `digits` and `mnist` ignore this argument.
+        size: The height and width of a frame in pixels. `digits` and `mnist` ignore this argument.
+        seed: The seed of a rendered scene. Only valid for rendered scenes.
+        speed: The speed of a rendered scene, as a multiple of its usual speed. Only valid for
+            rendered scenes.
+        grey: Whether to read your own frames with one channel. If it is false, grey frames are
+            refused, so that they are not taken for colour. Only valid for your own frames.
 
     Returns:
-        The data. `data.windows(length)` gives windows of the training part without an end,
-        `data.heldout(length)` those of the held-out part once. Each has `frames`, an array (t, C,
-        H, W) of bytes, and `restart`, true where a sequence begins. In a sequence every later
-        window begins with the last frame of the one before, so t is `length` + 1.
+        The data. `data.windows(length)` yields windows of the training part without end, and
+        `data.heldout(length)` those of the held-out part once. A window has the attributes
+        `frames`, an array of bytes with shape (t, C, H, W), and `restart`, which is true if a
+        sequence begins with this window. In a sequence, each later window begins with the last
+        frame of the window before, so that t is `length` + 1.
 
     Raises:
-        UsageError: For an unknown name, or an option that makes no sense.
-        DataError: For a file or folder that is missing, damaged or of another kind, for grey frames
-            without `grey`, for frames that do not say how they are to be shown, and for a download
-            that fails.
-        GpulabError: Where a library that reads the data is not installed.
+        UsageError: If the name is unknown, or an option is invalid.
+        DataError: If a file or folder is missing, damaged or of another kind, if frames are grey
+            without `grey`, if their colours are not defined, or if a download fails.
+        GpulabError: If a library that reads the data is not installed.
 
     Examples:
         >>> import gpulab as gl

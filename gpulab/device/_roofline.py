@@ -41,8 +41,8 @@ from gpulab.settings import Setting
 from gpulab.steps import PreparedStep, prepare_step
 from gpulab.store.recorded import recorded_table
 
-COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
-MAX_MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
+COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}  # size of a copied tensor
+MAX_MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}  # rows of a square matrix
 # Operations with these names multiply. If torch has no formula for one, its name is reported.
 PRODUCT_NAMES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")
 MIN_PRODUCT_SECONDS = 0.02  # a product that takes this long is large enough to be timed
@@ -55,15 +55,15 @@ def roofline(
 ) -> pd.DataFrame:
     """Measure how fast a device computes and moves data, in some ten seconds.
 
-    Measured are copies in memory, matrix products of growing size and in several formats, layers of
-    the autoencoder and of PredNet, and the launch of an operation. From these follow the ceilings
-    of the roofline model: what a computation can reach at most, by how many operations it does for
-    each byte it moves.
+    The function measures copies in memory, matrix products of increasing size and in several number
+    formats, layers of the autoencoder and of PredNet, and the launch of an operation. The results
+    give the ceilings of the roofline model: the highest rate that a computation can reach with a
+    given number of floating-point operations for each byte that it moves.
 
     Args:
         setting: Where and how to compute.
-        repeats: How many batches of calls are timed, at least 2. Each takes a few hundredths of a
-            second.
+        repeats: The number of batches of calls that are timed, at least 2. A batch takes a few
+            hundredths of a second.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -71,29 +71,30 @@ def roofline(
 
         It has these columns:
 
-        - `operation`: The name of what was measured.
-        - `kind`: `memory` (a copy, an addition), `matrix` (products of growing size) and `network`
-          (layers), all in the setting's own format; `launch` (an operation on a single number,
-          which is what calling one costs at least); and `precision` (a large product in each format
-          that the device has: float32, tf32 on CUDA, bfloat16, float16, and float64, which Apple's
-          GPUs lack). A CPU without instructions for a format is slow in it.
-        - `flop`, `bytes`: What the operation computes and moves, by count. Each input is read once,
-          each output written once.
+        - `operation`: The name of the operation.
+        - `kind`: One of five kinds. `memory` (a copy, an addition), `matrix` (products of
+          increasing size) and `network` (layers) are computed in the setting's own number format.
+          `launch` is an operation on a single number; its time is the least that any operation
+          costs. `precision` is a large product in each format that the device has: float32, tf32 on
+          CUDA, bfloat16, float16, and float64, which Apple's GPUs lack. A CPU without instructions
+          for a format is slow in it.
+        - `flop`, `bytes`: The number of floating-point operations, and of bytes that are moved if
+          each input is read once and each output is written once.
         - `seconds`: The median time of one call, after a warm-up.
-        - `spread`: The interquartile range of that time, over the median.
-        - `precision`: The format of a product, else an empty text.
-        - `intensity`: `flop` over `bytes`.
-        - `gflops`, `gigabytes_per_second`: The rates reached, in 10⁹ a second.
+        - `spread`: The interquartile range of that time, divided by the median.
+        - `precision`: The number format of a product; empty for other operations.
+        - `intensity`: `flop` divided by `bytes`.
+        - `gflops`, `gigabytes_per_second`: The rates, in 10⁹ per second.
         - `setting`: The setting, as a text.
 
     Raises:
-        UsageError: For fewer than 2 repeats, or a malformed setting.
-        GpulabError: For a setting that cannot run here.
+        UsageError: If `repeats` is below 2, or the setting is malformed.
+        GpulabError: If the setting cannot run on this machine.
 
     Examples:
         >>> import gpulab as gl
         >>> frame = gl.roofline("cuda", progress=False)  # doctest: +SKIP
-        >>> frame[frame.kind == "memory"].gigabytes_per_second.max()  # of an H200  # doctest: +SKIP
+        >>> frame[frame.kind == "memory"].gigabytes_per_second.max()  # on an H200  # doctest: +SKIP
         4328.1
         >>> list(gl.device.recorded_rooflines())[:6]  # the same columns
         ['operation', 'kind', 'flop', 'bytes', 'seconds', 'spread']
@@ -130,18 +131,22 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
     """State for each layer of the two networks whether memory or arithmetic limits it.
 
     Args:
-        frame: A data frame from `gpulab.roofline`, of one setting or several of one machine.
+        frame: A data frame from `gpulab.roofline`, with one or several settings of one machine.
 
     Returns:
-        A data frame with a row for each layer and setting. `operation`, `setting` and `intensity`
-        (flop per byte) are as in `frame`. `ridge` is the intensity at which the ceilings of memory
-        and arithmetic meet. `bound` is `memory` below it and `arithmetic` from it on. `reached` is
-        the measured rate over the ceiling at that intensity. It is missing where a layer is faster
-        than the ceiling: then its numbers come from a cache, which is faster than the measured
-        memory, or the ceiling was measured while other programs kept the machine busy.
+        A data frame with a row for each layer and setting.
 
-        The ceilings are those of copies and of matrix products. The layers do not count, so that
-        none is its own ceiling.
+        It has these columns:
+
+        - `operation`, `setting`, `intensity` (flop per byte): As in `frame`.
+        - `ridge`: The intensity at which the ceilings of memory and of arithmetic are equal.
+        - `bound`: `memory` if the intensity is below the ridge, else `arithmetic`.
+        - `reached`: The measured rate divided by the lower ceiling at this intensity. It is missing
+          if the layer is faster than this ceiling. Then its numbers come from a cache, which is
+          faster than the measured memory, or other programs slowed the measurement of the ceiling.
+
+        The ceilings are those of copies and of matrix products. They do not depend on the layers,
+        so no layer is its own ceiling.
 
     Examples:
         >>> import gpulab as gl
@@ -171,9 +176,9 @@ def recorded_rooflines() -> pd.DataFrame:
     """Read the rooflines that are shipped with gpulab.
 
     Returns:
-        A data frame with the columns of `gpulab.roofline`, and `machine`, the name of the chip.
-        Beside its operations there are copies between host and GPU (the kind `transfer`), and a
-        launch that is waited for.
+        A data frame with the columns of `gpulab.roofline`, and `machine`, the name of the chip. It
+        has two further operations: copies between host and GPU (of the kind `transfer`), and a
+        launch for whose result the host waits.
 
     Examples:
         >>> import gpulab as gl
@@ -189,22 +194,22 @@ def recorded_rooflines() -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class Placement(Report):
-    """A training step under a device's roofline, as `place` returns it; `print` explains it.
+    """The position of a training step under a device's roofline; `print` explains it in sentences.
 
     Attributes:
-        setting: The setting that the step was done under.
-        operations: How many calls of torch's operations compute or move something. One call may be
-            several kernels.
-        flop: Floating-point operations by precision, such as `{"float32": 256}`. They are those of
-            products, convolutions and attention, by torch's own formulas
-            (`torch.utils.flop_counter`), two for a multiplication with its addition. Nothing else
-            counts.
-        moved: The bytes that each operation reads and writes, added up. What stays in a cache
-            between two operations is counted all the same.
+        setting: The setting under which the step ran.
+        operations: The number of calls of torch operations that compute or move something. One call
+            may launch several kernels.
+        flop: The number of floating-point operations by precision, such as `{"float32": 256}`. Only
+            matrix products, convolutions and attention are counted, by the formulas of
+            `torch.utils.flop_counter`. A multiplication with an addition counts as two.
+        moved: The sum of the bytes that each operation reads and writes. Data that stay in a cache
+            between two operations are counted, too.
         seconds: The median time of one step, after a warm-up.
-        spread: The interquartile range of that time, over the median.
-        at_least: The seconds that its bytes (`memory`), its floating-point operations
-            (`arithmetic`) and its `launches` would take, each alone at its measured ceiling.
+        spread: The interquartile range of that time, divided by the median.
+        at_least: Three lower bounds of the time in seconds: of moving the bytes (`memory`), of the
+            floating-point operations (`arithmetic`) and of launching the operations (`launches`),
+            each at its measured ceiling.
         unknown: The names of operations that multiply and for which torch has no formula.
         roofline: The ceilings, as `gpulab.roofline` measures them.
 
@@ -238,7 +243,7 @@ class Placement(Report):
 
     @property
     def intensity(self) -> float:
-        """Floating-point operations per byte moved."""
+        """The number of floating-point operations per byte that is moved."""
         return sum(self.flop.values()) / max(1, self.moved)
 
     @property
@@ -258,12 +263,15 @@ class Placement(Report):
 
     @property
     def reached_words(self) -> str:
-        """`reached` in words. A share above 1 is not stated, since the roof is too low then."""
+        """The share `reached` in words.
+
+        A share above 1 is not stated, because the measured roof is then too low.
+        """
         return "faster than the roof" if self.reached > 1 else f"{self.reached:.0%} of the roof"
 
     @property
     def launch_share(self) -> float:
-        """The share of the step's time that launching its operations takes, or more."""
+        """A lower bound of the share of the step's time that launching its operations takes."""
         return self.at_least["launches"] / self.seconds
 
     @property
@@ -306,30 +314,30 @@ def place(
 ) -> Placement:
     """Find out what limits a training step: memory, arithmetic, or launching its operations.
 
-    The step's operations and bytes are counted, its time is measured, and both are compared with
-    what the device can do at most. The step is done a dozen times and more, and once of these under
-    torch's FLOP counter. A `Step` is left as it was, and begins without gradients each time. With a
-    function of your own, the model is trained further.
+    The function counts the step's operations and bytes, measures its time, and compares both with
+    the ceilings of the device. For this the step runs at least a dozen times. The model and the
+    optimiser of a `Step` are restored afterwards, and its gradients are cleared before each run. If
+    `step` is a function of your own, each run trains the model further.
 
     Args:
         step: A `Step`, or a function that does one training step, as for `gpulab.record`.
-        ceilings: What the device can do: a data frame from `gpulab.roofline` on this machine, of
-            one setting, under which the step is done. Or a setting, whose roofline is measured now.
-        repeats: How many batches of calls are timed, at least 2.
+        ceilings: A data frame from `gpulab.roofline` on this machine, with one setting. The step
+            runs under this setting. Or a setting, whose roofline is then measured first.
+        repeats: The number of batches of calls that are timed, at least 2.
 
     Returns:
         The `Placement`, which prints as sentences.
 
     Raises:
-        UsageError: For ceilings of several settings or of another machine, for fewer than 2
-            repeats, and for products in a format whose ceiling was not measured.
-        GpulabError: For a setting that cannot run here.
+        UsageError: If the ceilings are of several settings or of another machine, if `repeats` is
+            below 2, or if the step has products in a format whose ceiling was not measured.
+        GpulabError: If the setting cannot run on this machine.
 
     Examples:
         >>> import pandas as pd
         >>> import torch
         >>> import gpulab as gl
-        >>> ceilings = pd.DataFrame(  # as of gpulab.roofline("cpu"), which takes seconds
+        >>> ceilings = pd.DataFrame(  # like the table of gpulab.roofline("cpu"), which takes longer
         ...     {
         ...         "operation": ["copy", "matrix product 1024, float32", "launch"],
         ...         "kind": ["memory", "precision", "launch"],
@@ -373,7 +381,8 @@ def place(
             prepared_step()
 
         seconds, spread = time_calls(setting, run_step, repeats)
-        # The counted step is not the first, which also creates Adam's moments, for instance.
+        # The operations are counted after the first step, which may also create state such as the
+        # moments of Adam.
         with OperationCounter() as counter:
             run_step()
     flop = dict(counter.flop.most_common())
@@ -440,7 +449,7 @@ def _operations(setting: Setting) -> Iterator[Work]:
     yield Work("autoencoder, first layer", "network", layer)
     for profile, height, width, channels in (("quick", 24, 32, 16), ("paper", 60, 80, 48)):
         # The convolution of PredNet's layer 1. With c channels it has 5 c input channels: 2 c of
-        # errors, 2 c from the layer above, and c of its hidden state. Its output are four gates.
+        # errors, 2 c from the layer above, and c of its hidden state. It computes four gates.
         maps = random(1, 5 * channels, height, width)
         kernel = random(4 * channels, 5 * channels, 3, 3)
         gates = functools.partial(F.conv2d, maps, kernel, padding=1)
@@ -450,7 +459,10 @@ def _operations(setting: Setting) -> Iterator[Work]:
 
 
 def _precisions(setting: Setting) -> dict[str, Setting]:
-    """List the precisions of a device's products, each with the setting to measure it under."""
+    """List the precisions of a device's products, each with the setting to measure it under.
+
+    Apple's GPUs have no float64.
+    """
     settings = dict.fromkeys(["float32", "bfloat16", "float16"], setting)
     if setting.kind == "cuda":
         settings |= {"float32": replace(setting, tf32=False), "tf32": replace(setting, tf32=True)}

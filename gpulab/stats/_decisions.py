@@ -1,22 +1,25 @@
 """The statistical decision on each level of a factor: different, equivalent, both or neither.
 
 The seed is the unit of replication. Each level of the factor, such as a setting, is compared with
-the reference on the seeds that both have, by the mean of the paired differences. It is different
-where `gpulab.stats._inference.mean_p` rejects a mean of zero (for booleans, McNemar's test), and
-equivalent where two one-sided tests reject every mean beyond a margin (Schuirmann 1987; for
-booleans, an exact test of the share of discordant pairs). A margin in standard deviations between
-seeds is itself uncertain, so it is computed from the lower 97.5 % confidence limit of the standard
-deviation. A level is not tested if its weights equal the reference's to the last bit for every
-seed.
+the reference by the mean of the differences on the seeds that both have.
 
-If there are several levels, p values are corrected by Holm's method (1979), those of differences
-and those of equivalence separately. If the same question is asked up to k times as runs come in,
-each test is at alpha / k, and the limit of the standard deviation at 1 − 0.025 / k (Bonferroni).
-Successive p values are dependent, since later ones are computed from the same runs and some more.
-Bonferroni's correction is valid for any such dependence, and for any times of the looks.
+- The level is different if `gpulab.stats._inference.mean_p` rejects a mean of zero (for booleans,
+  McNemar's test).
+- It is equivalent if two one-sided tests reject every mean beyond a margin (Schuirmann 1987; for
+  booleans, an exact test of the share of discordant pairs).
+- It is not tested if its weights equal the reference's to the last bit for every seed.
 
-`benchmarks/results/verdict_calibration.md` has the measured error rates, and where they exceed the
-level.
+A margin in standard deviations between seeds is itself uncertain. It is therefore computed from the
+lower 97.5 % confidence limit of the standard deviation.
+
+If there are several levels, p values are corrected by Holm's method (1979), separately for tests of
+difference and of equivalence. If the verdict is computed up to k times as more runs are made, each
+test is at alpha / k, and the limit of the standard deviation at 1 − 0.025 / k (Bonferroni). The p
+values of successive looks are dependent, because a later look includes all earlier runs.
+Bonferroni's correction is valid for any dependence, and for looks at any times.
+
+`benchmarks/results/verdict_calibration.md` has the measured error rates and says where they exceed
+the level.
 """
 
 from __future__ import annotations
@@ -42,22 +45,23 @@ DECISIONS: tuple[Decision, ...] = get_args(Decision)
 # The largest share of seeds that may diverge under only one of two levels that are equivalent.
 MAX_DISCORDANT_SHARE = 0.1
 POWER = 0.8  # the power of a comparison with `seeds_needed` seeds
-# For normal differences, the correction for skewness costs this number of seeds (by simulation).
+# The number of additional seeds that the correction for skewness costs if differences are normal,
+# measured by simulation.
 EXTRA_SEEDS_FOR_SKEWNESS = 1
 MAX_SEEDS = 100_000  # above this number `seeds_needed` is infinite
 SEED_COUNTS = np.unique(  # the numbers of seeds that `_seeds_needed` tries
     np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MAX_SEEDS, 800)]))
 ).astype(int)
-MIN_SD = 1e-150  # in the metric's units: the least standard deviation that a margin is divided by
+# The least standard deviation, in the metric's units, by which a margin is divided.
+MIN_SD = 1e-150
 
 
 @dataclass(frozen=True, kw_only=True)
 class LevelDecision:
     """One level of a factor compared with the reference: a row of a verdict's table.
 
-    All fields but the first are the columns of the table, in this order; `gpulab.stats.Verdict`
-    says what they are. The defaults are those of a level that has no seed in common with the
-    reference.
+    All fields but the first are columns of the table, in this order; see `gpulab.stats.Verdict`.
+    The default values are those of a level that has no seed in common with the reference.
 
     Attributes:
         level: The level, as it stands in the factor's column.
@@ -67,9 +71,10 @@ class LevelDecision:
         low: The lower end of the interval of the difference.
         high: The upper end of it.
         confidence: The confidence level of it.
-        p_different: The p value of no difference; NaN where nothing was tested.
+        p_different: The p value of the test that there is no difference; NaN without a test.
         p_different_holm: The same after Holm's correction.
-        p_equivalent: The p value of a difference beyond the margin; NaN where nothing was tested.
+        p_equivalent: The p value of the test that the difference is beyond the margin; NaN without
+            a test.
         p_equivalent_holm: The same after Holm's correction.
         equivalent_low: The lower end of the interval of the test of equivalence.
         equivalent_high: The upper end of it.
@@ -84,10 +89,10 @@ class LevelDecision:
         reference_diverged: The number of pairs that diverged under the reference.
         discordant_diverged: The number of pairs that diverged under one of the two only.
         discordant_diverged_upper: The upper 95 % limit of the share of such pairs.
-        p_diverged: The p value of both diverging equally often.
+        p_diverged: The p value of the test that runs diverge equally often under both.
         p_diverged_holm: The same after Holm's correction.
         unpaired: The number of runs without a partner of the same seed.
-        seeds_needed: The number of seeds with which such a comparison would be conclusive.
+        seeds_needed: The approximate number of seeds for a conclusive comparison.
     """
 
     level: Level
@@ -128,11 +133,11 @@ class Decisions(PairedRuns):
     """Runs paired by seed, and the decision on each level; `Verdict` adds words and a figure.
 
     Attributes:
-        margin: The largest difference without importance, as it was asked for.
+        margin: The largest negligible difference, as it was passed to `verdict`.
         alpha: The level of significance.
         rows: The decision on each level other than the reference, in the order of the runs.
         between_seeds: The standard deviation of the metric over seeds under the reference.
-        looks: How often the question may be asked as runs come in.
+        looks: The number of looks at the growing data, as it was passed to `verdict`.
     """
 
     margin: str | float
@@ -154,10 +159,9 @@ class Decisions(PairedRuns):
 
     @property
     def decision(self) -> str:
-        """The decision of the whole, which is the first in this order that some level has.
+        """The first decision in the order below that any level has; `inconclusive` without levels.
 
-        The order is `different`, `different but negligible`, `inconclusive`, `equivalent`. Without
-        any level it is `inconclusive`.
+        The order is `different`, `different but negligible`, `inconclusive`, `equivalent`.
         """
         return min((row.decision for row in self.rows), key=DECISIONS.index, default="inconclusive")
 
@@ -175,6 +179,7 @@ def compare_levels(
     is_binary = paired.is_binary()
     confidence = sd_confidence(looks)
     margin_in_units = margin_size(margin, losses, is_binary, confidence)
+    # A margin in standard deviations depends on the number of seeds, by its confidence limit.
     margins_by_count = margin_sizes(margin, losses, SEED_COUNTS, is_binary, confidence)
     run_counts = paired.runs[paired.factor].value_counts()
     tests = [_test_level(pairs, margin_in_units, is_binary) for pairs in levels.values()]
@@ -273,9 +278,10 @@ def min_significant_pairs(alpha: float) -> int:
 
 
 def sd_confidence(looks: int) -> float:
-    """Compute the confidence of the limit of a standard deviation, corrected for several looks.
+    """Compute the confidence level of the lower limit of a standard deviation.
 
-    A margin in standard deviations is computed from this limit.
+    A margin in standard deviations is computed from this limit. The level is corrected for several
+    looks.
 
     >>> sd_confidence(1), round(sd_confidence(4), 5)
     (0.975, 0.99375)
@@ -298,8 +304,9 @@ class _CorrectedTests:
     """The tests of a level corrected for looks and levels, as fields of `LevelDecision`.
 
     Attributes:
-        alpha: The level of the interval that belongs to the test of difference.
-        equivalent_alpha: That of each of the two one-sided tests of equivalence.
+        alpha: The level of the test of difference, after the correction. The interval of the
+            difference has the confidence 1 − alpha.
+        equivalent_alpha: The level of each of the two one-sided tests of equivalence, likewise.
     """
 
     p_different_holm: float

@@ -60,41 +60,44 @@ OVERRIDABLE_COLUMNS = {"data", "speed", "frames", *FACTORS} - {"flip"}
 def runs(store: str | Path | None = None) -> pd.DataFrame:
     """List all runs in a store as a data frame with a row for each run.
 
-    A damaged run is skipped, and a warning names it; `attrs["damaged"]` of the frame says how many
-    there were. A run that is there twice, as a folder and packed, is listed once.
+    A damaged run is skipped with a warning that names it. The attribute `attrs["damaged"]` of the
+    frame is the number of damaged runs. A run that is stored twice, as a folder and packed, is
+    listed once.
 
     Args:
         store: A folder, or a file of packed runs. By default `$GPULAB_STORE`, or the folder `runs`.
 
     Returns:
-        A data frame with a row for each run, empty where there is no such store.
+        A data frame with a row for each run; it is empty if the store does not exist.
 
         It has these columns:
 
-        - `experiment` (the network, or the function that trained), `profile`, `setting`, `device`
-          (`cpu`, `cuda`, …), `seed`, `rerun` (0 for the first run).
-        - `loader` (how frames reached the device), `decoder` (of the JPEG frames of some recorded
-          runs), `flip` (the initial weight whose last bit was changed), `fast` (whether gradients
-          may be computed in fewer operations), `draws` (whose generator drew the initial weights),
-          `covariance` (how the whitener computes it), `truncation` (what PredNet's backpropagation
-          through time is cut off from).
-        - `status` (`finished` or `diverged`), `final_loss`, `heldout_loss`, `seconds`,
-          `frames_per_second` (missing where other trainings shared the GPU), `weights` (the SHA-256
-          of the trained weights: equal digests, equal bits), `gradients` (whether by autograd or by
-          formulas that are written out; None where nobody noted it), `diverged_at` (the update).
-        - `registered`: Name and SHA-256 of the registration that the run was made under.
-        - `machine` (the chip that did the work), `cpu`, `gpu`, `torch` and `gpulab` (versions).
-        - `data`, `frame_size` (height×width), `scene_seed` and `speed` (what a rendered scene was
-          drawn from, and how fast it moves), `frames` (how many were trained on).
-        - `protocol`: A digest of model, data, length and learning rate. Runs with equal ones can be
-          compared.
+        - What was trained: `experiment` (the network or the training function), `profile`,
+          `setting`, `device` (`cpu`, `cuda`, …), `seed`, `rerun` (0 for the first run).
+        - The factors: `loader` (how frames were copied to the device), `decoder` (of the JPEG
+          frames of some recorded runs), `flip` (the number of the initial weight whose last bit was
+          changed), `fast` (whether faster methods than autograd might be used), `draws` (the
+          generator of the initial weights), `covariance` (the whitener's formula for it),
+          `truncation` (where PredNet's backpropagation through time is truncated).
+        - The results: `status` (`finished` or `diverged`), `final_loss`, `heldout_loss`, `seconds`,
+          `frames_per_second` (missing if other trainings shared the GPU), `weights` (the SHA-256 of
+          the trained weights, which is equal only for bitwise equal weights), `gradients` (the
+          method by which gradients were computed; None if it was not recorded), `diverged_at` (the
+          update whose loss was not finite).
+        - `registered`: The name and the SHA-256 of the file that the run was registered with.
+        - The machine: `machine` (the chip that computed), `cpu`, `gpu`, and the versions `torch`
+          and `gpulab`.
+        - The data: `data` (the name), `frame_size` (height×width), `scene_seed` and `speed` (of a
+          rendered scene), `frames` (the number of frames that were trained on).
+        - `protocol`: A digest of model, data, length and learning rate. Runs can be compared if it
+          is equal.
         - `recorded` (whether the run was shipped with gpulab), `id`, `path`.
 
-        Runs of a training of your own have further columns: `options` (all of them, as JSON), one
-        for each option, and one for each number that it gave.
+        Runs of a custom training function have further columns: `options` (all of them, as JSON),
+        one for each option, and one for each number that the function returned.
 
     Raises:
-        UsageError: For an address such as `s3://bucket`, which is no folder.
+        UsageError: For an address such as `s3://bucket`, which is not a folder.
 
     Examples:
         >>> import gpulab as gl

@@ -44,40 +44,41 @@ LOCK_LEASE_SECONDS = 120.0
 class Experiment:
     """Train a model under several settings from the same seeds, for `gpulab.verdict` to compare.
 
-    Each run is trained in a worker process, so that no setting leaks into another. All runs are
-    kept in a store; those that it has already are not trained again.
+    Runs are trained in worker processes, so that the flags of one setting do not affect another.
+    All runs are stored, and a run that the store already has is not trained again.
 
     Args:
-        model: A training of your own, `train(seed, setting)` or `"my_training.py:train"`, as
-            `gpulab.train` describes it, which may start processes, such as those of a `DataLoader`;
-            or `autoencoder`, `prednet` or `whitener`.
+        model: A custom training function, `train(seed, setting)` or `"my_training.py:train"`, as
+            `gpulab.train` describes it. It may start processes, such as those of a `DataLoader`. Or
+            one of gpulab's networks: `autoencoder`, `prednet` or `whitener`.
         settings: The settings to compare, as texts.
-        seeds: How many (from 0 on), or the seeds themselves. By default the profile says, and 10
-            for a training of your own.
-        profile: For gpulab's own networks, how long to train and on what: `smoke`, `quick` or
-            `paper`; for PredNet also `motion`.
-        store: The folder in which runs are kept. By default `$GPULAB_STORE`, or the folder `runs`.
-        reruns: How often each seed and setting is run.
-        workers: How many runs are trained at the same time, each in a process of its own. With more
-            than one, the `seconds` of a run say nothing. Under a setting of a CUDA GPU, gpulab's
-            own networks share the GPU: they are threads of one process, each on a stream of its
-            own. Each has the result that it has alone, to the bit, and its record says `shared`.
-        options: Options of your training by name, with the values that all runs have. For gpulab's
-            own networks, arguments of `gpulab.train` that JSON can carry, such as `frames` or
-            `data`. Weights are kept only with `keep_weights=True` among these.
-        variants: Dictionaries of further options. Each of them is trained under every setting from
+        seeds: The number of seeds, which are then counted from 0, or the seeds themselves. By
+            default the number that the profile gives, and 10 for a custom training function.
+        profile: The size of the training of gpulab's own networks: `smoke`, `quick` or `paper`; for
+            PredNet also `motion`.
+        store: The folder for the runs. By default `$GPULAB_STORE`, or the folder `runs`.
+        reruns: The number of runs for each combination of seed and setting.
+        workers: The number of runs that are trained at the same time, each in a process of its own.
+            With more than one, the `seconds` of a run cannot be compared. On a CUDA GPU, gpulab's
+            own networks share the GPU instead: they run in threads of one process, each on its own
+            stream. Their results are bitwise the same as without sharing, and their records are
+            marked as `shared`.
+        options: Options of the custom training function, by name, for all runs. For gpulab's own
+            networks, arguments of `gpulab.train` that JSON can represent, such as `frames` or
+            `data`. Weights of these networks are stored only with `keep_weights=True` here.
+        variants: Dictionaries of further options. Each variant is trained under every setting from
             every seed.
-        registered: A file that says what is asked, written before the first run, as of
+        registered: A file that states the question and was written before the first run; see
             `gpulab.train`.
 
     Attributes:
-        settings: The settings as a list of texts.
-        seeds: The seeds as a list of numbers.
-        variants: The variants as a list.
-        folder: Where the runs are kept, a `Path`.
+        settings: The list of settings, as texts.
+        seeds: The list of seeds.
+        variants: The list of variants.
+        folder: The folder of the store, a `Path`.
 
     Raises:
-        UsageError: For arguments that make no sense, before any worker starts.
+        UsageError: If arguments are invalid. This is raised before any worker starts.
 
     Examples:
         >>> import tempfile
@@ -150,8 +151,8 @@ class Experiment:
     def _arguments(self, options: Options) -> dict[str, Any]:
         """Return options as arguments of `gpulab.train`.
 
-        Weights of gpulab's own networks are not kept, unless the options ask for them: no verdict
-        needs them.
+        Weights of gpulab's own networks are not stored unless the options require it, because no
+        verdict needs them.
         """
         return (
             {"keep_weights": False, **options}
@@ -162,23 +163,23 @@ class Experiment:
     def run(self, progress: bool = True) -> pd.DataFrame:
         """Train the runs that the store does not have yet, and return all runs of this experiment.
 
-        An interrupted experiment goes on where it was when it is called again. Runs that fail do
-        not stop the others: the error comes at the end and names them. Another process may do the
-        same experiment at the same time, on this machine or another that sees the store. No run is
-        then done twice, and both wait until all are done.
+        After an interruption, a new call resumes the experiment. If a run fails, the others are
+        still trained, and an error at the end names the failures. Several processes may run the
+        same experiment at the same time, also on different machines that share the store. Each run
+        is then trained by one of them only, and all of them wait for the last run.
 
         Args:
             progress: Whether to show a progress bar.
 
         Returns:
-            A data frame with a row for each run, ordered by setting and seed, with the columns of
-            `gpulab.runs`; those of `final_loss` and `heldout_loss` are missing where a training of
-            your own has named all its metrics.
+            A data frame with a row for each run, ordered by setting and seed. It has the columns of
+            `gpulab.runs`. The columns `final_loss` and `heldout_loss` are missing if a custom
+            training function uses only other names for its metrics.
 
         Raises:
-            UsageError: For arguments that make no sense, and a script that starts an experiment
-                outside `if __name__ == "__main__"`.
-            GpulabError: Where runs failed, or the store cannot be written.
+            UsageError: If arguments are invalid, or if a script starts an experiment outside
+                `if __name__ == "__main__"`.
+            GpulabError: If runs failed, or the store cannot be written.
         """
         if WORKER_VARIABLE in os.environ:
             raise UsageError(
@@ -314,28 +315,28 @@ def seed_runs(
     progress: bool = True,
     **changes: Any,
 ) -> pd.DataFrame:
-    """Train your own network from several seeds under one setting in this process, unstored.
+    """Call a custom training function with several seeds in this process, without a store.
 
-    The first seed that fails ends it. An `Experiment` keeps runs in a store, and goes on where it
-    was interrupted.
+    The first error ends the calls. Use `Experiment` to store runs and to resume after an
+    interruption.
 
     Args:
-        train: A function `train(seed, setting)`, as `gpulab.train` describes it, or the text
+        train: A function `train(seed, setting)`, as `gpulab.train` describes it, or a text such as
             `"my_training.py:train"`.
         setting: The setting to train under.
-        seeds: How many (from 0 on), or the seeds themselves.
+        seeds: The number of seeds, which are then counted from 0, or the seeds themselves.
         progress: Whether to show a progress bar.
-        **changes: Options of `train`, by name.
+        **changes: Options of the training function, by name.
 
     Returns:
-        A data frame with a row for each seed, as `gpulab.verdict` takes it. It has the columns
-        `setting`, `seed`, `status` (`finished` or `diverged`), `final_loss` (NaN when diverged;
-        missing where the training has named all its metrics), and one for each other number that
-        the training gave.
+        A data frame with a row for each seed, as `gpulab.verdict` takes it. Its columns are
+        `setting`, `seed`, `status` (`finished` or `diverged`) and `final_loss` (NaN for a diverged
+        run), and one for each other number that the function returned. The column `final_loss` is
+        missing if the function uses only other names.
 
     Raises:
-        UsageError: For arguments that make no sense.
-        GpulabError: When the setting cannot run here, or a training fails.
+        UsageError: If arguments are invalid.
+        GpulabError: If the setting cannot run on this machine, or the function raises an error.
 
     Examples:
         >>> import gpulab as gl

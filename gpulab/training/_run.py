@@ -1,7 +1,7 @@
 """One run: one training, from one seed, under one setting, in this process.
 
-`train` plans the run, asks the store whether it is there, trains if it is not, and keeps the
-result.
+`train` plans the run and looks for it in the store. If it is not there, `train` trains and stores
+the result.
 """
 
 from __future__ import annotations
@@ -48,26 +48,29 @@ HISTORY_DTYPE = np.dtype(
 
 @dataclass
 class Run:
-    """The result of `gpulab.train`: the trained model, the losses along the way, and the record.
+    """The result of `gpulab.train`: the trained model, the history of its losses, and the record.
 
-    `print(run)` says it in one line.
+    `print(run)` summarises the run in one line. A run of a custom training function has metrics,
+    but no model and no data.
 
     Attributes:
-        model: The network on the CPU, as it was trained. None for a training of your own, and where
-            the run comes from a store that kept no weights.
-        data: What the network learned from; None for a training of your own.
-        columns: The history as a table of `window`, `step`, `loss` and `seconds`; see `history`.
-        record: Everything that a store writes into the run's `run.json`, as a dictionary: what was
-            asked for, the passport of the machine, the command, and the results.
-        path: The run's folder in the store; None where it was not kept.
+        model: The trained network, on the CPU. None for a custom training function, and for a run
+            from a store that kept no weights.
+        data: The data that the network was trained on; None for a custom training function.
+        columns: The history as an array or a table with the columns `window`, `step`, `loss` and
+            `seconds`. `history` is the same as a data frame.
+        record: The dictionary that a store writes into the run's `run.json`: the arguments, the
+            passport of the machine, the command, and the results.
+        path: The run's folder in the store; None for a run that was not stored.
         status: How the training ended, `finished` or `diverged`.
-        final_loss: The mean of the loss over the last fifth of the windows; NaN when the run
-            diverged. For a training of your own it is what that gave under the name `final_loss` or
-            `loss`, or without a name, else NaN.
-        heldout_loss: The mean squared error per held-out frame after training; NaN when the run
-            diverged. For a training of your own it is what that gave under this name, else NaN.
-        metrics: The numbers that a training of your own gave, by name; empty when it diverged, and
-            for gpulab's networks.
+        final_loss: The mean loss over the last fifth of the windows. For a custom training function
+            it is the number that the function returned as `final_loss`, as `loss`, or without a
+            name. NaN if the run diverged or there is no such number.
+        heldout_loss: The mean squared error per held-out frame after training. For a custom
+            training function it is the number of this name. NaN if the run diverged or there is no
+            such number.
+        metrics: The numbers that a custom training function returned, by name. Empty if the run
+            diverged, and for gpulab's own networks.
 
     Examples:
         >>> import gpulab as gl
@@ -96,9 +99,14 @@ class Run:
     def history(self) -> pd.DataFrame:
         """A data frame with a row for each window.
 
-        Its columns are `window` (from 0), `step` (updates so far), `loss` (the mean squared error
-        per frame, averaged over the window) and `seconds` (since the beginning). A training of your
-        own has a single row.
+        It has these columns:
+
+        - `window`: The number of the window, from 0.
+        - `step`: The number of updates up to the end of the window.
+        - `loss`: The mean squared error per frame, averaged over the window.
+        - `seconds`: The seconds from the beginning of the training to the end of the window.
+
+        A custom training function has a single row.
         """
         # pandas is imported only when it is needed: loading it takes a third as long as torch.
         import pandas as pd
@@ -110,15 +118,16 @@ class Run:
         """Compute the trained model's output on the held-out data, in float32 on the CPU.
 
         Returns:
-            Two tensors of numbers in [0, 1]. For a sequence both have the shape (T, 1, C, H, W) and
-            are the frames from the second on, and the prediction of each from the frames before it.
-            For images both have the shape (N, C, H, W) and are the images, and their
-            reconstructions.
+            Two tensors of the same shape with numbers in [0, 1], the expected and the computed
+            output. For a sequence, the shape is (T, 1, C, H, W). The first tensor has the frames
+            from the second one on, and the other has the prediction of each frame from all frames
+            before it. For images, the shape is (N, C, H, W), and the tensors are the images and
+            their reconstructions.
 
         Raises:
-            UsageError: For a run of a training of your own, whose network gpulab does not have, and
-                for one whose weights the store did not keep.
-            DataError: For data that cannot be read.
+            UsageError: If the run has no model: it is a run of a custom training function, or the
+                store kept no weights.
+            DataError: If the data cannot be read.
         """
         if self.model is None or self.data is None:
             reason = (
@@ -181,82 +190,90 @@ def train(
 ) -> Run:
     """Train a copy of a network from one seed under one setting, and return the run.
 
-    gpulab's own networks, `"autoencoder"`, `"prednet"` and `"whitener"`, are trained by gpulab's
-    own loop. It goes through the data in windows of frames or images. PredNet has one update for
-    each window of 20 frames, a batch of one film, and carries its state from window to window. The
-    autoencoder has one update for each image, the whitener one for 50 images. The optimiser is Adam
-    with learning rate 1e-3, beta 0.9 and 0.999, and eps 1e-8. The loss is noted for each window, as
-    the mean squared error per frame or image. `final_loss` is the mean over the last fifth of the
-    windows. A loss that is not finite ends the run, whose status is then `diverged`.
+    gpulab trains its own networks (`"autoencoder"`, `"prednet"` and `"whitener"`), or calls a
+    custom training function.
 
-    A training of your own is a function `train(seed, setting)`, or the text
-    `"my_training.py:train"`. Nothing of the protocol above is used for it. It is called by the
-    names of its parameters, which may stand in any order:
+    **gpulab's own networks.** The loop goes through the data in windows of frames or images.
+    PredNet makes one update for each window of 20 frames, with a batch size of one film, and
+    carries its state from window to window. The autoencoder makes one update for each image, the
+    whitener one for each 50 images. The optimiser is Adam with learning rate 1e-3, betas 0.9 and
+    0.999, and eps 1e-8. The loss is the mean squared error per frame or image, and is recorded for
+    each window. If a loss is not finite, the training ends, and the status of the run is
+    `diverged`.
 
-    - `seed`: Torch's, NumPy's and Python's random numbers are drawn from it already.
-    - `setting`, if wanted: The `Setting` that is in force already, with `setting.device` and
-      `setting.dtype`.
-    - Every other parameter is an option and needs a default. Where the value of an option names a
-      file, the file's content is part of what identifies the run. A change in any other file that
-      the function opens is not noticed.
+    **A custom training function** is a function `train(seed, setting)`, or a text such as
+    `"my_training.py:train"`. The protocol above does not apply to it. Arguments are passed by name,
+    so the parameters may stand in any order:
+
+    - `seed` (required): The seed. The random generators of torch, NumPy and Python are seeded with
+      it before the call.
+    - `setting` (optional): The `Setting`, which is active during the call. Its attributes
+      `setting.device` and `setting.dtype` say where to put tensors.
+    - Every other parameter is an option and needs a default. If the value of an option is the path
+      of a file, the file's content is part of the run's identity. A change in any other file that
+      the function reads is not noticed.
 
     The function returns a number, or a dictionary of numbers by name. A number without a name, or
-    one named `loss`, is the run's `final_loss`. A number that is not finite, an `ArithmeticError`
-    or a `LinAlgError` makes the run one that `diverged`.
+    one named `loss`, becomes the run's `final_loss`. The run counts as `diverged` if a number is
+    not finite, or if the function raises an `ArithmeticError` or a `LinAlgError`.
 
-    With a `store`, the finished run is kept there. Training of gpulab's own networks leaves a
-    checkpoint there every ten seconds, and when it is interrupted; asked for again, it goes on from
-    that. A run that the store has already is returned without training, unless `keep_weights` asks
-    for weights that were not kept. To train one again, delete its folder, or give another `rerun`.
+    **Stores.** With `store`, the finished run is stored in that folder. If the store already has
+    the run, it is returned without training, unless `keep_weights` is true and the weights were not
+    kept. To train it again, delete its folder or choose another `rerun`. While one of gpulab's own
+    networks is trained, a checkpoint is written every ten seconds and on interruption. The same
+    call resumes from it.
 
     Args:
-        net: A name or module as above, or a training of your own. The weights of a fresh network
-            are drawn from `seed`; a network that holds loaded weights starts from those. A module
-            is copied and itself left as it was.
-        data: What to learn from: a name that `gpulab.load` knows, or loaded data. By default the
-            profile says.
+        net: The name of one of gpulab's networks, a network of these classes, or a custom training
+            function. The weights of a new network are drawn from `seed`. A network that has loaded
+            weights starts from these. A network is copied, and the original is not changed.
+        data: The data to train on: a name that `gpulab.load` knows, or loaded data. By default
+            those of the profile.
         setting: Where and how to compute, such as `cuda:tf32=off`.
-        seed: What the initial weights and the order of images are drawn from.
-        profile: How long to train, on what, and with which sizes, where the other arguments do not
-            say: `smoke`, `quick` or `paper`; for PredNet also `motion`.
-        frames: How many frames or images to train on. By default the profile says.
-        learning_rate: Adam's. By default the profile says: 1e-3, and 3e-3 in `motion`.
-        window: How many frames or images a window has, from 2; for PredNet these give one update.
-            By default the profile says: 20, and 200 for the whitener.
-        data_options: Options of `gpulab.load`, by name, for data that are named.
-        model_options: Options of a network that is named, or of a training of your own. The latter
-            can also be given as keywords of this function.
-        rerun: The number of this repetition, from 0: the same run again, kept beside the first.
-        store: A folder in which runs are kept. By default nothing is kept.
-        keep_weights: Whether the store keeps the trained weights.
-        watch: A function that is called with the model and the number of updates, before the first
-            update and after each window. For gpulab's own loop in this process only.
+        seed: The seed of the initial weights and of the order of the images.
+        profile: The size of the training, `smoke`, `quick` or `paper`; for PredNet also `motion`.
+            It gives the defaults of `data`, `frames`, `learning_rate` and `window`, and of the
+            sizes of the network.
+        frames: The number of frames or images to train on.
+        learning_rate: The learning rate of Adam. By default 1e-3; 3e-3 in the profile `motion`.
+        window: The number of frames or images in a window, at least 2. PredNet makes one update for
+            each window. By default 20; 200 for the whitener.
+        data_options: Options of `gpulab.load`, by name. Only valid if `data` is a name.
+        model_options: Options of a network given by name, or of a custom training function. The
+            latter may also be given as keyword arguments.
+        rerun: The number of the repetition, from 0. A repetition has the same arguments as the
+            first run and is stored beside it.
+        store: The folder in which the run is stored. By default it is not stored.
+        keep_weights: Whether the trained weights are stored.
+        watch: A function that is called with the model and the number of updates so far, before the
+            first update and after each window. Only for gpulab's own networks.
         progress: Whether to show a progress bar. Custom training functions report no progress.
-        registered: A file that was written before the first run and says what is asked, and how it
-            will be answered, such as those in `data/registered`. Its name and SHA-256 are noted in
-            the record of a run that is made now, not of one that the store has already.
-        **factors: Options of your own training. Or, of gpulab's own loop, what a device may do in
-            another way while what is to be learned stays the same:
+        registered: A file that states the question and the planned analysis and was written before
+            the first run, such as those in `data/registered`. Its name and SHA-256 are recorded
+            with the run. They are not added to a run that the store already has.
+        **factors: Options of a custom training function, or factors of gpulab's own loop. A factor
+            may change the arithmetic, but does not change the learning task:
 
-            - `loader`: How frames reach the device. `window`: a whole window in one copy.
-                `reused`: frame by frame, each written into one NumPy buffer, which is wrapped; a
-                CPU goes on using that buffer. `copied`: the same, with a copy of the buffer.
-                `imitated`: what `reused` does on a CPU, on any device.
-            - `flip`: The number of the initial weight whose last bit is changed.
-            - `fast`: False has autograd compute every gradient. By default PredNet's gradient is
-              computed in fewer operations, equal up to rounding, unless a guard, a trace or an
-              emulation has to see each of them.
-            - `draws`: Whose generator draws the initial weights: `cpu`, or `device`, which gives
-              other numbers from the same seed.
+            - `loader`: How frames are copied to the device. `window`: all frames of a window in one
+              copy. `reused`: each frame is written into the same NumPy buffer, and the tensor
+              shares its memory; on a CPU, later frames therefore overwrite earlier ones. `copied`:
+              the same with a copy of the buffer for each frame. `imitated`: the effect of `reused`
+              on a CPU is reproduced on any device.
+            - `flip`: The number of an initial weight whose last bit is changed.
+            - `fast`: Whether gradients may be computed by faster methods, which agree with autograd
+              up to rounding. By default this is done for PredNet, unless a guard, a trace or an
+              emulation has to see every operation.
+            - `draws`: The generator of the initial weights, `cpu` or `device`. The generator of a
+              device draws other numbers from the same seed.
 
     Returns:
         The `Run`, with the trained model, its history and its record.
 
     Raises:
-        UsageError: For arguments that make no sense, before anything is trained.
-        DataError: For a file of the data that is missing, damaged, or changed during the training.
-        GpulabError: For a setting that cannot run here, or a store that cannot be written. Also
-            where a function of your own raises, or gives something else than numbers.
+        UsageError: If arguments are invalid. This is raised before the training begins.
+        DataError: If a data file is missing or damaged, or was changed during the training.
+        GpulabError: If the setting cannot run on this machine, the store cannot be written, or a
+            custom training function raises an error or returns anything but numbers.
 
     Examples:
         >>> import gpulab as gl
@@ -320,7 +337,10 @@ def train(
 def _load_stored(
     planned: PlannedRun, folder: Path, identity: Identity, keep_weights: bool
 ) -> Run | None:
-    """Return the stored run; None if there is none, or if it lacks weights that are to be kept."""
+    """Return the stored run; None if there is none, or if it lacks weights that are to be kept.
+
+    A missing run and one without the required weights are trained.
+    """
     stored = find_run(folder, identity)
     restored_run = planned.restore(stored, keep_weights) if stored else None
     if stored is None or restored_run is None:
@@ -337,7 +357,7 @@ def _train_planned(
     watch: Watch | None,
     progress: bool,
 ) -> Run:
-    """Train, and return the run, whose record is `record` with the results added."""
+    """Train, and return a run with the record `record | results`."""
     outcome = planned.train(checkpoint, watch, progress)
     columns = np.array(outcome.history, HISTORY_DTYPE)
     return Run(outcome.model, outcome.data, columns, record | outcome.results)
