@@ -15,40 +15,42 @@ INTERRUPTION_MESSAGE = "gpulab: interrupted; run the same command again to go on
 
 
 def exit_on_interrupted_import() -> None:
-    """Have Ctrl-C end this process at once during imports, and else raise `KeyboardInterrupt`.
+    """Set a handler for Ctrl-C that ends this process at once if a module is being imported.
 
-    Extensions such as NumPy's and torch's do not bear a `KeyboardInterrupt` while they are loaded:
-    they make another error of it, go on without it, or abort. A program that answers Ctrl-C by a
-    function of its own is left alone.
+    At other times the handler raises `KeyboardInterrupt`, as Python's own does. Extension modules
+    such as NumPy's and torch's cannot handle a `KeyboardInterrupt` while they are loaded: they
+    convert it to another error, ignore it, or abort. Nothing is changed if the program has its own
+    handler.
     """
-    # Only the main thread may set a handler.
+    # Python allows only the main thread to set a handler.
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle_interrupt)
 
 
 def restore_default_handler() -> None:
-    """Undo `exit_on_interrupted_import`: a script may check the handler, as asyncio does."""
+    """Undo `exit_on_interrupted_import`, for scripts that check the handler, as asyncio does."""
     if signal.getsignal(signal.SIGINT) is _handle_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def report_interruption() -> None:
-    """Say that the command was interrupted."""
+    """Print to the standard error that the command was interrupted."""
     print(INTERRUPTION_MESSAGE, file=sys.stderr, flush=True)
 
 
 def prevent_exit_by_signal() -> None:
-    """Have Python exit with the given status, without sending itself the signal of Ctrl-C.
+    """Reset a flag of Python's, so that the process exits with the status that it chose.
 
-    Under `python -m` it does the latter if Ctrl-C came while a text was executed as code, as
-    `dataclasses` does, and no other text was since.
+    If Ctrl-C arrives while a string is executed as code, as `dataclasses` does, Python remembers
+    this. Under `python -m` it then ends by sending itself the signal of Ctrl-C. Executing another
+    string, here an empty one, clears the memory.
     """
     exec("")
 
 
 def is_importing(frame: types.FrameType | None) -> bool:
-    """Whether a frame, or one that called it, imports a module.
+    """Return whether a frame, or one that called it, imports a module.
 
     Examples:
         >>> is_importing(sys._getframe())
@@ -62,6 +64,7 @@ def is_importing(frame: types.FrameType | None) -> bool:
 
 
 def _handle_interrupt(number: int, frame: types.FrameType | None) -> None:
+    """End the process if a module is being imported; otherwise raise `KeyboardInterrupt`."""
     if is_importing(frame):
         # Flushing fails for a closed pipe, or while a text is being written.
         with contextlib.suppress(Exception):

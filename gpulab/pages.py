@@ -1,4 +1,7 @@
-"""What the pages of audits and verdicts share: tables, badges, and the lines below the title."""
+"""The common parts of the pages of audits and verdicts: tables, badges, and the lines below titles.
+
+The classes of CSS are defined in `templates/result.css`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,14 @@ from gpulab.passports import machine
 
 @dataclass(frozen=True)
 class Head:
-    """A header of the table, above one column or more."""
+    """A header cell of the table.
+
+    Attributes:
+        text: Its text.
+        is_number: Whether it is aligned like numbers.
+        columns: The number of columns that it spans.
+        rows: The number of header rows that it spans.
+    """
 
     text: str | Markup
     is_number: bool = False
@@ -26,7 +36,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table, and the classes of `result.css` that it has."""
+    """A cell of the table: its text and its classes of CSS."""
 
     text: str | Markup
     css_class: str = ""
@@ -34,7 +44,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rows:
-    """A table of the page: its title, how to read it, two header rows, and the sorted rows."""
+    """A table of the page.
+
+    Attributes:
+        title: Its title.
+        note: Sentences that explain the columns and the order of the rows.
+        heads: Two header rows.
+        rows: The rows, sorted.
+    """
 
     title: str
     note: str
@@ -43,28 +60,31 @@ class Rows:
 
 
 def style() -> Markup:
-    """The style of such a page as an element, which a notebook needs with each output."""
+    """Return the style sheet as an HTML element, which a notebook needs with each output."""
     return Markup("<style>\n{}</style>\n").format(report.render("result.css"))
 
 
 def number_cell(text: str | Markup, is_large: bool = False) -> Cell:
-    """A cell with a number."""
+    """Make a cell that is aligned as a number; a large number is emphasised."""
     return Cell(text, "ga-number ga-strong" if is_large else "ga-number")
 
 
 def badge(rank: str, text: str) -> Markup:
-    """A text on a ground whose colour shows its rank: `fault`, `note`, `ok` or `open`."""
+    """Return a text as a badge, whose colour shows its rank: `fault`, `note`, `ok` or `open`."""
     return Markup('<span class="ga-badge ga-{}">{}</span>').format(rank, text)
 
 
 def time_text() -> str:
-    """The date and the time."""
+    """Return the local date and time as a text."""
     local_time = datetime.datetime.now().astimezone()
     return f"{local_time.day} {local_time:%B %Y, %H:%M}"
 
 
 def machine_text(passport: Mapping[str, JSON], kind: str) -> str:
-    """The name of the CPU or of the GPUs; a passport from elsewhere may be incomplete."""
+    """Return the names of the GPUs in a passport, or of the CPU; see `gpulab.passports.machine`.
+
+    A passport that was read from a file may be incomplete. The result is then `unknown machine`.
+    """
     try:
         return str(machine(passport, kind))
     except (KeyError, TypeError):
@@ -72,7 +92,7 @@ def machine_text(passport: Mapping[str, JSON], kind: str) -> str:
 
 
 def versions_text(passport: Mapping[str, JSON]) -> str:
-    """The versions of gpulab and torch in a passport.
+    """Return the versions of gpulab and torch in a passport as a text.
 
     >>> versions_text({"software": {"gpulab": "1.0", "torch": "2.11"}}), versions_text({})
     ('gpulab 1.0, torch 2.11', 'unknown versions')
@@ -86,7 +106,7 @@ def versions_text(passport: Mapping[str, JSON]) -> str:
 
 
 def breakable(name: str) -> Markup:
-    """A name, such as a setting, that may wrap after its commas, dots and underscores.
+    """Return a name as HTML that may wrap after commas, dots and underscores.
 
     >>> str(breakable("cpu:threads=1,order=pairwise"))
     'cpu:threads=1,<wbr>order=pairwise'

@@ -77,7 +77,7 @@ class Passport(dict[str, JSON]):
     """
 
     def rows(self) -> list[tuple[str, str]]:
-        """The passport as (what, value) pairs, for a table."""
+        """Return the passport as pairs of a label and a value, for a table."""
         cpu: CPU = self["cpu"]
         gpus: list[GPU] = self["gpus"]
         software: Software = self["software"]
@@ -109,7 +109,7 @@ class Passport(dict[str, JSON]):
         return [*rows, ("gpulab", f"{software['gpulab']}{commit}")]
 
     def summary(self) -> str:
-        """One line: the GPUs or, without one, the CPU, and torch's version."""
+        """Return one line with the names of the GPUs, or of the CPU, and the version of torch."""
         return f"{machine(self)}, torch {self['software']['torch']}"
 
     def _repr_html_(self) -> str:
@@ -123,7 +123,10 @@ class Passport(dict[str, JSON]):
 
 
 def machine(passport: Mapping[str, JSON], kind: str = "") -> str:
-    """The names of a machine's GPUs; for `kind` cpu, or without GPUs, the name of its CPU."""
+    """Return the names of a machine's GPUs, or the name of its CPU.
+
+    The name of the CPU is returned if `kind` is `cpu`, or if `kind` is empty and there is no GPU.
+    """
     if kind == "cpu" or not (kind or passport["gpus"]):
         return passport["cpu"]["model"]
     return ", ".join(dict.fromkeys(gpu["name"] for gpu in passport["gpus"]))
@@ -180,11 +183,11 @@ def passport() -> Passport:
 
 @functools.cache
 def cpu_description() -> CPUDescription:
-    """The CPU's model name and sorted feature flags.
+    """Return the CPU's model name and its sorted feature flags.
 
-    On Linux they are the kernel's, because a run's name depends on the model.
-
-    Elsewhere py-cpuinfo finds them, which takes about a second.
+    On Linux they are read from `/proc/cpuinfo`. The ids of runs depend on this model name, so it
+    has to come from the same source each time. On other systems py-cpuinfo finds them, which takes
+    about a second.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -202,6 +205,7 @@ def cpu_description() -> CPUDescription:
 
 
 def _gpus() -> list[GPU]:
+    """Describe each GPU that torch can use."""
     import torch
 
     gpus: list[GPU] = []
@@ -228,7 +232,7 @@ def _gpus() -> list[GPU]:
 
 
 def _run_command(*command: str) -> str | None:
-    """The output of a program; None if it does not exist or fails."""
+    """Run a program and return its output; None if it does not exist, fails or prints nothing."""
     try:
         return (
             subprocess.run(
@@ -242,15 +246,17 @@ def _run_command(*command: str) -> str | None:
 
 @functools.cache
 def _nvidia_driver() -> str | None:
-    """The version of NVIDIA's driver; None without one, as on machines with AMD GPUs."""
+    """Return the version of NVIDIA's driver; None if there is none, as with AMD GPUs."""
     versions = _run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.split("\n")[0].strip() if versions else None
 
 
 def _software() -> Software:
+    """List the versions of torch, of its libraries and of other software."""
     import torch
 
     def built_with(pattern: str) -> str | None:
+        """Return the first group of a pattern in the description of torch's build, or None."""
         match = re.search(pattern, torch.__config__.show())
         return match and match[1]
 
@@ -276,6 +282,7 @@ def _software() -> Software:
 
 @functools.cache
 def _other_versions() -> dict[str, str]:
+    """Return the versions of those packages in `OTHER_PACKAGES` that are installed."""
     versions = {}
     for name in OTHER_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -285,7 +292,7 @@ def _other_versions() -> dict[str, str]:
 
 @functools.cache
 def _commit() -> str | None:
-    """The commit of the checkout that gpulab runs from."""
+    """Return the commit of the checkout that gpulab runs from; None without a checkout."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return None

@@ -16,23 +16,23 @@ from gpulab import files
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DPI = 200  # twice what a page shows, for modern screens
-PAGE_DPI = 100
-IN_WORDS = "In words"  # above what a figure shows, as text
-# A white card with a margin, which stands on a dark page too.
+DPI = 200  # dots per inch of a PNG: twice the resolution of a page, for high-resolution screens
+PAGE_DPI = 100  # dots per inch of a page
+IN_WORDS = "In words"  # the heading of the text alternative
+# The white background also makes a figure readable on a dark page.
 STYLE = "max-width: 100%; height: auto; background: white; border-radius: 6px"
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A figure together with a text that says what it shows, for readers who cannot see it.
+    """A figure with a text alternative, which describes it for readers who cannot see it.
 
-    Every function of `gpulab.plots` returns one. As the last line of a notebook's cell it shows the
-    figure, and its text in a fold below.
+    Every function of `gpulab.plots` returns one. At the end of a notebook cell it is displayed as
+    the figure, with the text in a collapsed section below.
 
     Attributes:
         figure: The `matplotlib.figure.Figure`.
-        alt: The text.
+        alt: The text alternative.
 
     Examples:
         >>> import gpulab as gl
@@ -45,10 +45,10 @@ class Picture:
     alt: str
 
     def png(self, dpi: int = DPI) -> bytes:
-        """Draw the figure as PNG, in 256 colours of its own, which keeps notebooks small.
+        """Draw the figure as PNG, with a palette of 256 colours, which keeps notebooks small.
 
         Args:
-            dpi: Dots per inch; by default twice as many as a page shows.
+            dpi: Dots per inch; by default twice the resolution of a page.
 
         Returns:
             The content of a PNG file.
@@ -64,30 +64,30 @@ class Picture:
         return small.getvalue()
 
     def html(self) -> Markup:
-        """Write the figure as an HTML element, with its text, that needs no other file.
+        """Render the figure as an HTML element with its text alternative.
 
         Returns:
-            An `<img>` element.
+            An `<img>` element that contains the PNG.
         """
         return image(self.png(), self.alt, DPI)
 
     def save(self, file: str | Path) -> None:
-        """Write the figure to a PNG file, whole or not at all.
+        """Write the figure to a PNG file atomically.
 
         Args:
-            file: Where to; its folder is made if need be.
+            file: The file to write. Its folder is created if necessary.
         """
         files.write(file, self.png())
 
     def show(self, **instead: Any) -> None:
-        """Show the figure in a notebook, and below it a fold with its text.
+        """Show the figure in a notebook, with its text in a collapsed section below.
 
-        An `image/png` is what every viewer shows. The text is also in the output's plain text and
-        in its metadata, where VS Code and nbconvert find the alternative text; JupyterLab shows a
-        PNG without any.
+        The output has the type `image/png`, which every viewer can show. The text is also in the
+        output's plain text and in its metadata, from which VS Code and nbconvert take the text
+        alternative. JupyterLab shows a PNG without a text alternative.
 
         Args:
-            **instead: What a page may show in place of the PNG where it can, by its type.
+            **instead: Contents that a viewer may show instead of the PNG, by their MIME types.
         """
         from IPython.display import display
 
@@ -98,7 +98,7 @@ class Picture:
         heading = f"{IN_WORDS}, before anything is moved" if instead else IN_WORDS
         fold = Markup("<details><summary>{}</summary><p>{}</p></details>").format(heading, self.alt)
         display({"text/html": fold, "text/plain": f"{heading}: {self.alt}"}, raw=True)
-        # whose figures, such as seaborn's, a notebook shows by itself
+        # A notebook would show an open figure of pyplot, such as one of seaborn's, a second time.
         if "matplotlib.pyplot" in sys.modules:
             sys.modules["matplotlib.pyplot"].close(self.figure)
 
@@ -107,8 +107,9 @@ class Picture:
 
 
 def responsive(wide: Picture, narrow: Picture) -> Markup:
-    """An element that shows a figure, or on a phone the narrow one, whose words are large enough
-    there.
+    """Render an HTML element that shows the wide figure, and on a phone the narrow one.
+
+    The text in the narrow figure is large enough for a phone.
     """
     element = Markup(
         '<picture><source media="(max-width: 36rem)" srcset="data:image/png;base64,{}">{}</picture>'
@@ -117,11 +118,14 @@ def responsive(wide: Picture, narrow: Picture) -> Markup:
 
 
 def _page_width(png: bytes, dpi: int) -> int:
-    """How wide a PNG of so many dots an inch is on a page."""
-    return int.from_bytes(png[16:20], "big") * PAGE_DPI // dpi  # a PNG begins with its size
+    """Return the width of a PNG on a page, in pixels of the page.
+
+    Bytes 16 to 19 of a PNG file are the width of the image.
+    """
+    return int.from_bytes(png[16:20], "big") * PAGE_DPI // dpi
 
 
 def image(png: bytes, alt: str, dpi: int) -> Markup:
-    """An element that shows a PNG, and needs no other file."""
+    """Render an HTML element that contains a PNG and its text alternative."""
     element = Markup('<img alt="{}" src="data:image/png;base64,{}" width="{}" style="{}">')
     return element.format(alt, base64.b64encode(png).decode(), _page_width(png, dpi), STYLE)

@@ -1,8 +1,8 @@
 """The base class of results (text, HTML and figure), and the progress bar.
 
 A result derives from `Report` and imports nothing of `gpulab.plots`, so that matplotlib stays
-optional. The function that draws it is looked up in `gpulab.plots._drawing` when a figure is asked
-for.
+optional. The function that draws it is looked up in `gpulab.plots._drawing` when a figure is
+needed.
 """
 
 from __future__ import annotations
@@ -26,34 +26,37 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """A result that `print` says in sentences, `plot` draws, and a notebook shows with both."""
+    """A result with a text and a figure: `print` describes it, `plot` draws it.
+
+    A notebook shows both.
+    """
 
     def plot(self) -> Picture:
-        """The result as a figure."""
+        """Draw the result."""
         return self._draw()
 
     def _draw(self, **options: Any) -> Picture:
-        """The figure, with options of the function that draws it."""
+        """Draw the result; `options` are those of the function that draws this kind of result."""
         with extra("notebooks"):
             drawing = importlib.import_module("gpulab.plots._drawing")
             picture: Picture = drawing.draw(self, **options)
         return picture
 
     def words(self) -> Markup:
-        """The result without a picture as a piece of HTML, in which every text is escaped."""
+        """Render the text of the result as HTML, with every text escaped."""
         return paragraphs(str(self).splitlines())
 
     def picture(self) -> Picture | None:
-        """The figure that a notebook and a page show below the words, if any."""
+        """Return the figure that a notebook and a page show below the text, or None."""
         return None
 
     def html(self) -> Markup:
-        """The result as a piece of HTML that needs no other file: its words, then its picture."""
+        """Render the result as self-contained HTML: the text, then the figure."""
         picture = self.picture()
         return self.words() + (picture.html() if picture else "")
 
     def save(self, file: str | Path, title: str = "gpulab") -> None:
-        """Write the result to an HTML file of its own, whole or not at all."""
+        """Write the result to a self-contained HTML file atomically."""
         files.write(file, render("page.html", title=title, body=self.html()).encode())
 
     def _ipython_display_(self) -> None:
@@ -66,9 +69,14 @@ class Report:
 
 
 def render(template: str, **values: Any) -> Markup:
-    """Render a page of `gpulab/templates`.
+    r"""Render a template of `gpulab/templates`.
 
-    Whatever is not `Markup` is escaped, and control characters are written out.
+    Values that are not `Markup` are escaped. Control characters in the result are replaced by
+    escape sequences, such as `\x1b`.
+
+    Args:
+        template: The name of the template.
+        **values: The values of the template's variables.
     """
     import jinja2
 
@@ -78,15 +86,19 @@ def render(template: str, **values: Any) -> Markup:
 
 
 def paragraphs(lines: Iterable[str]) -> Markup:
-    """Lines of text as HTML."""
+    """Render each line of a text as an HTML paragraph."""
     return Markup().join(Markup("<p>{}</p>").format(line) for line in lines)
 
 
 def table(frame: pd.DataFrame, small: bool = False, **options: Any) -> Markup:
-    """A data frame as HTML that wraps where its words and settings may; `options` are `to_html`'s.
+    """Render a data frame as HTML.
 
-    Numbers have three digits, texts stand there in full. Tables of many columns fit into a notebook
-    in `small` letters.
+    Numbers have three digits. Texts are not truncated, and settings may wrap after a comma.
+
+    Args:
+        frame: The data frame.
+        small: Whether to use a small font, so that a table with many columns fits into a notebook.
+        **options: Options of `pandas.DataFrame.to_html`.
     """
     import pandas as pd
 
@@ -98,10 +110,10 @@ def table(frame: pd.DataFrame, small: bool = False, **options: Any) -> Markup:
 
 
 class Progress(tqdm):
-    """A progress bar that takes an early end as complete, so that notebooks do not show it in red.
+    """A progress bar that counts as complete if the loop ends early; it is then not shown in red.
 
-    Where the output is no terminal, as in a pipe or the log of a cluster, there is none: each step
-    of it would be a line.
+    There is no bar if the output is not a terminal, such as a pipe or the log of a cluster. There
+    each update of the bar would be a new line.
 
     Examples:
         >>> with Progress(total=9, disable=True) as bar:
@@ -111,7 +123,7 @@ class Progress(tqdm):
     """
 
     def __init__(self, *args: Any, disable: bool = False, **kwargs: Any) -> None:
-        # None is for tqdm: if nobody sees it
+        # With None, tqdm disables the bar if the output is not a terminal.
         super().__init__(*args, disable=disable or None, **kwargs)
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:

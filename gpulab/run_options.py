@@ -1,7 +1,7 @@
-"""The options of a run: what `gpulab.train` and the commands accept beside the setting.
+"""The options of a run that `gpulab.train` and the commands accept besides the setting.
 
-Store, command line and experiments all read `RUN_OPTIONS`. A new option, or a new factor, is one
-entry here, and the line of code in which it acts.
+The store, the command line and experiments all read `RUN_OPTIONS`. A new option or factor needs one
+entry here, and the line of code in which it takes effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ LOADERS = ("window", "copied", "reused", "imitated")
 
 
 def whole_numbers(text: str) -> list[int]:
-    """The numbers in a text such as `3,16,32` or `48x64`; `UsageError` for anything else."""
+    """Parse whole numbers from a text such as `3,16,32` or `48x64`.
+
+    Raises:
+        UsageError: If the text is not a list of whole numbers from 0.
+    """
     try:
         numbers = [int(digits) for digits in re.split("[,x×/]", text)]
     except ValueError:
@@ -34,19 +38,18 @@ def whole_numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class RunOption:
-    """One thing that may be chosen for a run: an argument of `gpulab.train`, an option of the
-    commands.
+    """An option of a run, which is an argument of `gpulab.train` and an option of the commands.
 
     Attributes:
-        help: What the page on the command line says of it; nothing of one that cannot be chosen.
-        parse: What makes its value of the command line's text: a type, or a function.
-        argument_group: Where `gpulab.train` takes it: as an argument of its own (`run`), or in
-            `data_options` or `model_options` (`data`, `model`).
-        default: Its value where nothing is said; None where the profile says. Runs record a factor
-            only when it has another value.
+        help: The help text on the command line. Empty for an option that cannot be chosen.
+        parse: A type or a function that converts the text of the command line to a value.
+        argument_group: How `gpulab.train` takes the option: as an argument of its own (`run`), in
+            `data_options` (`data`) or in `model_options` (`model`).
+        default: The default value; None if the profile determines it. The record of a run has a
+            factor only if its value is not the default.
         factor: Whether the option may affect numerics but not the learning task. A factor is a
-            column of `gpulab.runs`, and runs that differ in nothing else can be compared.
-        choices: The values that there are, if they can be listed.
+            column of `gpulab.runs`. Runs that differ only in factors can be compared.
+        choices: All possible values, if there is a fixed set of them.
     """
 
     help: str
@@ -79,8 +82,8 @@ RUN_OPTIONS: dict[str, RunOption] = {
         factor=True,
         choices=LOADERS,
     ),
-    # Of recorded runs only, made while frames could be encoded as JPEG and decoded by a decoder of
-    # one's choice.
+    # Only recorded runs have it. They were made with an earlier version, in which frames could be
+    # encoded as JPEG and decoded with a choice of decoders.
     "decoder": RunOption("", argument_group="data", factor=True),
     "flip": RunOption(
         "which initial weight, by its number, has its last bit changed", int, factor=True
@@ -99,7 +102,7 @@ RUN_OPTIONS: dict[str, RunOption] = {
         choices=("cpu", "device"),
     ),
     "covariance": RunOption("how the whitener computes it", argument_group="model", factor=True),
-    # A record that does not say was made with the whole state cut off.
+    # Records without this entry were made when the gradient was always cut off at the whole state.
     "truncation": RunOption(
         "what PredNet's backpropagation through time is cut off from: loss or state",
         argument_group="model",
@@ -111,11 +114,12 @@ FACTORS = {name: option for name, option in RUN_OPTIONS.items() if option.factor
 
 
 def check_option(name: str, value: OptionValue) -> OptionValue:
-    """Return the value of an option of `RUN_OPTIONS`. A whole number for a float is converted: 1
-    and 1.0 are one run.
+    """Check the value of an option of `RUN_OPTIONS`, and return it.
+
+    A whole number is converted if the option is a float, so that 1 and 1.0 are the same run.
 
     Raises:
-        UsageError: For a value of another type, or one that is not among the choices.
+        UsageError: If the value has another type or is not among the choices.
 
     Examples:
         >>> check_option("learning_rate", 1)
@@ -134,11 +138,12 @@ def check_option(name: str, value: OptionValue) -> OptionValue:
 
 
 def factors_of_run(**values: OptionValue) -> dict[str, OptionValue]:
-    """Return the value of each factor that is an argument of `gpulab.train`; those not given have
-    their usual value.
+    """Return the values of all factors that are arguments of `gpulab.train`.
+
+    Factors that are not given have their default values.
 
     Raises:
-        UsageError: For an unknown name, or a value that the factor cannot have.
+        UsageError: If a name is unknown, or a value is not allowed.
 
     Examples:
         >>> factors_of_run(loader="copied")

@@ -136,6 +136,7 @@ class PreparedStep:
         self.loss = step.loss
 
         def move(value: Nested) -> Nested:
+            """Convert the tensors of a part of the batch; copy those that need no conversion."""
             # `tree_map` does not know all mappings, such as the output of a tokenizer.
             if isinstance(value, Mapping):
                 return {name: tree_map(move, item) for name, item in value.items()}
@@ -185,10 +186,20 @@ class PreparedStep:
 class Snapshot:
     """A saved state of a module, a tensor or an optimizer, which can be restored.
 
-    For a module, the attributes of all submodules and the memory of their parameters and buffers
-    are saved. For a tensor, its memory and gradient are saved, and for an optimizer its
-    `state_dict`. The memory of tensors is saved by reference. With `with_contents`, its content is
-    copied as well.
+    Args:
+        owner: The object whose state is saved. For a module these are the attributes of all
+            submodules, and the memory of their parameters and buffers. For a tensor these are its
+            memory and its gradient, and for an optimizer its `state_dict`.
+        with_contents: Whether to copy the numbers in the memory as well. By default only the
+            reference to the memory is saved. That is enough if the tensor gets other memory, but
+            not if numbers are overwritten.
+
+    Attributes:
+        containers: Dictionaries, lists and sets of a module, each with a shallow copy.
+        tensors: The tensors, each with its data, its gradient and `requires_grad`.
+        contents: The memory of data and gradients, each with a copy; empty without `with_contents`.
+        optimizer: The optimizer, if the owner is one.
+        progress: A copy of the optimizer's `state_dict`.
 
     Raises:
         UsageError: If the module has lazy parameters.

@@ -12,8 +12,8 @@ from gpulab.settings import Setting
 # A level of a factor is a cell of a user's table: a text, a number, a date or anything else that
 # pandas can group by.
 Level = Hashable
-# A text for each level. Its keys are not `Level`, because a `dict[str, str]` is no `Mapping[Level,
-# str]` to mypy.
+# A text for each level. The type of the keys is not `Level`, because mypy does not accept a
+# `dict[str, str]` as a `Mapping[Level, str]`.
 TextByLevel = Mapping[Any, str]
 
 OWN_MEMORY = "own memory"
@@ -34,7 +34,7 @@ SWITCHES = {
 OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
 RERUN_SUFFIX = " again"  # at the end of a setting that was run a second time
 METRICS = {"index_fraction": "share of directions that lead down", "heldout_loss": "held-out loss"}
-# The unit that a network's loss is the error of.
+# The unit to which the loss of each network refers: it is an error per frame or per image.
 UNITS = {
     "prednet": "frame",
     "autoencoder": "image",
@@ -43,7 +43,9 @@ UNITS = {
 
 
 def setting_words(setting: str | Setting) -> str:
-    """A setting in words.
+    """Describe a setting in words.
+
+    A text that is not a setting is returned unchanged.
 
     >>> (
     ...     setting_words("cpu:threads=1"),
@@ -68,7 +70,7 @@ def setting_words(setting: str | Setting) -> str:
         return f"{setting_words(text.removesuffix(RERUN_SUFFIX))},{RERUN_SUFFIX}"
     try:
         parsed = Setting.parse(text)
-    except UsageError:  # the frame is of somebody else, whose levels are not settings of ours
+    except UsageError:  # a level in a user's own table, which is not one of gpulab's settings
         return text
     device, _, number = parsed.device.partition(":")
     words = [f"{DEVICES[device]} {number}".rstrip()]
@@ -77,7 +79,7 @@ def setting_words(setting: str | Setting) -> str:
     if parsed.isa:
         words.append(ISA.get(parsed.isa, parsed.isa))
     if _uses_default_tf32(parsed) and parsed.deterministic:
-        # Without a word on TF32, the label would name one change where two are made.
+        # The setting differs from `cuda:tf32=off` in two ways, so the label names both.
         words.append("TF32 in convolutions")
     for name, value_words in SWITCHES.items():
         value = getattr(parsed, name)
@@ -106,9 +108,10 @@ def _uses_default_tf32(setting: Setting) -> bool:
 
 
 def condition_words(loader: str, setting: str) -> str:
-    """The condition in words: whether frames are copied or overwritten.
+    """Return the condition in words: whether frames are copied or overwritten.
 
-    It depends on the loader and the device: `reused`, the published line, copies on a GPU.
+    The condition depends on the loader and the device: on a GPU, the loader `reused`, which is the
+    published code, copies frames as well.
 
     >>> condition_words("reused", "cpu"), condition_words("reused", "cuda:tf32=off")
     ('overwritten frames', 'copied frames')
@@ -118,7 +121,7 @@ def condition_words(loader: str, setting: str) -> str:
 
 
 def optimizer_words(optimizer: str) -> str:
-    """An optimiser with its usual spelling.
+    """Return the name of an optimiser with its usual spelling.
 
     >>> optimizer_words("adam(eps=0.0001)")
     'Adam (eps=0.0001)'
@@ -128,7 +131,7 @@ def optimizer_words(optimizer: str) -> str:
 
 
 def label_levels(levels: Iterable[Level], factor: str = "setting") -> dict[Level, str]:
-    """The display name of each level of a factor; ambiguous levels keep their exact names.
+    """Return the display name of each level of a factor; ambiguous levels keep their exact names.
 
     >>> label_levels(["copied", "reused"], "loader")
     {'copied': 'copied frames', 'reused': 'overwritten frames'}
@@ -148,7 +151,7 @@ def label_levels(levels: Iterable[Level], factor: str = "setting") -> dict[Level
 
 
 def _level_words(level: Level, factor: str) -> str:
-    """A level in words: those of a setting or a loader, or the level itself as text."""
+    """Describe a level: a setting or a loader in words, any other level as text."""
     text = str(level)
     if factor == "setting":
         return setting_words(text)
@@ -158,7 +161,7 @@ def _level_words(level: Level, factor: str) -> str:
 
 
 def level_text(level: Level, factor: str) -> str:
-    """A level as a sentence names it: a truth value with its factor, anything else as text.
+    """Return a level as it is named in a sentence: a Boolean with its factor, others as text.
 
     >>> import numpy as np
     >>> level_text(np.True_, "amp"), level_text("false", "amp"), level_text(np.float64(0.5), "rate")
@@ -169,7 +172,9 @@ def level_text(level: Level, factor: str) -> str:
 
 
 def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:
-    """A metric in words for an axis; the loss of networks of gpulab's with its unit.
+    """Describe a metric for the label of an axis.
+
+    A loss has its unit if all experiments are networks of gpulab with the same unit.
 
     >>> (
     ...     metric_label("final_loss", ["prednet"]),

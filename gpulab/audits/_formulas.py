@@ -28,10 +28,15 @@ Outputs = tuple[Nested, ...]
 
 
 def _repeat_heads(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value; repeat heads of key and value that several queries share."""
+    """Return query, key and value; repeat heads of key and value that several queries share.
+
+    Raises:
+        NotImplementedError: For attention with dropout.
+    """
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if arguments.get("dropout_p"):
         raise NotImplementedError("the kernel keeps its random numbers to itself")
+    # Dimension 1 of tensors (batch, heads, positions, features).
     if query.dim() == 4 and key.shape[1] != query.shape[1]:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     return query, key, value
@@ -44,14 +49,18 @@ def _scale(arguments: Arguments) -> float:
 
 
 def _attention_weights(arguments: Arguments, query: Tensor, key: Tensor) -> Tensor:
-    """Compute the softmax of the scores; as in torch's kernels, fully masked rows are zero."""
+    """Compute the softmax of the scores, with the mask applied.
+
+    A row in which everything is masked is zero, as in torch's kernels; the softmax would be NaN.
+    """
     scores = _scale(arguments) * query @ key.mT
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     if arguments.get("is_causal"):
-        past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~past, -math.inf)
+        # A causal mask: each position sees itself and the positions before it.
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~visible, -math.inf)
     return scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
 
 
@@ -68,6 +77,7 @@ def attend(arguments: Arguments) -> Tensor:
 
 
 def _attention(arguments: Arguments) -> Outputs:
+    """Compute attention as the only output, without the data that a kernel saves."""
     return (attend(arguments),)
 
 
@@ -77,6 +87,7 @@ def _attention_backward(arguments: Arguments) -> Outputs:
     gradient = arguments["grad_out"] if "grad_out" in arguments else arguments["grad_out_"]
     weights = _attention_weights(arguments, query, key)
     weights_gradient = gradient @ value.mT
+    # The derivative of the softmax.
     scores_gradient = weights * (
         weights_gradient - (weights_gradient * weights).sum(-1, keepdim=True)
     )
@@ -96,7 +107,7 @@ def _attention_backward(arguments: Arguments) -> Outputs:
 
 
 def _sum_shared_heads(gradient: Tensor, like: Tensor) -> Tensor:
-    """Sum a gradient over the queries that share a head of key and value."""
+    """Sum a gradient over the query heads that share a head of `like`, the key or the value."""
     if gradient.shape == like.shape:
         return gradient
     return gradient.unflatten(1, (like.shape[1], -1)).sum(2)
@@ -111,7 +122,15 @@ def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...
     """Run one layer in one direction; return all intermediate values of each time step.
 
     These are the time, the previous hidden and cell state, the four gates, and the new cell and
-    hidden state, in the order of computation. The kernel is called separately for each direction.
+    hidden state, in the order of computation. torch calls the kernel separately for each layer and
+    direction.
+
+    Args:
+        arguments: The arguments of the call.
+        weights: The weights of the input and of the hidden state, followed by their biases.
+
+    Raises:
+        NotImplementedError: For packed sequences, and for other recurrent layers than an LSTM.
     """
     if arguments["mode"] != _LSTM_MODE or arguments["batch_sizes"]:
         raise NotImplementedError("only an LSTM without packed sequences has a formula")
@@ -124,6 +143,7 @@ def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...
     for time in times:
         gates = x[time] @ input_weight.T + hidden @ hidden_weight.T
         gates = gates + sum(biases) if arguments["has_biases"] else gates
+        # The input gate, the forget gate, the candidate for the cell, and the output gate.
         i, f, g, o = gates.chunk(4, -1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
         previous_state = hidden, cell
@@ -134,6 +154,7 @@ def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...
 
 
 def _lstm_layer(arguments: Arguments) -> Outputs:
+    """Compute the hidden states of all times, and the final hidden and cell state."""
     steps = _lstm(arguments, [arguments[f"weight{number}"] for number in range(4)])
     hidden_states = [step[-1] for step in sorted(steps, key=lambda step: step[0])]
     final_cell, final_hidden = steps[-1][-2:]
@@ -163,13 +184,14 @@ def _lstm_layer_backward(arguments: Arguments) -> Outputs:
         hidden_gradient = (
             hidden_gradient if output_gradient is None else hidden_gradient + output_gradient[time]
         )
-        squashed = cell.tanh()
-        cell_gradient = cell_gradient + hidden_gradient * o * (1 - squashed.square())
+        cell_tanh = cell.tanh()
+        cell_gradient = cell_gradient + hidden_gradient * o * (1 - cell_tanh.square())
+        # The gradients of the four gates before their sigmoid or tanh.
         parts = (
             cell_gradient * g * i * (1 - i),
             cell_gradient * cell_before * f * (1 - f),
             cell_gradient * i * (1 - g.square()),
-            hidden_gradient * squashed * o * (1 - o),
+            hidden_gradient * cell_tanh * o * (1 - o),
         )
         gates_gradient = torch.cat(parts, -1)
         input_gradient[time] = gates_gradient @ input_weight
@@ -177,6 +199,7 @@ def _lstm_layer_backward(arguments: Arguments) -> Outputs:
         weights_gradient[1] += gates_gradient.T @ hidden_before
         for bias_gradient in weights_gradient[2:]:
             bias_gradient += gates_gradient.sum(0)
+        # The gradients of the states before this step.
         hidden_gradient = gates_gradient @ hidden_weight
         cell_gradient = cell_gradient * f
     return input_gradient, *weights_gradient, hidden_gradient, cell_gradient
@@ -195,7 +218,12 @@ _LAYER_FUNCTIONS: dict[int, Callable[..., Nested]] = {
 def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]:
     """Compute all hidden states and the final states by torch's public recurrent functions.
 
-    `leaves` are the input, the states and the weights.
+    Args:
+        arguments: The arguments of the call.
+        leaves: The input, the states and the weights.
+
+    Raises:
+        NotImplementedError: For projections, and for dropout between layers during training.
     """
     if arguments["proj_size"] or (arguments["dropout"] and arguments["train"]):
         raise NotImplementedError("projections, and dropout between layers, have no formula")
@@ -203,7 +231,7 @@ def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]
     x, hidden, *parameters = leaves
     states = [hidden, parameters.pop(0)] if has_cell else hidden
     options = (
-        arguments["weight_stride0"] == 4,
+        arguments["weight_stride0"] == 4,  # whether there are biases: two weights and two biases
         arguments["num_layers"],
         0.0,
         arguments["train"],
@@ -234,6 +262,7 @@ def _run_in_thread(function: Callable[[], Nested]) -> Nested:
 
 
 def _cudnn_rnn(arguments: Arguments) -> Outputs:
+    """Compute all hidden states and the final states on the CPU; the other outputs are None."""
     device = arguments["input"].device
     outputs = _run_in_thread(lambda: _recurrent(arguments, _copy_leaves(arguments)))
     states = [t.detach().to(device) for t in outputs]
@@ -247,6 +276,7 @@ def _cudnn_rnn_backward(arguments: Arguments) -> Outputs:
     output_gradients = [arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")]
 
     def differentiate() -> Nested:
+        """Compute the gradients of the leaves on the CPU."""
         leaves = [leaf.requires_grad_() for leaf in _copy_leaves(arguments)]
         layer_outputs = _recurrent(arguments, leaves)
         pairs = [
@@ -271,8 +301,14 @@ def _cudnn_rnn_backward(arguments: Arguments) -> Outputs:
 def _fused_adam(arguments: Arguments, decoupled: bool = False) -> Outputs:
     """Update parameters and states by Adam or AdamW in place, as in `torch.optim`.
 
-    torch's fused kernels are not used, because some of them compute 1 - beta in float32. If
-    `decoupled` is true, the weight decay is that of AdamW.
+    torch's fused kernels are not used, because some of them compute 1 - beta in float32.
+
+    Args:
+        arguments: The arguments of the call.
+        decoupled: Whether the weight decay is that of AdamW, separate from the gradient.
+
+    Raises:
+        NotImplementedError: If the optimizer also divides the gradients by a loss scale.
     """
     if arguments.get("grad_scale") is not None or arguments.get("found_inf") is not None:
         raise NotImplementedError("a fused optimizer that unscales its gradients has no formula")

@@ -1,7 +1,7 @@
-"""The answer of an audit as a page: a summary, the figure, findings as cards, and a table.
+"""The page of an audit: a summary, the figure, findings as cards, and a table.
 
-An audit shows the same in a notebook as in the file that `save` writes. Nothing is shown here that
-`print`, the fields of a `Finding` and the audit's `table` do not say.
+A notebook shows the same as the file that `save` writes. Everything on the page is also in the text
+of `print`, in the fields of a `Finding` or in the audit's `table`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from gpulab.pages import (
 from gpulab.picture import responsive
 from gpulab.wording import setting_words
 
-MAX_CARDS = 12  # findings that are seen before a fold
-MAX_ROWS = 20
+MAX_CARDS = 12  # cards above a collapsed section with the others
+MAX_ROWS = 20  # rows of the table above a collapsed section with the others
 CAPTION = (
     "A dot is an operation under one of the settings, compared with float64 from the same inputs."
     " Grey dots are what rounding explains."
@@ -43,35 +43,35 @@ CAPTION = (
 PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
 BADGE_TEXTS = {"fault": "Fault", "note": "Explained", "ok": "No fault"}
 UNITS_HEADING = Markup("in units of<br>what rounding<br>explains")
-# A line as findings write it: file, number and code.
+# The line of a finding, such as `net.py:12: x = y`: the file with the number, and the code.
 LINE_PATTERN = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)
 
 
 class AnswerPage(Answer):
-    """An answer that a notebook and an HTML file show as a page.
+    """The result of an audit, which a notebook and an HTML file show as a page.
 
     Attributes:
         step_name: The name of the step on the page; empty if it is unknown.
-        table: One row for each operation or result.
+        table: A data frame with a row for each operation or result.
     """
 
     step_name: str = ""
     table: pd.DataFrame
 
     def words(self) -> Markup:
-        """The answer without the figure, as a piece of HTML."""
+        """Render the result as HTML, without the figure."""
         return style() + self._answer() + self._findings()
 
     def html(self) -> Markup:
-        """The answer as self-contained HTML, with the figure above the findings."""
+        """Render the result as self-contained HTML, with the figure above the findings."""
         return style() + self._body()
 
     def save(self, file: str | Path, title: str = "") -> None:
-        """Write the report to an HTML file of its own, whole or not at all.
+        """Write the result to a self-contained HTML file atomically.
 
         Args:
-            file: Where to; its folder is made if need be.
-            title: What it is called; by default the two settings.
+            file: The file to write. Its folder is created if necessary.
+            title: The title of the page; by default it names the two settings.
         """
         settings = Markup(" against ").join(
             Markup("<code>{}</code>").format(breakable(x)) for x in self.titles
@@ -86,20 +86,25 @@ class AnswerPage(Answer):
         files.write(file, page.encode())
 
     def _ipython_display_(self) -> None:
+        """Show the result in a notebook; the figure is a separate output between two texts."""
         from IPython.display import display
 
         picture = self.picture()
-        shown = style() + self._answer() + ("" if picture else self._findings())
-        display({"text/plain": str(self), "text/html": shown}, raw=True)
+        first_part = style() + self._answer() + ("" if picture else self._findings())
+        display({"text/plain": str(self), "text/html": first_part}, raw=True)
         if picture:
             picture.show()
             display({"text/html": style() + self._findings()}, raw=True)
 
     def _body(self) -> Markup:
+        """Render the answer, the figure and the findings."""
         return self._answer() + self._figure() + self._findings()
 
     def _answer(self) -> Markup:
-        """The badge, the headline, and the place of the first finding."""
+        """Render the badge, the headline, and the first finding in short.
+
+        A finding of the kind `rounding` is not shown here, because it needs no action.
+        """
         answer, explanation = split_headline(self.headline, self.titles)
         notable = [finding for finding in self.findings if finding.kind != "rounding"]
         rank = "note" if notable else "ok"
@@ -116,6 +121,7 @@ class AnswerPage(Answer):
         )
 
     def _figure(self) -> Markup:
+        """Render the figure in a wide and a narrow version; nothing if there is no figure."""
         picture = self.picture()
         if picture is None:
             return Markup()
@@ -124,7 +130,7 @@ class AnswerPage(Answer):
         )
 
     def _findings(self) -> Markup:
-        """The findings as cards, and the table."""
+        """Render the findings as cards, and the table."""
         rows = self._rows()
         return report.render(
             "audit_findings.html",
@@ -135,12 +141,12 @@ class AnswerPage(Answer):
         )
 
     def _rows(self) -> Rows:
-        """The table in order of importance."""
+        """Build the table, with the most important rows first."""
         raise NotImplementedError
 
 
 def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
-    """The first sentence of a headline without the two settings, and the other sentences.
+    """Split a headline into its first sentence, without the two settings, and the other sentences.
 
     >>> split_headline(
     ...     "cpu against cuda: 1 × mismatch. 9 operations were matched.", ("cpu", "cuda")
@@ -158,15 +164,17 @@ def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
 
 
 def _describe_setup(answer: AnswerPage) -> list[str]:
-    """The step, the settings in words, the date, the versions and the machines.
+    """List the step, the settings in words, the date, the versions and the machines.
 
-    Two equal machines are named once.
+    Versions and machines that are the same for both settings are named once.
     """
     words = [setting_words(title) for title in answer.titles]
     parts = [answer.step_name] if answer.step_name else []
+    # The settings are left out if the words say no more than the title, or do not differ.
     if words[0] != words[1] and words != list(answer.titles):
         parts.append(" against ".join(words))
     parts.append(time_text())
+    # A passport may have GPUs, although a CPU did the step.
     kinds = ["cpu" if title.startswith("cpu") else "" for title in answer.titles]
     machines = [
         machine_text(passport, kind) for passport, kind in zip(answer.passports, kinds, strict=True)
@@ -186,7 +194,7 @@ def _describe_setup(answer: AnswerPage) -> list[str]:
 
 @dataclass(frozen=True)
 class Card:
-    """A finding as the page shows it, and the other findings of the same line.
+    """The content of a card: a finding, and the other findings of the same line.
 
     Attributes:
         rank: `fault`, `note` or `ok`.
@@ -224,12 +232,13 @@ class Card:
 
 
 def _make_card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
-    """A card for the first of some findings of one kind and line."""
+    """Make a card for the first of some findings of the same kind and line."""
     finding, *further_findings = findings
     location, code = _split_line(finding.line)
     percent, width, effect = _describe_share(finding)
     advice = finding.advice
     if finding.line:
+        # The card shows the code of the line elsewhere, so the advice names the location alone.
         advice = advice.replace(finding.line, location)
     names = [name for name in (*titles, location, finding.operation) if name]
     advice_html: Markup | str = ""
@@ -255,13 +264,14 @@ def _make_card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
 
 
 def _rank(finding: Finding) -> str:
+    """Return the rank of a finding, which determines the colour of its card."""
     if finding.kind in FAULTS:
         return "fault"
     return "ok" if finding.kind == "rounding" else "note"
 
 
 def _count_others(finding: Finding, count: int) -> str:
-    """The number of other findings that share a card with a finding, in words."""
+    """Describe the number of other findings that share a card with a finding."""
     noun = "operation" if count == 1 else "operations"
     if finding.line:
         return f"{count} more {noun} in this line"
@@ -271,7 +281,12 @@ def _count_others(finding: Finding, count: int) -> str:
 
 
 def _describe_share(finding: Finding) -> tuple[str, int | None, str]:
-    """The share of the difference that a finding explains, as words, a number and a clause."""
+    """Describe the share of the difference in the results that a finding explains.
+
+    Returns:
+        The share as a text, as a percentage (None if it is unknown), and as a clause. A finding of
+        the kind `rounding` has its error in units of rounding in place of the first text.
+    """
     if not finding.has_bound:
         return (
             "may explain all",
@@ -291,7 +306,7 @@ def _describe_share(finding: Finding) -> tuple[str, int | None, str]:
 
 
 def _list_facts(finding: Finding) -> list[tuple[str, str]]:
-    """Details of a finding that few readers need."""
+    """List details of a finding that few readers need, as pairs of a name and a value."""
     facts = {"setting": finding.setting, "phase": finding.phase, "module": finding.module}
     if not math.isnan(finding.ratio):
         facts["own error"] = f"{_format_units(finding.ratio)} times what rounding explains"
@@ -303,7 +318,10 @@ def _list_facts(finding: Finding) -> list[tuple[str, str]]:
 def _describe_further_findings(
     representative: Finding, further_findings: Sequence[Finding]
 ) -> list[str]:
-    """The other findings of a line in words, with their details where these differ."""
+    """Describe the other findings of a line, with their details if these differ.
+
+    Equal descriptions are listed once, with their number.
+    """
     counts = Counter(
         f"{finding.operation} ({finding.phase}){module_phrase(finding.module)}"
         + (f": {finding.detail}" if finding.detail != representative.detail else "")
@@ -313,7 +331,7 @@ def _describe_further_findings(
 
 
 def _split_line(line: str) -> tuple[str, str]:
-    """The file with its line number, and the code.
+    """Split the line of a finding into the file with its line number, and the code.
 
     >>> _split_line("net.py:12: x = y"), _split_line("somewhere")
     (('net.py:12', 'x = y'), ('somewhere', ''))
@@ -323,7 +341,9 @@ def _split_line(line: str) -> tuple[str, str]:
 
 
 def _to_sentence(text: str, names: Sequence[str] = ()) -> str:
-    """A text with a capital letter, unless it begins with a name, and with a full stop.
+    """Turn a text into a sentence, with a capital letter and a full stop.
+
+    The first letter is kept if the text begins with one of `names` or with other code.
 
     >>> texts = ("computed in bfloat16", "mm gave other bits", "x.weight is NaN")
     >>> tuple(_to_sentence(text, ["mm"]) for text in texts)
@@ -338,7 +358,7 @@ def _to_sentence(text: str, names: Sequence[str] = ()) -> str:
 
 
 def _mark_names(text: str, names: Sequence[str]) -> Markup:
-    """A text in which names, such as those of settings, stand in code font.
+    """Set names in a text, such as those of settings, in code font.
 
     >>> (
     ...     str(_mark_names("under cpu:threads=1: mm", ["cpu", "cpu:threads=1"])),
@@ -346,8 +366,10 @@ def _mark_names(text: str, names: Sequence[str]) -> Markup:
     ... )
     ('under <code>cpu:threads=1</code>: mm', 'cpu:isa=avx2')
     """
+    # The longest alternative comes first, because `cpu` also matches the start of `cpu:threads=1`.
     longest_first = sorted(names, key=len, reverse=True)
     alternatives = "|".join(map(re.escape, longest_first))
+    # The text between two names alternates with a name, so names have odd positions.
     parts = re.split(rf"(?<![\w.:])({alternatives})(?!:?\w)", text)
     code = Markup("<code>{}</code>")
     return Markup().join(
@@ -360,13 +382,21 @@ def _mark_names(text: str, names: Sequence[str]) -> Markup:
 
 
 def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Sequence[str]) -> Rows:
-    """The table of an `Audit`: findings first, then by the error in units of rounding."""
+    """Build the table of an `Audit`: findings first, then by the error in units of rounding.
+
+    Args:
+        table: The audit's table.
+        findings: The findings, the most important first.
+        titles: The names of the two settings.
+    """
     names = ["operation", "phase", "module", "line"]
+    # The rank of each finding, by the names that it has in common with a row of the table.
     order: dict[tuple[str, ...], int] = {}
     for index, finding in enumerate(findings):
         if finding.kind != "rounding":
             order.setdefault(tuple(getattr(finding, name) for name in names), index)
     n_findings = len(findings)
+    # Findings come first, then rows without a card, then rows that rounding explains.
     ranks = [
         n_findings + 1 if kind == "rounding" else order.get(tuple(key), n_findings)
         for kind, *key in table[["kind", *names]].itertuples(index=False)
@@ -408,7 +438,11 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
 
 
 def result_rows(table: pd.DataFrame) -> Rows:
-    """The table of a `CompiledAudit`: wrong results first, then by the error in units."""
+    """Build the table of a `CompiledAudit`: wrong results first, then by the error in units.
+
+    The units are the tolerance, which is what rounding explains. Results that are not finite come
+    second.
+    """
     units = table.difference / table.tolerance
     ranks = np.where(table.wrong, 0, np.where(table.finite, 2, 1)).tolist()
     table = _sort_by_importance(table.assign(units=units), ranks, units)
@@ -440,6 +474,7 @@ def result_rows(table: pd.DataFrame) -> Rows:
 
 
 def _result_kind(is_wrong: bool, is_finite: bool) -> str:
+    """Return the kind of finding for a result: `wrong`, `not finite` or `rounding`."""
     if is_wrong:
         return "wrong"
     return "rounding" if is_finite else "not finite"
@@ -454,7 +489,7 @@ def _sort_by_importance(
 
 
 def _kind_cell(kind: str) -> Cell:
-    """The kind of a finding; rounding, which most rows have, is left out."""
+    """Make the cell with the kind of a finding; it is empty for rounding, which most rows have."""
     if kind == "rounding":
         return Cell("")
     rank = "fault" if kind in (*FAULTS, "wrong") else "note"
@@ -462,7 +497,7 @@ def _kind_cell(kind: str) -> Cell:
 
 
 def _format_relative(value: float) -> str:
-    """A relative error.
+    """Format a relative error.
 
     >>> [_format_relative(value) for value in (0.0, 1.26e-7, 0.0312, 1.5, math.nan, math.inf)]
     ['0', '1.3e-07', '3.1e-02', '1.5e+00', '–', '∞']
@@ -475,7 +510,7 @@ def _format_relative(value: float) -> str:
 
 
 def _format_units(value: float) -> str:
-    """An error in units of what rounding explains.
+    """Format an error in units of what rounding explains.
 
     >>> [
     ...     _format_units(value)

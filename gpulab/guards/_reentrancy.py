@@ -20,6 +20,7 @@ def as_guard_work(function: Function) -> Function:
 
     @functools.wraps(function)
     def wrapper(*args: Nested, **kwargs: Nested) -> Nested:
+        # The previous value is restored, because such functions may call each other.
         was_running = is_guard_running()
         _thread.is_guard_running = True
         try:

@@ -1,7 +1,7 @@
-"""The page of a verdict: what was compared, the decision, the levels, a figure, and the words.
+"""The page of a verdict: what was compared, the decision, the levels, a figure, and the text.
 
-A verdict shows the same in a notebook as in the file that `save` writes. Nothing is shown here that
-`print` and the verdict's `table` do not say.
+A notebook shows the same as the file that `save` writes. Everything on the page is also in the text
+of `print` or in the verdict's `table`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class VerdictPage(Decisions, Report):
     """A decision that a notebook and an HTML file show as a page."""
 
     def words(self) -> Markup:
-        """The verdict without the figure, as a piece of HTML."""
+        """Render the verdict as HTML, without the figure."""
         return style() + self._render_answer() + self._render_details()
 
     def html(self) -> Markup:
-        """The verdict as self-contained HTML, with the figure below the table."""
+        """Render the verdict as self-contained HTML, with the figure below the table."""
         return style() + self._render_body()
 
     def save(self, file: str | Path, title: str = "") -> None:
@@ -69,6 +69,7 @@ class VerdictPage(Decisions, Report):
         files.write(file, page.encode())
 
     def _ipython_display_(self) -> None:
+        """Show the verdict in a notebook; the figure is a separate output between two texts."""
         from IPython.display import display
 
         picture = self.picture()
@@ -89,6 +90,7 @@ class VerdictPage(Decisions, Report):
             display({"text/html": style() + self._render_details()}, raw=True)
 
     def _render_body(self) -> Markup:
+        """Render the answer, the figure and the details."""
         return self._render_answer() + self._render_figure() + self._render_details()
 
     def _render_answer(self) -> Markup:
@@ -109,6 +111,7 @@ class VerdictPage(Decisions, Report):
         )
 
     def _render_figure(self) -> Markup:
+        """Render the figure in a wide and a narrow version; nothing if there is no figure."""
         picture = self.picture()
         if picture is None:
             return Markup()
@@ -249,4 +252,5 @@ def _format_interval(low: float, high: float) -> str:
 
 
 def _dash_if_unknown(text: str) -> str:
+    """Return a dash for `unknown`, and any other text unchanged."""
     return "–" if text == "unknown" else text

@@ -360,6 +360,7 @@ def _build_row(entry: RunEntry) -> Row:
 
 
 def _columns_of_record(record: RunRecord) -> Row:
+    """Return the columns that say what was trained, and with which result."""
     summary = record["summary"]
     return {
         "experiment": record["experiment"],
@@ -382,6 +383,7 @@ def _columns_of_record(record: RunRecord) -> Row:
 
 
 def _columns_of_machine(record: RunRecord) -> Row:
+    """Return the columns that describe the machine; `gpu` is None without a GPU."""
     passport = record["passport"]
     return {
         "machine": machine(passport, device_of(record)),
@@ -393,6 +395,7 @@ def _columns_of_machine(record: RunRecord) -> Row:
 
 
 def _columns_of_data(configuration: dict[str, Any]) -> Row:
+    """Return the columns that describe the data; all are None for an empty configuration."""
     options = configuration.get("data_options", {})
     return {
         "data": configuration.get("data"),
