@@ -82,7 +82,7 @@ class Data(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of training frames or images."""
+        """Return the number of training frames or images."""
 
     def options(self) -> dict[str, JSON]:
         """Return what determines the data besides the name, in JSON types, for a run's record."""

@@ -66,19 +66,23 @@ class Request(NamedTuple):
 
 
 def _load_digits(_: Request) -> Images:
-    # `digits` caches its array, so each caller gets a copy. The last 297 images are held out.
+    """Load the digits of scikit-learn; the last 297 images are held out."""
+    # `digits` caches its array, so each caller gets a copy.
     return Images("digits", *map(np.copy, np.split(digits(), [1500])))
 
 
 def _load_mnist(request: Request) -> Images:
+    """Load MNIST from a folder, or download it."""
     return mnist(request.location)
 
 
 def _load_walk(request: Request) -> Rendered:
+    """Create the walk through a town."""
     return _load_scene("walk", Walk(request.seed, request.size, request.speed), request.frames)
 
 
 def _load_moving_digits(request: Request) -> Rendered:
+    """Create the scene of moving digits, which shows those of scikit-learn."""
     scene = MovingDigits(digits()[:, 0], request.seed, request.size, request.speed)
     return _load_scene("moving-digits", scene, request.frames)
 
@@ -90,10 +94,12 @@ def _load_scene(name: str, scene: Walk | MovingDigits, frames: int | None) -> Re
 
 
 def _load_video(request: Request) -> Video:
+    """Open a video file."""
     return Video(Path(request.location), request.size, request.frames, request.grey)
 
 
 def _load_folder(request: Request) -> Folder:
+    """Open a folder of images."""
     return Folder(Path(request.location), request.size, request.frames, request.grey)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import PIL.Image
 
 MAX_PIXELS = 1 << 27  # the largest number of pixels of a frame or an image
-EXIF_ORIENTATION = 0x0112  # the number of this note in Exif
+EXIF_ORIENTATION = 0x0112  # the number of the tag Orientation in Exif
 IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # EPS would start Ghostscript
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
 # Formats such as playlists and lists of images are left out, because their content can name further
@@ -213,9 +213,12 @@ def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
 def _split_counts(name: str, count: int, frames: int | None) -> tuple[int, int]:
     """Compute how many of `count` frames to train on, and how many of the following to hold out.
 
-    `frames` is the number of frames that the training needs, if it is given. About one frame in
-    eleven is held out, but at least two. If the film is too short for `frames`, all frames that are
-    not held out are trained on, and they are used more than once.
+    `frames` is the number of frames that the training needs, or None if it is not given.
+
+    - Without `frames`, the last eleventh of all frames is held out, but at least two.
+    - With `frames`, the frames after these are held out, up to a tenth as many, but at least two.
+    - If `frames` would leave less than the last eleventh, it is ignored. The training then uses the
+      frames more than once.
 
     >>> (
     ...     [_split_counts("film", 100, frames) for frames in (None, 30, 95)],

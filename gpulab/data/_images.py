@@ -32,7 +32,7 @@ SHA256 = {  # the digests of the files that are downloaded
 
 
 class Images(Data):
-    """A set of images (N, 1, H, W), which each seed puts into its own random order."""
+    """A set of images of shape (N, 1, H, W), whose random order depends on the seed."""
 
     sequential = False
 
@@ -59,7 +59,8 @@ class Images(Data):
         """Yield windows of `length` images without end; each pass has another random order."""
         import torch
 
-        # Each pass has its own generator, so that a resumed training can begin at any window.
+        # Each pass has its own generator, so that a resumed training can begin at any window. The
+        # factor, a large prime, keeps the generators of different seeds and passes apart.
         first_pass, images_done = divmod(start * length, len(self))
         generators = (
             torch.Generator().manual_seed(seed * 1_000_003 + number)
@@ -105,15 +106,19 @@ def digits() -> Bytes:
 def mnist(folder: str) -> Images:
     """Load MNIST's images from a folder, or download them if `folder` is an empty text.
 
-    A folder may have one of the two splits only. Its last images are then held out.
+    The training images of MNIST are trained on, and its test images are held out. If a folder has
+    only one of these two splits, the last tenth of its images is held out.
 
     Raises:
-        DataError: If files are missing or damaged, or cannot be downloaded.
+        DataError: If files are missing or damaged, if they have a single image or images of
+            different sizes, or if they cannot be downloaded.
     """
+    # One or two files; the training images come first.
     files = _find_mnist(Path(folder)) if folder else list(map(_download, SHA256))
     parts = [_read_idx(file) for file in files]
     if len(parts) == 1:
-        parts = np.split(parts[0], [-max(1, len(parts[0]) // HELD_OUT)])
+        heldout_count = max(1, len(parts[0]) // HELD_OUT)
+        parts = np.split(parts[0], [-heldout_count])
     if len(parts[0]) == 0 or parts[0].shape[1:] != parts[1].shape[1:]:
         raise DataError(
             f"{files[-1]}: a single image, or images of another size than in {files[0]}"

@@ -22,8 +22,9 @@ def draw(result: Report, **options: Any) -> Picture:
     """Draw a result with the function that its module registered with `draw_registered`.
 
     Raises:
-        TypeError: For a kind of result that no module draws.
+        TypeError: If no module draws this kind of result.
     """
+    # Importing the module registers its function.
     for kind in type(result).__mro__:
         if kind.__name__ in MODULES:
             importlib.import_module(MODULES[kind.__name__])

@@ -17,6 +17,7 @@ from gpulab.plots.theme import FAINT, INK
 from gpulab.wording import setting_words
 
 MAX_LEGEND_CHARACTERS = 40  # characters in a line of a legend
+MIN_INTENSITY = 0.03  # flop per byte: the left end of a drawn roof
 ROOFLINE_MARKERS = {
     "matrix": ("o", "matrix products"),
     "network": ("D", "layers of networks"),
@@ -29,7 +30,8 @@ ROOFLINE_MARKERS = {
 def audit(report: Audit, width: float = theme.PAGE) -> Picture:
     """Draw the error of each operation of a training step against float64 on the same inputs.
 
-    Grey dots are the largest errors that rounding explains. Crosses mark findings.
+    Grey dots are the largest errors that rounding explains. Crosses mark findings. An operation
+    without an error has no dot.
     """
     table = report.table.reset_index(drop=True)
     errors = table[["error_a", "error_b"]]
@@ -156,9 +158,15 @@ def roofline(frame: pd.DataFrame) -> Picture:
 def _roof(
     axes: theme.Axes, device: pd.DataFrame, peak: float, max_intensity: float, **line_style: Any
 ) -> None:
-    """Draw the ceilings of bandwidth and of the rate `peak`, up to an intensity."""
+    """Draw the ceilings of bandwidth and of the rate `peak`, up to an intensity.
+
+    The line has three points. From the first to the second, the rate is the bandwidth times the
+    intensity; from there on it is `peak`.
+    """
     bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
-    axes.plot([0.03, peak / bandwidth, max_intensity], [0.03 * bandwidth, peak, peak], **line_style)
+    ridge = peak / bandwidth
+    intensities = [MIN_INTENSITY, ridge, max_intensity]
+    axes.plot(intensities, [MIN_INTENSITY * bandwidth, peak, peak], **line_style)
 
 
 @draw_registered.register

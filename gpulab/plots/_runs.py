@@ -34,15 +34,15 @@ def losses(frame: pd.DataFrame) -> Picture:
 
     Args:
         frame: Runs of one experiment, profile and protocol from `gpulab.runs` or
-            `gpulab.recorded_runs`, with the columns `experiment`, `setting`, `seed`, `rerun`,
-            `status`, `final_loss` and `recorded`, and `profile`, `frames`, `protocol`, `options`
-            and `machine` where there are any.
+            `gpulab.recorded_runs`. Required columns are `experiment`, `setting`, `seed`, `rerun`,
+            `status`, `final_loss` and `recorded`. The columns `profile`, `frames`, `protocol`,
+            `options` and `machine` are used if they exist.
 
     Returns:
         A `gpulab.plots.Picture`.
 
     Raises:
-        UsageError: Where the frame mixes experiments, profiles or protocols.
+        UsageError: If the frame mixes experiments, profiles or protocols.
 
     Examples:
         >>> import gpulab as gl
@@ -60,10 +60,13 @@ def losses(frame: pd.DataFrame) -> Picture:
     frame, tints = theme.name_levels(frame[frame.rerun == 0].astype({"final_loss": float}))
     figure, (axes,) = theme.canvas(height=1.6 + 0.4 * len(tints))
     _draw_seeds(axes, frame, "final_loss", "name", "seed", tints)
-    losses_by = [frame.groupby(by).final_loss for by in ("setting", "seed")]
-    seeds, settings = ((losses.max() / losses.min()).max() for losses in losses_by)
-    headline = f"From seed to seed the loss varies up to {seeds:.1f}-fold"
-    headline += f", from setting to setting by at most {100 * (settings - 1):.2g} %"
+    # The largest loss divided by the smallest: under one setting, and for one seed.
+    losses_by_setting = frame.groupby("setting").final_loss
+    losses_by_seed = frame.groupby("seed").final_loss
+    ratio_between_seeds = (losses_by_setting.max() / losses_by_setting.min()).max()
+    ratio_between_settings = (losses_by_seed.max() / losses_by_seed.min()).max()
+    headline = f"From seed to seed the loss varies up to {ratio_between_seeds:.1f}-fold"
+    headline += f", from setting to setting by at most {100 * (ratio_between_settings - 1):.2g} %"
     alt = f"The final loss of each seed: {'; '.join(tints)}. The same seeds joined by lines."
     return theme.finish_figure(figure, headline, alt, theme.origin_keys(frame))
 
@@ -83,9 +86,9 @@ def curves(
     run, as in `gpulab.train`.
 
     Args:
-        histories: From `gpulab.store.history`, of one experiment, with the columns `id`,
-            `experiment`, `seed`, `rerun`, `frames_seen`, `loss` and the factor's.
-        baseline: A loss to compare with, drawn as a dotted line; None for none.
+        histories: A data frame from `gpulab.store.history`, of one experiment. Required columns are
+            `id`, `experiment`, `seed`, `rerun`, `frames_seen`, `loss` and that of the factor.
+        baseline: A loss to compare with, which is drawn as a dotted line; None for no line.
         baseline_label: The name of the baseline in the legend.
         factor: The column that determines the colours: `setting`, or another one such as `loader`.
 
@@ -252,7 +255,7 @@ def differences(verdict: Verdict) -> Picture:
     reference = verdict.reference
     reruns = verdict.reruns.assign(**{factor: f"{reference}{RERUN_SUFFIX}"})
     base = verdict.runs[verdict.runs[factor] == reference][metric].dropna().to_numpy(float)
-    # Each pair of seeds once.
+    # The entries above the diagonal of all differences: each pair of seeds once.
     seed_differences = (base[:, None] - base)[np.triu_indices(len(base), 1)]
     blocks = range(len(seed_differences))
     seeds = pd.DataFrame(
@@ -292,7 +295,11 @@ def differences(verdict: Verdict) -> Picture:
 
 
 def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Level]) -> pd.Series:
-    """Compute the height of each seed's point, so that the seeds of a level spread over its row."""
+    """Compute the height of each seed's point, so that the seeds of a level spread over its row.
+
+    A level has its position in `levels` as its height. Its seeds are spread evenly, in their order,
+    over a band of 0.4 around this height.
+    """
     seeds = frame.groupby(factor)[block]
     offset_in_row = (seeds.rank() - 0.5) / seeds.transform("size") - 0.5
     return frame[factor].map([*levels].index).astype(float) + 0.4 * offset_in_row
@@ -354,7 +361,11 @@ def _draw_seeds(
 def _draw_differences(
     axes: Axes, verdict: Verdict, pairs: pd.DataFrame, tints: TextByLevel, unit: float = 1.0
 ) -> None:
-    """Draw a row of differences for each level, with its decision and largest difference beside."""
+    """Draw a row of differences for each level; write its decision and its largest difference.
+
+    Differences are divided by `unit`. The text stands to the right of the axes. The reference has
+    none.
+    """
     factor = verdict.factor
     pairs = pairs[pairs.difference.notna()]
     heights = _heights(pairs, factor, verdict.block, tints)
@@ -380,7 +391,11 @@ def _draw_differences(
 
 
 def _draw_intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
-    """Draw the mean difference of each level and its two intervals, below the level's row."""
+    """Draw the mean difference of each level and its two intervals, below the level's row.
+
+    The thin line is the interval of the difference, and the thick line that of the test of
+    equivalence. All are divided by `unit`.
+    """
     table = verdict.table
     heights = np.arange(len(table)) + 1.33  # Row 0 belongs to the reference.
     equivalence_label = ""

@@ -29,8 +29,9 @@ PERTURBATION_MARKERS = {"pushed off": "o", "minibatches": "s", "rounding alone":
 def spectrum(density: SpectralDensity) -> Picture:
     """Draw how an operator's eigenvalues are distributed, as a histogram.
 
-    Both axes are logarithmic; the axis of eigenvalues is linear around zero. In the grey band, |λ|
-    is less than a hundredth of the largest |λ|, too close to zero to tell the sign.
+    Both axes are logarithmic, and the axis of eigenvalues is linear around zero. In the grey band,
+    |λ| is less than a hundredth of the largest |λ|. Such eigenvalues are too close to zero for
+    their sign to be determined.
 
     Args:
         density: From `gpulab.saddles.spectral_density`.
@@ -49,7 +50,7 @@ def spectrum(density: SpectralDensity) -> Picture:
     zero = ZERO_SHARE * max(map(abs, density.extremes))
     figure, (axes,) = theme.canvas(height=3.4)
     axes.set_xscale("symlog", linthresh=zero)
-    # The number of eigenvalues that each node represents.
+    # The number of eigenvalues that each node represents; the density is the mean over its rows.
     counts = density.weights * density.size / len(density.nodes)
     sns.histplot(x=density.nodes.ravel(), weights=counts.ravel(), bins=40, color=ON_CPU, ax=axes)
     axes.axvspan(
@@ -141,6 +142,7 @@ def saddle_surface(surface: Surface) -> Picture:
 
 @draw_registered.register
 def _(escapes: EscapeTable) -> Picture:
+    """Draw a table of escapes."""
     return escape_law(escapes.table)
 
 
@@ -148,12 +150,13 @@ def _(escapes: EscapeTable) -> Picture:
 def escape_law(table: pd.DataFrame) -> Picture:
     """Draw how long each escape from a saddle took, against the displacement at its start.
 
-    Steps are multiplied by ln(1 + ηλ), or with momentum by ln ρ: the growth of the displacement's
-    logarithm in one step. So the theory is the same line, ln(r/δ), for all learning rates and
-    saddles (see `gpulab.saddles.EscapeTable`). Colours stand for devices, and shapes for the kind
-    of displacement. Recorded escapes are hollow. A cross is a network that never left, drawn at the
-    expected time. Optimisers that scale their steps, such as Adam, have no such law, and are left
-    out.
+    The number of steps is multiplied by the rate at which the logarithm of the displacement grows
+    in each step: ln(1 + ηλ), or ln ρ with momentum. So the theory is the same line, ln(r/δ), for
+    all learning rates and saddles (see `gpulab.saddles.EscapeTable`).
+
+    Colours stand for devices, and shapes for the kind of displacement. Recorded escapes are hollow.
+    A network that never left is a cross at the expected time. Optimisers that scale their steps,
+    such as Adam, do not follow this law and are left out.
 
     Args:
         table: From `gpulab.saddles.escape_table` (its `table`) or
@@ -229,7 +232,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     by_rounding = shown[
         (shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)
     ]
-    # The label names the arithmetic whose rounding moved the network away, or held it.
+    # The label names the arithmetic whose rounding moved the network away, or kept it there.
     for name, group in by_rounding.groupby(by_rounding.setting.map(_arithmetic_label)):
         label_position: Style = (
             {"xytext": (6, 10)} if group.escaped.any() else {"xytext": (-6, -14), "ha": "right"}

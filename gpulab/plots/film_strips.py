@@ -26,11 +26,10 @@ def predictions(run: Run) -> Picture:
 
     Returns:
         A `gpulab.plots.Picture`. The title has the mean squared error of these predictions, and
-        that of repeating the frame before.
+        that of predicting each frame by the previous one.
 
     Raises:
-        UsageError: For a run of a training function of your own, whose network gpulab does not
-            know.
+        UsageError: If the run has no network, such as one of a custom training function.
 
     Examples:
         >>> import gpulab as gl
@@ -40,7 +39,8 @@ def predictions(run: Run) -> Picture:
         Rows of pictures: frame t, frame t + 1, predicted, difference
     """
     next_frames, predicted = (tensor[:, 0] for tensor in run.predict())
-    warm_up = min(10, len(next_frames) // 2)  # frames that fill the state first
+    # The first frames are not shown: the network's state still depends on its initial value.
+    warm_up = min(10, len(next_frames) // 2)
     moment = np.linspace(warm_up, len(next_frames) - 1, 5).astype(int)
     frames_before = next_frames[moment - 1]
     frames_after = next_frames[moment]
@@ -72,8 +72,7 @@ def reconstructions(run: Run) -> Picture:
         A `gpulab.plots.Picture`. The title has the mean squared error of these images.
 
     Raises:
-        UsageError: For a run of a training function of your own, whose network gpulab does not
-            know.
+        UsageError: If the run has no network, such as one of a custom training function.
 
     Examples:
         >>> import gpulab as gl
@@ -93,13 +92,14 @@ def frames(data: Data, every: int = 30) -> Picture:
 
     Args:
         data: From `gpulab.load`.
-        every: Draw one in this many frames, from the first one on. Images have a random order.
+        every: The distance between two frames that are drawn, in frames. Images are in a random
+            order.
 
     Returns:
         A `gpulab.plots.Picture`.
 
     Raises:
-        DataError: Where a film has fewer than ten times `every` frames to train on.
+        DataError: If a film has fewer than ten times `every` frames to train on.
 
     Examples:
         >>> import gpulab as gl

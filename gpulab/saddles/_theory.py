@@ -5,19 +5,22 @@ computes is
 
     L = ‖X − X Bᵀ Aᵀ‖² / (N D) = tr((I − AB) Σ (I − AB)ᵀ) / D,      Σ = Xᵀ X / N = U diag(λ) Uᵀ.
 
-Without biases Σ is the second-moment matrix; for centred data it is the covariance. A = U_S, B =
-U_Sᵀ is critical for every subset S of components: L = Σ_{i∉S} λ_i / D. Moved by P and Q in the
-basis U, the loss changes in second order by
+Σ is the matrix of second moments; for centred data it is the covariance. For every subset S of the
+components, A = U_S and B = U_Sᵀ is a critical point with the loss L = Σ_{i∉S} λ_i / D. If the
+weights are displaced by P (decoder) and Q (encoder) in the basis U, the loss changes in second
+order by
 
-    (‖(P Eᵀ + E Q) √λ‖² − 2 Σ_{i∉S} λ_i (P Q)_ii) / D,      E = Uᵀ U_S,
+    (‖(P Eᵀ + E Q) √λ‖² − 2 Σ_{i∉S} λ_i (P Q)_ii) / D,      E = Uᵀ U_S.
 
-which falls apart into pairs of one entry of the decoder and one of the encoder:
+This quadratic form is a sum of terms, each of which depends on one entry of the decoder and one of
+the encoder. So the Hessian consists of 2 × 2 blocks:
 
-- i ∉ S and the unit that holds s ∈ S: (2/D) [[λ_s, −λ_i], [−λ_i, λ_i]], one negative eigenvalue if
-  λ_i > λ_s;
-- s, t ∈ S: 4 λ_t / D and 0, for what one unit gains another can lose;
-- i ∉ S and a unit that is zero: ±2 λ_i / D;
-- t ∈ S and a unit that is zero: 0 and 0.
+- i ∉ S and the unit that holds s ∈ S: the block (2/D) [[λ_s, −λ_i], [−λ_i, λ_i]], which has one
+  negative eigenvalue if λ_i > λ_s;
+- s, t ∈ S: the eigenvalues 4 λ_t / D and 0. The zero is the direction in which a component moves
+  from one unit to another and the network's function stays the same;
+- i ∉ S and a unit that is zero: the eigenvalues ±2 λ_i / D;
+- t ∈ S and a unit that is zero: the eigenvalues 0 and 0.
 """
 
 from __future__ import annotations
@@ -45,18 +48,18 @@ class LinearAutoencoderSaddle(CriticalPoint):
 
     `gpulab.saddles.linear_autoencoder_saddle` makes one. At this point the weights hold some of the
     D principal components of the data. Eigenvalues, eigenvectors and index come from formulas, not
-    from the Hessian that torch computes. Vectors have all weights, flattened, in the order of the
-    model's parameters.
+    from the Hessian that torch computes. Vectors consist of all weights, flattened, in the order of
+    the model's parameters.
 
     Attributes:
         model: The network at this point, a `gpulab.models.LinearAutoencoder` in float64. Unless the
-            hidden units were mixed, the decoder's columns and the encoder's rows are the components
-            that are held, or zero.
+            hidden units were mixed, each column of the decoder and each row of the encoder is a
+            component that is held, or zero.
         objective: The mean squared error as a function of a model, on the data (N, D), which are
             both inputs and targets.
-        components: Which components are held; 0 is the first.
-        moments: The eigenvalues of XᵀX / N, (D,), the largest first.
-        basis: Its eigenvectors, in columns, (D, D).
+        components: The numbers of the components that are held; 0 is the first.
+        moments: The eigenvalues of XᵀX / N, (D,), in descending order.
+        basis: The eigenvectors of XᵀX / N as columns, (D, D).
         mixing: An orthogonal matrix R (h, h) that mixes the h hidden units. It changes the weights,
             but not what the network computes.
 
@@ -89,13 +92,13 @@ class LinearAutoencoderSaddle(CriticalPoint):
     mixing: Float[Tensor, "h h"]
 
     def mixed(self, seed: int) -> LinearAutoencoderSaddle:
-        """Apply a random orthogonal matrix to the hidden units: the same saddle, other weights.
+        """Apply a random orthogonal matrix to the hidden units.
 
-        The network computes the same function, and its Hessian has the same spectrum. The rounding
-        errors of the weights are different.
+        The network computes the same function, and its Hessian has the same spectrum. The weights
+        and their rounding errors are different.
 
         Args:
-            seed: Draws the matrix.
+            seed: The seed of the random matrix.
 
         Returns:
             The saddle with mixed units.
@@ -124,7 +127,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
 
     @property
     def eigenvalues(self) -> Float[Tensor, " n"]:
-        """All eigenvalues of the Hessian, (n,), the least first."""
+        """All eigenvalues of the Hessian, (n,), in ascending order."""
         return torch.stack(self._spectrum).flatten().sort().values
 
     @property
@@ -140,6 +143,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
         """The m negative eigenvalues (m,), ascending, and their eigenvectors in columns (n, m)."""
+        # Only the lower eigenvalue of a block can be negative.
         low_eigenvalues = self._spectrum[0].flatten()
         order = low_eigenvalues.argsort(stable=True)[: int((low_eigenvalues < 0).sum())].tolist()
         vectors = [self._eigenvector(block)[:, None] for block in order]
@@ -160,11 +164,13 @@ class LinearAutoencoderSaddle(CriticalPoint):
         held_moments[: len(held_components)] = self.moments[held_components]
         missing_moments = self.moments.clone()
         missing_moments[held_components] = 0
+        # The blocks of components that are not held. In the columns of unused units, a and c are 0.
         a = held_moments.expand(features, hidden).clone()
         c = missing_moments[:, None].repeat(1, hidden)
         b = -c
         c[:, len(held_components) :] = 0
         determinant = a * c - b * b
+        # The blocks of components that are held. All entries are the same, so the determinant is 0.
         b[held_components] = c[held_components] = held_moments
         determinant[held_components] = 0
         scale = 2 / features
@@ -184,22 +190,26 @@ class LinearAutoencoderSaddle(CriticalPoint):
     def _eigenvector(self, block: int, is_higher: bool = False) -> Float[Tensor, " n"]:
         """Return the eigenvector of a block's lower or higher eigenvalue, in the order of weights.
 
-        (p, q) is the eigenvector within the block: p belongs to an entry of the decoder, q to one
-        of the encoder.
+        Args:
+            block: The number of the block: the component times the number of units, plus the unit.
+            is_higher: Whether the eigenvector of the higher eigenvalue is returned.
         """
         component, unit = divmod(block, len(self.mixing))
         a, b, low = (
             float(entries[component, unit]) for entries in (*self._blocks[:2], self._spectrum[0])
         )
+        # (p, q) is the eigenvector within the block: p belongs to an entry of the decoder, q to one
+        # of the encoder.
         p = b
         q = low - a
         if p == 0 and q == 0:  # The block is diagonal, and its first entry is the lower eigenvalue.
             p = 1.0
             q = 0.0
         if is_higher:
-            p, q = -q, p
-        # The entry of the encoder: that of this unit and component, except between two components
-        # that are held. Then it is the unit of this component, and the component of this unit.
+            p, q = -q, p  # orthogonal to the other eigenvector
+        # The entry of the encoder usually has the same unit and component as that of the decoder.
+        # Between two components that are held, it has the unit that holds this component, and the
+        # component that this unit holds.
         row = unit
         column = component
         if component in self.components and unit < len(self.components):
@@ -232,8 +242,8 @@ def linear_autoencoder_saddle(
 
     Args:
         data: A matrix (N, D) of numbers, a row for each sample.
-        components: Which components to hold; 0 has the largest eigenvalue of XᵀX / N. Where
-            eigenvalues are equal, which component is which is arbitrary.
+        components: The numbers of the components to hold; 0 has the largest eigenvalue of XᵀX / N.
+            Components with equal eigenvalues are in an arbitrary order.
         hidden: The number of hidden units; by default one for each component. Further units have
             weights of zero.
 
@@ -241,9 +251,9 @@ def linear_autoencoder_saddle(
         A `gpulab.saddles.LinearAutoencoderSaddle`.
 
     Raises:
-        UsageError: For components that are not integers from 0 to D − 1 or are named twice, and for
-            fewer units than components.
-        DataError: For data that are no finite matrix.
+        UsageError: If components are not integers from 0 to D − 1 or are given twice, or if there
+            are fewer hidden units than components.
+        DataError: If the data are not a matrix of finite numbers.
 
     Examples:
         >>> import math
@@ -251,7 +261,7 @@ def linear_autoencoder_saddle(
         >>> import gpulab as gl
         >>> # Second moments 9, 4 and 1
         >>> data = math.sqrt(3) * torch.diag(torch.tensor([3.0, 2.0, 1.0]))
-        >>> # The middle one; (9 + 1) / 3 are lost
+        >>> # The middle component is held, so the loss is (9 + 1) / 3
         >>> saddle = gl.saddles.linear_autoencoder_saddle(data, [1])
         >>> saddle
         Critical point at loss 3.33333: the components held are [1]
@@ -300,10 +310,11 @@ def _autoencoder_at(
 def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Tensor]:
     """Return the data as a matrix (N, D), and the eigenvalues and eigenvectors of XᵀX / N.
 
-    Eigenvalues are in descending order. Those that are zero or equal up to rounding are made so.
+    Eigenvalues are in descending order. Eigenvalues that are zero up to rounding become zero, and
+    those that are equal up to rounding become equal.
 
     Raises:
-        DataError: For data that are no matrix of finite numbers.
+        DataError: If the data are not a matrix of finite numbers.
     """
     try:
         matrix = torch.as_tensor(data).detach().to("cpu", torch.float64)

@@ -20,9 +20,11 @@ MAX_EXAMPLES = 3  # types and examples in one sentence
 def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
     """Unify the types of blocks and levels, so that `"3"` and `3` are the same seed.
 
-    A text such as `"3"` becomes a number if another row has the same number as a number. In the
-    column of blocks, all texts of numbers also become numbers if two of them are the same number,
-    such as `"3"` and `"3.0"`, unless one level has both spellings.
+    In both columns, a text such as `"3"` becomes a number if the column also has the number 3.
+
+    In the column of blocks, two texts may be different spellings of one number, such as `"3"` and
+    `"3.0"`. If there are such texts, all texts of numbers become numbers. This is not done if a
+    level has both spellings, because they are then different blocks.
 
     Raises:
         UsageError: If the blocks of the levels still have no type in common, such as text under one
@@ -41,9 +43,10 @@ def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
     types_by_level = {
         level: _type_names(values) for level, values in frame.groupby(factor, sort=False)[block]
     }
-    if len(set().union(*types_by_level.values())) > 1 and not set.intersection(
-        *map(set, types_by_level.values())
-    ):
+    type_sets = [set(types) for types in types_by_level.values()]
+    has_several_types = len(set().union(*type_sets)) > 1
+    has_common_type = bool(set.intersection(*type_sets)) if type_sets else False
+    if has_several_types and not has_common_type:
         shown_levels = list(types_by_level)[:MAX_EXAMPLES]
         descriptions = [
             _describe_types(frame, factor, block, level, types_by_level[level])

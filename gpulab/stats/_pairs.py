@@ -37,17 +37,29 @@ COLUMN_ADVICE = (
 
 @dataclass(frozen=True, eq=False)
 class PairedRuns:
-    """Runs paired by seed, from which a `Verdict` is computed."""
+    """Runs paired by seed, from which a `Verdict` is computed.
+
+    Attributes:
+        metric: The name of the metric.
+        factor: The name of the column whose levels are compared.
+        block: The name of the column by which runs are paired.
+        reference: The level with which the others are compared.
+        runs: A row for each level and block, without reruns.
+        pairs: A row for each run of another level whose block the reference has as well.
+        reruns: The same for reruns of the reference, which serve as a control.
+        notes: Sentences on rows that were chosen, left out or averaged.
+        source: The file or folder that the table was read from.
+    """
 
     metric: str
     factor: str
     block: str
     reference: Level
-    runs: pd.DataFrame  # a row for each level and block, without reruns
-    pairs: pd.DataFrame  # a row for each run of another level that the reference has a partner for
-    reruns: pd.DataFrame  # the same for reruns of the reference, which serve as a control
-    notes: tuple[str, ...]  # sentences on rows that were chosen, left out or averaged
-    source: str = field(default="", kw_only=True)  # the file or folder that the table was read from
+    runs: pd.DataFrame
+    pairs: pd.DataFrame
+    reruns: pd.DataFrame
+    notes: tuple[str, ...]
+    source: str = field(default="", kw_only=True)
 
     def by_level(self) -> dict[Level, pd.DataFrame]:
         """Return the pairs of each level except the reference, in the order of the runs."""

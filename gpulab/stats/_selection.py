@@ -201,7 +201,12 @@ def choose_rows(
 
 
 class _RunTable:
-    """A table whose rows belong to runs, identified by level, block and repetition."""
+    """A table whose rows belong to runs, identified by level, block and repetition.
+
+    Attributes:
+        runs: The number of the run to which each row belongs, shape (rows,).
+        frame, metric, factor, block, column: As in `choose_rows`.
+    """
 
     def __init__(
         self, frame: pd.DataFrame, metric: str, factor: str, block: str, column: MetricColumn
@@ -214,10 +219,10 @@ class _RunTable:
         keys = [frame[factor].to_numpy(object), frame[block].to_numpy(object)]
         if "rerun" in frame:
             keys.append(pd.to_numeric(frame["rerun"], errors="coerce").fillna(0).to_numpy(object))
-        rows = pd.DataFrame(dict(enumerate(keys)))
-        self.runs: NDArray[np.intp] = (
-            rows.groupby(list(rows), sort=False, dropna=False).ngroup().to_numpy()
-        )
+        key_table = pd.DataFrame(dict(enumerate(keys)))
+        # Rows with equal keys belong to the same run. Runs are numbered as they first occur.
+        groups = key_table.groupby(list(key_table), sort=False, dropna=False)
+        self.runs: NDArray[np.intp] = groups.ngroup().to_numpy()
 
     def is_repeated(self, positions: NDArray[np.intp]) -> bool:
         """Return whether some run has more than one of these rows."""
@@ -245,10 +250,9 @@ class _RunTable:
         if is_bool_dtype(column.dtype):
             return None
         values = pd.to_numeric(column, errors="coerce")
-        if (
-            not is_numeric_dtype(values)
-            or (values.isna() & column.notna() & (column.astype(str) != "nan")).any()
-        ):
+        # A cell that is not empty and cannot be converted, apart from the text "nan".
+        is_text = values.isna() & column.notna() & (column.astype(str) != "nan")
+        if not is_numeric_dtype(values) or is_text.any():
             return None
         numbers: NDArray[np.float64] = values.astype(float).to_numpy(float, na_value=np.nan)
         return numbers
@@ -274,6 +278,7 @@ class _RunTable:
         if counts is None or not self.column.has_ambiguous_nan:
             return is_diverged
         is_finite = np.isfinite(self.column.values)
+        # For each run, the largest epoch (or step) at which its metric is finite.
         last_finite = np.full(self.runs.max() + 1, -np.inf)
         np.maximum.at(
             last_finite, self.runs[is_finite], np.nan_to_num(counts[is_finite], nan=-np.inf)
@@ -716,4 +721,5 @@ def _word_list(name: str) -> list[str]:
 
 
 def _word_set(name: str) -> set[str]:
+    """Split a column's name into the set of its words, in lower case."""
     return set(_word_list(name))

@@ -1,4 +1,4 @@
-"""The record of a run: what `run.json` says, and what the tables and verdicts derive from it."""
+"""The record of a run: the content of `run.json`, and what tables and verdicts derive from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _RequiredSummary(TypedDict):
 
 
 class Summary(_RequiredSummary, total=False):
-    """The results of a run. A loss is None where the run diverged, because JSON has no NaN."""
+    """The results of a run. The losses of a diverged run are None, because JSON has no NaN."""
 
     frames_per_second: float | None
     weights: str
@@ -125,10 +125,11 @@ def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def learning_task(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run had to learn: its configuration without the model's factors.
+    """Return the part of a configuration that determines the learning task.
 
-    For a training function it is the digest of the source and that of the files that its options
-    name. Runs with equal learning tasks can be compared.
+    This is the configuration without the model's factors. For a training function it is the digest
+    of the source and that of the files that its options name. Runs with equal learning tasks can be
+    compared.
 
     >>> configuration = {"model_options": {"channels": [3, 4], "truncation": "loss"}}
     >>> learning_task({"configuration": configuration})

@@ -17,8 +17,8 @@ class Identity(NamedTuple):
     """The values that identify a run.
 
     Attributes:
-        id: Its name, which depends on what was run, on what, and on nothing else.
-        record: What is recorded of it from the beginning, `id` included.
+        id: The name of the run, which depends only on the request, the chip and the software.
+        record: The part of the run's record that is known from the beginning, including the `id`.
     """
 
     id: str
@@ -30,8 +30,13 @@ def identify_run(
 ) -> Identity:
     """Compute the identity of a requested run.
 
-    The identity also depends on the chip and on the versions of torch and gpulab. `contents` has
-    the digests of files and code that the request refers to. They are recorded, too.
+    The identity also depends on the chip and on the versions of torch and gpulab.
+
+    Args:
+        requested: The setting, the seed, the configuration and so on.
+        passport: The passport of the machine.
+        contents: The digests of the code and the files that the request refers to. They are also
+            recorded.
     """
     contents = {name: content for name, content in contents.items() if content}
     configuration = replace_path_by_content(requested["configuration"], contents)

@@ -4,10 +4,10 @@ A store is a folder, and each run in it is a folder with two files. `run.json` i
 was run, and its results. `results.safetensors` holds the history and, if they are kept, the
 weights. A checkpoint has the same format as the latter.
 
-A run is written to a scratch folder and then moved into place in one step, so several writers need
-no lock. The first to finish a run wins. The copies of other writers differ from it in the measured
-times only, and are discarded. A damaged run is detected when it is read. It is then quarantined and
-trained again.
+A run is written to a scratch folder, which is then renamed in one step. So several writers need no
+lock. The first one to finish a run stores it. The copies of other writers differ from it only in
+the measured times, and are discarded. A damaged run is detected when it is read. It is then
+quarantined and trained again.
 
 Runs can be packed into one Parquet file to be shared (`gpulab.store.pack`). Such a file can be read
 like a store, and a store may contain such files beside its folders.
@@ -45,7 +45,7 @@ RESULTS_FILE = "results.safetensors"
 WORK_FOLDER = ".unfinished"  # in a store, for checkpoints and half-written runs
 DAMAGED_FOLDER = ".damaged"  # in a store, for quarantined files and folders
 WEIGHT_PREFIX = "weights."  # the prefix of the names of weights in the file of results
-MAX_RECORD_BYTES = 1 << 24
+MAX_RECORD_BYTES = 1 << 24  # the largest size of a record
 
 
 def store_folder(store: str | Path | None = None) -> Path:
@@ -120,9 +120,9 @@ class StoredRun(NamedTuple):
     """A run as a store keeps it.
 
     Attributes:
-        record: What `run.json` says.
+        record: The content of `run.json`.
         history: A data frame with one row for each window: `window`, `step`, `loss` and `seconds`.
-        weights: The trained weights by name; None where they were not kept.
+        weights: The trained weights by name; None if they were not kept.
     """
 
     record: RunRecord
@@ -172,7 +172,7 @@ def begin_record(
 
 
 def find_run(store: Path, identity: Identity) -> StoredRun | None:
-    """Read a run, or return None where the store does not have it.
+    """Read a run, or return None if the store does not have it.
 
     A damaged run is quarantined with a warning and reported as missing.
     """
@@ -207,22 +207,22 @@ def quarantine(store: Path, path: Path) -> Path | None:
 def write_run(
     store: Path, record: Mapping[str, Any], history: History, weights: Tensors | None = None
 ) -> Path:
-    """Put a run into a store in one step, such as one that was trained on another machine.
+    """Write a run into a store atomically, such as a run that was trained on another machine.
 
-    A run already there stays as it is, unless it is damaged; weights are added to it when it has
-    none.
+    If the store already has the run, it is kept, and a damaged one is replaced. Weights are added
+    to a run that has none.
 
     Args:
-        store: The folder.
-        record: The run's `record`, and so its id.
-        history: Its `history`.
-        weights: Those of its `model`, as `state_dict` gives them, if they are to be kept.
+        store: The folder of the store.
+        record: The record of the run, which contains its id.
+        history: The history of the run.
+        weights: The trained weights, as `model.state_dict()` returns them; None to store none.
 
     Returns:
-        The run's own folder.
+        The folder of the run.
 
     Raises:
-        GpulabError: Where the store cannot be written.
+        GpulabError: If the store cannot be written.
 
     Examples:
         >>> import tempfile
@@ -255,7 +255,10 @@ def write_run(
 
 
 def _add_weights(folder: Path, run: StoredRun, weights: Tensors) -> None:
-    """Add weights to a run stored without them, if they match the digest in its record."""
+    """Add weights to a run that was stored without them.
+
+    A warning is given, and nothing is added, if they do not match the digest in its record.
+    """
     if weights_digest(weights) == run.record["summary"].get("weights"):
         write_results(folder, folder.name, run.history, weights)
     else:

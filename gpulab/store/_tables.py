@@ -168,14 +168,14 @@ def recorded_runs(study: str | None = None) -> pd.DataFrame:
     They were recorded on several machines. Each has the passport of its machine in its record.
 
     Args:
-        study: In place of these, the runs of one question, such as `longer`: those in
+        study: The name of a study, such as `longer`. Its runs are listed instead, from
             `data/studies/STUDY.parquet` and `data/studies/STUDY-*.parquet`.
 
     Returns:
         A data frame with a row for each run and the columns of `gpulab.runs`; `recorded` is true.
 
     Raises:
-        UsageError: For a study that does not exist; the message names those that do.
+        UsageError: If the study does not exist. The message names those that do.
 
     Examples:
         >>> import gpulab as gl
@@ -198,20 +198,26 @@ def recorded_runs(study: str | None = None) -> pd.DataFrame:
 
 
 def history(frame: pd.DataFrame) -> pd.DataFrame:
-    """Read the losses along the way of the runs in a frame.
+    """Read the histories of runs: the loss of each window.
 
     Args:
         frame: A data frame from `gpulab.runs`, or some of its rows.
 
     Returns:
-        A data frame with a row for each window of each run, empty for an empty frame. Its columns
-        are `window` (from 0), `step` (updates so far), `loss` (the mean over the window), `seconds`
-        (since the beginning), `frames_seen` (frames or images up to the end of the window), and of
-        the run `id`, `experiment`, `profile`, `setting`, `loader`, `seed`, `rerun`, `recorded` and
-        `machine`.
+        A data frame with a row for each window of each run; empty for an empty frame.
+
+        It has these columns:
+
+        - `window`: The number of the window, from 0.
+        - `step`: The number of updates up to the end of the window.
+        - `loss`: The mean loss over the window.
+        - `seconds`: The seconds from the beginning of the training to the end of the window.
+        - `frames_seen`: The number of frames or images up to the end of the window.
+        - `id`, `experiment`, `profile`, `setting`, `loader`, `seed`, `rerun`, `recorded` and
+          `machine` of the run.
 
     Raises:
-        DataError: Where the history of a run is missing or damaged; the message names it.
+        DataError: If the history of a run is missing or damaged. The message names the run.
 
     Examples:
         >>> import gpulab as gl
@@ -245,17 +251,17 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
     """Pack runs, without their weights, into one file that can be shared.
 
     Args:
-        store: A folder of runs, or another file of packed runs; or the rows of `gpulab.runs` that
-            are to be packed.
-        file: The file to write. `gpulab.runs(file)` reads it. In a store it is found if its name
-            ends in `.parquet`.
+        store: A folder of runs, or another file of packed runs; or a data frame from `gpulab.runs`
+            with the runs to pack.
+        file: The file to write. `gpulab.runs(file)` reads it. If the file lies in a store and its
+            name ends in `.parquet`, its runs are also listed with those of the store.
 
     Returns:
-        How many runs were packed.
+        The number of runs that were packed.
 
     Raises:
-        DataError: Where there are no runs, or one is damaged.
-        GpulabError: Where the file cannot be written.
+        DataError: If there are no runs, or one is damaged.
+        GpulabError: If the file cannot be written.
 
     Examples:
         >>> import tempfile

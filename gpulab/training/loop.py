@@ -1,9 +1,9 @@
-"""The training loop: for each window of frames the loss, its gradient and Adam's step.
+"""The training loop: for each window of frames it computes the loss, its gradient and Adam's step.
 
-How a window is computed is an *engine*: an object with a method `train_window`. `AutogradEngine`
-computes it as it was published, and is the reference for all others, which give the same up to
-rounding, only faster. Checkpoints, progress and interruptions are in `_supervision`, around the
-loop.
+An *engine* computes a window; it is an object with a method `train_window`. `AutogradEngine`
+computes it as in the published code. It is the reference for all other engines, which are faster
+and agree with it up to rounding. Checkpoints, progress and interruptions are handled by
+`_supervision`, which calls the loop.
 """
 
 from __future__ import annotations
@@ -26,11 +26,19 @@ from gpulab.models._base import Trainable
 from gpulab.steps import trainable_parameters
 from gpulab.training._adam import Adam
 
-ModelState = list[list[Tensor]] | None  # of each layer some tensors; None where a sequence begins
+# The state of a network: a list of tensors for each layer. None at the beginning of a sequence.
+ModelState = list[list[Tensor]] | None
 
 
 class WindowRecord(NamedTuple):
-    """The number of a window, the updates so far, its loss per frame, and the seconds so far."""
+    """A row of the history.
+
+    Attributes:
+        window: The number of the window, from 0.
+        step: The number of updates up to its end.
+        loss: The mean loss per frame.
+        seconds: The seconds from the beginning of the training to the end of the window.
+    """
 
     window: int
     step: int
@@ -40,24 +48,25 @@ class WindowRecord(NamedTuple):
 
 @dataclass
 class Training:
-    """A training under way: all that must survive an interruption.
+    """The state of a training, which a checkpoint saves.
 
     Attributes:
-        model: On its device, with the weights that it begins from.
-        learning_rate: Adam's.
-        optimizer: Adam, which has seen nothing yet.
-        state: What the network carries to the next window; None where a sequence begins.
-        step: Updates so far.
-        history: A record of each window.
-        diverged_at: The update whose loss was not finite, if there was one.
-        windows_after_divergence: How many windows were computed after the one with that update,
-            before the losses were copied to the host. They are not in the history, and the weights
-            are those after them.
-        gradient_methods: How gradients were computed so far, such as `autograd`.
+        model: The network on its device, with its initial weights.
+        learning_rate: The learning rate of Adam.
+        optimizer: Adam, before the first update.
+        state: The network's state for the next window; None at the beginning of a sequence.
+        step: The number of updates so far.
+        history: A record of each window so far.
+        diverged_at: The number of the update whose loss was not finite; None without one.
+        windows_after_divergence: The number of windows that were computed after this update, before
+            the losses were copied to the host. They are not in the history, but the weights have
+            been updated with them.
+        gradient_methods: The methods by which gradients were computed so far, such as `autograd`.
         inside_window: Whether a window has begun that is not in the history yet.
-        loss_sync_interval: Seconds between two copies of the losses to the host. Copying waits for
-            the device, which then waits for the next window. So it is done after every window on a
-            CPU, which computes no window after a divergence, and less often on a GPU.
+        loss_sync_interval: The least number of seconds between two copies of the losses to the
+            host. On a CPU it is 0: losses are copied after every window, and the training stops at
+            the window that diverged. On a GPU it is longer, because a copy waits for the device,
+            and the device then waits for the next window.
     """
 
     model: Trainable
@@ -75,9 +84,12 @@ class Training:
         self.optimizer = Adam(trainable_parameters(self.model), self.learning_rate)
 
     def record_window(self, losses: list[float], seconds: float) -> None:
-        """Add a window to the history.
+        """Add a window to the history, and count its updates.
 
-        Its loss is the mean over its updates, or the first loss that is not finite.
+        Args:
+            losses: The loss of each update. The loss of the window is their mean, or the first loss
+                that is not finite.
+            seconds: The seconds that the window took.
         """
         diverged_updates = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         if diverged_updates:
@@ -89,14 +101,14 @@ class Training:
 
 
 class Engine(Protocol):
-    """A way to compute a window."""
+    """The interface of an object that computes a window."""
 
     def train_window(self, frames: np.ndarray, state: ModelState) -> tuple[Tensor, ModelState]:
-        """Update the weights by the frames of a window, bytes (t, C, H, W).
+        """Update the weights with the frames of a window, bytes of shape (t, C, H, W).
 
         Returns:
-            The mean loss per frame of each update, which a device may still compute; and the state
-            after the window.
+            The mean loss per frame of each update, which the device may still be computing, and the
+            state after the window.
         """
 
 
@@ -142,12 +154,14 @@ def train(
 
 
 class BatchEngine(ABC):
-    """An engine that hands the batches of a window to `update`.
+    """An engine that splits a window into batches and passes them to `update`.
 
     Attributes:
-        model: What is trained.
-        loader: Brings frames to the device.
-        used_methods: How gradients were computed so far; `train_window` adds to it.
+        gradient_methods: The methods by which this engine computes gradients.
+        model: The network to train.
+        loader: The loader, which copies frames to the device.
+        used_methods: The methods by which gradients were computed so far; `train_window` adds those
+            of this engine.
     """
 
     gradient_methods: frozenset[str] = frozenset()
@@ -156,7 +170,11 @@ class BatchEngine(ABC):
     used_methods: set[str]
 
     def train_window(self, frames: np.ndarray, state: ModelState) -> tuple[Tensor, ModelState]:
-        """As of `Engine`. An update sees one image of many, or all frames of a film at once."""
+        """Train on one window: see `Engine`.
+
+        For a set of images, each batch has some of the images. For a film, one batch has all frames
+        of the window.
+        """
         self.used_methods |= self.gradient_methods
         return self.update(self.loader.batches(self.model, frames), state)
 
@@ -164,7 +182,7 @@ class BatchEngine(ABC):
     def update(
         self, batches: Iterable[Tensor | Feed], state: ModelState
     ) -> tuple[Tensor, ModelState]:
-        """Return the losses of the batches, and the state after the last."""
+        """Compute all batches; return the loss of each, and the state after the last one."""
 
     def changed_tensors(self) -> list[Tensor]:
         """Return the tensors, besides gradients and states, that `update` changes."""
@@ -172,7 +190,7 @@ class BatchEngine(ABC):
 
 
 class AutogradEngine(BatchEngine):
-    """Computes a window as it was published: autograd's gradients, an update for each batch."""
+    """Computes a window as in the published code: autograd's gradients, one update per batch."""
 
     gradient_methods = frozenset({"autograd"})
 
