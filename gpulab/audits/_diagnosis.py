@@ -310,7 +310,10 @@ def _max_deviation(comparison: Comparison, op: Operation) -> float:
 
 
 def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding]:
-    """Yield a finding if many updates change the reference but not the bits (pytorch#67590)."""
+    """Yield a finding if many updates change the float64 reference, but not the recorded bits.
+
+    Such updates are too small for the number format of the weights (pytorch#67590).
+    """
     trace = comparison.traces[side]
     graph = comparison.graphs[side]
     updates = [op for op in trace.operations if op.phase == RESULT and op.arguments.get("moved")]
@@ -329,7 +332,9 @@ def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding
         f" and {len(mostly_lost) - 3} more" if len(mostly_lost) > 3 else ""
     )
     dtype = comparison.values(mostly_lost[0])[0].dtype
-    # A smaller relative change is always rounded away. It is a quarter of the machine epsilon.
+    # Rounding to nearest discards an update of w that is smaller than half the distance from w to
+    # the next number. This half distance lies between eps/4 and eps/2 times |w|, depending on w. So
+    # every update below eps/4 times |w| is lost: the advice names this share.
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
     detail = (
         f"{LOST_UPDATE_PREFIX}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in"
@@ -568,8 +573,9 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
             return _arguments_finding(comparison, (a, b), arguments, gap)
     if drawn is not None:
         return _random_numbers_finding(comparison, drawn, gap)
-    # An argument that is a limit of the format, such as the smallest float32 number, may have no
-    # effect on one side. The source is then one-sided, and its counterpart is the same line.
+    # An argument may be a constant of the number format, as in `clamp(min=finfo(dtype).tiny)`.
+    # On a side where it clips nothing, the call leaves its input unchanged and is not part of the
+    # source. So the same call is looked up on the other side.
     for node in source.nodes:
         counterpart = same_call(comparison, node)
         if counterpart is not None:

@@ -333,7 +333,8 @@ class References:
         try:
             if is_random:
                 return _with_same_draws(operation, name, args, kwargs, out)
-            # torch accepts only a float32 scale here, so the gradients are multiplied directly.
+            # torch accepts the factor only in float32, and the factor of the reference is in
+            # float64. So the gradients are multiplied here instead.
             if name == "_amp_foreach_non_finite_check_and_unscale":
                 for gradient in args[0]:
                     gradient.mul_(args[2])
@@ -402,10 +403,13 @@ def redraw_in_float32(
 ) -> Tensor | None:
     """Repeat a random operation in a short format with the same generator state in float32.
 
-    On the CPU, torch draws most random numbers in bfloat16 like those in float32, and rounds them.
+    On a CPU, torch draws numbers of some distributions in float32 and then rounds them to the short
+    format, for example those of `exponential_`, `cauchy_` and `log_normal_`. It draws others, such
+    as those of `uniform_`, in another way.
 
     Returns:
-        The float32 numbers; None on other devices, and if the draws do not correspond.
+        The float32 numbers. None on other devices, and if the numbers in the short format are not
+        the float32 numbers, rounded.
     """
     if tensor.device.type != "cpu":
         return None
@@ -416,7 +420,9 @@ def redraw_in_float32(
     has_same_state = torch.equal(torch.get_rng_state(), final_state)
     torch.set_rng_state(final_state)
     difference = float((float32_draws - tensor.float()).abs().max()) if tensor.numel() else 0.0
-    # Rounding to bfloat16 changes a number by at most 2^-8 of its size, which is less than 1 %.
+    # Rounding to bfloat16 changes a number by at most 2^-8 of its size, or 0.4 %, and rounding to
+    # float16 by less. The difference of independent draws is much larger than 1 % of the largest
+    # number.
     is_same_draw = has_same_state and difference <= 0.01 * float(float32_draws.abs().max())
     return float32_draws if is_same_draw else None
 
