@@ -1006,133 +1006,181 @@ def verdict_of(table, **options):
     return lambda: gl.verdict(table, **options)
 
 
-VERDICTS = {  # the advice, what is refused, and what is not
-    "take the last by last='epoch'": (verdict_of(EPOCHS), verdict_of(EPOCHS, last="epoch")),
-    "or the best by best='final_loss'": (verdict_of(EPOCHS), verdict_of(EPOCHS, best="final_loss")),
-    "the best by best='score_of_it', mode='min'": (
+# By the name of a case: the advice, a verdict that is refused, and the one that follows the advice.
+VERDICTS = {
+    "several epochs, the last": (
+        "take the last by last='epoch'",
+        verdict_of(EPOCHS),
+        verdict_of(EPOCHS, last="epoch"),
+    ),
+    "several epochs, the best": (
+        "or the best by best='final_loss'",
+        verdict_of(EPOCHS),
+        verdict_of(EPOCHS, best="final_loss"),
+    ),
+    "a metric of unknown direction": (
+        "the best by best='score_of_it', mode='min'",
         verdict_of(SCORES, metric="score_of_it"),
         verdict_of(SCORES, metric="score_of_it", best="score_of_it", mode="min"),
     ),
-    "give mode='min' or mode='max'": (
+    "best of unknown direction": (
+        "give mode='min' or mode='max'",
         verdict_of(SCORES, metric="score_of_it", best="score_of_it"),
         verdict_of(SCORES, metric="score_of_it", best="score_of_it", mode="max"),
     ),
-    "expected one of the two": (
+    "last and best together": (
+        "expected one of the two",
         verdict_of(EPOCHS, last="epoch", best="final_loss"),
         verdict_of(EPOCHS, best="final_loss"),
     ),
-    "give the column by best=": (
+    "mode without best": (
+        "give the column by best=",
         verdict_of(EPOCHS, mode="min"),
         verdict_of(EPOCHS, mode="min", best="final_loss"),
     ),
-    "expected 'min' or 'max'": (
+    "an unknown mode": (
+        "expected 'min' or 'max'",
         verdict_of(EPOCHS, best="final_loss", mode="low"),
         verdict_of(EPOCHS, best="final_loss", mode="min"),
     ),
-    "no such column; there are .*epoch": (
+    "an unknown counting column": (
+        "no such column; there are .*epoch",
         verdict_of(EPOCHS, last="epochs"),
         verdict_of(EPOCHS, last="epoch"),
     ),
-    "choose 'step'": (verdict_of(HOLES, last="epoch"), verdict_of(HOLES, last="step")),
-    "or fill them": (
+    "holes in the counting column, another column": (
+        "choose 'step'",
+        verdict_of(HOLES, last="epoch"),
+        verdict_of(HOLES, last="step"),
+    ),
+    "holes in the counting column, filled": (
+        "or fill them",
         verdict_of(HOLES, last="epoch"),
         verdict_of(HOLES.fillna({"epoch": 1}), last="epoch"),
     ),
-    "has no val_loss: leave it out": (
+    "a run without the best column, left out": (
+        "has no val_loss: leave it out",
         verdict_of(WITHOUT_BEST, best="val_loss"),
         verdict_of(WITHOUT_BEST[WITHOUT_BEST.seed != 3], best="val_loss"),
     ),
-    "has no val_loss: .* or take the last by last=": (
+    "a run without the best column, the last": (
+        "has no val_loss: .* or take the last by last=",
         verdict_of(WITHOUT_BEST, best="val_loss"),
         verdict_of(WITHOUT_BEST, last="epoch"),
     ),
-    "has no final_loss at epoch 0, where val_loss is best: take the last by last=": (
+    "no metric at the best row, the last": (
+        "has no final_loss at epoch 0, where val_loss is best: take the last by last=",
         verdict_of(AT_ANOTHER_EPOCH, best="val_loss"),
         verdict_of(AT_ANOTHER_EPOCH, last="epoch"),
     ),
-    "where val_loss is best: .* or the best of another column": (
+    "no metric at the best row, another column": (
+        "where val_loss is best: .* or the best of another column",
         verdict_of(AT_ANOTHER_EPOCH, best="val_loss"),
         verdict_of(AT_ANOTHER_EPOCH, best="acc"),
     ),
-    "with another lr; keep the rows of one": (
+    "rows of two kinds of runs": (
+        "with another lr; keep the rows of one",
         verdict_of(TWICE),
         verdict_of(TWICE[TWICE.lr == "1e-3"]),
     ),
-    "2 runs, which differ in lr .*; keep the rows of one": (
+    "two named runs of one seed": (
+        "2 runs, which differ in lr .*; keep the rows of one",
         verdict_of(NAMED, last="epoch"),
         verdict_of(NAMED[NAMED.lr == "1e-3"], last="epoch"),
     ),
-    "more than one column is called final_loss; rename or drop one": (
+    "two columns of one name": (
+        "more than one column is called final_loss; rename or drop one",
         verdict_of(pd.concat([RUNS, RUNS[["final_loss"]]], axis=1)),
         verdict_of(RUNS),
     ),
-    "say which by metric=, factor= and block=": (
+    "an unknown column": (
+        "say which by metric=, factor= and block=",
         verdict_of(UNNAMED),
         verdict_of(UNNAMED, factor="optimizer"),
     ),
-    "pandas.melt makes rows of a column for each level": (
+    "a column for each level": (
+        "pandas.melt makes rows of a column for each level",
         verdict_of(WIDE),
         verdict_of(pd.melt(WIDE, "seed", var_name="setting", value_name="final_loss")),
     ),
-    "none of status, .*; rename yours": (
+    "a metric with a reserved name": (
+        "none of status, .*; rename yours",
         verdict_of(RUNS.rename(columns={"final_loss": "difference"}), metric="difference"),
         verdict_of(RUNS.rename(columns={"final_loss": "distance"}), metric="distance"),
     ),
-    "a column of the verdict's own table; rename it": (
+    "a factor with a reserved name": (
+        "a column of the verdict's own table; rename it",
         verdict_of(RUNS.rename(columns={"setting": "margin"}), factor="margin"),
         verdict_of(RUNS.rename(columns={"setting": "width"}), factor="width"),
     ),
-    "leave cells without a number empty": (
+    "a text among numbers": (
+        "leave cells without a number empty",
         verdict_of(WITH_TEXT),
         verdict_of(WITH_TEXT.assign(final_loss=WITH_TEXT.final_loss.mask(WITH_TEXT.index == 0))),
     ),
-    "mark them as diverged": (
+    "a huge metric, marked as diverged": (
+        "mark them as diverged",
         verdict_of(INFINITE),
         verdict_of(INFINITE.assign(status=INFINITE.status.mask(INFINITE.index == 0, "diverged"))),
     ),
-    "leave their seeds out": (verdict_of(INFINITE), verdict_of(INFINITE[INFINITE.seed > 0])),
-    "or choose another metric=": (
+    "a huge metric, left out": (
+        "leave their seeds out",
+        verdict_of(INFINITE),
+        verdict_of(INFINITE[INFINITE.seed > 0]),
+    ),
+    "a huge metric, another metric": (
+        "or choose another metric=",
         verdict_of(INFINITE.assign(accuracy=RUNS.final_loss)),
         verdict_of(INFINITE.assign(accuracy=RUNS.final_loss), metric="accuracy"),
     ),
-    "fill or drop them": (verdict_of(EMPTY), verdict_of(EMPTY.dropna())),
-    "compare runs of one protocol at a time": (
+    "an empty level": ("fill or drop them", verdict_of(EMPTY), verdict_of(EMPTY.dropna())),
+    "two protocols, one of them": (
+        "compare runs of one protocol at a time",
         verdict_of(FRAMES),
         verdict_of(FRAMES[FRAMES.frames == 100]),
     ),
-    "or drop columns that do not tell protocols apart": (
+    "two protocols, without the column": (
+        "or drop columns that do not tell protocols apart",
         verdict_of(FRAMES),
         verdict_of(FRAMES.drop(columns="frames")),
     ),
-    "write them in one way": (
+    "seeds of several types": (
+        "write them in one way",
         verdict_of(TEXT_SEEDS),
         verdict_of(
             TEXT_SEEDS.assign(seed=[str(seed).removeprefix("s") for seed in TEXT_SEEDS.seed])
         ),
     ),
-    "there are .'cpu', 'cuda'": (
+    "an unknown reference": (
+        "there are .'cpu', 'cuda'",
         verdict_of(RUNS, reference="mps"),
         verdict_of(RUNS, reference="cuda"),
     ),
-    "write 'finished' into `status`": (
+    "no finished run": (
+        "write 'finished' into `status`",
         verdict_of(KILLED),
         verdict_of(KILLED.assign(status="finished")),
     ),
-    "such as '0.25sd' or '1%'": (verdict_of(RUNS, margin="little"), verdict_of(RUNS, margin="1%")),
-    "a share of the seeds below 1, such as 0.1": (
+    "a margin without a number": (
+        "such as '0.25sd' or '1%'",
+        verdict_of(RUNS, margin="little"),
+        verdict_of(RUNS, margin="1%"),
+    ),
+    "a margin in standard deviations for booleans": (
+        "a share of the seeds below 1, such as 0.1",
         verdict_of(YES_NO, margin="0.25sd"),
         verdict_of(YES_NO, margin=0.1),
     ),
-    "expected a number between 0 and 0.5, such as 0.05": (
+    "an alpha above one half": (
+        "expected a number between 0 and 0.5, such as 0.05",
         verdict_of(RUNS, alpha=5),
         verdict_of(RUNS, alpha=0.05),
     ),
 }
 
 
-@pytest.mark.parametrize("advice", VERDICTS)
-def test_advice_of_a_verdict_that_refuses_lets_it_decide(advice):
-    refused, cured = VERDICTS[advice]
+@pytest.mark.parametrize(("advice", "refused", "cured"), VERDICTS.values(), ids=VERDICTS)
+def test_advice_of_a_verdict_that_refuses_lets_it_decide(advice, refused, cured):
     with pytest.raises(gl.UsageError, match=advice):
         refused()
     assert cured().rows[0].seeds > 1
@@ -1326,43 +1374,64 @@ def on(batch):
     return lambda cured: gl.hessian(layer(), F.mse_loss, (ROWS, TARGETS) if cured else batch)
 
 
+# By the name of a case: the advice, and a program that follows it if it is called with True.
 HESSIANS = {
-    r"\(Dropout\) is in training mode: call model.eval\(\)": with_evaluation(
-        lambda _: nn.Dropout(0.5)
+    "dropout in training mode": (
+        r"\(Dropout\) is in training mode: call model.eval\(\)",
+        with_evaluation(lambda _: nn.Dropout(0.5)),
     ),
-    r"\(BatchNorm1d\) is in training mode: call model.eval\(\)": with_evaluation(nn.BatchNorm1d),
-    "shorten them once, weight.data.renorm_.* and set max_norm = None": with_embedding(
-        shortened, max_norm=0.1
+    "batch normalisation in training mode": (
+        r"\(BatchNorm1d\) is in training mode: call model.eval\(\)",
+        with_evaluation(nn.BatchNorm1d),
     ),
-    "give its embeddings sparse=False": with_embedding(
-        lambda part: setattr(part, "sparse", False), sparse=True
+    "an embedding with max_norm": (
+        "shorten them once, weight.data.renorm_.* and set max_norm = None",
+        with_embedding(shortened, max_norm=0.1),
     ),
-    "look for .* scale_grad_by_freq": with_embedding(
-        lambda part: setattr(part, "scale_grad_by_freq", False), scale_grad_by_freq=True
+    "an embedding with sparse gradients": (
+        "give its embeddings sparse=False",
+        with_embedding(lambda part: setattr(part, "sparse", False), sparse=True),
     ),
-    "look for .* square roots of 0": of_a_root,
-    "ask the model for it each time": of_parameters_of_the_loss,
-    "or draw them beforehand": with_random_numbers,
-    "if torch can differentiate all that its backward does, remove the mark": lambda cured: (
-        hessian_of_layer(lambda h: (Cubed if cured else CubedOnce).apply(h).mean())
+    "an embedding scaled by frequency": (
+        "look for .* scale_grad_by_freq",
+        with_embedding(
+            lambda part: setattr(part, "scale_grad_by_freq", False), scale_grad_by_freq=True
+        ),
     ),
-    "use the math kernel: torch.nn.attention.sdpa_kernel.torch.nn.attention.SDPBackend.MATH": (
-        of_attention
+    "a square root at 0": ("look for .* square roots of 0", of_a_root),
+    "a loss that holds a parameter": ("ask the model for it each time", of_parameters_of_the_loss),
+    "a loss that draws random numbers": ("or draw them beforehand", with_random_numbers),
+    "a function that is once differentiable": (
+        "if torch can differentiate all that its backward does, remove the mark",
+        lambda cured: hessian_of_layer(lambda h: (Cubed if cured else CubedOnce).apply(h).mean()),
     ),
-    "use the operation that is not in place": in_place,
-    "write it with operations that torch can differentiate twice": of_a_sequence,
-    r"call requires_grad_\(\) on those meant": of_frozen_parameters,
-    r"use v.to\(H.device, H.dtype\)": product,
-    r"there is no batch: give \(inputs, targets\)": on(None),
-    r"the batch is a tensor: the batch is \(inputs, targets\)": on(ROWS),
+    "attention": (
+        "use the math kernel: torch.nn.attention.sdpa_kernel.torch.nn.attention.SDPBackend.MATH",
+        of_attention,
+    ),
+    "an operation in place": ("use the operation that is not in place", in_place),
+    "an operation without second derivatives": (
+        "write it with operations that torch can differentiate twice",
+        of_a_sequence,
+    ),
+    "frozen parameters": (r"call requires_grad_\(\) on those meant", of_frozen_parameters),
+    "a vector of another type": (r"use v.to\(H.device, H.dtype\)", product),
+    "a loss of arguments without a batch": (
+        r"there is no batch: give \(inputs, targets\)",
+        on(None),
+    ),
+    "a batch without targets": (
+        r"the batch is a tensor: the batch is \(inputs, targets\)",
+        on(ROWS),
+    ),
 }
 
 
-@pytest.mark.parametrize("advice", HESSIANS)
-def test_advice_of_a_hessian_that_is_refused_makes_one(advice):
+@pytest.mark.parametrize(("advice", "program"), HESSIANS.values(), ids=HESSIANS)
+def test_advice_of_a_hessian_that_is_refused_makes_one(advice, program):
     with pytest.raises((gl.UsageError, gl.DataError), match=advice):
-        HESSIANS[advice](False)
-    assert HESSIANS[advice](True).gradient.isfinite().all()
+        program(False)
+    assert program(True).gradient.isfinite().all()
 
 
 # --- steps and settings ---------------------------------------------------------------------------
@@ -1399,55 +1468,76 @@ def of_batches(cured):
     return audited_layer(next(iter(loader)) if cured else loader)
 
 
+# By the name of a case: the advice, and a program that follows it if it is called with True.
 STEPS = {
-    r"give its first batch, next\(iter\(loader\)\)": of_batches,
-    "has lazy parameters: call it once": of_a_lazy_layer,
-    "keep it as a buffer, by register_buffer": lambda cured: audited(
-        step_of(Scaled(cured)), PLAIN, BFLOAT16
+    "a data loader as the batch": (r"give its first batch, next\(iter\(loader\)\)", of_batches),
+    "a lazy layer": ("has lazy parameters: call it once", of_a_lazy_layer),
+    "a tensor as a plain attribute": (
+        "keep it as a buffer, by register_buffer",
+        lambda cured: audited(step_of(Scaled(cured)), PLAIN, BFLOAT16),
     ),
-    "with loss= a batch is": lambda cured: audited_layer(
-        (X, LABELS), F.cross_entropy if cured else None
+    "a pair without a loss": (
+        "with loss= a batch is",
+        lambda cured: audited_layer((X, LABELS), F.cross_entropy if cured else None),
     ),
-    r"with a loss it is \(inputs, targets\)": lambda cured: audited_layer(
-        (X, LABELS) if cured else (X, LABELS, X)
+    "a triple with a loss": (
+        r"with a loss it is \(inputs, targets\)",
+        lambda cured: audited_layer((X, LABELS) if cured else (X, LABELS, X)),
     ),
-    r"expected gpulab.Step\(model, batch, loss\) with it": lambda cured: audited(
-        step_of(nn.Linear(8, 3)) if cured else nn.Linear(8, 3), PLAIN, ONE_THREAD
+    "a model without a batch": (
+        r"expected gpulab.Step\(model, batch, loss\) with it",
+        lambda cured: audited(
+            step_of(nn.Linear(8, 3)) if cured else nn.Linear(8, 3), PLAIN, ONE_THREAD
+        ),
     ),
-    "expected two settings, as audit": lambda cured: audited(
-        step_of(nn.Linear(8, 3)), "cpu", *([ONE_THREAD] if cured else [])
+    "an audit of one setting": (
+        "expected two settings, as audit",
+        lambda cured: audited(step_of(nn.Linear(8, 3)), "cpu", *([ONE_THREAD] if cured else [])),
     ),
-    "what else differs is told by an audit of cpu:threads=2 against cpu:threads=1": lambda cured: (
-        audited(
+    "a compiled setting with another number of threads": (
+        "what else differs is told by an audit of cpu:threads=2 against cpu:threads=1",
+        lambda cured: audited(
             step_of(nn.Linear(8, 3)),
             PLAIN,
             ONE_THREAD if cured else "cpu:threads=1,compile=aot_eager",
-        )
+        ),
     ),
-    r"a compiled step has to be a gpulab.Step\(model, batch, loss\)": lambda cured: audited(
-        step_of(nn.Linear(8, 3)) if cured else lambda: X.sum(), "cpu", "cpu:compile=aot_eager"
+    "a function step under a compiled setting": (
+        r"a compiled step has to be a gpulab.Step\(model, batch, loss\)",
+        lambda cured: audited(
+            step_of(nn.Linear(8, 3)) if cured else lambda: X.sum(), "cpu", "cpu:compile=aot_eager"
+        ),
     ),
-    "compiled code has no operations to record; gpulab.audit compares its results": lambda cured: (
-        audited(step_of(nn.Linear(8, 3)), "cpu", "cpu:compile=aot_eager")
-        if cured
-        else gl.record(step_of(nn.Linear(8, 3)), "cpu:compile=aot_eager", progress=False)
+    "a record under a compiled setting": (
+        "compiled code has no operations to record; gpulab.audit compares its results",
+        lambda cured: (
+            audited(step_of(nn.Linear(8, 3)), "cpu", "cpu:compile=aot_eager")
+            if cured
+            else gl.record(step_of(nn.Linear(8, 3)), "cpu:compile=aot_eager", progress=False)
+        ),
     ),
-    "leave precision, emulate and order out": lambda cured: audited(
-        step_of(nn.Linear(8, 3)),
-        "cpu",
-        "cpu:autocast=bfloat16" + ("" if cured else ",precision=bfloat16"),
+    "autocast with a precision": (
+        "leave precision, emulate and order out",
+        lambda cured: audited(
+            step_of(nn.Linear(8, 3)),
+            "cpu",
+            "cpu:autocast=bfloat16" + ("" if cured else ",precision=bfloat16"),
+        ),
     ),
-    "numbers: leave precision out": lambda cured: audited(
-        step_of(nn.Linear(8, 3)), "cpu", TF32 + ("" if cured else ",precision=bfloat16")
+    "emulation with a precision": (
+        "numbers: leave precision out",
+        lambda cured: audited(
+            step_of(nn.Linear(8, 3)), "cpu", TF32 + ("" if cured else ",precision=bfloat16")
+        ),
     ),
 }
 
 
-@pytest.mark.parametrize("advice", STEPS)
-def test_advice_of_a_step_that_is_refused_lets_it_be_done(advice):
+@pytest.mark.parametrize(("advice", "program"), STEPS.values(), ids=STEPS)
+def test_advice_of_a_step_that_is_refused_lets_it_be_done(advice, program):
     with pytest.raises(gl.UsageError, match=advice):
-        STEPS[advice](False)
-    assert not STEPS[advice](True).faulty
+        program(False)
+    assert not program(True).faulty
 
 
 class AsksForFloat32(nn.Module):

@@ -42,22 +42,41 @@ PRODUCTS = {
         r(draw(2, 3, 6, 5)), r(draw(4, 3, 3, 3, seed=1)), V[:4], padding=1
     ),
 }
-NOT_PLAIN = {
-    "dimensions=1": lambda r: F.conv1d(r(draw(2, 3, 9)), r(draw(4, 3, 3, seed=1)), stride=2),
-    "dimensions=3": lambda r: F.conv3d(r(draw(1, 2, 4, 4, 4)), r(draw(3, 2, 2, 2, 2, seed=1))),
-    "transposed=True": lambda r: F.conv_transpose2d(
-        r(draw(2, 4, 6, 5)), r(draw(4, 3, 3, 3, seed=1)), stride=2
-    ),
-    "dilation=.1, 2.": lambda r: F.conv2d(
-        r(draw(2, 3, 6, 5)), r(draw(4, 3, 3, 2, seed=1)), dilation=(1, 2)
-    ),
-    "groups=2": lambda r: F.conv2d(
-        r(draw(2, 4, 6, 5)), r(draw(6, 2, 3, 3, seed=1)), groups=2, dilation=2
-    ),
+
+
+def convolution_over_one_dimension(r):
+    return F.conv1d(r(draw(2, 3, 9)), r(draw(4, 3, 3, seed=1)), stride=2)
+
+
+def convolution_over_three_dimensions(r):
+    return F.conv3d(r(draw(1, 2, 4, 4, 4)), r(draw(3, 2, 2, 2, 2, seed=1)))
+
+
+def transposed_convolution(r):
+    return F.conv_transpose2d(r(draw(2, 4, 6, 5)), r(draw(4, 3, 3, 3, seed=1)), stride=2)
+
+
+def dilated_convolution(r):
+    return F.conv2d(r(draw(2, 3, 6, 5)), r(draw(4, 3, 3, 2, seed=1)), dilation=(1, 2))
+
+
+def grouped_convolution(r):
+    return F.conv2d(r(draw(2, 4, 6, 5)), r(draw(6, 2, 3, 3, seed=1)), groups=2, dilation=2)
+
+
+# Products that an emulated order does not support, each with the option that the error names.
+# `r` is applied to both factors, as in `PRODUCTS`.
+UNORDERED_PRODUCTS = {
+    convolution_over_one_dimension: "dimensions=1",
+    convolution_over_three_dimensions: "dimensions=3",
+    transposed_convolution: "transposed=True",
+    dilated_convolution: "dilation=[1, 2]",
+    grouped_convolution: "groups=2",
 }
+ALL_PRODUCTS = PRODUCTS | {product.__name__: product for product in UNORDERED_PRODUCTS}
 
 
-@pytest.mark.parametrize("product", (PRODUCTS | NOT_PLAIN).values(), ids=PRODUCTS | NOT_PLAIN)
+@pytest.mark.parametrize("product", ALL_PRODUCTS.values(), ids=ALL_PRODUCTS)
 def test_emulated_products_round_factors_and_16_bit_results(product):
     for name in ("tf32", "bfloat16", "float16"):
         with emulate(name):
@@ -74,13 +93,18 @@ def test_emulated_order_of_every_kind_of_product_is_right_to_float32(product):
     assert apart(made, product(lambda x: x)) < 1e-6
 
 
-@pytest.mark.parametrize("words", NOT_PLAIN)
-def test_emulated_order_of_other_convolutions_is_refused(words):
-    """Forward, and backward where only that is inside."""
-    out = NOT_PLAIN[words](lambda x: x.requires_grad_())
-    for calculate in (lambda: NOT_PLAIN[words](lambda x: x), lambda: out.sum().backward()):
-        with pytest.raises(gl.GpulabError, match=words), emulate("tf32", order="split-2"):
+@pytest.mark.parametrize(
+    ("product", "option"),
+    UNORDERED_PRODUCTS.items(),
+    ids=[product.__name__ for product in UNORDERED_PRODUCTS],
+)
+def test_emulated_order_of_other_convolutions_is_refused(product, option):
+    """In the forward pass, and in the backward pass if only that is inside the emulation."""
+    out = product(lambda x: x.requires_grad_())
+    for calculate in (lambda: product(lambda x: x), lambda: out.sum().backward()):
+        with pytest.raises(gl.GpulabError) as error, emulate("tf32", order="split-2"):
             calculate()
+        assert option in str(error.value)
 
 
 def test_emulated_backward_pass_rounds_factors_and_not_the_gradient_of_a_bias():

@@ -202,30 +202,77 @@ def test_hessian_products_by_both_methods_agree_with_differences_of_gradients(na
         )
 
 
-OVERWRITING = {  # of what each does, the last counts
-    "by a view": (REVERSE, lambda y: (y[:, :2].mul_(2), y**3)),
-    "under a view": (REVERSE, lambda y: (v := y[:, :2], y.mul_(2), v**2)),
-    "into a view": (REVERSE, lambda y: (z := torch.zeros_like(y), z[:, :2].copy_(y[:, :2]), z**3)),
-    "unseen by autograd": (REVERSE, lambda y: (torch.no_grad()(y.mul_)(2), y.sin())),
-    # The derivative of rsqrt is taken by its argument here, by its result in autograd.
-    "what a rule needs": (FORWARD, lambda y: (y.add_(2), z := y.rsqrt(), y.add_(1), z + y**2)),
-    "in parts": (FORWARD, lambda y: (ab := y.unsafe_chunk(2, 1), ab[0].sigmoid_() * ab[1].tanh_())),
-    "copied": (FORWARD, lambda y: (z := torch.zeros_like(y), z.copy_(torch.sin(y)[:1]), z * y)),
-    "constants": (
-        FORWARD,
-        lambda y: (z := torch.zeros(5, 4, dtype=DOUBLE), z[0].add_(1), z[:, 1].add_(2), y * z),
-    ),
+def overwritten_through_a_view(y):
+    y[:, :2].mul_(2)
+    return y**3
+
+
+def view_of_an_overwritten_tensor(y):
+    view = y[:, :2]
+    y.mul_(2)
+    return view**2
+
+
+def copy_into_a_view(y):
+    z = torch.zeros_like(y)
+    z[:, :2].copy_(y[:, :2])
+    return z**3
+
+
+def overwritten_without_autograd(y):
+    with torch.no_grad():
+        y.mul_(2)
+    return y.sin()
+
+
+def overwritten_argument_of_a_rule(y):
+    """The rule for `rsqrt` uses its argument, where autograd uses its result."""
+    y.add_(2)
+    z = y.rsqrt()
+    y.add_(1)
+    return z + y**2
+
+
+def overwritten_parts(y):
+    left, right = y.unsafe_chunk(2, 1)
+    return left.sigmoid_() * right.tanh_()
+
+
+def copy_into_a_tensor(y):
+    z = torch.zeros_like(y)
+    z.copy_(torch.sin(y)[:1])
+    return z * y
+
+
+def overwritten_constants(y):
+    z = torch.zeros(5, 4, dtype=DOUBLE)
+    z[0].add_(1)
+    z[:, 1].add_(2)
+    return y * z
+
+
+# Functions with operations in place, and the method that computes their Hessian.
+OVERWRITING = {
+    overwritten_through_a_view: REVERSE,
+    view_of_an_overwritten_tensor: REVERSE,
+    copy_into_a_view: REVERSE,
+    overwritten_without_autograd: REVERSE,
+    overwritten_argument_of_a_rule: FORWARD,
+    overwritten_parts: FORWARD,
+    copy_into_a_tensor: FORWARD,
+    overwritten_constants: FORWARD,
 }
 
 
-@pytest.mark.parametrize("name", OVERWRITING)
-def test_hessian_follows_in_place_operations_or_leaves_them_to_autograd(name):
-    method, function = OVERWRITING[name]
-    model, x = problem(of_layer(lambda s, x: function(torch.tanh(s.layer(x)) + 0)[-1]))
-    H, reverse = (
-        gl.hessian(model, lambda: loss_of(model, x)),
-        hessian_by(REVERSE, model, lambda: loss_of(model, x)),
-    )
+@pytest.mark.parametrize(
+    ("function", "method"),
+    OVERWRITING.items(),
+    ids=[function.__name__ for function in OVERWRITING],
+)
+def test_hessian_follows_in_place_operations_or_leaves_them_to_autograd(function, method):
+    model, x = problem(of_layer(lambda s, x: function(torch.tanh(s.layer(x)) + 0)))
+    H = gl.hessian(model, lambda: loss_of(model, x))
+    reverse = hessian_by(REVERSE, model, lambda: loss_of(model, x))
     assert H.method == method
     torch.testing.assert_close(H.dense(), reverse.dense(), rtol=0, atol=1e-12)
 

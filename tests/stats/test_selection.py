@@ -173,25 +173,27 @@ def test_verdict_last_counts_a_run_without_any_value_as_missing():
         assert "Missing: seed 4 with sgd." in str(verdict)
 
 
+# By the name of a case: the choice, and what the message names beside the offending argument.
 REFUSED = {
-    "last='epochs': no such column; there are epoch, step": {"last": "epochs"},
-    "best='loss': no such column": {"best": "loss"},
-    "last='epoch' and best='val_loss': expected one of the two": {
-        "last": "epoch",
-        "best": "val_loss",
-    },
-    "mode='low': expected 'min' or 'max'": {"best": "val_loss", "mode": "low"},
-    "mode='min' says which value is the best: give the column by best=": {"mode": "min"},
-    "best='step': its name does not tell whether lower or higher is better": {"best": "step"},
-    "last='name': expected a column of numbers": {"last": "name"},
+    "an unknown counting column": ({"last": "epochs"}, ["epoch, step"]),
+    "an unknown best column": ({"best": "loss"}, ["epoch, step"]),
+    "last and best together": ({"last": "epoch", "best": "val_loss"}, ["best='val_loss'"]),
+    "an unknown mode": ({"mode": "low", "best": "val_loss"}, ["'min'", "'max'"]),
+    "mode without best": ({"mode": "min"}, ["best="]),
+    "best of unknown direction": ({"best": "step"}, ["mode='min'", "mode='max'"]),
+    "last of texts": ({"last": "name"}, ["numbers"]),
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_verdict_last_and_best_refuse_impossible_choices_in_one_line(words):
-    with pytest.raises(gl.UsageError, match=words) as error:
-        gl.verdict(logged().assign(name="a"), **LOGS, **REFUSED[words])
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize(("choice", "named"), REFUSED.values(), ids=REFUSED)
+def test_verdict_last_and_best_refuse_impossible_choices_in_one_line(choice, named):
+    with pytest.raises(gl.UsageError) as error:
+        gl.verdict(logged().assign(name="a"), **LOGS, **choice)
+    argument, value = next(iter(choice.items()))
+    message = str(error.value)
+    assert message.startswith(f"{argument}={value!r}")
+    assert [words for words in named if words not in message] == []
+    assert "\n" not in message
 
 
 def test_verdict_best_refuses_a_metric_that_is_not_in_the_best_epoch():
