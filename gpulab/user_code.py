@@ -97,6 +97,7 @@ def find_function(name: str, role: str) -> Callable[..., Any]:
 
 
 def _add_to_path(folder: str) -> None:
+    """Add a folder at the beginning of the import path, unless it is there already."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
 

@@ -1,4 +1,7 @@
-"""The parts of PredNet's analytic gradient: a convolution and the LSTM cell, both directions."""
+"""The parts of PredNet's analytic gradient: the forward and backward passes of its operations.
+
+The operations are convolutions and the cell of the LSTM.
+"""
 
 from __future__ import annotations
 
@@ -103,9 +106,9 @@ class LstmCell:
 
 
 class FusedLstmCell(LstmCell):
-    """Computes the same passes by torch's fused kernels for `nn.LSTMCell`.
+    """Computes the passes of `LstmCell` by torch's fused kernels for `nn.LSTMCell`.
 
-    The kernels take vectors: one for each pixel in channels-last layout, otherwise one for each
+    The kernels take one vector for each pixel in channels-last layout, and otherwise one for each
     frame. The gates come from the convolution without their bias, which is added here.
     """
 
@@ -181,6 +184,7 @@ class PaddedConvolution:
         device = conv.weight.device
         self.output_indices = channel_indices(outputs).to(device)[:, None]
         self.input_indices = channel_indices(inputs_read).to(device)
+        # The shape of the padded weight.
         shape = (
             sum(padded for _, padded in outputs),
             sum(padded for _, padded in inputs_read),

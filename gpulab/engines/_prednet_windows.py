@@ -85,8 +85,8 @@ class WindowGradients:
         self.layers: list[WindowLayer] = []
         for _ in net.channels:
             self.layers.append(WindowLayer(net, self.layers, self.steps, frames, streams))
-        # The number of steps whose weight gradients are computed together: all steps on a CPU. On a
-        # GPU a fifth of them, rounded up, so that this work overlaps with the backward pass.
+        # The number of steps whose weight gradients are computed together: all steps on a CPU, and
+        # a fifth of them (rounded up) on a GPU, where this work overlaps with the backward pass.
         self.gradient_span = -(-self.steps // 5) if frames.is_cuda else self.steps
 
     @staticmethod
@@ -117,9 +117,10 @@ class WindowGradients:
     def __call__(
         self, frames: Float[Tensor, "t b c h w"], state: PredNetState | None
     ) -> tuple[Float[Tensor, " t-1"], PredNetState]:
-        """Compute the gradients; return the error of each prediction and the state after the last.
+        """Compute the losses of a window, and store the gradients of their sum in `.grad`.
 
-        The errors are mean squared errors, and the gradients are those of their sum.
+        Returns:
+            The mean squared error of each prediction, and the state after the last frame.
         """
         previous_state = self.net.initial_state(frames[0]) if state is None else state
         for layer, (r, c, p) in zip(self.layers, previous_state, strict=True):
@@ -209,6 +210,13 @@ class WindowLayer:
     channels are padded with zeros, so that every group of channels begins at a multiple of 4, and
     the number of channels that the gates read is a multiple of 16. On an H200 this makes cuDNN up
     to three times as fast.
+
+    Args:
+        net: The network.
+        layers_below: The layers below this one, from the bottom up.
+        steps: The number of predictions in a window.
+        like: A tensor with the batch size, the device and the type of the frames.
+        streams: Whether kernels run concurrently on a GPU.
     """
 
     def __init__(
@@ -276,6 +284,8 @@ class WindowLayer:
         """Load the weights and the state before the window, and clear the gradients."""
         for convolution in filter(None, (self.gate_conv, self.prediction_conv, self.target_conv)):
             convolution.load_weights()
+        # The gates are numbered as in `PEEPHOLE_GATES`: input 0, forget 1, output 3. Gate 2, the
+        # candidate, has no peephole, and its entries stay zero.
         self.peepholes[0, :2, : self.n_channels] = torch.cat([self.lstm.peep_i, self.lstm.peep_f])
         self.peepholes[0, 3, : self.n_channels] = self.lstm.peep_o[0]
         self.lstm.peep_i.grad = self.lstm.peep_f.grad = self.lstm.peep_o.grad = None
@@ -315,8 +325,8 @@ class WindowLayer:
         """
         target = errors_below
         if self.target_conv:
-            # On a GPU adding the bias is a separate operation. After the pooling there are only a
-            # quarter as many numbers to add it to, and the maxima are at the same places.
+            # On a GPU, adding the bias is a separate operation. It is done after the pooling, where
+            # there are a quarter as many numbers. The positions of the maxima are the same.
             unpooled = self.target_conv.forward(errors_below, not self.is_fused)
             pooled, pooling_indices = F.max_pool2d(unpooled, 2, return_indices=True)
             del unpooled
@@ -390,12 +400,18 @@ class WindowLayer:
     def errors_backward(self, step: int, from_above: Tensor | None) -> Tensor | None:
         """Backpropagate through the error units: add to the gradient of the previous prediction.
 
-        `from_above` is the part of the error units' gradient that comes from the layer above.
-        Returns the gradient of the error units in the layer below; None in the lowest layer.
+        Args:
+            step: The number of the step.
+            from_above: The part of the error units' gradient that comes from the layer above; None
+                in the top layer.
+
+        Returns:
+            The gradient of the error units in the layer below; None in the lowest layer.
         """
         d_errors = self.d_errors if from_above is None else from_above.add_(self.d_errors)
         d_positive, d_negative = relu_backward(d_errors, self.errors[step], 0).chunk(2, 1)
         d_target = d_positive - d_negative
+        # The error units depend on target − prediction.
         self.d_predictions[step] -= d_target
         if self.target_conv is None:
             return None

@@ -30,7 +30,7 @@ STEP_CALLER_FILE = os.path.join(PACKAGE, "audits", "_recording.py")
 
 
 def is_notebook_cell(file: str) -> bool:
-    """Whether a source file is a notebook cell, which a kernel names as a temporary file.
+    """Return whether a source file is a notebook cell, which a kernel names as a temporary file.
 
     >>> is_notebook_cell("/home/ada/train.py"), is_notebook_cell("/tmp/ipykernel_171/1402239833.py")
     (False, True)

@@ -88,12 +88,12 @@ _thread = _ThreadState()
 
 @uncompiled
 def guard(on: str = "raise", reads: str = "backward") -> Guard:
-    """Refuse, inside the `with` block, tensors that something overwrites before they are used.
+    """Detect tensors that are overwritten between the forward pass and their use in `backward`.
 
     Autograd saves tensors in the forward pass and uses them in `backward`. The guard checks that
-    their content has not changed in between. It checks every tensor saved inside the block, even if
-    `backward` is called after the block. A tensor that is overwritten and never used is no error.
-    Gradients are the same bits with and without the guard.
+    their content has not changed in between. It checks every tensor saved inside the `with` block,
+    even if `backward` is called after the block. It is not an error to overwrite a tensor that is
+    never used. Gradients are bitwise the same with and without the guard.
 
     The guard sees only tensors that pass through torch's hooks for saved tensors. It does not see:
 
@@ -116,9 +116,9 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
     debugger or a coverage tool already traces the program.
 
     Args:
-        on: `raise` raises `OverwrittenError` when the first overwritten tensor is about to be used,
-            which ends `backward`. `warn` lets `backward` go on, collects the findings in the
-            `Guard` that the block yields, and warns once at the end of the block.
+        on: What to do about an overwritten tensor. `raise` raises `OverwrittenError` when the first
+            one is about to be used, which ends `backward`. `warn` lets `backward` continue,
+            collects the findings in the `Guard`, and warns once at the end of the block.
         reads: `backward` checks only the tensors that autograd has saved. `any` also checks the
             memory that tensors share with NumPy or another library, whenever an operation reads it.
             A tensor is refused if its content has changed and another tensor has since been made
@@ -136,9 +136,9 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
         A `Guard`, to be used in a `with` statement.
 
     Raises:
-        UsageError: for another `on` or `reads`.
-        GpulabError: where torch forbids its hooks (inside `torch.func.grad` and functions built on
-            it).
+        UsageError: If `on` or `reads` has another value.
+        GpulabError: If torch forbids its hooks, as inside `torch.func.grad` and functions built on
+            it.
 
     Examples:
         >>> import warnings
@@ -162,7 +162,7 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
 
 
 def is_forbidden(error: Exception) -> bool:
-    """Whether an error says that torch forbids saved-tensor hooks, as in `torch.func.grad`."""
+    """Return whether an error says that torch forbids saved-tensor hooks, as `torch.func` does."""
     return isinstance(error.__cause__, RuntimeError) and "saved tensor hooks" in str(
         error.__cause__
     )
@@ -179,12 +179,12 @@ class Guard:
     Attributes:
         on: `raise` or `warn`, as for `guard`.
         reads: `backward` or `any`, as for `guard`.
-        findings: What was found, as a list of `Overwritten`.
-        checked: How many uses of saved tensors were compared.
-        unchecked: How many uses were not compared, because torch does not expose the content (meta
-            tensors, tensors inside a transform such as vmap or during the capture of a CUDA graph).
-            With `reads="any"` this also counts the reads of tensors that are not plain memory, such
-            as those of a subclass. `print` shows the number.
+        findings: The findings, a list of `Overwritten`.
+        checked: The number of uses of saved tensors that were compared.
+        unchecked: The number of uses that were not compared, because torch does not expose the
+            content (meta tensors, tensors inside a transform such as vmap or during the capture of
+            a CUDA graph). With `reads="any"` this also counts the reads of tensors that are not
+            plain memory, such as those of a subclass. `print` shows the number.
         unwatched: A sentence for each thing that ran inside the block without being watched (other
             processes and threads, other hooks for saved tensors, CUDA graphs, TorchScript), or that
             ran differently because of the guard (compiled code, under `reads="any"`). `print` shows
@@ -221,17 +221,17 @@ class Guard:
 
     @property
     def findings(self) -> list[Overwritten]:
-        """Return the findings so far, one for each line and operation."""
+        """The findings so far, one for each line and operation."""
         return list(self._findings.values())
 
     @property
     def unchecked(self) -> int:
-        """Return how many uses and reads were not compared."""
+        """The number of uses and reads that were not compared."""
         return self._unchecked + self._shared_reads.unchecked
 
     @property
     def unwatched(self) -> list[str]:
-        """Return a sentence for each thing that ran unwatched, or differently, in the block."""
+        """A sentence for each thing that ran unwatched, or differently, in the block."""
         return self._blind_spots.sentences()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The interface of models for the training loop, and what gpulab's own models share."""
+"""The interface of models for the training loop, and functions that gpulab's models share."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Trainable(nn.Module):
             state: A state that `training_loss` may have returned.
 
         Raises:
-            UsageError: For a state that `training_loss` cannot have returned.
+            UsageError: If `training_loss` cannot have returned this state.
         """
 
     def draw_weights(self, generator: torch.Generator) -> None:
@@ -144,7 +144,7 @@ def flip_bit(model: Model, weight: int = 0) -> Model:
         The same model.
 
     Raises:
-        UsageError: Where there is no such weight, or the weight is not float32.
+        UsageError: If there is no such weight, or the weight is not float32.
 
     Examples:
         >>> import torch

@@ -32,7 +32,7 @@ class _Images(Trainable):
         """Draw LeCun-normal weights from a generator, and set all biases to zero.
 
         Args:
-            generator: Where the random numbers come from; they are drawn in float32 on its own
+            generator: The generator of the random numbers, which are drawn in float32 on its
                 device.
         """
         draw_linear_(self, generator)
@@ -66,19 +66,19 @@ class Autoencoder(_Images):
     the seed of its run.
 
     Args:
-        hidden: The widths of the layers from the first to the code, in units; the layers after the
-            code mirror them.
-        size: (height, width) of an image in pixels.
-        batch_size: How many images an update sees.
+        hidden: The numbers of units of the layers from the first to the code. The layers after the
+            code have the same numbers in reversed order.
+        size: The height and width of an image in pixels.
+        batch_size: The number of images per update.
 
     Attributes:
         layers: All layers, as a `torch.nn.Sequential`.
-        size: (height, width) of an image in pixels.
-        batch_size: How many images an update sees.
+        size: The height and width of an image in pixels.
+        batch_size: The number of images per update.
 
     Raises:
-        UsageError: For an empty list of widths, and for a width, a size or a batch size that is not
-            a positive integer.
+        UsageError: If there are no widths, or if a width, a size or the batch size is not a
+            positive integer.
 
     Examples:
         >>> import torch
@@ -197,7 +197,7 @@ class LinearAutoencoder(nn.Module):
         """Draw LeCun-normal weights from a generator.
 
         Args:
-            generator: Where the random numbers come from; they are drawn in float32 on its own
+            generator: The generator of the random numbers, which are drawn in float32 on its
                 device.
         """
         draw_linear_(self, generator)
@@ -237,7 +237,7 @@ class Whitener(_Images):
     Args:
         hidden: The width of the layer on either side of the code, in units.
         code: The width of the code.
-        batch_size: How many images an update sees; more than the code is wide.
+        batch_size: The number of images per update; larger than the width of the code.
         covariance: `one-pass`, `float32` or `centred`, as above.
         size: (height, width) of an image in pixels.
 
@@ -245,12 +245,12 @@ class Whitener(_Images):
         encoder: The layers from the image to the code, before it is whitened.
         decoder: The layers from the whitened code to the reconstruction.
         size: (height, width) of an image in pixels.
-        batch_size: How many images an update sees.
-        covariance: How the covariance is computed.
+        batch_size: The number of images per update.
+        covariance: The way in which the covariance is computed.
 
     Raises:
-        UsageError: For an unknown `covariance`, for widths or sizes that are not
-            positive integers, and for a batch that is not larger than the code.
+        UsageError: If the `covariance` is unknown, if widths or sizes are not positive integers, or
+            if a batch is not larger than the code.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""PredNet, a predictive-coding network for video, as the paper's authors wrote it in Chainer."""
+"""PredNet, a predictive-coding network for video, as in the authors' Chainer code."""
 
 from __future__ import annotations
 
@@ -43,39 +43,39 @@ KERNEL_WIDTH = 3  # the width of every convolution
 class PredNet(Trainable):
     """Predicts the next frame of a film from the errors of its last prediction (predictive coding).
 
-    Call it on frames (T, B, C, H, W) in [0, 1], and on the state that an earlier call returned, or
-    none. It returns the predictions, in the same shape, and the new state. Prediction t is made
+    A call takes frames (T, B, C, H, W) in [0, 1], and the state that an earlier call returned, or
+    None. It returns the predictions, in the same shape, and the new state. Prediction t is made
     after frame t, for frame t + 1.
 
-    It is the network of the article of 2021, whose code is written in Chainer. Unlike that of
-    Lotter, Kreiman and Cox, it has peepholes, sigmoid gates and LeCun-normal weights, and is
-    trained on the squared error of the predicted frame. A new object has weights drawn from seed 0;
-    `gpulab.train` draws others from the seed of its run.
+    This is the network of the article of 2021, whose code is written in Chainer. In contrast to the
+    network of Lotter, Kreiman and Cox, it has peepholes, sigmoid gates and LeCun-normal weights,
+    and is trained on the squared error of the predicted frame. A new object has weights drawn from
+    seed 0; `gpulab.train` draws new ones from the seed of the run.
 
     Args:
-        channels: How many channels each layer has, from the bottom up; the first number is that of
-            the frames.
-        size: (height, width) of a frame in pixels. Both halve from layer to layer: with n layers
-            they must be multiples of 2 to the power of n − 1.
-        truncation: Where backpropagation through time is cut off between two windows. `loss`, the
-            published way, does what Chainer's `loss.unchain_backward()` does: it cuts off
-            everything that the window's loss depends on. The window's last predictions in the
-            layers above the lowest are not part of that. So the gradient of the next window still
-            reaches the convolutions that made them. `state` cuts off the whole state.
+        channels: The number of channels of each layer, from the bottom up. The first number is that
+            of the frames.
+        size: The height and width of a frame in pixels. Both are halved from layer to layer, so
+            with n layers they must be multiples of 2 to the power of n − 1.
+        truncation: Where backpropagation through time is truncated between two windows. `loss` is
+            the published way, Chainer's `loss.unchain_backward()`. It cuts off everything that the
+            loss of a window depends on. The last predictions of the layers above the lowest are not
+            among this, so the gradient of the next window still reaches the convolutions that made
+            them. `state` cuts off the whole state.
 
     Attributes:
-        channels: The channels of each layer.
-        size: (height, width) of a frame in pixels.
-        truncation: Where backpropagation through time is cut off.
-        conv_a: For each layer but the lowest, the convolution that makes its target from the errors
-            below.
-        conv_p: For each layer, the convolution that makes its prediction.
+        channels: The number of channels of each layer.
+        size: The height and width of a frame in pixels.
+        truncation: Where backpropagation through time is truncated.
+        conv_a: For each layer except the lowest, the convolution that computes its target from the
+            errors of the layer below.
+        conv_p: For each layer, the convolution that computes its prediction.
         lstm: For each layer, its convolutional LSTM.
 
     Raises:
-        UsageError: For a size that cannot be halved once for each further layer (the message names
-            the nearest sizes that can), for channels or sizes that are not positive integers, and
-            for an unknown truncation.
+        UsageError: If the size cannot be halved often enough (the message names the nearest sizes
+            that can), if channels or sizes are not positive integers, or if the truncation is
+            unknown.
 
     Examples:
         >>> import torch
@@ -127,14 +127,14 @@ class PredNet(Trainable):
         """Load a network from a `.model` file that the authors' Chainer code has saved.
 
         Args:
-            file: The file; its arrays say how many layers and channels there are, and the size of a
-                frame.
+            file: The file. Its arrays determine the number of layers and channels, and the size of
+                a frame.
 
         Returns:
-            The network, from whose weights training starts.
+            The network. A training starts from its weights.
 
         Raises:
-            DataError: For a file that is missing or damaged, or holds no PredNet of the authors.
+            DataError: If the file is missing or damaged, or has no PredNet of the authors.
         """
         return read_chainer(file, cls)
 
@@ -142,7 +142,7 @@ class PredNet(Trainable):
         """Draw LeCun-normal weights from a generator, and set all biases to zero.
 
         Args:
-            generator: Where the random numbers come from; they are drawn in float32 on its own
+            generator: The generator of the random numbers, which are drawn in float32 on its
                 device.
         """
         for conv in (*self.conv_a, *self.conv_p):
@@ -157,15 +157,15 @@ class PredNet(Trainable):
         """Predict a frame after each frame of a film.
 
         Args:
-            frames: (T, B, C, H, W), numbers in [0, 1].
-            state: The state that an earlier call returned; None begins with zeros.
+            frames: Frames (T, B, C, H, W), numbers in [0, 1].
+            state: The state that an earlier call returned; None for a state of zeros.
 
         Returns:
-            The predictions, (T, B, C, H, W), of which prediction t is for frame t + 1; and the
-            state after the last frame, a `LayerState` for each layer.
+            The predictions, (T, B, C, H, W), where prediction t is for frame t + 1, and the state
+            after the last frame, a `LayerState` for each layer.
 
         Raises:
-            UsageError: For frames of another shape.
+            UsageError: If the frames have another shape.
 
         Examples:
             >>> import torch
@@ -197,8 +197,7 @@ class PredNet(Trainable):
         """Make a state of zeros.
 
         Args:
-            frame: One frame (B, C, H, W), which says how many films there are, the type of the
-                numbers and the device.
+            frame: A frame (B, C, H, W) with the batch size, the type and the device of the state.
 
         Returns:
             A `LayerState` for each layer, from the bottom up.
@@ -210,13 +209,13 @@ class PredNet(Trainable):
         return [LayerState(zeros, zeros, zeros) for zeros in map(frame.new_zeros, shapes)]
 
     def check_state(self, state: PredNetState | None) -> None:
-        """Check that a state has the shapes of this network's, for one film.
+        """Check that a state has the shapes of this network, for a batch of one film.
 
         Args:
-            state: What `training_loss` may have returned.
+            state: A state that `training_loss` may have returned.
 
         Raises:
-            UsageError: For a state of other shapes, with both.
+            UsageError: If the state has other shapes. The message names both.
         """
         if state is None:
             return
@@ -232,8 +231,8 @@ class PredNet(Trainable):
         """Process one frame: bottom-up comparison with the predictions, then top-down prediction.
 
         Args:
-            frame: (B, C, H, W), numbers in [0, 1].
-            state: The state after the frame before.
+            frame: A frame (B, C, H, W), numbers in [0, 1].
+            state: The state after the previous frame.
 
         Returns:
             The state after this frame.
@@ -241,15 +240,18 @@ class PredNet(Trainable):
         return self.top_down(self.bottom_up(frame, state), state)
 
     def bottom_up(self, frame: Frame, state: PredNetState) -> list[Tensor]:
-        """Compute how far each layer's last prediction is from what it sees now.
+        """Compute the errors of each layer's last prediction, from the bottom up.
+
+        The target of the lowest layer is the frame. The target of any other layer is computed from
+        the errors of the layer below.
 
         Args:
-            frame: (B, C, H, W), numbers in [0, 1].
-            state: The state after the frame before.
+            frame: A frame (B, C, H, W), numbers in [0, 1].
+            state: The state after the previous frame.
 
         Returns:
-            The error units of each layer, from the bottom up, (B, 2C, H, W) each: the rectified
-            differences of either sign.
+            The error units of each layer, (B, 2C, H, W): the positive and the negative part of the
+            difference between target and prediction.
         """
         errors: list[Tensor] = []
         for layer, (_, _, prediction) in enumerate(state):
@@ -264,11 +266,12 @@ class PredNet(Trainable):
         """Compute the next state from the top layer down: representation, then prediction.
 
         Args:
-            errors: What `bottom_up` returned.
-            state: The state after the frame before.
+            errors: The error units that `bottom_up` returned.
+            state: The state after the previous frame.
 
         Returns:
-            A `LayerState` for each layer, from the bottom up. The lowest prediction is at most 1.
+            A `LayerState` for each layer, from the bottom up. The prediction of the lowest layer is
+            clipped at 1.
         """
         next_state: PredNetState = []
         for layer in reversed(range(len(state))):
@@ -281,28 +284,32 @@ class PredNet(Trainable):
         return next_state
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Float[Tensor, "t b c h w"]]:
-        """Make a single batch of a window, so that there is one update per window.
+        """Yield the whole window as a single batch, so that there is one update per window.
 
         Args:
             window: Frames (T, C, H, W).
 
         Yields:
-            The window as one film, (T, 1, C, H, W).
+            The window as a batch of one film, (T, 1, C, H, W).
         """
         yield window[:, None]
 
     def training_loss(
         self, batch: Float[Tensor, "t b c h w"] | Feed, state: PredNetState | None
     ) -> tuple[Tensor, Tensor, PredNetState | None]:
-        """Predict each frame of the batch but the first from the frames before it, and compare.
+        """Predict each frame of the batch from the frames before it, and compute the errors.
+
+        The first frame is not predicted.
 
         Args:
-            batch: Frames (T, B, C, H, W), or a `Feed`, which gives them one after the other.
-            state: The state that this method returned for the window before; None at the beginning.
+            batch: Frames (T, B, C, H, W), or a `Feed`, which yields them one after the other.
+            state: The state that this method returned for the previous window; None at the
+                beginning.
 
         Returns:
-            The sum of the frames' mean squared errors, a scalar to differentiate; these errors, (T
-            − 1,); and the next state, detached from the graph.
+            Three things: the sum of the mean squared errors, a scalar to differentiate; the mean
+            squared error of each predicted frame, (T − 1,); and the next state, detached from the
+            graph.
         """
         if state is not None and self.truncation == "loss":
             state = self._chain_to_predictions(state)
@@ -313,7 +320,7 @@ class PredNet(Trainable):
         return errors.sum(), errors.detach(), detach_state(next_state)
 
     def _chain_to_predictions(self, state: PredNetState) -> PredNetState:
-        """Connect each prediction but the lowest with the convolution that made it.
+        """Connect the predictions of the upper layers to the convolutions that made them.
 
         The convolutions are computed again, so that gradients of this window's loss reach their
         weights. The values of the predictions do not change.
@@ -322,8 +329,9 @@ class PredNet(Trainable):
         chained_layers = [lowest_layer]
         for conv, layer in zip(self.conv_p[1:], upper_layers, strict=True):
             recomputed = conv(layer.r)
-            # The weights have changed since, so the new values are subtracted again: only the
-            # convolution's gradient is used. The factor (P > 0) is the derivative of the ReLU.
+            # The weights have changed since then, so the new values differ. They are subtracted
+            # again, so that only their gradient remains. The factor (P > 0) is the derivative of
+            # the ReLU.
             chained_layers.append(
                 layer._replace(p=layer.p + (layer.p > 0) * (recomputed - recomputed.detach()))
             )
@@ -376,10 +384,14 @@ def frame_errors(
 class ConvLSTM(nn.Module):
     """A convolutional LSTM (Shi et al. 2015) with peepholes.
 
-    A single convolution computes the four gates i, f, c and o. Its inputs are groups of
-    `in_channels` channels and the hidden state of the LSTM. The gates i, f and o also see the cell
-    through peepholes: weights of the cell's full shape, by which it is multiplied element by
-    element.
+    A single convolution computes the input gate i, the forget gate f, the candidate g and the
+    output gate o. The three gates also depend on the cell through peepholes, which are elementwise
+    weights with the full shape of the cell.
+
+    Args:
+        in_channels: The numbers of channels of the inputs. The hidden state is a further input.
+        channels: The number of channels of the hidden state and of the cell.
+        size: The height and width of the maps.
     """
 
     def __init__(self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int]) -> None:

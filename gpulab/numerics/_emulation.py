@@ -1,8 +1,10 @@
 """Emulation of another chip's arithmetic: PyTorch's matrix products, rounded as on that chip.
 
-Chips differ in two ways. They round the factors of a product to different formats, which causes
-nearly all of the difference between results and is cheap to imitate. And they sum the products in
-different orders.
+Chips differ in two ways:
+
+- They round the factors of a product to different formats. This causes nearly all of the difference
+  between results, and is cheap to imitate.
+- They sum the products in different orders.
 
 Sources: Fasi, Higham, Mikaitis, Pranesh 2021, *Numerical behavior of NVIDIA tensor cores* (PeerJ
 Computer Science 7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909); Khattak,
@@ -53,22 +55,22 @@ MAX_CHUNK_PRODUCTS = 1 << 18
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a chip multiplies and sums matrices of float32 numbers.
+    """The way in which a chip multiplies matrices of float32 numbers.
 
     Attributes:
-        name: Its name.
-        format: The format that the factors are rounded to, a name of `gpulab.numerics.FORMATS`.
+        name: The name of the format or the chip.
+        format: The format to which the factors are rounded, a name of `gpulab.numerics.FORMATS`.
         roundings: The modes of `gpulab.numerics.round_to` by which factors are rounded, for three
             kinds of product: matrix products; convolutions and the gradients of their inputs; the
             gradients of convolutions' weights.
-        result: The format that the float32 sum is rounded to.
-        order: How the products are added (see `gpulab.numerics.emulate`). None leaves the order to
-            this machine's libraries.
+        result: The format to which the float32 sum is rounded.
+        order: The order in which products are added (see `gpulab.numerics.emulate`). None leaves
+            the order to this machine's libraries.
         slices: The number of partial sums that a sum is split into; these are added in turn.
-        block_size: How many products a tensor core adds to the sum at once.
-        fraction_bits: How many bits of each product a tensor core keeps below the leading bit of
-            the largest term in the block.
-        significant_bits: How many significant bits of the new sum a tensor core keeps.
+        block_size: The number of products that a tensor core adds to the sum at once.
+        fraction_bits: The number of bits of each product that a tensor core keeps below the leading
+            bit of the largest term in the block.
+        significant_bits: The number of significant bits of the new sum that a tensor core keeps.
         slice_multiple: The number of products in a slice is a multiple of this.
         channel_tile: The number of channels in a tile. A convolution adds the products of one tile
             at every position of its kernel before it begins the next tile. None stands for one tile
@@ -88,9 +90,10 @@ class Arithmetic:
     channel_tile: int | None = None
 
     def round_factor(self, x: Tensor, kind: int = MATRIX) -> Tensor:
-        """Round a factor to the format; for 8-bit formats, scale it by a power of two first.
+        """Round a factor to the format.
 
-        The power of two brings the largest number close to the largest of the format.
+        For an 8-bit format, the factor is first multiplied by a power of two, and divided by it
+        after rounding. The power brings the largest number close to the largest of the format.
         """
         if self.format == "float32":
             return x
@@ -109,7 +112,7 @@ class Arithmetic:
 
     @property
     def sums_in_order(self) -> bool:
-        """Return whether `multiply` adds up the products, instead of this machine's libraries."""
+        """Whether `multiply` adds up the products, instead of this machine's libraries."""
         if self.order == "tensor-core" and self.format == "float32":
             return False  # Tensor cores do not take float32 factors.
         return self.order is not None or self.slices > 1
@@ -303,38 +306,48 @@ def emulate(
     device. Recurrent layers are split into matrix products. An emulation inside another one
     replaces it.
 
-    A card that has TF32 (`ampere`, `hopper`) uses it only if the program allows it. For matrix
-    products the program allows it through `torch.backends.cuda.matmul` or
-    `torch.set_float32_matmul_precision`; by default it is not allowed (since torch 1.12). For
-    convolutions the program allows it through `torch.backends.cudnn`; by default it is allowed. The
-    setting `cpu:tf32=on,emulate=ampere` allows both. A format or an `Arithmetic` applies whatever
-    the program allows.
+    A card that has TF32 (`ampere`, `hopper`) uses it only if the program allows it, and so does the
+    emulation:
+
+    - for matrix products, through `torch.backends.cuda.matmul` or
+      `torch.set_float32_matmul_precision`; not allowed by default (since torch 1.12);
+    - for convolutions, through `torch.backends.cudnn`; allowed by default.
+
+    The setting `cpu:tf32=on,emulate=ampere` allows both. If `name` is a format or an `Arithmetic`,
+    it applies regardless of these flags.
 
     An emulation cannot know which kernel a library will choose. For example, an H200 computes many
     small convolutions in float32 even if TF32 is allowed (`benchmarks/results/products.md`).
 
     Args:
-        name: A format: `tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2` or `float32`.
-            Products in a 16-bit format return 16-bit numbers, as autocast does; an 8-bit format
-            first scales each tensor to its range, as torchao does. Or a generation of cards:
-            `ampere` (RTX 30, A100), `hopper` (H100, H200). Or an `Arithmetic`, such as the one that
-            the block gives.
-        order: How the products are added. `sequential`: one after the other; `pairwise`: neighbours
-            first, then their sums; `tensor-core`: in the blocks of the chip's tensor cores;
-            `split-N`: into N sums, which are added in turn, as N threads or a split-K kernel would;
-            `tensor-core+split-4` is both. None leaves the order to this machine's libraries, which
-            is fast: sums are then computed in float32, and only the formats differ. For numbers
-            that are not float32, the libraries always determine the order.
+        name: The arithmetic, given in one of three ways:
+
+            - A format: `tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2` or `float32`.
+              Products in a 16-bit format return 16-bit numbers, as with autocast. An 8-bit format
+              first scales each tensor to its range, as torchao does.
+            - A generation of cards: `ampere` (RTX 30, A100) or `hopper` (H100, H200).
+            - An `Arithmetic`, such as the one that this function yields.
+        order: The order in which products are added:
+
+            - `sequential`: one after the other;
+            - `pairwise`: neighbours first, then their sums;
+            - `tensor-core`: in the blocks of the chip's tensor cores;
+            - `split-N`: into N sums, which are then added in turn, as with N threads or a split-K
+              kernel. `tensor-core+split-4` combines two orders;
+            - None: in the order of this machine's libraries. This is fast, because only the factors
+              and results are rounded, and sums are computed in float32.
+
+            For numbers that are not float32, the libraries always determine the order.
 
     Yields:
         The `Arithmetic` that is emulated.
 
     Raises:
-        UsageError: For unknown names, an unknown order, and `tensor-core` where a chip has no
-            tensor cores for the format.
-        GpulabError: Inside the block, for an operation whose products the emulation cannot reach.
-            With an order also for a convolution that is dilated, transposed, grouped, or not over
-            two dimensions.
+        UsageError: If the name or the order is unknown, or if there are no tensor cores for the
+            format.
+        GpulabError: Inside the block, if the emulation cannot reach the products of an operation.
+            With an order, also if a convolution is dilated, transposed, grouped, or not over two
+            dimensions.
 
     Examples:
         >>> import torch
@@ -380,11 +393,11 @@ def active_emulators() -> list[_Emulator]:
 
 @contextlib.contextmanager
 def float32_products() -> Iterator[None]:
-    """Keep float32 for matrix products and convolutions in the `with` block, in any setting.
+    """Compute matrix products and convolutions in the `with` block in float32, in any setting.
 
     It is meant for the few lines of a training that need full precision, while the rest may use
-    TF32 or emulated arithmetic. `backward` usually runs after the block, so gradients of what is
-    computed inside are then computed as the setting says.
+    TF32 or emulated arithmetic. Usually `backward` runs after the block. The products of the
+    backward pass are then computed as the setting requires.
 
     Examples:
         >>> import torch
@@ -494,7 +507,7 @@ class _Emulator(UncompiledDispatchMode):
 
 
 class _UnfusedRecurrentLayers(TorchFunctionMode):
-    """Computes recurrent layers by separate products, which a mode can see, not by one kernel."""
+    """Computes recurrent layers by separate products, which the emulator can see."""
 
     def __torch_function__(
         self,
@@ -579,7 +592,7 @@ def _matrix_product(
         # As in torch, a summand with the factor 0 is ignored, even if it has NaN.
         out = alpha * out + beta * args[0] if beta else alpha * out
     out = arithmetic.round_result(out)
-    # An operation in place writes into its first argument, one with `out` into that.
+    # An operation in place writes into its first argument, and one with `out` into `out`.
     target = args[0] if schema_name(operation).endswith("_") else kwargs.get("out")
     return out if target is None else target.resize_(out.shape).copy_(out)
 
@@ -632,8 +645,8 @@ def _gradients_in_order(
         columns = _patches(x, weight.shape[2:], stride, padding).flatten(3).flatten(0, 2)
         rows = output_gradient.transpose(0, 1).flatten(1)
         return [None, arithmetic.multiply(rows[None], columns.T[None]).reshape(weight.shape)]
-    # The gradient of the input is a convolution of the output's gradient with the turned kernel.
-    # The output's gradient is first spread out by the stride, with zeros in between.
+    # The gradient of the input is a convolution of the output's gradient with the kernel rotated by
+    # 180°. The output's gradient is first spread out by the stride, with zeros in between.
     lengths = [*zip(x.shape[2:], weight.shape[2:], padding, strict=True)]
     spread = output_gradient.new_zeros(
         *output_gradient.shape[:2], *(n - k + 1 + 2 * p for n, k, p in lengths)

@@ -22,7 +22,7 @@ class Format:
         precision: The number of significant bits, including the leading one.
         minexp: The exponent of the smallest normal number, which is two to this power.
         largest: The largest finite number.
-        dtype: Torch's type for it; None where torch has none.
+        dtype: Torch's type for it; None if torch has none.
         has_infinities: Whether there are infinities.
     """
 
@@ -34,7 +34,7 @@ class Format:
 
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
-SAMPLE_SIZE = 4096  # so many numbers nearly always show that a tensor was not rounded
+SAMPLE_SIZE = 4096  # numbers that nearly always suffice to show that a tensor was not rounded
 FORMATS = {
     "float32": Format(24, -126, MAX_FLOAT32, torch.float32),
     "tf32": Format(11, -126, (2 - 2.0**-10) * 2.0**127),
@@ -46,7 +46,7 @@ FORMATS = {
 
 
 def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
-    """Round a float32 tensor to the numbers that a format has.
+    """Round a float32 tensor to the numbers of a format.
 
     Args:
         x: float32 numbers, in any shape.
@@ -62,8 +62,8 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
         instead. `float8_e4m3fn` has no infinities, so all such numbers become its largest one.
 
     Raises:
-        UsageError: For an unknown format, a mode that it does not have, and for numbers that are
-            not float32.
+        UsageError: If the format is unknown or does not have the mode, or if the numbers are not
+            float32.
 
     Examples:
         >>> import torch
@@ -99,8 +99,8 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
 def _round_bits(x: Tensor, n_dropped: int, mode: str) -> Tensor:
     """Round off the last `n_dropped` bits of float32's significand.
 
-    Adding a number below the last kept bit carries into it where the number is to be rounded up.
-    The carry may reach the exponent, which is correct as well.
+    A number is added to the bits that are dropped. If the number has to be rounded up, the addition
+    carries into the last kept bit. The carry may reach the exponent, which is correct as well.
     """
     bits = x.view(torch.int32)
     half = {"nearest": (1 << (n_dropped - 1)) - 1, "away": 1 << (n_dropped - 1), "truncate": 0}[
@@ -113,10 +113,11 @@ def _round_bits(x: Tensor, n_dropped: int, mode: str) -> Tensor:
 
 
 def rounded_format(x: Tensor) -> str | None:
-    """Return the format that a float32 tensor was rounded to, `tf32` or `bfloat16`; else None.
+    """Return the format that a float32 tensor was rounded to, `tf32` or `bfloat16`, or None.
 
-    float16 has as many significant bits as `tf32`, and gives `tf32`. Integers and other multiples
-    of one number have few significant bits without having been rounded, and give None.
+    The result for float16 is `tf32`, which has as many significant bits. The result for integers
+    and other multiples of one number is None, because these have few significant bits without
+    having been rounded.
 
     >>> numbers = torch.tensor([0.1, 0.2, 0.7, 0.3])
     >>> (
@@ -125,7 +126,7 @@ def rounded_format(x: Tensor) -> str | None:
     ...     rounded_format(torch.arange(9.0)),
     ... )
     ('bfloat16', None, None)
-    >>> rounded_format(numbers[:3].bfloat16().float()) is None  # so few may be short by chance
+    >>> rounded_format(numbers[:3].bfloat16().float()) is None  # three may have few bits by chance
     True
     """
     flat = x.detach().reshape(-1)
@@ -135,7 +136,7 @@ def rounded_format(x: Tensor) -> str | None:
     ):
         return None  # A sample with more bits than both formats decides the question.
     significands, exponents = _significands(flat)
-    if significands.size < 4:  # So few numbers may have few bits by chance.
+    if significands.size < 4:  # Three numbers may have few bits by chance.
         return None
     length = _bit_length(significands)
     # The lowest set bit of all numbers. If all bits of all numbers, from the highest to this one,

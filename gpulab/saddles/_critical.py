@@ -16,7 +16,6 @@ import copy
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -29,11 +28,8 @@ from gpulab.saddles._hessian import Hessian, hessian
 from gpulab.saddles._objectives import Batch, Loss, Objective
 from gpulab.steps import trainable_parameters
 
-if TYPE_CHECKING:
-    pass
-
-MAX_STEPS = 300
-MAX_PARAMETERS = 5_000  # each step computes the whole Hessian of so many parameters
+MAX_STEPS = 300  # steps of the search
+MAX_PARAMETERS = 5_000  # the largest number of weights, because each step computes their Hessian
 GRADIENT_TOLERANCE = 1e-20  # the squared length of a gradient that counts as zero
 # Eigenvalues with |λ| below this share of the largest |λ| belong to the kernel of the Hessian.
 KERNEL_SHARE = 1e-4
@@ -91,7 +87,7 @@ class CriticalPoint:
 
     @property
     def loss(self) -> float:
-        """The loss there."""
+        """The loss at this point."""
         return float(self.objective(self.model).detach())
 
     @functools.cached_property
@@ -107,12 +103,12 @@ class CriticalPoint:
 
     @property
     def eigenvalues(self) -> Float[Tensor, " n"]:
-        """All eigenvalues of the Hessian, (n,), the least first."""
+        """All eigenvalues of the Hessian, (n,), in ascending order."""
         return self._eigen[0]
 
     @property
     def index(self) -> int:
-        """How many eigenvalues of the Hessian are negative."""
+        """The number of negative eigenvalues of the Hessian."""
         return len(self.unstable[0])
 
     @property
@@ -154,15 +150,16 @@ def find_critical_point(
     Args:
         model: The network whose weights the search begins with; it is not changed.
         loss: A function of the model's outputs and the targets, which returns a scalar.
-        batch: Inputs and targets, or what else `gpulab.hessian` accepts.
+        batch: Inputs and targets, or another batch that `gpulab.hessian` accepts.
         progress: Whether to show a progress bar.
 
     Returns:
         A `gpulab.saddles.CriticalPoint`. Its `found` and `message` say whether it is critical.
 
     Raises:
-        UsageError: For more than 5,000 weights, and for what `gpulab.hessian` refuses.
-        DataError: For weights or a loss that are not finite.
+        UsageError: If there are more than 5,000 weights, or if `gpulab.hessian` refuses the model,
+            the loss or the batch.
+        DataError: If weights or the loss are not finite.
 
     Examples:
         >>> import torch
@@ -210,8 +207,9 @@ def find_critical_point(
             break
         weights = parameters_to_vector(parameters).detach()
         gain_ratio = 0.0
-        # The damping is increased until the step makes the gradient smaller. The comparisons are
-        # negated because the gain ratio may be NaN, which then counts as a failed step.
+        # The gain ratio is the achieved decrease of ‖g‖² divided by the predicted one. The damping
+        # is increased until a step makes the gradient smaller. The comparisons are negated because
+        # the gain ratio may be NaN, which then counts as a failed step.
         while not gain_ratio > MIN_GAIN_RATIO and damping < MAX_DAMPING:
             step = (
                 -values

@@ -58,24 +58,24 @@ def curvature_along(
     command: str | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Train a network from several seeds and settings, and measure the loss's curvature meanwhile.
+    """Train a network from several seeds and settings, and measure the curvature of its loss.
 
-    It measures at logarithmically spaced moments, from before the first update to the end of the
-    training. At each it computes the spectrum of the Hessian of the training's objective on one
-    fixed batch. The batch is 200 training images, or the first 10 training frames, for which the
-    network begins with an empty state. (PredNet's objective is the sum over the frames.) The
-    measurement does not depend on the training's setting: it is made in float32, on the device that
-    trained, with one thread on a CPU and without TF32 on a GPU.
+    The curvature is measured at logarithmically spaced moments, from before the first update to the
+    end of the training. Each measurement is the spectrum of the Hessian of the training's objective
+    on one fixed batch: 200 training images, or the first 10 training frames, for which the network
+    begins with an empty state. (PredNet's objective is the sum over the frames.) All measurements
+    are made in float32, on the device that trained, with one thread on a CPU and without TF32 on a
+    GPU, so they do not depend on the setting of the training.
 
     Args:
         net: The name of the network: `autoencoder`, `prednet` or `whitener`.
         setting: One setting to train under, or several, such as `["cpu", "cpu:precision=float64"]`.
-        seeds: The seeds to train from, or how many: 3 stands for 0, 1 and 2.
-        profile: How long to train and on what: `smoke`, `quick` or `paper`, as for `gpulab.train`.
+        seeds: The seeds to train from, or their number: 3 stands for 0, 1 and 2.
+        profile: The size of the training: `smoke`, `quick` or `paper`, as for `gpulab.train`.
         snapshots: The number of moments. Moments that coincide are measured once. A single moment
             is the end of the training.
-        probes: How many random vectors `gpulab.saddles.spectral_density` begins with.
-        steps: How many steps of Lanczos it makes from each.
+        probes: The number of random vectors of `gpulab.saddles.spectral_density`.
+        steps: The number of Lanczos steps from each of them.
         store: A folder for the measurements. A training whose measurements are already in the
             folder is not repeated.
         command: The command that makes the measurements, to be recorded with them.
@@ -99,10 +99,10 @@ def curvature_along(
         A training that diverged has a last row without numbers, whose `size` is 0.
 
     Raises:
-        UsageError: For an unknown network, profile or setting, for no setting or no seed, and for
-            numbers that are not positive integers.
-        DataError: For a damaged file in the store; the message names it.
-        GpulabError: For a setting that cannot run here.
+        UsageError: If the network, the profile or a setting is unknown, if there is no setting or
+            no seed, or if numbers are not positive integers.
+        DataError: If a file in the store is damaged. The message names it.
+        GpulabError: If a setting cannot run on this machine.
 
     Examples:
         >>> import gpulab as gl

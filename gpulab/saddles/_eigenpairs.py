@@ -42,10 +42,10 @@ def extreme_eigenpairs(
         columns, (n, 2), in the operator's type on its device.
 
     Raises:
-        UsageError: For an operator that is not square, or not float32 or float64, and for a
-            tolerance out of range.
-        DataError: For an operator that is not symmetric, whose products are not finite, or whose
-            eigenvectors are not found to the tolerance.
+        UsageError: If the operator is not square, or not of float32 or float64, or if the tolerance
+            is out of range.
+        DataError: If the operator is not symmetric, products are not finite, or the eigenvectors
+            are not found to the tolerance.
 
     Examples:
         >>> import torch

@@ -170,7 +170,16 @@ def choose_optimizer(
 class Descent:
     """A training that starts at a saddle, in the active arithmetic.
 
-    `law` is the law by which its optimiser leaves the saddle; None for an optimiser without one.
+    Args:
+        saddle: The saddle.
+        weights: The weights to train.
+        optimizer: The optimiser of these weights.
+        size: The number of samples in a batch; None for all samples.
+        seed: The seed of the order of the samples.
+
+    Attributes:
+        law: The law by which the optimiser leaves the saddle; None for an optimiser without one.
+        changed_shares: The share of the weights that each step changed.
     """
 
     def __init__(
@@ -199,7 +208,6 @@ class Descent:
         eigenvalues, eigenvectors = saddle.unstable
         self.unstable_values = eigenvalues.to(weights.float64_device)
         self.unstable_directions = eigenvectors.to(weights.float64_device)
-        # The share of the weights that each step changed.
         self.changed_shares: list[float] = []
 
     def batches(self) -> Iterator[InputsTargets]:
@@ -228,7 +236,7 @@ class Descent:
         return loss.detach(), torch.autograd.grad(loss, self.weights.parameters)
 
     def iterate(self) -> Iterator[tuple[Tensor, Float[Tensor, " n"]]]:
-        """Train without end; before each step, yield the loss and the displacement from the saddle.
+        """Yield the loss and the displacement from the saddle before each of infinitely many steps.
 
         After each step, the share of the weights that it changed is appended to `changed_shares`.
         """
@@ -244,9 +252,13 @@ class Descent:
     def equivalent_displacement(self) -> Float[Tensor, " m"]:
         """Compute the unstable displacement that has the same effect as errors at the saddle.
 
-        These are errors of rounded weights and of gradients, and the noise of minibatches. A step
-        moves the weights by −η g. A movement has grown by ρⁿ after n further steps, so the first
-        batches count most. NaN for minibatches with an optimiser for which this law does not hold.
+        The errors are those of rounded weights and of gradients, and the noise of minibatches. A
+        step moves the weights by −η g, and this movement grows by the factor ρⁿ in n further steps.
+        So the errors of the first batches count most.
+
+        Returns:
+            The displacement along each unstable direction, (m,). NaN for minibatches with an
+            optimiser for which this law does not hold.
         """
         if self.batch_size is not None and (self.law is None or math.isfinite(self.law.max_step)):
             return torch.full_like(self.unstable_values, math.nan).cpu()
@@ -279,22 +291,27 @@ class Descent:
 def escape(
     descent: Descent, optimizer: str | OptimizerFactory, perturbation: float, steps: int | None
 ) -> tuple[dict[str, str | float], pd.DataFrame]:
-    """Train until the saddle is left; return a row of an `EscapeTable` and a row for each step.
+    """Train until the saddle is left.
 
     The training ends at the latest after `steps` steps, by default three times the expected number
     and a constant. Without minibatches it ends earlier if no weight has changed in the last 10
     steps of `sgd`, or in the last 500 of another optimiser.
 
+    Returns:
+        A row of the table of an `EscapeTable`, and the path, a data frame with a row for the start
+        and one after each step.
+
     Raises:
-        DataError: Where weights or a loss become infinite or NaN.
+        DataError: If weights or a loss become infinite or NaN.
     """
     import pandas as pd
 
     name = optimizer_name(optimizer, descent.optimizer)
     law = descent.law
-    # The steps without change after which a training is held, the steps added to the limit, and the
-    # steps beyond twice the expected number that do not yet count as held. Optimisers with a memory
-    # need time to settle first.
+    # `patience`: the number of steps without a change after which rounding holds the network.
+    # `extra_steps`: the constant in the default limit of the steps.
+    # `tolerated_steps`: the number of steps beyond twice the expected number that do not yet count
+    # as held. Optimisers with a memory need time to settle first.
     if name == "sgd":
         patience = HELD_STEPS
         extra_steps = 100
@@ -441,7 +458,7 @@ class EscapeTable(Report):
             The slope by least squares, and the lower and the upper end of its 95 % interval.
 
         Raises:
-            DataError: For fewer than three different escapes.
+            DataError: If there are fewer than three different escapes.
         """
         from scipy import stats
 
@@ -479,11 +496,11 @@ def escape_table(
     master_weights: bool = False,
     progress: bool = True,
 ) -> EscapeTable:
-    """Train from a saddle until it is left, for each combination of seeds, settings and so on.
+    """Train from a saddle until it is left, for each combination of the arguments.
 
     At a saddle the gradient is zero. Only a perturbation, errors of the arithmetic and the noise of
-    minibatches move the network away. The result has the step at which each training left, and the
-    step that theory expects.
+    minibatches move the network away. The result has the step at which each training left the
+    saddle, and the step that theory predicts.
 
     Args:
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or
@@ -498,9 +515,9 @@ def escape_table(
         perturbations: One or more distances by which the model is first moved along the steepest
             unstable direction.
         batch_sizes: One or more numbers of samples in a step; None stands for all samples.
-        seeds: The seeds, or how many. A seed draws the order of the data. It also mixes the hidden
-            units of a linear autoencoder, which gives the same saddle with other weights, whose
-            rounding errors differ.
+        seeds: The seeds, or their number. The order of the data depends on the seed. The hidden
+            units of a linear autoencoder are also mixed by the seed: the saddle is the same, but
+            the weights and their rounding errors differ.
         steps: The largest number of steps. By default three times the expected number, plus 100
             (1,000 for other optimisers than `sgd`), but at most 100,000; 100,000 without a theory.
             Without minibatches a training ends earlier if no weight has changed in the last 10
@@ -513,12 +530,11 @@ def escape_table(
         A `gpulab.saddles.EscapeTable`.
 
     Raises:
-        UsageError: For an empty list; for a point at which the loss curves down in no direction;
-            for a search that found no critical point, or whose data are no pair of tensors; for an
-            unknown optimiser, or one that ignores the given learning rate; and for numbers out of
-            range.
-        DataError: Where weights or a loss become infinite or NaN.
-        GpulabError: For a setting that cannot run here.
+        UsageError: If a list is empty; if the loss curves down in no direction; if the saddle is
+            not a critical point, or its data are not a pair of tensors; if an optimiser is unknown
+            or ignores the given learning rate; or if numbers are out of range.
+        DataError: If weights or a loss become infinite or NaN.
+        GpulabError: If a setting cannot run on this machine.
 
     Examples:
         >>> import torch

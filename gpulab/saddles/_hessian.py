@@ -1,4 +1,4 @@
-"""The Hessian of a loss, as a linear operator that is never written out."""
+"""The Hessian of a loss, as a linear operator whose matrix is not computed."""
 
 from __future__ import annotations
 
@@ -61,25 +61,25 @@ MAX_BATCHED_VECTORS = 10  # the largest number of vectors that are multiplied to
 class Hessian:
     """The Hessian of a loss, the symmetric (n, n) matrix of second derivatives, as an operator.
 
-    `gpulab.hessian` makes one. The matrix is never computed, except by `dense`. `H @ v` is its
-    product with a vector (n,), or with k vectors at once (n, k), which costs much less than k
-    single products. Vectors must have the operator's `dtype` and be on its `device`; `H @ v` raises
-    `UsageError` for others. The operator keeps a copy of the weights it was made from, so training
-    the model further does not change it.
+    `gpulab.hessian` makes one. The matrix is computed only by `dense`. `H @ v` is the product with
+    a vector (n,), or with k vectors at once (n, k), which costs much less than k single products.
+    Vectors must have the operator's `dtype` and be on its `device`; otherwise `H @ v` raises
+    `UsageError`. The operator keeps a copy of the weights, so training the model further does not
+    change it.
 
     Attributes:
-        parameters: The tensors by which the loss was differentiated, by name. A vector is all of
-            them, flattened, in this order.
+        parameters: The tensors with respect to which the loss was differentiated, by name. A vector
+            consists of all of them, flattened, in this order.
         loss: The loss at these weights.
-        gradient: The gradient there, (n,).
+        gradient: The gradient at these weights, (n,).
         shape: (n, n).
         dtype: The type of parameters and vectors, float32 or float64.
-        device: Where they are.
-        method: How products are computed. With `forward over reverse` the gradient was recorded as
-            a list of operations, and each product is its derivative along the vector; on a GPU this
-            is a CUDA graph. With `reverse over reverse` autograd's own graph of the gradient is
-            kept and differentiated for each product. This method is used where the first does not
-            support an operation.
+        device: The device of parameters and vectors.
+        method: The method that computes products. With `forward over reverse`, the gradient was
+            recorded as a list of operations, and each product is the derivative of this list along
+            the vector; on a GPU it is computed by a CUDA graph. With `reverse over reverse`,
+            autograd's graph of the gradient is kept and differentiated for each product. The second
+            method is used if the first does not support an operation.
         at_once: The number of vectors in `H @ V` that are multiplied together: as many as fit into
             256 MiB on a CPU or 3 GiB on a GPU, but at most ten; one with reverse over reverse. More
             vectors at once are faster and take more memory.
@@ -110,6 +110,8 @@ class Hessian:
         self.device = first_parameter.device
         size = sum(tensor.numel() for tensor in parameters.values())
         self.shape = (size, size)
+        # Forward over reverse is faster, but does not support every operation. If it fails or gives
+        # a matrix that is not symmetric, reverse over reverse decides.
         try:
             self._differentiate(objective, FORWARD)
         except (UnsupportedError, DataError):
@@ -192,10 +194,10 @@ class Hessian:
         return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
 
     def dense(self) -> Float[Tensor, "n n"]:
-        """Compute the whole matrix, by as many products as it has columns.
+        """Compute the whole matrix, by a product for each column.
 
         Returns:
-            (n, n), in the operator's `dtype`, on its `device`.
+            The matrix (n, n), in the operator's `dtype`, on its `device`.
         """
         return self @ torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
 
@@ -220,19 +222,22 @@ def hessian(
 
     Args:
         model: A network with parameters in float32 or float64, on any device.
-        loss: A function of the model's outputs and the targets; without a batch, a function of
-            nothing that asks the model itself. It returns a scalar.
-        batch: One of three kinds of batch, or a `DataLoader` of such batches. A pair of inputs and
-            targets. A tensor of inputs; the loss then gets only the outputs. A mapping, such as a
-            tokenizer returns; the model then gets the items that its `forward` names, and the loss
-            gets the outputs and the whole mapping. All batches of a `DataLoader` are drawn once,
-            and their graphs are in memory together. The loss is then the mean over all examples,
-            provided that `loss` is the mean over the examples of a batch.
-        parameters: The names of the parameters to differentiate by, or of the layers that have them
-            (`"layers.0"`); other parameters are constants. By default all parameters that require
-            gradients. A tied parameter counts once, under its first name. Different parameters that
-            share memory count separately, as in autograd. The padding row of an embedding is a
-            constant, as in torch.
+        loss: A function of the model's outputs and the targets that returns a scalar. Without a
+            batch, a function without arguments, which calls the model itself.
+        batch: The data of the loss:
+
+            - a pair of inputs and targets;
+            - a tensor of inputs; the loss is then a function of the outputs alone;
+            - a mapping, such as a tokenizer returns; the model then receives the items that its
+              `forward` names, and the loss receives the outputs and the whole mapping;
+            - a `DataLoader` of such batches. All batches are drawn once, and their graphs are in
+              memory together. The loss is then the mean over all examples, provided that `loss` is
+              the mean over the examples of a batch.
+        parameters: The names of the parameters with respect to which the loss is differentiated, or
+            of the layers that have them (`"layers.0"`). Other parameters are constants. By default
+            all parameters that require gradients. A tied parameter counts once, under its first
+            name. Different parameters that share memory count separately, as in autograd. The
+            padding row of an embedding is a constant, as in torch.
 
     Returns:
         The operator, a `gpulab.saddles.Hessian`, with `H @ v`, `H.gradient` and `H.loss`. Its
@@ -241,13 +246,12 @@ def hessian(
         own backward function or hook is wrong by a factor, so is the Hessian.
 
     Raises:
-        UsageError: For a model in training mode that draws random numbers or keeps statistics; for
-            a loss that differs from call to call, is not a scalar, does not depend on the
-            parameters, holds a parameter itself instead of asking the model, or has no second
-            derivatives; for embeddings that change their weights when they are used (`max_norm`);
-            for a batch that the loss does not fit; and for unknown parameters.
-        DataError: For weights or a loss that are not finite, and for an operator that is not
-            symmetric.
+        UsageError: If the model is in training mode and draws random numbers or keeps statistics;
+            if the loss differs from call to call, is not a scalar, does not depend on the
+            parameters, refers to a parameter directly instead of through the model, or has no
+            second derivatives; if embeddings change their weights when they are used (`max_norm`);
+            if the loss does not fit the batch; or if a parameter is unknown.
+        DataError: If weights or the loss are not finite, or if the operator is not symmetric.
 
     Examples:
         >>> import torch

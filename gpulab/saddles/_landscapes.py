@@ -102,15 +102,15 @@ class Landscape:
             angle: The line's direction in degrees: 0 is `down`, 90 is `up`.
             extent: The length of the line on either side of the weights; by default the landscape's
                 own `extent`.
-            places: At how many places to compute the loss.
+            places: The number of points at which the loss is computed.
 
         Returns:
             A data frame with the columns `distance` (from the weights, with a sign), `loss`, and
             `quadratic`, the loss that follows from the slope and the curvature at the weights.
 
         Raises:
-            UsageError: For an extent that is no number above 0, and for `places` that are no whole
-                number from 1.
+            UsageError: If the extent is not a number above 0, or `places` is not a positive
+                integer.
         """
         import pandas as pd
 
@@ -146,17 +146,16 @@ def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Lands
 
     Args:
         model: A network with parameters in float32 or float64.
-        loss: A function of the model's outputs and the targets, which returns a scalar; without a
-            batch, a function of nothing that asks the model itself.
-        batch: Inputs and targets, or what else `gpulab.hessian` accepts.
+        loss: A function of the model's outputs and the targets that returns a scalar. Without a
+            batch, a function without arguments, which calls the model itself.
+        batch: Inputs and targets, or another batch that `gpulab.hessian` accepts.
 
     Returns:
         A `gpulab.saddles.Landscape`.
 
     Raises:
-        UsageError: For what `gpulab.hessian` refuses.
-        DataError: For weights or a loss that are not finite, and for an operator that is not
-            symmetric.
+        UsageError: If `gpulab.hessian` refuses the model, the loss or the batch.
+        DataError: If weights or the loss are not finite, or if the Hessian is not symmetric.
 
     Examples:
         >>> import numpy as np
@@ -205,8 +204,8 @@ class Surface(Report):
             `along`.
         loss: The loss at the saddle.
         curvatures: The least and the greatest eigenvalue of the Hessian.
-        index: How many eigenvalues are negative.
-        size: How many eigenvalues there are.
+        index: The number of negative eigenvalues.
+        size: The number of eigenvalues.
 
     Examples:
         >>> import torch
@@ -239,17 +238,17 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or
             `gpulab.saddles.find_critical_point`. Its least eigenvalue has to be negative and its
             greatest positive.
-        extent: How far to go from the saddle along the least curvature. If the greatest curvature
-            is steeper, its distances are shorter, so that the loss changes about as much.
-        places: At how many places to compute the loss on each side of the saddle, along each
-            direction.
+        extent: The largest distance from the saddle along the least curvature. If the greatest
+            curvature is steeper, distances along it are shorter, so that the loss changes about as
+            much.
+        places: The number of points on each side of the saddle, along each direction.
 
     Returns:
         A `gpulab.saddles.Surface` of (2 · places + 1) × (2 · places + 1) losses.
 
     Raises:
-        UsageError: If `places` is not a positive integer, and for a minimum or a maximum, which has
-            no such plane.
+        UsageError: If `places` is not a positive integer, or if the point is a minimum or a
+            maximum, which has no such plane.
 
     Examples:
         >>> import torch

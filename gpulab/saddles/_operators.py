@@ -19,7 +19,7 @@ class Operator(Protocol):
     Attributes:
         shape: (n, n).
         dtype: float32 or float64.
-        device: Where its vectors are.
+        device: The device of its vectors.
     """
 
     dtype: torch.dtype
@@ -37,7 +37,7 @@ def check_square(A: Operator) -> int:
     """Return the size n of an operator (n, n) of float32 or float64.
 
     Raises:
-        UsageError: For anything else.
+        UsageError: If the operator is not square, or of another type.
     """
     shape = tuple(getattr(A, "shape", ()))
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:

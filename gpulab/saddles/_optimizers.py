@@ -61,8 +61,8 @@ def build_optimizer(
     """Build an optimiser of these weights.
 
     Raises:
-        UsageError: For an unknown name, a function that returns no optimiser, and one that ignores
-            the learning rate.
+        UsageError: If the name is unknown, if the function returns no optimiser, or if the
+            optimiser ignores the learning rate.
     """
     prefix = f"optimizer={optimizer!r}:"
     factory = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
@@ -111,16 +111,21 @@ def optimizer_name(optimizer: str | OptimizerFactory, built: optim.Optimizer) ->
 class EscapeLaw:
     """The law by which displacements grow along unstable directions, to first order.
 
+    Attributes:
+        rate: The learning rate η; for optimisers that scale their steps, η/ε.
+        momentum: The momentum μ.
+        max_step: The approximate largest change of a weight in one step; infinite without a limit.
+        saturation_gradient: The gradient of a weight at which its step reaches `max_step`.
+
     Examples:
         >>> # The larger root of ρ² − 1.95 ρ + 0.9 = 0
         >>> EscapeLaw(rate=0.5, momentum=0.9).growth(torch.tensor([0.1]))
         tensor([1.2000])
     """
 
-    rate: float  # η; for optimisers that scale their steps, η/ε
+    rate: float
     momentum: float = 0.0
-    max_step: float = math.inf  # about how far one step can move a weight
-    # The gradient of a weight at which its step reaches `max_step`.
+    max_step: float = math.inf
     saturation_gradient: float = math.inf
 
     @classmethod
@@ -218,6 +223,7 @@ def _time_to_radius(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radi
     logs = start.clamp(min=1e-300).log()  # finite also for directions without a displacement
 
     def excess(step: float) -> float:
+        """Return the logarithm of the total displacement after a step, relative to the radius."""
         return float(torch.logsumexp(2 * (logs + rates * step), 0)) / 2 - math.log(radius)
 
     if excess(0) >= 0:
@@ -233,12 +239,12 @@ def step_ratio(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> float:
-    """Compute the ratio of the optimiser's settled step to half of the weights' last place.
+    """Compute the length of the optimiser's step, relative to half the weights' last place.
 
-    Both are Euclidean lengths over all weights. If the ratio is far below 1, rounding holds the
-    weights for good. The step is the one that the optimiser settles to in a constant gradient. It
-    is computed in float64 from weights of zero, so that nothing of it is rounded away. The last
-    place is that of the weights' own format.
+    The step is the one to which the optimiser settles if the gradient stays the same. It is
+    computed in float64 from weights of zero, so that nothing of it is rounded away. The last place
+    is the distance from a weight to the next number of its own format. Both are Euclidean lengths
+    over all weights. If the ratio is far below 1, rounding holds the weights for good.
 
     Examples:
         >>> weights = [torch.ones(3)]

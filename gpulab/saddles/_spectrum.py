@@ -39,13 +39,13 @@ class Index(Estimate):
     """The number of negative eigenvalues, counted or estimated; `int(index)` rounds it.
 
     Attributes:
-        value: How many eigenvalues are below −`threshold`; an estimate need not be an integer.
+        value: The number of eigenvalues below −`threshold`. An estimate need not be an integer.
         error: The standard error of `value`; 0 if the eigenvalues were counted. It does not include
             the eigenvalues that count as `zero`, whose signs are unknown.
         exact: Whether the eigenvalues were counted.
-        zero: How many eigenvalues are within `threshold` of zero. They count as neither negative
+        zero: The number of eigenvalues within `threshold` of zero. They count as neither negative
             nor positive.
-        size: How many eigenvalues there are.
+        size: The number of all eigenvalues.
         threshold: The distance from zero below which an eigenvalue counts as zero.
     """
 
@@ -82,7 +82,7 @@ class SpectralDensity:
     Attributes:
         nodes: (probes, steps).
         weights: (probes, steps); the weights of a probe add up to one.
-        size: How many eigenvalues the operator has.
+        size: The number of eigenvalues of the operator.
         halfway: The estimate from the first half of the steps. Where it differs from this one, the
             estimate has not converged. None if it was not kept.
 
@@ -183,20 +183,20 @@ def spectral_density(
     Args:
         H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and
             has `shape`, `dtype` (float32 or float64) and `device`.
-        probes: How many random vectors of +1 and −1 to begin with.
-        steps: How many steps of Lanczos to make from each. Without rounding, the quadrature is
+        probes: The number of random vectors of +1 and −1 from which the method starts.
+        steps: The number of Lanczos steps from each vector. Without rounding, the quadrature is
             exact for polynomials of degree 2 · steps − 1.
-        seed: Draws the random vectors.
-        progress: Whether to show a progress bar, where it takes longer than two seconds.
+        seed: The seed of the random vectors.
+        progress: Whether to show a progress bar if it takes longer than two seconds.
 
     Returns:
         A `gpulab.saddles.SpectralDensity`.
 
     Raises:
-        UsageError: For an operator that is not square, or not float32 or float64, and for `probes`
-            or `steps` that are not positive integers.
-        DataError: For an operator that is not symmetric (this is checked with two probes or more),
-            or whose products are not finite.
+        UsageError: If the operator is not square, or not of float32 or float64, or if `probes` or
+            `steps` is not a positive integer.
+        DataError: If the operator is not symmetric (this is checked with two probes or more), or if
+            products are not finite.
 
     Examples:
         >>> import torch
@@ -272,23 +272,27 @@ def index(H: Operator, *, progress: bool = True) -> Index:
 
     An eigenvalue counts as zero if |λ| is below a share of the largest |λ|. In an exact count the
     share is n · eps of the operator's type. In an estimate it is 1e-2, because most eigenvalues of
-    a network are close to zero, and the signs of nodes there are random. So an estimate has two
-    numbers: how many eigenvalues are below −1e-2 of the largest |λ|, and how many are too close to
-    zero to tell their signs. Many more eigenvalues may be negative than the error suggests.
+    a network are close to zero, and the signs of nodes there are random. So an estimate consists of
+    two numbers: the eigenvalues below −1e-2 of the largest |λ|, and those too close to zero for
+    their signs to be determined. Many more eigenvalues may be negative than the error suggests.
 
     Args:
         H: The operator, as for `gpulab.saddles.spectral_density`.
-        progress: Whether an estimate shows a progress bar, where it takes longer than two seconds.
+        progress: Whether an estimate shows a progress bar if it takes longer than two seconds.
 
     Returns:
-        The number as `value`, and its `error`. The error of a count is 0. That of an estimate
-        combines the spread over the probes with the change in the second half of the steps. Also
-        `zero`, how many eigenvalues count as zero; `threshold`, the largest |λ| that does; and
-        `size`, how many eigenvalues there are. `int` of the result is the rounded number.
+        An object with these attributes; `int` of it is the rounded number.
+
+        - `value`: The number of negative eigenvalues.
+        - `error`: Its standard error. For a count it is 0. For an estimate it combines the spread
+          over the probes with the change in the second half of the steps.
+        - `zero`: The number of eigenvalues that count as zero.
+        - `threshold`: The largest |λ| that counts as zero.
+        - `size`: The number of all eigenvalues.
 
     Raises:
-        UsageError: For an operator that is not square, or not float32 or float64.
-        DataError: For an operator that is not symmetric, or whose products are not finite.
+        UsageError: If the operator is not square, or not of float32 or float64.
+        DataError: If the operator is not symmetric, or products are not finite.
 
     Examples:
         >>> import torch

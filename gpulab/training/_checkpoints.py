@@ -22,7 +22,7 @@ class Checkpoint:
 
     Attributes:
         tensors: The weights (`model.…`) and the moments of Adam (`adam.…`), by name.
-        state: What the network carries to the next window.
+        state: The network's state for the next window.
         history: A record of each window so far.
         gradient_methods: The methods by which gradients were computed so far.
     """
@@ -47,7 +47,7 @@ class Checkpoint:
         """Read a checkpoint.
 
         Raises:
-            DataError: For a damaged file, and for one that is no checkpoint; the message names it.
+            DataError: If the file is damaged or is not a checkpoint. The message names it.
         """
         tensors, notes = read_tensors(file)
         with files.convert_read_errors(file, "not a checkpoint"):
@@ -91,7 +91,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def restore(self, training: Training) -> None:
-        """Put a training where it was at the end of the checkpoint's last window."""
+        """Set a training to the state at the end of the checkpoint's last window."""
         device = next(training.model.parameters()).device
         for name, tensor in _weights_and_moments(training).items():
             tensor.copy_(self.tensors[name])
@@ -116,10 +116,10 @@ def save_checkpoint(training: Training, file: Path | None) -> None:
 
 
 def resume_checkpoint(training: Training, file: Path | None) -> bool:
-    """Restore an interrupted training from its checkpoint; returns whether one was restored.
+    """Restore an interrupted training from its checkpoint, and return whether this was done.
 
-    A file that is damaged, or of another network, is quarantined with a warning before anything is
-    changed.
+    A file that is damaged or belongs to another network is quarantined with a warning, and the
+    training is not changed.
     """
     if file is None or not os.path.lexists(file):
         return False

@@ -1,4 +1,4 @@
-"""Which engine computes the windows of a training."""
+"""The choice of the engine that computes the windows of a training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gpulab.training.loop import BatchEngine, Engine
 def select_engine(autograd_engine: BatchEngine, setting: Setting, fast: bool) -> Engine:
     """Return the fastest engine that computes what `autograd_engine` computes, up to rounding.
 
-    That is `autograd_engine` itself if `fast` is False, under a setting that compiles the model or
-    casts its operations, and where the optional package `gpulab.engines` is not installed.
+    In three cases this is `autograd_engine` itself: if `fast` is false, if the setting compiles the
+    model or casts its operations, and if the optional package `gpulab.engines` is not installed.
     """
     needs_autograd = not fast or setting.compile or setting.autocast
     if needs_autograd or find_spec("gpulab.engines") is None:

@@ -98,7 +98,7 @@ class NetworkRun(PlannedRun):
         """Check the arguments of a network's training, make the model and load the data.
 
         Args:
-            net: A name of `gpulab.models.MODELS`, or such a network.
+            net: A name of `gpulab.models.MODELS`, or a network of one of these classes.
             data: As for `gpulab.train`.
             setting: As for `gpulab.train`.
             seed: As for `gpulab.train`.
@@ -109,11 +109,11 @@ class NetworkRun(PlannedRun):
             rerun: As for `gpulab.train`.
             data_options: As for `gpulab.train`.
             model_options: As for `gpulab.train`.
-            **factors: As for `gpulab.train`. None stands for the usual value.
+            **factors: As for `gpulab.train`. None stands for the default value.
 
         Raises:
-            UsageError: For arguments that make no sense.
-            DataError: For data that cannot be read.
+            UsageError: If arguments are invalid.
+            DataError: If the data cannot be read.
 
         Examples:
             >>> NetworkRun.plan("prednet", profile="smoke", seed=3, flip=0).command()

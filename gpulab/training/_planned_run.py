@@ -34,11 +34,11 @@ class TrainingOutcome:
     """The result of a training.
 
     Attributes:
-        history: One note for each window.
-        results: The part of the record that is known at the end: the status, the summary and
+        history: One record for each window.
+        results: The part of the run's record that is known at the end: the status, the summary and
             further results.
         model: The network on the CPU; None for a function.
-        data: What it learned from; None for a function.
+        data: The data that the network was trained on; None for a function.
     """
 
     history: list[WindowRecord]
@@ -51,9 +51,9 @@ class RestoredRun(NamedTuple):
     """The network and the data of a stored run.
 
     Attributes:
-        model: The network with the stored weights; None for a function, and where no weights were
+        model: The network with the stored weights; None for a function, and if no weights were
             kept.
-        data: What it learned from; None for a function.
+        data: The data that the network was trained on; None for a function.
     """
 
     model: Trainable | None
@@ -172,9 +172,11 @@ class PlannedRun(ABC):
         return shlex.join(parts)
 
     def _command_profile(self) -> list[str]:
+        """Return the words of the command line that give the profile; none for a function."""
         return []
 
     def _command_flags(self) -> dict[str, Options]:
+        """Return the options of the command line, by the flag before each of them."""
         return {"--option": self.command_options}
 
 

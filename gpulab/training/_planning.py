@@ -28,14 +28,14 @@ def plan_run(
     rerun: int = 0,
     **factors: Any,
 ) -> NetworkRun | FunctionRun:
-    """Check the arguments of `gpulab.train`, which have the same names there.
+    """Check the arguments of `gpulab.train`, which have the same names here.
 
     Returns:
-        A `NetworkRun`, with the model made and the data loaded, or a `FunctionRun`.
+        A `NetworkRun`, with the model created and the data loaded, or a `FunctionRun`.
 
     Raises:
-        UsageError: For arguments that make no sense.
-        DataError: For data that cannot be read.
+        UsageError: If arguments are invalid.
+        DataError: If the data cannot be read.
 
     Examples:
         >>> plan_run(lambda seed, power=2: seed**power, seed=3, power=1).configuration["options"]
@@ -56,8 +56,8 @@ def plan_run(
             **lengths,
             **factors,
         )
-    # For a function every argument is one of its options, and None is a value like any other unless
-    # it is the default.
+    # A training function may have options with the names of these arguments. Arguments that are
+    # None, the default, were not given. But a keyword that is None was given with this value.
     model_options = check_options("model_options", model_options)
     check_options("data_options", data_options)
     arguments = {"data": data, **lengths, "data_options": data_options}

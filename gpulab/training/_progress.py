@@ -30,6 +30,7 @@ def write_share_to(file: Path | None) -> Iterator[None]:
     written_at = float("-inf")
 
     def write_share(share: float) -> None:
+        """Write the share, unless the last one was written less than `REPORT_SECONDS` ago."""
         nonlocal written_at
         now = time.monotonic()
         if file is not None and now - written_at >= REPORT_SECONDS:
@@ -178,6 +179,7 @@ class RunClock:
 
 
 def _mean(values: Collection[float]) -> float:
+    """Return the mean of numbers; 0 if there are none."""
     return sum(values) / len(values) if values else 0.0
 
 

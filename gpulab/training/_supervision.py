@@ -82,13 +82,13 @@ def supervise(
     """Train with a progress bar; save a checkpoint every ten seconds and on interruption.
 
     Args:
-        training: What is trained.
-        windows: What is left to train on.
-        engine: Computes the updates of a window.
-        window: How many frames a window has.
-        total: How many frames the whole training has.
+        training: The training, which may have been resumed from a checkpoint.
+        windows: The windows that the training has not seen yet.
+        engine: The engine that computes the updates of a window.
+        window: The number of frames in a window.
+        total: The number of frames of the whole training.
         watch: As for `gpulab.train`.
-        checkpoint: The file for checkpoints; by default none are kept.
+        checkpoint: The file for checkpoints; None for no checkpoints.
         progress: Whether to show a progress bar.
     """
     with Progress(total=total, unit="frame", leave=False, disable=not progress) as bar:
