@@ -1,5 +1,6 @@
-"""`gpulab` and `python -m gpulab`: the command line, which Ctrl-C ends in one line from the
-first import on.
+"""The command line, `gpulab` or `python -m gpulab`.
+
+Ctrl-C ends it with a message of one line, also during its imports.
 """
 
 import sys
@@ -8,11 +9,10 @@ from gpulab import interruption
 
 
 def main() -> None:
-    """Run the command line. What it imports is imported here, so that Ctrl-C is answered then,
-    too.
-    """
+    """Run the command line, and exit with the status of an interrupted command after Ctrl-C."""
     interruption.exit_on_interrupted_import()
     try:
+        # Imported only now, so that the handler above is already active.
         from gpulab.cli import main as run_command_line
 
         run_command_line()

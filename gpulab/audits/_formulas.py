@@ -84,6 +84,7 @@ def _attention(arguments: Arguments) -> Outputs:
 def _attention_backward(arguments: Arguments) -> Outputs:
     """Compute the gradients of query, key, value and, if requested, the additive mask."""
     query, key, value = _repeat_heads(arguments)
+    # The schemas of the kernels have two names for the gradient of the output.
     gradient = arguments["grad_out"] if "grad_out" in arguments else arguments["grad_out_"]
     weights = _attention_weights(arguments, query, key)
     weights_gradient = gradient @ value.mT

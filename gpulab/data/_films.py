@@ -359,7 +359,8 @@ def _crop_and_scale(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -
     if image.format == "TIFF":
         is_negative = image.tag_v2.get(TIFF_PHOTOMETRIC) == TIFF_WHITE_IS_ZERO  # type: ignore[attr-defined]
     image = ImageOps.exif_transpose(image)
-    # Pillow would clip 16-bit shades at 255, and does not invert negatives. Here 65535 becomes 255.
+    # Pillow would clip 16-bit shades at 255, and does not invert negatives. Here 0 to 65535 is
+    # scaled to 0 to 255, rounded to nearest: 65535 is 255 times 257.
     if image.mode in SIXTEEN_BITS:
         shades = np.asarray(image).astype(np.uint32)
         if is_negative:
@@ -368,4 +369,5 @@ def _crop_and_scale(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -
     image = ImageOps.fit(
         image.convert("L" if grey else "RGB"), size[::-1], Image.Resampling.BILINEAR
     )
-    return np.ascontiguousarray(np.atleast_3d(np.asarray(image)).transpose(2, 0, 1))
+    pixels = np.atleast_3d(np.asarray(image))  # a grey image has no dimension of channels
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))

@@ -102,7 +102,7 @@ class Autoencoder(_Images):
         self.size = (height, width)
         self.batch_size = int(batch_size)
         widths = [height * width, *hidden]
-        widths += widths[-2::-1]
+        widths += widths[-2::-1]  # the same widths in reversed order, without the code
         layers = [
             layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())
         ]

@@ -116,8 +116,10 @@ def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str)
     """Draw labelled rows of pictures (N, C, H, W) in [0, 1], with `titles` above the first row."""
     count = max(map(len, rows.values()))
     height, width = next(iter(rows.values())).shape[-2:]
+    # The panels have the shape of the pictures; 0.6 inches are for the titles.
+    panel_height = theme.PAGE / count * height / width
     figure, panels = theme.canvas(
-        count, 7.2 / count * height / width * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES
+        count, panel_height * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES
     )
     for row, (name, pictures) in enumerate(rows.items()):
         panel_row = panels[row * count : (row + 1) * count]

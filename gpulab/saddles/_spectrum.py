@@ -61,7 +61,7 @@ class Index(Estimate):
         if self.exact:
             words = f"{int(self):,} of {self.size:,} eigenvalues are negative, {self.zero:,.0f}"
             return f"{words} within {self.threshold:.1e} of zero"
-        # A count has an uncertainty of at least one.
+        # The estimate of a count is shown with an uncertainty of at least one.
         about = f"about {int(self):,} ± {max(self.error, 1.0):,.0f}"
         return (
             f"{about} of {self.size:,} eigenvalues are below -{self.threshold:.1e}; "

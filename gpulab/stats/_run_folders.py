@@ -377,6 +377,7 @@ def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:
     {'run': ['lr=0.1,seed=2', 'lr=0.2,seed=2'], 'lr': [0.1, 0.2], 'seed': [2, 2]}
     """
     runs = list(dict.fromkeys(frame[RUN_COLUMN].astype(str)))
+    # For each run, its settings and the other parts of its name.
     parsed = {run: _parse_run_name(run) for run in runs}
     for name in dict.fromkeys(name for settings, _ in parsed.values() for name in settings):
         if name not in frame and all(name in settings for settings, _ in parsed.values()):

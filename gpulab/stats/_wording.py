@@ -166,6 +166,7 @@ def _sentence_key(verdict: Decisions, row: LevelDecision) -> str:
         return "too few pairs"
     if is_identical(row):
         return "same bits"
+    # All differences are zero, but the weights are not known to be the same.
     if not (row.largest_difference or row.p_equivalent > 0 or row.discordant_diverged):
         return "not one digit"
     return row.decision
@@ -244,6 +245,7 @@ def _amount_text(verdict: Decisions, row: LevelDecision, value: float) -> str:
     Per cent are used if the metric of all runs is positive and there is a relative margin.
     """
     if verdict.runs[verdict.metric].min() > 0 and row.margin_relative > 0:
+        # The relative margin divided by the margin is 1 over the mean of the reference.
         return f"{100 * value * row.margin_relative / row.margin:.2g} %"
     return f"{value:.2g}"
 
@@ -253,7 +255,7 @@ def _change_text(verdict: Decisions, row: LevelDecision) -> str:
 
     The ratio is used if it is known, all runs are positive, and the change is 10 % or more.
     """
-    # The relative margin over the margin is 1 over the mean of the reference.
+    # The relative margin divided by the margin is 1 over the mean of the reference.
     ratio = 1 + row.difference * row.margin_relative / row.margin if row.margin else math.nan
     if 0.9 < ratio < 1.1 or not verdict.runs[verdict.metric].min() > 0 or math.isnan(ratio):
         direction = "higher" if row.difference > 0 else "lower"

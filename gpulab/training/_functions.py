@@ -292,13 +292,14 @@ def _parse_metrics(value: object) -> dict[str, Any]:
     try:
         if not metrics or any(isinstance(number, str | bytes) for number in metrics.values()):
             raise TypeError
+        # A tensor that requires gradients is detached, because `float` would warn.
         values = {
-            str(name): getattr(number, "detach", lambda n=number: n)()
+            str(name): number.detach() if hasattr(number, "detach") else number
             for name, number in metrics.items()
         }
         return {
-            name: bool(v) if isinstance(v, bool | np.bool_) else float(v)
-            for name, v in values.items()
+            name: bool(value) if isinstance(value, bool | np.bool_) else float(value)
+            for name, value in values.items()
         }
     except (TypeError, ValueError, RuntimeError):
         # torch raises a `RuntimeError` for a tensor with several elements.

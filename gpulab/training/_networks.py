@@ -255,10 +255,15 @@ class NetworkRun(PlannedRun):
     def train(
         self, checkpoint: Path | None, watch: Watch | None, progress: bool
     ) -> TrainingOutcome:
-        """Train the network with gpulab's loop and evaluate it on the held-out data."""
+        """Train the network with gpulab's loop and evaluate it on the held-out data.
+
+        The arguments are those of `PlannedRun.train`.
+        """
         training = self.init_training()
         is_resumed = resume_checkpoint(training, checkpoint)
         resumed_at = len(training.history)
+        # A GPU copies its losses to the host only now and then. `watch` has to be called after each
+        # window, so the losses are then copied after each window as well.
         training.loss_sync_interval = (
             LOSS_SYNC_SECONDS if watch is None and self.setting.kind != "cpu" else 0.0
         )
@@ -276,7 +281,7 @@ class NetworkRun(PlannedRun):
         if is_resumed:
             results = {"resumed_at": resumed_at} | results
         self.data.check_unchanged()
-        self.model.fresh = False
+        self.model.fresh = False  # A further training would start from the trained weights.
         return TrainingOutcome(training.history, results, self.model.cpu(), self.data)
 
     def evaluate(self, training: Training) -> float:
