@@ -149,6 +149,7 @@ def factors_of_run(**values: OptionValue) -> dict[str, OptionValue]:
         >>> factors_of_run(loader="copied")
         {'loader': 'copied', 'flip': None, 'fast': True, 'draws': 'cpu'}
     """
+    # All arguments of `gpulab.train` that are options, for the error message.
     arguments = [
         name
         for name, option in RUN_OPTIONS.items()

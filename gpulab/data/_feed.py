@@ -1,4 +1,4 @@
-"""How frames reach the device: as whole windows, or frame by frame through a host buffer."""
+"""Loaders, which copy frames to the device: as whole windows, or one by one through a buffer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class Loader:
         self.name = name
         self.device = setting.device
         self.dtype = setting.dtype
-        self.device_buffer: Tensor | None = None  # of the loader `imitated`
+        self.device_buffer: Tensor | None = None  # the shared memory of the loader `imitated`
+        # The number in [0, 1] for each value of a byte. It is used on CUDA GPUs: see `window`.
         quotients = torch.arange(256, dtype=torch.float32).div_(255)
         self.quotients = quotients.to(self.device, self.dtype) if setting.kind == "cuda" else None
 

@@ -39,13 +39,22 @@ from gpulab.guards._holders import spans_overlap
 
 @dataclass
 class _Copy:
-    """A requested copy: its memory on the host, and whether the program has waited since."""
+    """A requested copy.
 
-    finding: Overwritten  # the finding to report if the memory is used too early
+    Attributes:
+        finding: The finding to report if the memory is used too early.
+        storage: The storage on the host.
+        span: The memory on the host.
+        content: The digest of the memory when the copy was requested.
+        event: An event that was recorded after the copy.
+        was_waited_for: Whether the program has waited for the GPU since the request.
+    """
+
+    finding: Overwritten
     storage: StorageWeakRef
     span: Span
-    content: int  # the digest of the memory when the copy was requested
-    event: torch.cuda.Event  # recorded after the copy
+    content: int
+    event: torch.cuda.Event
     was_waited_for: bool = False
 
     def is_complete(self) -> bool:

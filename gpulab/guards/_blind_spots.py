@@ -59,7 +59,7 @@ class BlindSpots:
     """Counts what a guard does not watch between `start` and `stop`; threads may share an instance.
 
     Attributes:
-        counts: How often each kind occurred. The kinds are the keys of `SENTENCES`.
+        counts: The number of occurrences of each kind. The kinds are the keys of `SENTENCES`.
     """
 
     def __init__(self) -> None:
@@ -156,6 +156,7 @@ class BlindSpots:
             self.count("hooks")
 
     def _on_compile(self, *_: object) -> None:
+        """Start to count compiled code when the program calls `compile` for the first time."""
         with self._lock:
             self._listen_to_compiler()
 

@@ -1,4 +1,4 @@
-"""Which line of the user's source calls an operation."""
+"""The search for the line of the user's source that calls an operation."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ WORD_DTYPES = {
     2: torch.int16,
     4: torch.int32,
 }
-MAX_HASHED_ON_HOST = 1 << 12  # up to so many numbers are copied from a GPU and hashed on the host
+MAX_HASHED_ON_HOST = 1 << 12  # numbers of a tensor that is copied from a GPU and hashed on the host
 
 
 def fingerprint(tensor: Tensor) -> int | Tensor | None:
@@ -141,7 +141,7 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
 @functools.cache
 def _random_multipliers(device: str, level: int) -> Tensor:
     """Return the random 64-bit numbers of a level, one for each place in a row."""
-    # A generator of its own does not change the user's random numbers.
+    # A separate generator leaves the user's random numbers as they are.
     generator = torch.Generator().manual_seed(level)
     return torch.randint(-(1 << 63), (1 << 63) - 1, (MAX_ROW_WORDS,), generator=generator).to(
         device

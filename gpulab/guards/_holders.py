@@ -1,4 +1,4 @@
-"""Which variables of the user's program share a piece of memory."""
+"""The search for variables of the user's program that share a piece of memory."""
 
 from __future__ import annotations
 

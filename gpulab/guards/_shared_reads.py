@@ -50,24 +50,33 @@ from gpulab.guards._write_lines import WriteLines, next_time
 # `from_numpy` and `as_tensor` call this operation, whatever name they were imported under.
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
 OVERWRITING_OPERATIONS = {"copy_", "fill_", "zero_"}  # their first argument is not read
-BLOCK_BYTES = 1 << 16  # covered by one digest
-PRUNE_INTERVAL = 1000  # tracked buffers between two removals of freed ones
+BLOCK_BYTES = 1 << 16  # bytes of memory that one digest covers
+PRUNE_INTERVAL = 1000  # tracked addresses between two removals of freed buffers
 
 _tracked_lock = threading.Lock()  # held while `SharedReads.tracked` changes
 
 
 @dataclass
 class _TrackedBuffer:
-    """A tensor over foreign memory: its memory, its last valid content, and the creating line."""
+    """A tensor over foreign memory, and its last valid content.
+
+    Attributes:
+        storage: The tensor's storage.
+        memory: The memory of the storage.
+        version: Torch's version counter when the content was last valid.
+        line: The line that created the tensor.
+        digests: The digest of each block of the memory, by the address of the block.
+        content: The content, if the memory has at most `BLOCK_BYTES` bytes; otherwise empty.
+        time: The time at which the content was last remembered.
+    """
 
     storage: StorageWeakRef
     memory: Span
     version: int
     line: Line
-    # The digest of each block of the memory, by address.
     digests: dict[int, int] = field(default_factory=dict)
-    content: bytes = b""  # the content; only of memory up to BLOCK_BYTES
-    time: int = field(default_factory=next_time)  # when the content was last remembered
+    content: bytes = b""
+    time: int = field(default_factory=next_time)
 
     def remember(self, span: Span) -> None:
         """Remember the current content of the blocks that a span overlaps as valid."""

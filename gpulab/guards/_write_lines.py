@@ -24,10 +24,10 @@ from gpulab.guards._call_sites import Line, is_user_file, line_of, stack_frames,
 from gpulab.guards._fingerprints import host_memory
 from gpulab.guards._holders import spans_overlap
 
-COMPARED_BYTES = 128  # about how many bytes of each watched memory are compared
-MAX_KEPT_WRITES = 8  # how many writes are kept for each memory, the latest ones
-MAX_WATCHED = 16  # how many pieces of memory are watched; more would slow every line
-MAX_WRITES = 10_000  # how many writes of torch are kept; beyond, the older half is dropped
+COMPARED_BYTES = 128  # the approximate number of bytes of each watched memory that are compared
+MAX_KEPT_WRITES = 8  # the latest writes that are kept for each memory
+MAX_WATCHED = 16  # pieces of memory that are watched; a larger number would slow down every line
+MAX_WRITES = 10_000  # writes of torch that are kept; if there are more, the older half is dropped
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -42,12 +42,18 @@ def next_time() -> int:
 
 @dataclass
 class _WatchedMemory:
-    """A piece of memory with a sample of its bytes and the lines that may have changed it since."""
+    """A piece of memory that is watched for changes.
+
+    Attributes:
+        span: The addresses of its first byte and after its last.
+        storages: The storages over this memory. Any of them keeps it alive.
+        sample: About `COMPARED_BYTES` bytes of the memory, at equal distances.
+        writes: For each of the latest writes, its time and the lines that may have written.
+    """
 
     span: Span
-    storages: list[StorageWeakRef]  # the storages over this memory, any of which keeps it alive
-    sample: bytes = b""  # every so many bytes of the memory
-    # For each write, its time and the lines that may have written.
+    storages: list[StorageWeakRef]
+    sample: bytes = b""
     writes: list[tuple[int, list[Line]]] = field(default_factory=list)
 
     def has_changed(self) -> bool:

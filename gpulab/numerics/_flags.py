@@ -78,8 +78,8 @@ def switch_tf32(allowed: bool) -> None:
 def restore_tf32_on_exit() -> Iterator[None]:
     """Restore the TF32 flags of both interfaces on exit.
 
-    Flags that have not changed are not written. A flag that was written no longer follows the
-    defaults.
+    Only flags that have changed are written, because a flag that was written no longer follows
+    torch's default.
     """
     backends = list(_new_interface().values())
     old_flags = _old_interface()
@@ -132,7 +132,11 @@ def _keeps_denormals(threads: int) -> bool | None:
 
 
 def _flush_denormals(flush: bool) -> None:
-    """Set the flag in this thread, and in OpenMP's threads that compute for it."""
+    """Set torch's flag for denormal numbers in this thread and in its OpenMP threads.
+
+    torch has no function for the other threads. So OpenMP itself is made to run a function in each
+    of them.
+    """
     from threadpoolctl import threadpool_info  # type: ignore[import-untyped]
 
     torch.set_flush_denormal(flush)
@@ -143,7 +147,8 @@ def _flush_denormals(flush: bool) -> None:
 
     for library in threadpool_info():
         if library["user_api"] == "openmp":
-            # Some runtimes lack this function. The caller checks the result in all threads.
+            # `GOMP_parallel(function, data, threads, flags)` is what compilers generate for a
+            # parallel region. Some runtimes lack it; the caller checks the result in all threads.
             with contextlib.suppress(AttributeError):
                 ctypes.CDLL(library["filepath"]).GOMP_parallel(
                     flush_in_thread, None, torch.get_num_threads(), 0

@@ -1,4 +1,4 @@
-"""Which module draws which kind of result."""
+"""The choice of the module that draws a kind of result."""
 
 from __future__ import annotations
 

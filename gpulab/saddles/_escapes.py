@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 InputsTargets = tuple[Tensor, Tensor]
 
 RADIUS = 0.1  # a network has left if its distance along the unstable directions exceeds this
-# Gradient descent that has changed no weight in so many steps will never move again. Optimisers
-# with a memory need SETTLING_STEPS.
+# Steps without a change after which gradient descent counts as held: it will never move again. For
+# optimisers with a memory this number is SETTLING_STEPS.
 HELD_STEPS = 10
 # By default the number of steps is limited to this multiple of the expected steps, and a constant.
 EXPECTED_STEPS_FACTOR = 3

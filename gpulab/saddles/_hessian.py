@@ -351,7 +351,8 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
     """Select the parameters with these names, or in modules with these names; None selects all.
 
     Raises:
-        UsageError: For an unknown name, for no parameter, and for types or devices that differ.
+        UsageError: If a name is unknown, if no parameter is selected, or if parameters have
+            different types or devices.
     """
     trainable: dict[str, Tensor]
     trainable = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
@@ -361,6 +362,7 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
         # A tied parameter has several names.
         aliases = list(model.named_parameters(remove_duplicate=False))
         for prefix in [names] if isinstance(names, str) else names:
+            # The added point makes `layer` match `layer.weight`, but not `layer2.weight`.
             matching = {
                 id(t)
                 for name, t in aliases

@@ -172,7 +172,8 @@ def _read_text(text: str) -> pd.DataFrame:
     The separator that splits the first line into most columns is used. `ValueError` if two columns
     have the same name.
     """
-    # Monitor files of Stable-Baselines3 have comments before the header.
+    # Monitor files of Stable-Baselines3 have comments before the header. Lines that begin with `#`
+    # are removed only if the line after them has several columns.
     comments = re.match(r"(#.*\n)*", text)
     text = (
         text[comments.end() :]

@@ -21,7 +21,7 @@ from gpulab.stats._decisions import (
 from gpulab.stats._margins import margin_size, parse_margin
 from gpulab.wording import Level, TextByLevel, level_text
 
-# With fewer seeds, the estimate of how many seeds are needed is called a rough guess.
+# With fewer seeds than this, the estimate of the number of seeds needed is called a rough guess.
 MIN_SEEDS_FOR_ESTIMATE = 10
 # Words for a margin in standard deviations, as a multiple of the spread between seeds.
 FRACTION_WORDS = {0.25: "a quarter of", 0.5: "half", 1.0: "once"}

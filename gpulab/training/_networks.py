@@ -402,6 +402,7 @@ def _make_model(
             for name, value in vars(model).items()
             if name[0] != "_" and name != "training"
         }
+        # A fresh network gets weights from the seed, so its present weights are not recorded.
         weights = None if model.fresh else weights_digest(model.state_dict())
         return model, {
             "layers": repr(model),
@@ -419,6 +420,7 @@ def _make_model(
         for name, option in FACTORS.items()
         if option.argument_group == "model"
     }
+    # JSON has lists, but no tuples. Factors with their default value are not recorded.
     return model, {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in (model_options | factors).items()

@@ -85,10 +85,12 @@ def _handle_signals() -> None:
     """
 
     def interrupt(*_: Any) -> None:
+        """Raise `KeyboardInterrupt`, at the first signal only."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt saving
         raise KeyboardInterrupt
 
     def restore() -> None:
+        """Restore Python's default handlers."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

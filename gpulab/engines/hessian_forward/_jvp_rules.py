@@ -318,6 +318,7 @@ def concatenate_jvp(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tang
     members = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
 
     def join(*tangents: Tensor) -> Tensor:
+        # The tangents are those of the tensors that have one, in the order of the tensors.
         k = len(tangents[0])
         zero = tangents[0].new_zeros(1)
         remaining = iter(tangents)
@@ -337,11 +338,11 @@ def reduce_jvp(
     keepdim: bool = False,
     **_: Nested,
 ) -> Tangents:
-    """Sum or average the tangents over the same dimensions, without the first of the tangents."""
+    """Sum or average each tangent over the dimensions over which the operation does so."""
     dims: Sequence[int] = [dim] if isinstance(dim, int) else dim or range(x.ndim)
     if not dims:  # The sum or mean of a scalar is the scalar.
         return b.tangent(x)
-    tangent_dims = [d % x.ndim + 1 for d in dims]
+    tangent_dims = [d % x.ndim + 1 for d in dims]  # the first dimension counts the tangents
     function = torch.sum if "sum" in str(b.function) else torch.mean
     return b.apply(lambda tangent: function(tangent, tangent_dims, keepdim=keepdim), x)
 
