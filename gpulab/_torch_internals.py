@@ -156,6 +156,7 @@ def named_arguments(
 
 @functools.cache
 def _default_arguments(operation: OpOverload) -> dict[str, Nested]:
+    """Return the arguments of an operation with their default values; None without a default."""
     return {argument.name: argument.default_value for argument in operation._schema.arguments}
 
 

@@ -89,9 +89,16 @@ CAUSES = {  # what happened, why, and what to do
 
 
 class OptimizerStep(NamedTuple):
-    """A step of an optimizer."""
+    """A step of an optimizer.
 
-    number: int  # of all steps, in order
+    Attributes:
+        number: The number of the step, counted over all optimizers.
+        optimizer: The name of the optimizer's class.
+        line: The line that called `step`.
+        changed: The memory of the parameters that the step changed.
+    """
+
+    number: int
     optimizer: str
     line: Line
     changed: list[Span]
@@ -99,7 +106,11 @@ class OptimizerStep(NamedTuple):
 
 @functools.cache
 def _function_name(operation: str) -> str:
-    """Return the function of a node: `mse_loss` for `MseLossBackward0`, or a `Function`'s class."""
+    """Return the name of the function to which a node of autograd's graph belongs.
+
+    This is `mse_loss` for `MseLossBackward0`, for instance, and the name of the class for a
+    `torch.autograd.Function`.
+    """
     match = re.fullmatch(r"(.*)Backward\d+", operation)
     if match:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
@@ -124,8 +135,8 @@ class Overwritten:
         lines: The lines of your program that took part, by what they did. The first one, `line`, is
             the one to correct.
         explanation: Why it happened, and what shares the memory.
-        remedy: What to do.
-        count: How often it was found.
+        remedy: What to do about it.
+        count: The number of times that it was found.
         writers: The line that wrote into the memory. Several lines if several threads were running:
             one of them wrote. Empty if the line is not known, which is always so with
             `reads="backward"`.

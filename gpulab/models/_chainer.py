@@ -1,4 +1,7 @@
-"""Reads the `.model` files of the authors' Chainer code: NumPy archives, one array a parameter."""
+"""Reading of the `.model` files of the authors' Chainer code.
+
+They are NumPy archives with an array for each parameter.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
     """Read a network of the class `network` from a `.model` file.
 
     Raises:
-        DataError: For a file that has no such network; the message names the file.
+        DataError: If the file has no such network. The message names the file.
     """
     arrays = _read_arrays(Path(file))
     layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
@@ -118,7 +121,7 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
     """Read the arrays of a NumPy archive as float32.
 
     Raises:
-        DataError: For a damaged file, and for values that are not finite floating-point numbers.
+        DataError: If the file is damaged, or if values are not finite floating-point numbers.
     """
     content = read(file, MAX_FILE_BYTES)
     try:

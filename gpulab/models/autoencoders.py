@@ -130,7 +130,7 @@ class Autoencoder(_Images):
             window: (T, 1, height, width).
 
         Yields:
-            What one update sees: (`batch_size`, 1, height, width), or fewer images at the end.
+            The images of one update, (B, 1, height, width). B is `batch_size`, except at the end.
         """
         yield from window.split(self.batch_size)
 
@@ -219,7 +219,7 @@ class Whitener(_Images):
 
     The layers are fully connected, by default 784 → 128 → 24 → 128 → 784. The two hidden layers end
     in a ReLU, the code and the output in a sigmoid. Because of the whitening, no number of the code
-    can repeat another. The whitened code is z = L⁻¹ (h − m), where m is the mean of the batch's
+    can be a linear function of another. The whitened code is z = L⁻¹ (h − m), where m is the mean of the batch's
     codes h, and L Lᵀ is the Cholesky decomposition of their covariance. As in batch normalisation,
     1e-5 is first added to each variance. `covariance` selects how the covariance of n codes is
     computed:
@@ -305,11 +305,11 @@ class Whitener(_Images):
             images: (B, 1, height, width), numbers in [0, 1].
 
         Returns:
-            The reconstructions, in the same shape and range; all NaN where the code cannot be
+            The reconstructions, in the same shape and range. All are NaN if the codes cannot be
             whitened.
 
         Raises:
-            UsageError: For images of another shape than the network's `size`.
+            UsageError: If the images have another shape than the network's `size`.
         """
         return self.decoder(self.whitened(images)).view_as(images)
 
@@ -331,7 +331,8 @@ class Whitener(_Images):
             images: (B, 1, height, width), numbers in [0, 1].
 
         Returns:
-            (B, code); all NaN where the covariance has no Cholesky decomposition.
+            The whitened codes, (B, code). All are NaN if the covariance has no Cholesky
+            decomposition.
         """
         codes = self.codes(images)
         return whiten(codes, covariance(codes, self.covariance))
@@ -343,7 +344,7 @@ class Whitener(_Images):
             window: (T, 1, height, width). With fewer than `batch_size` images it is one batch.
 
         Yields:
-            What one update sees, (B, 1, height, width).
+            The images of one update, (B, 1, height, width).
         """
         yield from window.tensor_split(max(1, len(window) // self.batch_size))
 

@@ -54,11 +54,13 @@ def _draw_weights(model: nn.Module) -> nn.Module:
 
 
 def _transformer() -> nn.Module:
+    """Make a small Transformer of two layers."""
     layer = nn.TransformerEncoderLayer(64, 4, 128)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 def _prednet_step() -> Step:
+    """Make a step of PredNet, which predicts five frames of a walk."""
     window = next(load("walk", frames=40, size=(48, 64)).windows(6))
     frames = torch.from_numpy(window.frames).float().div(255)
     model = PredNet(channels=(3, 16, 32), size=(48, 64))

@@ -14,7 +14,7 @@ from gpulab.training._planned_run import Watch
 from gpulab.training._progress import report_share
 
 CHECKPOINT_SECONDS = 10.0  # seconds between two checkpoints of a run
-# Seconds between two reads of losses from a GPU. If there is a `watch`, each window is read.
+# Seconds between two copies of losses from a GPU. With a `watch` they are copied after each window.
 LOSS_SYNC_SECONDS = 0.1
 
 
