@@ -219,10 +219,10 @@ class Whitener(_Images):
 
     The layers are fully connected, by default 784 → 128 → 24 → 128 → 784. The two hidden layers end
     in a ReLU, the code and the output in a sigmoid. Because of the whitening, no number of the code
-    can be a linear function of another. The whitened code is z = L⁻¹ (h − m), where m is the mean of the batch's
-    codes h, and L Lᵀ is the Cholesky decomposition of their covariance. As in batch normalisation,
-    1e-5 is first added to each variance. `covariance` selects how the covariance of n codes is
-    computed:
+    can be a linear function of another. The whitened code is z = L⁻¹ (h − m), where m is the mean
+    of the batch's codes h, and L Lᵀ is the Cholesky decomposition of their covariance. As in batch
+    normalisation, 1e-5 is first added to each variance. `covariance` selects how the covariance of
+    n codes is computed:
 
     - `one-pass`: hᵀh / n − m mᵀ, which needs only sums over the batch. If a variance is small,
       rounding of the product can make it negative. Then L does not exist, and the loss is NaN.
