@@ -440,8 +440,8 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
 def result_rows(table: pd.DataFrame) -> Rows:
     """Build the table of a `CompiledAudit`: wrong results first, then by the error in units.
 
-    The units are the tolerance, which is what rounding explains. Results that are not finite come
-    second.
+    The unit of a result is its tolerance, the largest difference that rounding explains. Results
+    that are not finite come second.
     """
     units = table.difference / table.tolerance
     ranks = np.where(table.wrong, 0, np.where(table.finite, 2, 1)).tolist()

@@ -399,10 +399,7 @@ class Guard:
         """
         with self._lock:
             # Findings with the same key are reported as one.
-            key = (
-                finding.operation,
-                *finding.lines.items(),
-            )
+            key = (finding.operation, *finding.lines.items())
             previous_finding = self._findings.get(key)
             if previous_finding:
                 finding = replace(previous_finding, count=previous_finding.count + 1)

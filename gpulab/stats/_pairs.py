@@ -333,19 +333,28 @@ def check_runs(
     notes = {"chosen": chosen.notes, "has_ambiguous_nan": column.has_ambiguous_nan}
     frame = frame.assign(**{metric: column.values}).iloc[chosen.positions]
     frame.attrs |= notes
-    statuses = np.select(
-        [chosen.is_diverged, frame[metric].isna()], ["diverged", "missing"], "finished"
-    )
-    if "status" in frame:
-        given_statuses = (
-            frame["status"].astype(str).str.lower().where(frame["status"].notna(), statuses)
-        )
-        is_diverged = chosen.is_diverged & (given_statuses == "finished") & frame[metric].isna()
-        statuses = given_statuses.mask(is_diverged, "diverged")
-    frame["status"] = statuses
+    frame["status"] = _find_statuses(frame, metric, chosen.is_diverged)
     frame["rerun"] = pd.to_numeric(frame["rerun"]).fillna(0) if "rerun" in frame else 0
     _check_numbers(frame[metric][frame["status"] == "finished"], metric)
     return frame if "weights" in frame else frame.assign(weights=None)
+
+
+def _find_statuses(
+    frame: pd.DataFrame, metric: str, is_diverged: NDArray[np.bool_]
+) -> NDArray[np.str_] | pd.Series:
+    """Return the status of each run: the one that the table gives, or else that of its metric.
+
+    Args:
+        frame: The runs, a row each.
+        metric: The column of the metric.
+        is_diverged: Whether the metric of each run says that it diverged.
+    """
+    is_missing = frame[metric].isna()
+    by_metric = np.select([is_diverged, is_missing], ["diverged", "missing"], "finished")
+    if "status" not in frame:
+        return by_metric
+    given = frame["status"].astype(str).str.lower().where(frame["status"].notna(), by_metric)
+    return given.mask(is_diverged & (given == "finished") & is_missing, "diverged")
 
 
 def _parse_metric(column: pd.Series) -> MetricColumn:

@@ -169,17 +169,16 @@ def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 def _read_text(text: str) -> pd.DataFrame:
     """Parse a table that is separated by commas, semicolons or tabs.
 
-    The separator that splits the first line into most columns is used. `ValueError` if two columns
-    have the same name.
+    The separator is the one that splits the first line into most columns.
+
+    Raises:
+        ValueError: If two columns have the same name.
     """
     # Monitor files of Stable-Baselines3 have comments before the header. Lines that begin with `#`
     # are removed only if the line after them has several columns.
-    comments = re.match(r"(#.*\n)*", text)
-    text = (
-        text[comments.end() :]
-        if comments and "," in text[comments.end() :].partition("\n")[0]
-        else text
-    )
+    without_comments = re.sub(r"\A(#.*\n)*", "", text)
+    if "," in without_comments.partition("\n")[0]:
+        text = without_comments
     first_line = text.partition("\n")[0]
     separator = max(
         ",;\t", key=lambda mark: len(next(csv.reader([first_line], delimiter=mark), []))

@@ -89,9 +89,9 @@ class TrainingFunction:
         Another process reads the file itself. The text of a function that was typed into a notebook
         is only available in this process.
         """
-        return (
-            (TrainingFunction, (self.text or self.function,)) if self.file else super().__reduce__()
-        )
+        if not self.file:
+            return super().__reduce__()
+        return TrainingFunction, (self.text or self.function,)
 
     def describe_options(self, options: Options) -> tuple[Options, dict[str, str]]:
         """Return all options in JSON types, and the digest of the files that they name, if any.

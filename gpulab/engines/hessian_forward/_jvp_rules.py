@@ -440,6 +440,7 @@ def convolution_jvp(
     shape = b.results.shape
     by_input = b.apply(Convolution(geometry, "output", 0, w, shape), x)
     if b.tangent(w) is not None:
+        # x * dw + dbias is computed by one convolution.
         with_bias = b.tangent(bias) is not None
         weight_map = Convolution(geometry, "output", 1, x, shape, with_bias)
         return b.add(by_input, b.apply(weight_map, w, bias))
