@@ -23,7 +23,7 @@ from gpulab.settings import Setting
 if TYPE_CHECKING:
     import pandas as pd
 
-# What JSON can write, or a word: an option of a user's own function may be any of it.
+# A value that JSON can represent. Options of a user's own function may have any of these types.
 CommandValue = Any
 PYTHON_FORMATWARNING = warnings.formatwarning
 
@@ -39,7 +39,7 @@ app = typer.Typer(
 
 def echo(text: object, to: IO[str] | None = None) -> None:
     """Print a text with control characters escaped, since it may come from an untrusted file."""
-    print(printable(str(text)), file=to or sys.stdout, flush=True)  # who reads a pipe reads it now
+    print(printable(str(text)), file=to or sys.stdout, flush=True)  # a pipe would delay it
 
 
 def echo_runs(frame: pd.DataFrame, store_note: str = "") -> None:
@@ -72,12 +72,12 @@ def save_plot(result: Report, file: Path | None) -> None:
 
 
 def option(words: str, default: str | bool = True, flag: str = "", **parameters: Any) -> OptionInfo:
-    """An option with its help; `default` describes a default that the value does not show."""
+    """Declare an option; `default` describes its default where the value alone does not."""
     return typer.Option(*filter(None, [flag]), help=words, show_default=default, **parameters)
 
 
 def argument(words: str, default: str | bool = False, **parameters: Any) -> ArgumentInfo:
-    """An argument with its help; `default` describes the value if it is omitted."""
+    """Declare an argument; `default` describes what holds if it is omitted."""
     return typer.Argument(help=words, show_default=default, **parameters)
 
 
@@ -140,7 +140,7 @@ Picture = Annotated[
 ]
 Looks = Annotated[int, option(LOOKS_HELP, min=1)]
 WhereOption = Annotated[list[str] | None, option("only runs with column=value; several times")]
-# Those of a run.
+# Options of a run.
 Training = Annotated[
     str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")
 ]
@@ -151,13 +151,13 @@ DataOptions = Annotated[
     list[str] | None, option("an option of the data, such as seed=3; several times")
 ]
 
-# --- what texts mean ------------------------------------------------------------------------------
+# --- parsing of options and arguments -------------------------------------------------------------
 
 
 def train_arguments(
     model: str, options: list[str] | None, data_options: list[str] | None
 ) -> dict[str, Any]:
-    """The arguments of `gpulab.train` that say what is trained."""
+    """Return the arguments of `gpulab.train` that configure the run, its data and its model."""
     if ":" in model:
         if data_options:
             raise UsageError(
@@ -182,7 +182,7 @@ def read_options(texts: list[str] | None) -> dict[str, Any]:
 
 
 def split_options(options: list[str] | None) -> Iterator[tuple[str, str]]:
-    """The names and the texts of options written `name=text`."""
+    """Yield the name and the text of each option written `name=text`."""
     for option in options or ():
         name, _, text = option.partition("=")
         if not (name and text):
@@ -198,7 +198,7 @@ def parse_value(text: str) -> CommandValue:
 
 
 def load_runs_or_table(names: list[Path]) -> pd.DataFrame:
-    """The runs of a store, or the table in a file or a folder of logs."""
+    """Load the runs of a store, or the table in a file or in a folder of logs."""
     from gpulab.stats._tables import read_table
     from gpulab.store import _tables as tables
     from gpulab.store import recorded
@@ -221,7 +221,7 @@ def load_runs_or_table(names: list[Path]) -> pd.DataFrame:
 def _main(
     version: Annotated[bool, option("print the version and exit", flag="--version")] = False,
 ) -> None:
-    """What comes before any command."""
+    """Handle `--version`, which needs no command."""
     if version:
         echo(f"gpulab {__version__}")
         raise typer.Exit
@@ -516,7 +516,7 @@ def guard_script(
 
 
 def _error_line(error: GpulabError | OSError) -> str:
-    """An error in one line: what failed, or which file the system refused, and why."""
+    """Describe an error in one line: what failed, or which file could not be opened, and why."""
     if isinstance(error, PermissionError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error) if isinstance(error, GpulabError) else describe_error(error)
@@ -530,7 +530,7 @@ def main(commands: typer.Typer = app) -> None:
     try:
         commands()
     except SystemExit as exit_request:
-        # Ctrl-C; a training has saved a checkpoint by then
+        # The exit status after Ctrl-C. By then, a training has saved a checkpoint.
         if exit_request.code == interruption.INTERRUPTED_EXIT_STATUS:
             interruption.report_interruption()
         raise
