@@ -36,12 +36,7 @@ FORMER_MODULES = {
     "gpulab.store._run_store": "gpulab.store.runs",
 }
 # Members of a class that Python creates itself.
-GENERATED_MEMBERS = (
-    "__dict__",
-    "__weakref__",
-    "__module__",
-    "__annotations__",
-)
+GENERATED_MEMBERS = ("__dict__", "__weakref__", "__module__", "__annotations__")
 
 
 def find_function(name: str, role: str) -> Callable[..., Any]:

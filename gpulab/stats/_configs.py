@@ -79,8 +79,11 @@ def read_settings(file: Path) -> dict[str, Value]:
 def load_yaml(content: bytes | str) -> Node:
     """Read a YAML document as plain data: mappings, lists, texts, numbers, booleans and None.
 
-    Values with unknown tags are read as if they had no tag. Mappings with more than `MAX_SETTINGS`
-    entries raise `ValueError`.
+    Values with unknown tags are read as if they had no tag.
+
+    Raises:
+        yaml.YAMLError: If the content is not YAML.
+        ValueError: If a mapping has more than `MAX_SETTINGS` entries.
     """
     import yaml
 
@@ -107,8 +110,10 @@ def load_yaml(content: bytes | str) -> Node:
 def _flatten(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
     """Yield each setting of nested mappings with its full name, such as `optimizer.lr`.
 
-    Metadata of Weights & Biases (`_wandb`) are left out. `ValueError` if there are too many
-    settings or levels.
+    Metadata of Weights & Biases (`_wandb`) are left out.
+
+    Raises:
+        ValueError: If there are more than `MAX_SETTINGS` settings, or levels than `MAX_NESTING`.
     """
     pending: list[tuple[str, Node, int]] = [("", settings, 0)]
     for _ in range(MAX_SETTINGS):

@@ -120,11 +120,8 @@ def read_runs(
             origin = f"{', '.join(new_columns)}: from the names of folders and files"
             sentences.append(f"No configuration files were found; {origin}.")
     if empty_folders:
-        folders_text = ", ".join(
-            os.path.relpath(folder, base) for folder in empty_folders[:MAX_NAMED_FILES]
-        )
-        if len(empty_folders) > MAX_NAMED_FILES:
-            folders_text += f" and {len(empty_folders) - MAX_NAMED_FILES} more"
+        folder_names = [os.path.relpath(folder, base) for folder in empty_folders]
+        folders_text = _shorten_list(folder_names, MAX_NAMED_FILES)
         sentences.append(f"Without a table, and so left out: {folders_text}.")
     if read_errors:
         unread_text = "; ".join(read_errors[:MAX_NAMED_FILES])
@@ -135,6 +132,16 @@ def read_runs(
     return frame, sentences
 
 
+def _shorten_list(names: Sequence[str], limit: int) -> str:
+    """Join at most `limit` names, and append the number of the others.
+
+    >>> _shorten_list(["a", "b"], 2), _shorten_list(["a", "b", "c"], 2)
+    ('a, b', 'a, b and 1 more')
+    """
+    text = ", ".join(names[:limit])
+    return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
+
+
 def _common_folder(folders: Iterable[Path]) -> Path:
     """Find the lowest folder that contains all of these; the current one if there is none."""
     try:
@@ -143,7 +150,7 @@ def _common_folder(folders: Iterable[Path]) -> Path:
         return Path()
 
 
-# --- which files ----------------------------------------------------------------------------------
+# --- search for tables ----------------------------------------------------------------------------
 
 
 def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]:
@@ -162,20 +169,16 @@ def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]
         if not matches:
             raise DataError(f"{name}: no file or folder matches this pattern")
         root = _pattern_root(path)
-        folders = [match for match in map(Path, matches) if match.is_dir()]
-        tables = [
-            Path(match)
-            for match in matches
-            if match.endswith(TABLE_SUFFIXES) and not os.path.isdir(match)
-        ]
+        folders = [Path(match) for match in matches if os.path.isdir(match)]
+        matched_files = [Path(match) for match in matches if not os.path.isdir(match)]
+        tables = [file for file in matched_files if file.name.endswith(TABLE_SUFFIXES)]
         folders_without_table: list[Path] = []
         for folder in folders:
             folder_tables, configured_folders = _list_tables(folder)
             tables += folder_tables
             folders_without_table += configured_folders
-        return [
-            (table, root) for table in tables or map(Path, matches) if not table.is_dir()
-        ], folders_without_table
+        # Without any table, the files of other types are returned. Reading them raises an error.
+        return [(table, root) for table in tables or matched_files], folders_without_table
     if os.path.isdir(path):
         tables, folders_without_table = _list_tables(path)
         return [(table, path) for table in tables], folders_without_table
@@ -275,7 +278,7 @@ def _count_names(names: Iterable[str]) -> str:
     return ", ".join(count_texts)
 
 
-# --- what the run of a table is called, and what was set ------------------------------------------
+# --- names and settings of runs -------------------------------------------------------------------
 
 
 def _add_run_name(frame: pd.DataFrame, table: Path, base: Path) -> pd.DataFrame:
@@ -354,9 +357,7 @@ def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
     for column, names in origins.items():
         columns_by_files.setdefault(" and ".join(sorted(names)), []).append(column)
     for origin, columns in columns_by_files.items():
-        columns_text = ", ".join(sorted(columns)[:MAX_NAMED_SETTINGS])
-        if len(columns) > MAX_NAMED_SETTINGS:
-            columns_text += f" and {len(columns) - MAX_NAMED_SETTINGS} more"
+        columns_text = _shorten_list(sorted(columns), MAX_NAMED_SETTINGS)
         yield f"Settings are from {origin}: {columns_text}."
 
 
