@@ -177,7 +177,7 @@ def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]
             folder_tables, configured_folders = _list_tables(folder)
             tables += folder_tables
             folders_without_table += configured_folders
-        # Without any table, the files of other types are returned. Reading them raises an error.
+        # If no match has the suffix of a table, as with `logs/*.txt`, all files are read as tables.
         return [(table, root) for table in tables or matched_files], folders_without_table
     if os.path.isdir(path):
         tables, folders_without_table = _list_tables(path)
