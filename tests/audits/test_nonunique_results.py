@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import gpulab as gl
 from gpulab.audits._rounding import Accuracy
 from tests.audits._helpers import compared, drawn
 
@@ -179,3 +180,27 @@ def test_forward_error_of_qr_svd_and_eigh_accepts_either_sign_of_basis_vectors()
         assert is_right(aten._linalg_eigh.default, (symmetric, side), (values, vectors * signs))
         assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values.flip(0), vectors))
         assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values, vectors + 0.01))
+
+
+def _topk_of_the_last(numbers, k, dim=-1, largest=True, sorted=True):  # noqa: A002, ARG001
+    """Take the last of equal numbers, as another kernel may."""
+    order = numbers.flip(dim).sort(dim=dim, descending=True, stable=True)
+    places = numbers.shape[dim] - 1 - order.indices
+    return order.values.narrow(dim, 0, k).clone(), places.narrow(dim, 0, k).clone()
+
+
+def test_audit_names_topk_where_equal_scores_choose_other_experts():
+    def experts(setting):
+        scores = (drawn(64, 16).to(setting.dtype) * 2).round() / 8
+        weights = drawn(16, 4, seed=1).to(setting.dtype)
+        return weights[scores.topk(2).indices].sum((1, 2))
+
+    def experts_of_another_kernel(setting):
+        with torch.library._scoped_library("aten", "IMPL") as library:
+            library.impl("topk", _topk_of_the_last, "CPU")
+            return experts(setting)
+
+    answer = gl.audit(experts, experts_of_another_kernel, setting="cpu:threads=1", progress=False)
+    assert answer.kind == "another valid answer"
+    assert answer.findings[0].operation == "topk"
+    assert not answer.faulty
