@@ -2,6 +2,9 @@ from .anomaly import published_page as published_page
 from .anomaly import published_runs as published_runs
 from .anomaly import published_table as published_table
 from .anomaly import round_trips as round_trips
+from .changes import draw_changes as draw_changes
+from .changes import judge_changes as judge_changes
+from .changes import name_changes as name_changes
 from .cuda_random import cuda_uniform as cuda_uniform
 from .drawings import draw_autoencoder as draw_autoencoder
 from .drawings import draw_prednet as draw_prednet
@@ -29,6 +32,10 @@ from .learning import motion_finding as motion_finding
 from .learning import repeat_losses as repeat_losses
 from .learning import title_runs as title_runs
 from .old_gpu import cards_finding as cards_finding
+from .published_cpu import compare_published as compare_published
+from .published_cpu import published_losses as published_losses
+from .published_cpu import published_windows as published_windows
+from .published_cpu import ratios_by_windows as ratios_by_windows
 from .saddle_points import saddle_finding as saddle_finding
 from .scale_out import run_program as run_program
 from .scale_out import scale_finding as scale_finding

@@ -118,6 +118,6 @@ def describe_trust(table: pd.DataFrame, share: float, max_spread: float = MAX_SP
 
 
 def is_trusted(table: pd.DataFrame, share: float, max_spread: float = MAX_SPREAD) -> bool:
-    """Whether the machine gave us its cores, and the rounds agree for at least half of the times."""
+    """Return whether the machine gave us its cores and most rounds agree."""
     agree = float((table.spread <= max_spread).mean())
     return share >= MIN_SHARE_OF_CORES and agree >= 0.5

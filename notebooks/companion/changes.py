@@ -1,0 +1,233 @@
+"""Single changes of arithmetic, library or device, and what they do to networks that learned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+import gpulab as gl
+from gpulab.picture import Picture
+from gpulab.plots import theme
+from gpulab.settings import Setting
+from gpulab.stats import Verdict
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+REFERENCE = "nothing"
+AGAIN = "nothing, run again"
+# What a setting changes, by the part in which it differs from the reference.
+_PARTS = {
+    "deterministic=on": "deterministic",
+    "cudnn=off": "without cuDNN",
+    "autocast=bfloat16": "mixed precision",
+    "precision=float64": "float64",
+    "compile=inductor": "compilation",
+    "emulate=tf32": "TF32, emulated",
+    "order=split-4": "sums in four parts, emulated",
+    "isa=avx2": "older instructions",
+}
+# The smallest movement that a logarithmic axis shows; seeds with the same bits stand there.
+SAME_BITS = 1e-5
+MIN_SEEDS = 6  # fewer pairs cannot show a difference at 5 %
+
+
+def name_changes(runs: pd.DataFrame) -> pd.DataFrame:
+    """Say in words what each run changes, compared with the reference of its device.
+
+    The references are `cuda:tf32=off` and `cpu:threads=1`.
+
+    Args:
+        runs: A table of `gpulab.runs` or `gpulab.recorded_runs`.
+
+    Returns:
+        A copy with the column `change`. It is "nothing" for the reference.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> runs = gl.recorded_runs("changes")
+        >>> "TF32" in set(name_changes(runs).change)
+        True
+    """
+    runs = runs.copy()
+    runs["change"] = [_describe_setting(setting) for setting in runs.setting]
+    again = (runs.change == REFERENCE) & (runs.rerun > 0)
+    runs.loc[again, "change"] = AGAIN
+    runs.loc[runs["flip"].notna(), "change"] = "one bit of one weight"
+    runs.loc[runs.draws == "device", "change"] = "weights drawn by the GPU"
+    return runs
+
+
+def _describe_setting(text: str) -> str:
+    """Name the parts in which a setting differs from the reference of its device."""
+    kind, _, options = str(Setting.parse(text)).partition(":")
+    parts = [part for part in options.split(",") if part]
+    changes = [words for part, words in _PARTS.items() if part in parts]
+    if kind == "cuda" and "tf32=on" in parts:
+        changes.insert(0, "TF32")
+    if kind == "cpu" and "threads=1" not in parts:
+        changes.insert(0, "more threads")
+    return ", ".join(changes) or REFERENCE
+
+
+def judge_changes(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Compare each change with the reference on the same seeds, for each network and machine.
+
+    Changes with fewer than six seeds are left out, because so few cannot show a difference. The
+    seeds that a change lacks are left out for this change alone.
+
+    Args:
+        runs: The result of `name_changes`.
+
+    Returns:
+        A table with a row for each change, in which `mean`, `low`, `high` and `margin` are in
+        standard deviations between the seeds of the reference, as are `median_move` and
+        `largest_move` of single seeds; and a table with a row for each seed, whose `move` is the
+        size of its change. Both have the columns `experiment`, `profile`, `machine` and `change`.
+    """
+    tables = []
+    seeds = []
+    for names, group in runs.groupby(["experiment", "profile", "machine"], sort=False):
+        counts = group.groupby("change").seed.nunique()
+        compared = group[group.change.isin(counts.index[counts >= MIN_SEEDS])]
+        if compared.change.nunique() < 2 or REFERENCE not in set(compared.change):
+            continue
+        verdict = compare_changes(compared)
+        scale = verdict.between_seeds
+        labels = dict(zip(("experiment", "profile", "machine"), names, strict=True))
+        pairs = verdict.pairs.assign(move=verdict.pairs.difference.abs() / scale, **labels)
+        moves = pairs.groupby("change").move.agg(median_move="median", largest_move="max")
+        table = verdict.table.set_index("change").join(moves).reset_index().assign(**labels)
+        table[["mean", "low", "high", "margin"]] = (
+            table[["difference", "low", "high", "margin"]] / scale
+        )
+        tables.append(table)
+        seeds.append(pairs)
+    return pd.concat(tables, ignore_index=True), pd.concat(seeds, ignore_index=True)
+
+
+def compare_changes(runs: pd.DataFrame) -> Verdict:
+    """Compare the changes of one network and machine with the reference, as `gpulab.verdict`.
+
+    `gpulab.verdict` averages repeated runs of a seed. Here the second run of the reference is a
+    level of its own, so that it can be compared with the first.
+    """
+    columns = ["change", "seed", "status", "final_loss", "weights"]
+    return gl.verdict(runs[columns], factor="change", reference=REFERENCE)
+
+
+def describe_means(table: pd.DataFrame, unless: tuple[str, ...] = ()) -> str:
+    """Say how many changes are shown to move the mean by less than the margin.
+
+    Args:
+        table: The first result of `judge_changes`.
+        unless: Changes that are not counted, because they are no change of arithmetic.
+    """
+    counted = table[~table.change.isin(unless)]
+    within = counted.decision.isin(["equivalent", "different but negligible"])
+    moved = counted.decision == "different"
+    text = f"{within.sum()} of {len(counted)} changes are shown to move the mean by less than the"
+    text += " margin"
+    if moved.any():
+        text += f"; beyond it: {', '.join(dict.fromkeys(counted.change[moved]))}"
+    return text
+
+
+def draw_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str, str]) -> Picture:
+    """Draw the mean and the single seeds of each change side by side, a row for each profile.
+
+    Args:
+        table, seeds: The results of `judge_changes`, of one network and one kind of machine.
+        titles: The title of each profile, in the order of the rows.
+
+    Returns:
+        A picture with alternative text. Its title counts the changes and seeds beyond the margin.
+    """
+    import matplotlib.pyplot as plt
+
+    counts = [int((table.profile == profile).sum()) for profile in titles]
+    figure, axes = plt.subplots(
+        len(titles),
+        2,
+        figsize=(7.2, 1.0 + 0.75 * len(titles) + 0.27 * sum(counts)),
+        squeeze=False,
+        sharex="col",
+        sharey="row",
+        layout="constrained",
+        height_ratios=[count + 0.6 for count in counts],
+        width_ratios=[1, 1.2],
+    )
+    colour = theme.colour("cuda:tf32=off" if "NVIDIA" in table.machine.iloc[0] else "cpu")
+    for (profile, title), (left, right) in zip(titles.items(), axes, strict=True):
+        rows = table[table.profile == profile].sort_values("median_move", kind="stable")
+        positions = {change: row for row, change in enumerate(rows.change)}
+        _draw_means(left, rows, positions, colour)
+        _draw_seeds(right, seeds[seeds.profile == profile], positions, colour)
+        margin = float(rows.margin.max())
+        left.axvspan(-margin, margin, color="0.92", zorder=0)
+        right.axvline(margin, color="0.5", linestyle=":", zorder=0)
+        left.set_title(title, fontsize="small", loc="left")
+    axes[0, 1].set_title("dotted: margin; dashed: one sd", fontsize="x-small", color="0.35")
+    axes[-1, 0].set_xlabel("the mean over the seeds\n(grey: the margin)", fontsize="small")
+    axes[-1, 1].set_xlabel("how far each seed moves", fontsize="small")
+    figure.supxlabel(
+        "change of the final loss, in standard deviations (sd) between seeds", fontsize="small"
+    )
+    title = title_of_changes(table, seeds)
+    figure.suptitle(title, fontsize="medium", x=0.01, ha="left")
+    return Picture(figure, f"Change of the final loss by single changes. {title}.")
+
+
+def title_of_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
+    """Count changes whose mean, and seeds whose loss, moves beyond the margin.
+
+    >>> table = pd.DataFrame(
+    ...     {"change": ["TF32"], "profile": ["a"], "decision": ["different"], "margin": [0.25]}
+    ... )
+    >>> seeds = pd.DataFrame({"change": ["TF32", "TF32"], "profile": ["a", "a"], "move": [0.1, 2]})
+    >>> print(title_of_changes(table, seeds))
+    0 of 1 changes are shown to move the mean by less than the margin; beyond it: TF32
+    1 of 2 seeds move further than the margin
+    """
+    margins = table.groupby("profile").margin.max()
+    beyond = int((seeds.move > seeds.profile.map(margins)).sum())
+    return f"{describe_means(table)}\n{beyond} of {len(seeds)} seeds move further than the margin"
+
+
+def _draw_means(axes: Axes, rows: pd.DataFrame, positions: dict[str, int], colour: str) -> None:
+    """Draw the mean difference of each change with its interval."""
+    errors = np.stack([rows["mean"] - rows.low, rows.high - rows["mean"]])
+    axes.axvline(0, color="0.7", linewidth=0.8)
+    axes.errorbar(
+        rows["mean"],
+        rows.change.map(positions),
+        xerr=errors,
+        fmt="o",
+        color=colour,
+        markerfacecolor="white",
+        markersize=5,
+    )
+    axes.set_yticks(list(positions.values()), list(positions), fontsize="small")
+    axes.set_ylim(len(positions) - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_seeds(axes: Axes, seeds: pd.DataFrame, positions: dict[str, int], colour: str) -> None:
+    """Draw how far each seed moves, on a logarithmic axis."""
+    axes.set_xscale("log")
+    axes.scatter(
+        seeds.move.clip(lower=SAME_BITS),
+        seeds.change.map(positions),
+        s=20,
+        facecolors="none",
+        edgecolors=colour,
+        linewidths=0.9,
+    )
+    axes.axvline(1, color="0.3", linestyle="--", zorder=0)
+    axes.set_xlim(SAME_BITS / 2, 10)
+    ticks = [SAME_BITS, 1e-3, 1e-1, 1]
+    axes.set_xticks(ticks, ["same bits", "0.001", "0.1", "1"])
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
