@@ -2,6 +2,7 @@ from .anomaly import published_page as published_page
 from .anomaly import published_runs as published_runs
 from .anomaly import published_table as published_table
 from .anomaly import round_trips as round_trips
+from .changes import describe_changes as describe_changes
 from .changes import draw_changes as draw_changes
 from .changes import judge_changes as judge_changes
 from .changes import name_changes as name_changes

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 REFERENCE = "nothing"
-AGAIN = "nothing, run again"
+AGAIN = "nothing (a second run)"
 # What a setting changes, by the part in which it differs from the reference.
 _PARTS = {
     "deterministic=on": "deterministic",
@@ -31,6 +31,7 @@ _PARTS = {
 }
 # The smallest movement that a logarithmic axis shows; seeds with the same bits stand there.
 SAME_BITS = 1e-5
+COLUMNS = ["experiment", "profile", "machine", "change", "decision"]
 MIN_SEEDS = 6  # fewer pairs cannot show a difference at 5 %
 
 
@@ -69,7 +70,7 @@ def _describe_setting(text: str) -> str:
         changes.insert(0, "TF32")
     if kind == "cpu" and "threads=1" not in parts:
         changes.insert(0, "more threads")
-    return ", ".join(changes) or REFERENCE
+    return " + ".join(changes) or REFERENCE
 
 
 def judge_changes(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -105,6 +106,8 @@ def judge_changes(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
         )
         tables.append(table)
         seeds.append(pairs)
+    if not tables:
+        return pd.DataFrame(columns=COLUMNS), pd.DataFrame(columns=[*COLUMNS, "move"])
     return pd.concat(tables, ignore_index=True), pd.concat(seeds, ignore_index=True)
 
 
@@ -118,20 +121,19 @@ def compare_changes(runs: pd.DataFrame) -> Verdict:
     return gl.verdict(runs[columns], factor="change", reference=REFERENCE)
 
 
-def describe_means(table: pd.DataFrame, unless: tuple[str, ...] = ()) -> str:
+def describe_means(table: pd.DataFrame) -> str:
     """Say how many changes are shown to move the mean by less than the margin.
 
     Args:
-        table: The first result of `judge_changes`.
-        unless: Changes that are not counted, because they are no change of arithmetic.
+        table: The first result of `judge_changes`. A second run of the reference is not counted.
     """
-    counted = table[~table.change.isin(unless)]
-    within = counted.decision.isin(["equivalent", "different but negligible"])
-    moved = counted.decision == "different"
-    text = f"{within.sum()} of {len(counted)} changes are shown to move the mean by less than the"
+    table = table[table.change != AGAIN]
+    within = table.decision.isin(["equivalent", "different but negligible"])
+    moved = table.decision == "different"
+    text = f"{within.sum()} of {len(table)} changes are shown to move the mean by less than the"
     text += " margin"
     if moved.any():
-        text += f"; beyond it: {', '.join(dict.fromkeys(counted.change[moved]))}"
+        text += f"; beyond it: {', '.join(dict.fromkeys(table.change[moved]))}"
     return text
 
 
@@ -231,3 +233,30 @@ def _draw_seeds(axes: Axes, seeds: pd.DataFrame, positions: dict[str, int], colo
     axes.set_xticks(ticks, ["same bits", "0.001", "0.1", "1"])
     axes.minorticks_off()
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def describe_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
+    """Say what single changes do to the mean and to single seeds, in two or three sentences.
+
+    Args:
+        table, seeds: The results of `judge_changes`, of one network and profile.
+    """
+    if table.empty:
+        return f"Fewer than {MIN_SEEDS} seeds cannot show a difference."
+    arithmetic = table[table.change != "weights drawn by the GPU"]
+    text = describe_means(arithmetic)
+    undecided = arithmetic.change[arithmetic.decision == "inconclusive"]
+    if len(undecided):
+        text += f" ({', '.join(undecided)}: inconclusive)"
+    moves = seeds[seeds.change.isin(arithmetic.change)]
+    if moves.move.max() == 0:
+        return f"{text}. Every seed keeps its loss."
+    furthest = moves.loc[moves.move.idxmax()]
+    text += (
+        f". The furthest single seed moves by {furthest.move:.2g} standard deviations"
+        f" ({furthest.change})"
+    )
+    again = seeds.move[seeds.change == AGAIN]
+    if len(again):
+        text += f"; in a second run of the same program, by {again.max():.2g}"
+    return f"{text}."

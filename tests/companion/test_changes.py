@@ -31,7 +31,7 @@ def test_name_changes_calls_only_plain_runs_under_a_reference_nothing(recorded):
     [
         ("cuda:tf32=off", "nothing"),
         ("cuda:tf32=on", "TF32"),
-        ("cuda:tf32=on,cudnn=off,deterministic=on", "TF32, deterministic, without cuDNN"),
+        ("cuda:tf32=on,cudnn=off,deterministic=on", "TF32 + deterministic + without cuDNN"),
         ("cpu:threads=1,emulate=tf32", "TF32, emulated"),
         ("cpu:threads=2", "more threads"),
         ("cpu:threads=1", "nothing"),
@@ -79,5 +79,19 @@ def test_draw_changes_shows_each_change_and_each_seed(judged):
         table.sort_values("median_move").change
     )
     assert len(right.collections[0].get_offsets()) == len(seeds)
-    assert "12 changes" not in picture.alt
+    assert "of 2 changes" in picture.alt  # a second run of the reference is no change
     assert f"of {len(seeds)} seeds" in picture.alt
+
+
+def test_describe_changes_says_how_far_the_furthest_seed_moves(judged):
+    table, seeds = (part[part.profile == "motion"] for part in judged)
+    text = changes.describe_changes(table, seeds)
+    arithmetic = seeds[seeds.change != "weights drawn by the GPU"]
+    assert f"{arithmetic.move.max():.2g} standard deviations" in text
+    still = changes.describe_changes(table, seeds.assign(move=0.0))
+    assert "standard deviations" not in still
+
+
+def test_describe_changes_of_too_few_seeds_decides_nothing(recorded):
+    few = recorded[recorded.seed < 2]
+    assert "cannot show" in changes.describe_changes(*changes.judge_changes(few))
