@@ -1,10 +1,14 @@
 """The authors' network at the published size on a CPU, beside the runs on a GPU."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import companion
 from companion import published_cpu
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +72,16 @@ def test_ratios_by_windows_end_with_the_runs_as_recorded(windows):
     assert table.pairs.tolist() == [32, 32]
     assert table.higher.iloc[1] == 32
     assert table.median_ratio.is_monotonic_increasing
+
+
+def test_pages_say_what_the_comparison_found(losses):
+    table = companion.compare_published(losses).set_index(["condition", "reference"])
+    primary = table.loc[("CPU, as published", "GPU, as published")]
+    imitation = table.loc[("CPU, as published", "GPU, overwriting imitated")]
+    assert imitation.largest_distance < 0.03
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "higher than on a GPU in all of them" in readme
+    assert f"{primary.higher} of {primary.pairs} seeds" in readme
+    replication = (ROOT / "docs/paper/rescience.md").read_text(encoding="utf-8")
+    assert f"median {primary.median_ratio - 1:.0%}".replace("%", " %") in replication
+    assert f"p = {primary.p:.3f}" in replication
