@@ -58,6 +58,11 @@ from .timing import is_trusted as is_trusted
 from .timing import share_of_cores as share_of_cores
 from .timing import time_rounds as time_rounds
 from .timing import withhold as withhold
+from .training_speed import describe_crossing as describe_crossing
+from .training_speed import describe_training as describe_training
+from .training_speed import draw_training as draw_training
+from .training_speed import network_window as network_window
+from .training_speed import recorded_training as recorded_training
 from .widgets import bit_explorer as bit_explorer
 from .widgets import slice_explorer as slice_explorer
 from .workloads import measure_speed as measure_speed

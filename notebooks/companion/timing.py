@@ -41,7 +41,9 @@ def time_rounds(
     """
     kind = Setting.parse(setting).kind
     times = time_in_rounds(list(calls.values()), kind, rounds)
-    table = pd.DataFrame([summarise_rounds(seconds) for seconds in times], index=list(calls))
+    table = pd.DataFrame(
+        [summarise_rounds(seconds) for seconds in times], index=pd.Index(list(calls))
+    )
     return add_spread(table)
 
 
