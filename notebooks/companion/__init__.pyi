@@ -50,6 +50,10 @@ from .published_machines import published_machines as published_machines
 from .saddle_points import saddle_finding as saddle_finding
 from .scale_out import run_program as run_program
 from .scale_out import scale_finding as scale_finding
+from .scale_out_drawings import draw_data_parallel as draw_data_parallel
+from .scale_out_drawings import draw_lock_free as draw_lock_free
+from .scale_out_drawings import draw_model_parallel as draw_model_parallel
+from .scale_out_drawings import draw_serving as draw_serving
 from .speed import claims_table as claims_table
 from .speed import speed_finding as speed_finding
 from .timing import add_spread as add_spread
