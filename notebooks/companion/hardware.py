@@ -44,7 +44,8 @@ def describe_devices() -> dict[str, dict[str, Any]]:
     """Describe the CPU, and the current NVIDIA or AMD GPU if there is one.
 
     Returns:
-        `{"cpu": …, "cuda": …}`, the latter only with a GPU. What cannot be found out is left out.
+        A dictionary with the description `cpu`, and `cuda` if there is such a GPU. What cannot be
+        found out is left out.
 
     Examples:
         >>> describe_devices()["cpu"]["logical_cores"] >= 1
