@@ -266,7 +266,7 @@ def place_points(
     device: pd.DataFrame, rows: pd.DataFrame, benchmark: str
 ) -> tuple[pd.Series, pd.Series]:
     """The coordinates of the points of one line of a microbenchmark's figure."""
-    device = device.sort_values("x")
+    device = device.sort_values(["x", "seconds"]).drop_duplicates("x")  # the faster of two
     same_device = rows[rows["where"] == device["where"].iloc[0]]
     if benchmark in ("memory", "threads"):
         return device.x, device.amount / device.seconds / 1e9
