@@ -227,6 +227,7 @@ LOOKS = {
 DASHED = ("in a CUDA graph", "in order", "whole warps")  # the cases with a dashed line
 
 
+@theme.with_theme
 def draw_inside(frame: pd.DataFrame, benchmark: str) -> Picture:
     """Draw a microbenchmark of several devices; hollow points were recorded elsewhere.
 
