@@ -45,6 +45,7 @@ SEMINAR = [
 ]
 ALL_PAGES = "\n".join([*PAGES.values(), *SEMINAR])
 # conda-forge's names, where they differ. The -base packages come without a window toolkit.
+NOTEBOOKS_TORCH = "torch>=2.11"  # which docs/install.md states, for torchvision>=0.26
 CONDA_NAMES = {
     "matplotlib": "matplotlib-base",
     "seaborn": "seaborn-base",
@@ -68,13 +69,32 @@ def test_conda_environments_ask_for_what_pyproject_asks_for(file, torch):
     assert re.search(r"^channels:\n  - conda-forge\ndependencies:$", text, re.MULTILINE)
     listed = re.findall(r"^  - (.+)$", text.partition("\ndependencies:\n")[2], re.MULTILINE)
     mapped = CONDA_NAMES | {"torch": torch}
-    asked = RUNTIME + NOTEBOOKS
+    # The library runs with an older torch; the notebooks need the one that torchvision matches.
+    library = [requirement for requirement in RUNTIME if requirement.name != "torch"]
+    asked = [*library, Requirement(NOTEBOOKS_TORCH), *NOTEBOOKS]
     wanted = [
         f"{mapped.get(requirement.name, requirement.name)}{requirement.specifier}"
         for requirement in asked
     ]
     assert sorted(listed) == sorted([*wanted, "python=3.12", "pip"])
     assert "3.12" in Requirement(f"python{PROJECT['requires-python']}").specifier
+
+
+def test_install_page_states_the_torch_of_the_notebooks():
+    assert f"needs torch {NOTEBOOKS_TORCH.removeprefix('torch>=')}" in DOCS["install.md"]
+    assert "torchvision>=0.26" in map(str, NOTEBOOKS)
+
+
+def test_binder_start_sets_one_thread_and_a_small_profile():
+    """A session on Binder shares its cores; what the user has set goes first."""
+    start = ROOT / "binder" / "start"
+    show = [str(start), "printenv", "OMP_NUM_THREADS", "GPULAB_PROFILE"]
+    environment = {key: value for key, value in os.environ.items() if key != "GPULAB_PROFILE"}
+    printed = subprocess.run(show, env=environment, capture_output=True, text=True, check=True)
+    assert printed.stdout.split() == ["1", "smoke"]
+    environment["GPULAB_PROFILE"] = "quick"
+    printed = subprocess.run(show, env=environment, capture_output=True, text=True, check=True)
+    assert printed.stdout.split() == ["1", "quick"]
 
 
 def test_pages_name_only_commands_that_exist():

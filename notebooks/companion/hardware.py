@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import psutil
 import torch
 
@@ -43,7 +44,8 @@ def describe_devices() -> dict[str, dict[str, Any]]:
     """Describe the CPU, and the current NVIDIA or AMD GPU if there is one.
 
     Returns:
-        `{"cpu": …, "cuda": …}`, the latter only with a GPU. What cannot be found out is left out.
+        A dictionary with the description `cpu`, and `cuda` if there is such a GPU. What cannot be
+        found out is left out.
 
     Examples:
         >>> describe_devices()["cpu"]["logical_cores"] >= 1
@@ -180,3 +182,69 @@ def parse_nvidia_smi(answer: str) -> dict[str, float]:
         except ValueError:
             continue
     return found
+
+
+# --- a table --------------------------------------------------------------------------------------
+
+ROWS = {  # of the table, with the key of a description, and the unit: b bytes, g GHz, n a count
+    "cores (CPU)": ("physical_cores", "n"),
+    "float32 numbers in one instruction (CPU)": ("numbers_per_instruction", "n"),
+    "SMs (GPU)": ("sms", "n"),
+    "threads of a warp (GPU)": ("threads_per_warp", "n"),
+    "threads that an SM holds at a time (GPU)": ("threads_per_sm", "n"),
+    "registers of an SM, 4 bytes each (GPU)": ("registers_per_sm", "n"),
+    "clock": ("clock_hz", "g"),
+    "L1 cache of a core": ("l1_cache_bytes", "b"),
+    "L1 cache and shared memory of an SM": ("shared_memory_per_sm_bytes", "b"),
+    "L2 cache": ("l2_cache_bytes", "b"),
+    "L3 cache": ("l3_cache_bytes", "b"),
+    "memory": ("memory_bytes", "b"),
+    "width of the memory's bus (bits)": ("memory_bus_bits", "n"),
+    "lanes of PCI Express to the host": ("pcie_lanes", "n"),
+    "power limit (W)": ("power_limit_watts", "n"),
+}
+
+
+def hardware_table(devices: dict[str, dict[str, Any]]) -> pd.DataFrame:
+    """What devices are made of, a column each.
+
+    Args:
+        devices: Descriptions of `describe_devices`, by the heading of their column.
+
+    Returns:
+        A data frame of texts with a row for each property that at least one device states. Where a
+        device does not state it, or has no such thing, the text is empty.
+
+    Examples:
+        >>> hardware_table({"mine": {"physical_cores": 2, "l1_cache_bytes": 32768}})[
+        ...     "mine"
+        ... ].tolist()
+        ['2', '32 KiB']
+    """
+    table = {
+        heading: {
+            row: name_quantity(description[key], unit)
+            for row, (key, unit) in ROWS.items()
+            if key in description
+        }
+        for heading, description in devices.items()
+    }
+    rows = [row for row in ROWS if any(row in column for column in table.values())]
+    return pd.DataFrame(table, index=rows).fillna("")
+
+
+def name_quantity(value: float, unit: str) -> str:
+    """A number of a description in words: bytes (`b`), a clock (`g`) or a count (`n`).
+
+    Examples:
+        >>> name_quantity(50 * 2**20, "b"), name_quantity(1.98e9, "g"), name_quantity(65536, "n")
+        ('50 MiB', '1.98 GHz', '65,536')
+    """
+    if unit == "g":
+        return f"{value / 1e9:.2f} GHz"
+    if unit == "n":
+        return f"{value:,.0f}"
+    for name, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if value >= factor:
+            return f"{value / factor:.0f} {name}"
+    return f"{value / 2**10:.0f} KiB"

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 import gpulab as gl
 from companion.findings import span
+from gpulab.stats import Verdict
 from gpulab.store.recorded import read_document
 from gpulab.wording import setting_words
 
@@ -51,9 +54,19 @@ def run_program(name: str, *arguments: object) -> dict[str, pd.DataFrame]:
 
 
 def scale_finding(
-    ends: pd.DataFrame, scaling: pd.DataFrame, descents: pd.DataFrame, found: pd.DataFrame
+    ends: pd.DataFrame,
+    scaling: pd.DataFrame,
+    descents: pd.DataFrame,
+    verdicts: Sequence[Verdict],
 ) -> str:
-    """Sentences on what was measured here and recorded elsewhere; `found` are fits of tables."""
+    """Sentences on what was measured here and recorded elsewhere.
+
+    Args:
+        ends: How far the weights of divided trainings differ from those of one device.
+        scaling: How fast several devices trained.
+        descents: Lock-free and synchronous descents, with the number of their `repetition`.
+        verdicts: On the loss of the lock-free ones, one for each repetition.
+    """
     most = ends[~ends.recorded].groupby("precision").weights.max()
     lines = [
         (
@@ -63,22 +76,7 @@ def scale_finding(
         ),
         *(f"Here, {line}" for line in _scaling_sentences(scaling[~scaling.recorded])),
     ]
-    mean = descents.groupby("way")[["updates_per_second", "age", "lost_share"]].mean()
-    synchronous, free = mean.loc["synchronous"], mean.loc["lock-free"]
-    lines.append(
-        "Without a lock, workers make"
-        f" {free.updates_per_second / synchronous.updates_per_second:.2f} times as many updates a"
-        f" second as workers that wait for each other. A gradient is {free.age:.2f} updates old"
-        f" when it is applied; of all changes a share of {free.lost_share:.1e} was lost (with the"
-        f" lock, {synchronous.lost_share:.1e}, which is rounding)."
-    )
-    middle = found.median()
-    lines.append(
-        f"By the law, a batch of {middle.critical_batch:.0f} images takes twice the fewest updates"
-        f" ({middle.fewest_updates:.0f}). The law misses a measured number by up to"
-        f" {found.law_off.max():.0%}. The gradient's noise scale is {middle.noise_at_first:.0f} at"
-        f" first, and {middle.noise_at_target:.0f} at the target."
-    )
+    lines += describe_lock_free(descents, verdicts)
     for (machine, setting), rows in scaling[scaling.recorded].groupby(
         ["machine", "setting"], sort=False
     ):
@@ -87,6 +85,28 @@ def scale_finding(
             for line in _scaling_sentences(rows)
         ]
     return "\n".join(lines)
+
+
+def describe_lock_free(descents: pd.DataFrame, verdicts: Sequence[Verdict]) -> list[str]:
+    """What going without a lock brought and cost, with the spread over repetitions.
+
+    Args:
+        descents: As for `scale_finding`.
+        verdicts: As for `scale_finding`.
+    """
+    means = descents.groupby(["way", "repetition"])[["updates_per_second", "age", "lost_share"]]
+    synchronous, free = (means.mean().loc[way] for way in ("synchronous", "lock-free"))
+    ratio = free.updates_per_second / synchronous.updates_per_second
+    counts = Counter(verdict.table.decision.iloc[0] for verdict in verdicts)
+    decisions = ", ".join(f"{count} {decision}" for decision, count in counts.items())
+    return [
+        f"Without a lock, in {len(verdicts)} repetitions: workers make {span(ratio, '.2f')} times"
+        " as many updates a second as workers that wait for each other. A gradient is"
+        f" {span(free.age, '.2f')} updates old when it is applied. Of all changes a share of"
+        f" {span(free.lost_share, '.1e')} was lost (with the lock at most"
+        f" {synchronous.lost_share.max():.1e}, which is rounding). Verdicts on the loss:"
+        f" {decisions}."
+    ]
 
 
 def _scaling_sentences(scaling: pd.DataFrame) -> list[str]:

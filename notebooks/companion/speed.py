@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from companion.findings import SIZES, CheckedSentences, Part, finding, listed
+from companion.timing import BUSY
 
 ENOUGH = 6  # seeds: as many that all say the same happen by chance in 3 of 100 cases
 
@@ -128,11 +129,8 @@ def speed_finding(
     here = steps_here[steps_here.setting == first].set_index("what")[
         ["forward", "backward", "update"]
     ]
-    shares = [f"{share:.0%} ({name})" for name, share in (here.backward / here.sum(axis=1)).items()]
     device = "CPU" if first.startswith("cpu") else "GPU"
-    parts: dict[str, Part] = {
-        f"On this {device}": f"Backpropagation takes {listed(shares)} of a step."
-    }
+    parts: dict[str, Part] = {f"On this {device}": _describe_backward(here)}
     seconds_here = updates[updates.setting == updates[~updates.recorded].setting.iloc[0]].query(
         "not recorded"
     )
@@ -140,11 +138,14 @@ def speed_finding(
         both = seconds_here.merge(
             updates[updates.recorded & (updates.machine == machine)], on="width"
         )
+        both = both.dropna(subset=["seconds_x", "seconds_y"])
         ahead = int((both.seconds_x < both.seconds_y).sum())
-        words = (
-            f"An update of three layers takes less time here than there at {ahead} of {len(both)}"
-            " widths."
-        )
+        words = f"{BUSY}."
+        if len(both):
+            words = (
+                f"An update of three layers takes less time here than there at {ahead} of"
+                f" {len(both)} widths."
+            )
         parts[f"Small networks, against {machine}"] = words
         there = pd.concat([everything[everything.recorded & ~on_gpu(everything)], rows])
         claims = pd.concat(
@@ -166,6 +167,16 @@ def speed_finding(
         f" {text['most frequent class', 'accuracy']:.0%} are of the most frequent class."
     )
     return finding(parts, [numbers])
+
+
+def _describe_backward(steps: pd.DataFrame) -> str:
+    """The share of backpropagation in each network's step, of the times that were not withheld."""
+    steps = steps.dropna()
+    if steps.empty:
+        return f"{BUSY}."
+    shares = steps.backward / steps.sum(axis=1)
+    words = [f"{share:.0%} ({name})" for name, share in shares.items()]
+    return f"Backpropagation takes {listed(words)} of a step."
 
 
 def on_gpu(frame: pd.DataFrame) -> pd.Series:

@@ -41,7 +41,9 @@ def time_rounds(
     """
     kind = Setting.parse(setting).kind
     times = time_in_rounds(list(calls.values()), kind, rounds)
-    table = pd.DataFrame([summarise_rounds(seconds) for seconds in times], index=list(calls))
+    table = pd.DataFrame(
+        [summarise_rounds(seconds) for seconds in times], index=pd.Index(list(calls))
+    )
     return add_spread(table)
 
 
@@ -50,22 +52,27 @@ def add_spread(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(spread=(table.upper - table.lower) / table.seconds)
 
 
-def withhold(table: pd.DataFrame, max_spread: float = MAX_SPREAD) -> pd.DataFrame:
-    """Replace times whose rounds disagree by missing numbers.
+def withhold(
+    table: pd.DataFrame, share: float = 1.0, max_spread: float = MAX_SPREAD
+) -> pd.DataFrame:
+    """Replace times that cannot be trusted by missing numbers.
 
     Args:
         table: With the columns of `time_rounds`.
+        share: Of its cores that the machine gave us, as `share_of_cores` measures it. Below 0.85
+            all times are withheld.
         max_spread: The largest spread with which a time is kept.
 
     Returns:
-        The table, with a missing number in `seconds` where the spread is larger. `spread` stays.
+        The table, with a missing number in `seconds` where a time is withheld. `spread` stays.
 
     Examples:
         >>> table = pd.DataFrame({"seconds": [1.0, 1.0], "spread": [0.05, 0.6]})
         >>> withhold(table).seconds.tolist()
         [1.0, nan]
     """
-    return table.assign(seconds=table.seconds.where(table.spread <= max_spread))
+    is_kept = (table.spread <= max_spread) & (share >= MIN_SHARE_OF_CORES)
+    return table.assign(seconds=table.seconds.where(is_kept))
 
 
 def share_of_cores(seconds: float = 0.3) -> float:
@@ -118,6 +125,6 @@ def describe_trust(table: pd.DataFrame, share: float, max_spread: float = MAX_SP
 
 
 def is_trusted(table: pd.DataFrame, share: float, max_spread: float = MAX_SPREAD) -> bool:
-    """Return whether the machine gave us its cores and most rounds agree."""
+    """Whether the machine gave us its cores, and the rounds of at least half of the times agree."""
     agree = float((table.spread <= max_spread).mean())
     return share >= MIN_SHARE_OF_CORES and agree >= 0.5

@@ -1,10 +1,14 @@
 """Notebook 09: an H200 did what the emulation does."""
 
+import math
+
+import pandas as pd
 import pytest
 import torch
 from torch.nn.functional import mse_loss
 
 import gpulab as gl
+from companion import old_gpu
 from gpulab.store.recorded import recorded_folder
 
 
@@ -22,3 +26,23 @@ def test_audit_of_an_h200_and_of_its_emulation_blame_the_same_line():
         assert (found.kind, found.operation) == ("reduced precision", "mm")
         assert "codes.T @ codes" in found.line
     assert report.findings[0].op.error == pytest.approx(emulated.findings[0].op.error, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shift", "lost", "words"),
+    [
+        (0.0, 0, "1 gave the old losses back, 0 did not, 0 left it open; 0 of 10 runs"),
+        (9.0, 0, "0 gave the old losses back, 1 did not, 0 left it open; 0 of 10 runs"),
+        (0.0, 10, "0 gave the old losses back, 1 did not, 0 left it open; 10 of 10 runs"),
+    ],
+)
+def test_describe_kernels_counts_runs_that_became_nan(shift, lost, words):
+    losses = [1.0 + 0.1 * seed for seed in range(10)]
+    tried = [math.nan if seed < lost else loss + shift for seed, loss in enumerate(losses)]
+    rows = [("old card", seed, loss, "finished") for seed, loss in enumerate(losses)]
+    for seed, loss in enumerate(tried):
+        rows.append(("kernel 3", seed, loss, "diverged" if math.isnan(loss) else "finished"))
+    frame = pd.DataFrame(rows, columns=["retuning", "seed", "final_loss", "status"])
+    kernels = gl.verdict(frame, factor="retuning", reference="old card", margin="1sd")
+    (sentence,) = old_gpu._describe_kernels(kernels)
+    assert words in sentence

@@ -1,45 +1,61 @@
-"""What notebook 08 shows, each small."""
+"""What notebook 08 says of its programs, from invented numbers."""
 
-import json
-from pathlib import Path
-
-import numpy as np
+import pandas as pd
 import pytest
-import torch
 
-from gpulab.models._base import Trainable
-
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
-
-
-@pytest.fixture(scope="module")
-def noise_scale():
-    """The function as it stands in the notebook."""
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    (source,) = (
-        text for cell in cells if (text := "".join(cell["source"])).startswith("def noise_scale(")
-    )
-    names = {"torch": torch, "np": np, "parameters_to_vector": torch.nn.utils.parameters_to_vector}
-    exec(compile(source, str(NOTEBOOK), "exec"), names)
-    return names["noise_scale"]
+import companion
+import gpulab as gl
+from companion.scale_out import describe_lock_free
 
 
-class Mean(Trainable):
-    """It learns the mean of its examples: a gradient of w − x for each."""
+def descents(lost, speed, shift=0.0):
+    """Lock-free and synchronous descents from eight seeds, for each repetition."""
+    rows = []
+    for repetition, (share, updates) in enumerate(zip(lost, speed, strict=True)):
+        for seed in range(8):
+            loss = 1.0 + 0.1 * seed
+            rows += [
+                (repetition, "synchronous", seed, loss, 100.0, 1.0, 1e-8),
+                (repetition, "lock-free", seed, loss + shift, updates, 2.0, share),
+            ]
+    names = ["repetition", "way", "seed", "heldout_loss", "updates_per_second", "age", "lost_share"]
+    return pd.DataFrame(rows, columns=names)
 
-    def __init__(self, width):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.full((width,), 0.5))
 
-    def training_loss(self, batch, state):  # noqa: ARG002
-        loss = (self.w - batch).square().sum(1).mean() / 2
-        return loss, loss.detach().expand(len(batch)), None
+def verdicts_of(frame):
+    """The verdict on the loss of each repetition."""
+    return [
+        gl.verdict(
+            rows[["way", "seed", "heldout_loss"]],
+            "heldout_loss",
+            "way",
+            block="seed",
+            reference="synchronous",
+        )
+        for _, rows in frame.groupby("repetition")
+    ]
 
 
-def test_noise_scale_agrees_with_its_closed_form(noise_scale):
-    """Normal examples of deviation 0.3 in 50 dimensions: |G|² = 50 × 0.25, tr Σ = 50 × 0.09."""
-    examples = 0.3 * torch.randn(20_000, 50, generator=torch.Generator().manual_seed(0))
-    assert noise_scale(Mean(50), examples, 10) == pytest.approx(0.36, rel=0.03)
-    # the mean is no longer than its noise
-    nearly_balanced = torch.tensor([[0.0], [0.0], [1.0], [0.8]])
-    assert noise_scale(Mean(1), nearly_balanced, 2) == np.inf
+def test_describe_lock_free_states_the_spread_over_repetitions():
+    frame = descents(lost=[1e-6, 0.27, 0.006], speed=[110.0, 200.0, 150.0])
+    (words,) = describe_lock_free(frame, verdicts_of(frame))
+    assert "in 3 repetitions" in words
+    assert "1.0e-06 to 2.7e-01" in words
+    assert "1.10 to 2.00 times" in words
+
+
+@pytest.mark.parametrize(("shift", "decision"), [(0.0, "equivalent"), (9.0, "different")])
+def test_describe_lock_free_counts_the_decisions(shift, decision):
+    frame = descents(lost=[0.1, 0.2], speed=[100.0, 100.0], shift=shift)
+    (words,) = describe_lock_free(frame, verdicts_of(frame))
+    assert f"2 {decision}" in words
+
+
+@pytest.mark.parametrize(
+    "name", ["draw_data_parallel", "draw_lock_free", "draw_model_parallel", "draw_serving"]
+)
+def test_drawings_of_shared_work_have_their_words(name):
+    picture = getattr(companion, name)()
+    texts = " ".join(text.get_text() for text in picture.figure.axes[0].texts)
+    assert texts
+    assert picture.alt.endswith(".")

@@ -19,6 +19,7 @@ def test_withhold_only_where_rounds_disagree():
     kept = timing.withhold(table)
     assert kept.seconds.to_dict() == {"a": 1.0, "b": pytest.approx(float("nan"), nan_ok=True)}
     assert kept.spread.tolist() == [0.2, 0.21]
+    assert timing.withhold(table, share=0.5).seconds.isna().all()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from companion.exercises.answers import (
     table,
 )
 from gpulab.device import recorded_rooflines
-from gpulab.device._roofline import ROOFLINE_KINDS
 
 
 @exercise("01-1", "a number, in flop per byte")
@@ -49,7 +48,7 @@ def _ceilings(answer: Answer) -> str:
         "rows of cpu or of cpu:threads=1 are missing: use pd.concat",
     )
     memory = frame[frame.kind == "memory"].groupby("setting").gigabytes_per_second.max()
-    arithmetic = frame[frame.kind.isin(ROOFLINE_KINDS)].groupby("setting").gflops.max()
+    arithmetic = frame[frame.kind == "matrix"].groupby("setting").gflops.max()
     of_memory, of_arithmetic = (
         speed["cpu"] / speed["cpu:threads=1"] for speed in (memory, arithmetic)
     )

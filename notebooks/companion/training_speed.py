@@ -1,0 +1,212 @@
+"""How fast the project's own networks train: as everybody writes them, and as gpulab runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gpulab.data._feed import Loader
+from gpulab.engines import fastest
+from gpulab.picture import Picture
+from gpulab.plots import theme
+from gpulab.settings import Setting
+from gpulab.store import recorded
+from gpulab.training._networks import NetworkRun
+from gpulab.training.loop import AutogradEngine
+from gpulab.wording import setting_words
+
+WINDOWS = {"autoencoder": (20, 1, 28, 28), "prednet": (21, 3, 48, 64)}  # images, or frames
+
+WAYS = {  # of the records, in words
+    "usual loop": "the usual loop",
+    "usual loop, a look at every loss": "the usual loop, .item() at each step",
+    "leido": "the usual PyTorch port",
+    "authors' port": "the authors' port",
+    "authors' port, no hooks": "the authors' port, without its hooks",
+    "gpulab, plain": "gpulab, plain PyTorch",
+    "gpulab": "gpulab, with its engine",
+}
+USUAL = {"autoencoder": "the usual loop", "prednet": "the usual PyTorch port"}
+ENGINE = "gpulab, with its engine"
+PLAIN = "gpulab, plain PyTorch"
+NAMES = {
+    ("autoencoder", "quick"): "autoencoder, one image at a time (images/s)",
+    ("prednet", "quick"): "PredNet, small (frames/s)",
+    ("prednet", "paper"): "PredNet, published size (frames/s)",
+    ("prednet", "kitti"): "PredNet, KITTI's size, batches of 16 (frames/s)",
+}
+
+
+def network_window(network: str, setting: Setting | str, fast: bool) -> Callable[[], Any]:
+    """Make a function that trains one window of a network as `gpulab.train` does.
+
+    Args:
+        network: `autoencoder` (20 images, an update for each) or `prednet` (20 frames, one update,
+            the size of the profile `quick`).
+        setting: Where it trains; it is to be applied already.
+        fast: Whether gpulab's engine trains, or plain PyTorch with autograd.
+
+    Returns:
+        A function without arguments. Each call goes on training on the same random window, and
+        waits for the losses.
+    """
+    parsed = Setting.parse(setting)
+    spec = NetworkRun.plan(network, setting=parsed, profile="quick", fast=fast)
+    plain = AutogradEngine(spec.init_training(), Loader("window", parsed))
+    engine = fastest(plain) if fast else plain
+    pixels = np.random.default_rng(0).integers(256, size=WINDOWS[network], dtype=np.uint8)
+    state: list[Any] = [None]
+
+    def train_window() -> None:
+        losses, state[0] = engine.train_window(pixels, state[0])
+        losses.tolist()
+
+    return train_window
+
+
+def recorded_training() -> pd.DataFrame:
+    """Read how fast the two networks were trained on other machines.
+
+    Returns:
+        A data frame with a row for each network, size, setting and way of training: `network`,
+        `size`, `setting`, `machine`, `way` in words, `per_second` (images or frames, the median),
+        `lower` and `upper`, its quartiles, and `recorded`.
+
+    Examples:
+        >>> frame = recorded_training()
+        >>> sorted(frame.network.unique())
+        ['autoencoder', 'prednet']
+    """
+    rows = []
+    for kind in ("autoencoder", "prednet", "peers"):
+        for document in recorded.read_measured(kind):
+            for row in document["rows"]:
+                lower, upper = row["quartiles"]
+                rows.append(
+                    {
+                        "network": row.get("network", kind),
+                        "size": row.get("size", "quick"),
+                        "setting": row["setting"],
+                        "machine": document["machine"],
+                        "way": WAYS.get(row["entrant"], row["entrant"]),
+                        "per_second": row["per_second"],
+                        "lower": lower,
+                        "upper": upper,
+                        "recorded": True,
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def describe_training(frame: pd.DataFrame) -> list[str]:
+    """Compare GPU and CPU for each network that was trained on both at the same size.
+
+    Args:
+        frame: With the columns of `recorded_training`. Rows without `per_second` were withheld.
+
+    Returns:
+        A sentence for each such network and size: how a GPU compares with the fastest CPU, both as
+        everybody writes the training, and with gpulab's engine on both.
+    """
+    sentences = []
+    frame = frame.dropna(subset="per_second").assign(on_gpu=~frame.setting.str.startswith("cpu"))
+    for (network, size), rows in frame.groupby(["network", "size"], sort=False):
+        best = rows.groupby(["way", "on_gpu"]).per_second.max().unstack()
+        if not {True, False} <= set(best.columns):
+            continue
+        ratio = (best[True] / best[False]).dropna()
+        parts = [
+            f"{compare_rates(ratio[way])} {words}"
+            for way, words in ((USUAL[network], "as everybody writes it"), (ENGINE, f"in {ENGINE}"))
+            if way in ratio
+        ]
+        if parts:
+            name = NAMES[network, size].rpartition(" (")[0]
+            sentences.append(f"{name}: against the fastest CPU, a GPU is {', and '.join(parts)}.")
+    return sentences
+
+
+def compare_rates(ratio: float) -> str:
+    """A ratio of rates in words.
+
+    Examples:
+        >>> compare_rates(18.9), compare_rates(0.52), compare_rates(1.04)
+        ('19 times as fast', '0.52 times as fast, which is slower,', 'about as fast (1.04 times)')
+    """
+    if 0.9 < ratio < 1.1:
+        return f"about as fast ({ratio:.2f} times)"
+    slower = ", which is slower," if ratio < 1 else ""
+    return f"{ratio:.2g} times as fast{slower}"
+
+
+@theme.with_theme
+def draw_training(frame: pd.DataFrame) -> Picture:
+    """Draw the rates of each network by the way of training; hollow points were recorded.
+
+    Args:
+        frame: As for `describe_training`.
+    """
+    frame = frame.dropna(subset="per_second")
+    groups = [(key, frame[(frame.network == key[0]) & (frame["size"] == key[1])]) for key in NAMES]
+    groups = [(key, rows) for key, rows in groups if len(rows)]
+    heights = [rows.way.nunique() for _, rows in groups]
+    figure, panels = theme.canvas(
+        1,
+        0.8 + 0.3 * sum(heights) + 0.55 * len(groups),
+        len(groups),
+        gridspec_kw={"height_ratios": heights},
+    )
+    for axes, (key, rows) in zip(panels, groups, strict=True):
+        ways = list(dict.fromkeys([way for way in WAYS.values() if way in set(rows.way)]))
+        ways += [way for way in rows.way.unique() if way not in ways]
+        for (setting, machine, elsewhere), points in rows.groupby(
+            ["setting", "machine", "recorded"], sort=False
+        ):
+            tint = theme.colour(setting)
+            places = [ways.index(way) for way in points.way]
+            label = f"{machine}, {setting_words(setting)}"
+            label += " (recorded)" if elsewhere else ""
+            axes.hlines(places, points.lower, points.upper, color=tint, lw=1.5)
+            theme.draw_points(axes, points.per_second, places, tint, elsewhere, label=label)
+        axes.set_yticks(range(len(ways)), ways)
+        axes.set(ylim=(len(ways) - 0.5, -0.5), title=NAMES[key])
+        theme.log_scale(axes.xaxis)
+    title = "Training in images or frames a second (line: middle half of the rounds)"
+    words = " ".join(describe_training(frame))
+    return theme.finish_figure(figure, title, f"{title}. {words}")
+
+
+def describe_crossing(seconds: pd.DataFrame, name: str) -> str:
+    """Say from which size on a GPU is the faster one, as the numbers have it.
+
+    Args:
+        seconds: A row for each size, which is the index, and the columns `CPU` and `GPU`: how long
+            the same work takes.
+        name: What the size is, such as `width`.
+
+    Returns:
+        A sentence. If the lines cross more than once, or not at all, it says so.
+
+    Examples:
+        >>> seconds = pd.DataFrame({"CPU": [1.0, 2.0], "GPU": [2.0, 1.0]}, index=[16, 1024])
+        >>> describe_crossing(seconds, "width")
+        'The CPU is faster up to a width of 16, the GPU from 1,024 on'
+    """
+    seconds = seconds.dropna().sort_index()
+    if seconds.empty:
+        return f"No {name} was timed on both a CPU and a GPU"
+    is_gpu_faster = seconds["GPU"] < seconds["CPU"]
+    count = int(is_gpu_faster.sum())
+    if count == 0:
+        return f"The CPU is faster at every {name} that was timed"
+    if count == len(seconds):
+        return f"The GPU is faster at every {name} that was timed"
+    changes = int(is_gpu_faster.astype(int).diff().abs().sum())
+    if changes == 1 and bool(is_gpu_faster.iloc[-1]):
+        last = seconds.index[~is_gpu_faster][-1]
+        first = seconds.index[is_gpu_faster][0]
+        return f"The CPU is faster up to a {name} of {last:,}, the GPU from {first:,} on"
+    return f"The GPU is faster at {count} of {len(seconds)} sizes: the lines cross {changes} times"
