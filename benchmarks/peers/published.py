@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from threadpoolctl import threadpool_limits
 
 from benchmarks.measuring import run

@@ -47,9 +47,7 @@ def run_all(
     """Train all seeds at the same time, until the time is over."""
     output.mkdir(parents=True, exist_ok=True)
     seeds = {"reused": reused, "copied": copied}
-    one_thread = {
-        name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    }
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     command = [sys.executable, "-m", "benchmarks.recording.published_on_a_cpu", "one", str(net)]
     deadline = time.time() + 60 * minutes
     processes = [
