@@ -29,5 +29,6 @@ PACKAGES = (
     "saddles",
     "stats",
     "store",
+    "testing",
     "training",
 )

@@ -12,6 +12,7 @@ from . import plots as plots
 from . import saddles as saddles
 from . import stats as stats
 from . import store as store
+from . import testing as testing
 from . import training as training
 from .audits._audit import audit as audit
 from .audits._recording import record as record

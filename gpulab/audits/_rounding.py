@@ -170,11 +170,7 @@ def _compare_with_reference(
     # An operation that moves numbers without rounding, such as a copy, has no error.
     if has_same_sizes and not any(map(difference_norm, results, exact)):
         return Accuracy(error=0.0, bound=unit)
-    terms = (
-        _count_products(name, args)
-        if name in PRODUCT_OPERANDS
-        else _longest_sums(name, reference, exact)
-    )
+    terms = count_terms(name, args, reference, exact)
     growth_factors = SAFETY_FACTOR * np.sqrt(np.maximum(1.0, terms))
     if name in PRODUCT_OPERANDS:
         bounds = growth_factors * _product_perturbations(reference, unit)
@@ -236,6 +232,15 @@ def _return_input(x: Tensor, **_: Nested) -> Tensor:
 
 
 # --- error bounds ---------------------------------------------------------------------------------
+
+
+def count_terms(
+    name: str, args: Sequence[Nested], reference: Float64Reference, exact: list[Tensor]
+) -> list[float]:
+    """Count, or estimate, the terms that are summed for one element of each result."""
+    if name in PRODUCT_OPERANDS:
+        return _count_products(name, args)
+    return _longest_sums(name, reference, exact)
 
 
 def _count_products(name: str, args: Sequence[Nested]) -> list[float]:

@@ -247,6 +247,7 @@ class Tracer(UncompiledDispatchMode):
         )
         state = torch.get_rng_state() if draws_short else None
 
+        finish_copies = self._follow_copies(call) if follows else None
         out = self._retry_without_references(lambda: operation(*args, **kwargs))
         if self.references.is_disabled:
             inputs = None  # otherwise they would keep the memory of the references occupied
@@ -261,12 +262,24 @@ class Tracer(UncompiledDispatchMode):
             )
             reference_out = self._try_with_references(compute_reference)
         if follows:
-            self._update_written_references(call, reference_out, exact, state)
-        self._store_new_references(call, op, out, reference_out, exact, follows, inputs)
+            self._update_written_references(self.references, call, reference_out, exact, state)
+            self._store_new_references(self.references, call, out, reference_out, exact, inputs)
+        self._note_maker(call, op, out, follows)
         if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
             self._record_number_read(out, op.inputs[0])
         self._finish_record(call, op, out, initial_arguments)
+        if finish_copies is not None:
+            finish_copies(op, out, initial_arguments)
         return out
+
+    def _follow_copies(self, call: Call) -> Callable[..., None] | None:  # noqa: ARG002
+        """Prepare the repetition of an operation on further copies; a subclass may have some.
+
+        Returns:
+            A function of the record of the operation, its results, and its arguments before the
+            call, which is called after the operation has run; None without further copies.
+        """
+        return None
 
     def _start_record(self, call: Call) -> Operation:
         """Create the record of an operation that is about to run: its caller and its inputs."""
@@ -299,7 +312,12 @@ class Tracer(UncompiledDispatchMode):
         return op
 
     def _update_written_references(
-        self, call: Call, reference_out: Nested | None, exact: bool, state: Tensor | None
+        self,
+        references: References,
+        call: Call,
+        reference_out: Nested | None,
+        exact: bool,
+        state: Tensor | None,
     ) -> None:
         """Update the references of the tensors that an operation wrote to."""
         float32_draws = None
@@ -315,7 +333,7 @@ class Tracer(UncompiledDispatchMode):
         for t in call.mutated_tensors:
             self._try_with_references(
                 partial(
-                    self.references.record_write,
+                    references.record_write,
                     t,
                     exact and reference_out is not None,
                     is_repeated,
@@ -325,20 +343,14 @@ class Tracer(UncompiledDispatchMode):
 
     def _store_new_references(
         self,
+        references: References,
         call: Call,
-        op: Operation,
         out: Nested,
         reference_out: Nested | None,
         exact: bool,
-        follows: bool,
         inputs: Nested,
     ) -> None:
-        """Store the references of new tensors, and the operation that made them."""
-        input_storages = {
-            storage_identity(t.untyped_storage())
-            for t in call.input_tensors
-            if sketches.is_strided(t)
-        }
+        """Store the references of the tensors that an operation made."""
         # A reference that shares one of these storages has to be copied before it is stored.
         existing_tensors = find_tensors((inputs, call.input_tensors, out))
         shared_storages = {
@@ -348,26 +360,25 @@ class Tracer(UncompiledDispatchMode):
         }
         # Several results of an operation may be views of one storage.
         new_storages: set[int] = set()
-        for t, reference in _pair_with_references(out, reference_out):
-            storage = storage_identity(t.untyped_storage()) if sketches.is_strided(t) else None
-            if storage is None or storage in input_storages:
-                continue  # the result is not strided, or it has no memory of its own
-            if follows:
-                # Integers and the results of operations that are not repeated are their own
-                # reference.
-                is_note = reference_out is not None and (
-                    not sketches.is_float_or_complex(t) or call.name in UNREPEATED_OPERATIONS
-                )
-                is_exact = exact and (reference is not None or is_note)
-                content = t if reference is None else reference
-                is_second = storage in new_storages
-                may_own = storage_identity(content.untyped_storage()) not in shared_storages
-                shared_storages.add(storage_identity(content.untyped_storage()))
-                self._try_with_references(
-                    partial(self.references.store, t, content, is_exact, is_second, may_own)
-                )
-            self.references.memory(t).maker = op
+        for t, reference, storage in _pair_with_references(call, out, reference_out):
+            # Integers and the results of operations that are not repeated are their own reference.
+            is_note = reference_out is not None and (
+                not sketches.is_float_or_complex(t) or call.name in UNREPEATED_OPERATIONS
+            )
+            is_exact = exact and (reference is not None or is_note)
+            content = t if reference is None else reference
+            is_second = storage in new_storages
+            may_own = storage_identity(content.untyped_storage()) not in shared_storages
+            shared_storages.add(storage_identity(content.untyped_storage()))
+            self._try_with_references(
+                partial(references.store, t, content, is_exact, is_second, may_own)
+            )
             new_storages.add(storage)
+
+    def _note_maker(self, call: Call, op: Operation, out: Nested, follows: bool) -> None:
+        """Note the operation that made the memory of new tensors."""
+        for t, _, _ in _pair_with_references(call, out, None):
+            self.references.memory(t).maker = op
         for t in find_tensors(out) if follows else ():
             same_type = bool(call.input_tensors) and t.dtype == call.input_tensors[0].dtype
             is_copy = (
@@ -561,17 +572,29 @@ def _value_key(tensor: Tensor, serial: int, version: int) -> tuple[Nested, ...]:
 
 
 def _pair_with_references(
-    out: Nested, reference_out: Nested
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+    call: Call, out: Nested, reference_out: Nested
+) -> Iterator[tuple[Tensor, Tensor | None, int]]:
+    """Yield each new tensor that a call returned, its float64 reference or None, and its storage.
+
+    Tensors that are not strided, and those with the memory of an argument, are left out.
+    """
+    input_storages = {
+        storage_identity(t.untyped_storage()) for t in call.input_tensors if sketches.is_strided(t)
+    }
+    for t, reference in _pair_results(out, reference_out):
+        storage = storage_identity(t.untyped_storage()) if sketches.is_strided(t) else None
+        if storage is not None and storage not in input_storages:
+            yield t, reference, storage
+
+
+def _pair_results(out: Nested, reference_out: Nested) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield each tensor that an operation returned, with its float64 reference or None."""
     if isinstance(out, Tensor):
         yield out, reference_out if isinstance(reference_out, Tensor) else None
     elif isinstance(out, list | tuple):
         references = reference_out if isinstance(reference_out, list | tuple) else ()
         for index, value in enumerate(out):
-            yield from _pair_with_references(
-                value, references[index] if index < len(references) else None
-            )
+            yield from _pair_results(value, references[index] if index < len(references) else None)
 
 
 def _count_lanes(name: str, named: Mapping[str, Nested], inputs: Sequence[str]) -> list[int]:
