@@ -16,6 +16,7 @@ from . import testing as testing
 from . import training as training
 from .audits._audit import audit as audit
 from .audits._recording import record as record
+from .audits._running_step import record_step as record_step
 from .data._datasets import load as load
 from .device._roofline import roofline as roofline
 from .errors import DataError as DataError

@@ -15,13 +15,22 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from gpulab import __version__, files, interruption
-from gpulab.errors import DataError, GpulabError, UsageError, describe_error, printable
+from gpulab.errors import (
+    DataError,
+    GpulabError,
+    UsageError,
+    check_count,
+    describe_error,
+    printable,
+)
 from gpulab.report import Report
 from gpulab.run_options import FACTORS, RUN_OPTIONS, whole_numbers
 from gpulab.settings import Setting
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from gpulab.audits import Trace
 
 # A value that JSON can represent. Options of a user's own function may have any of these types.
 CommandValue = Any
@@ -398,20 +407,49 @@ def runs(
 
 @app.command()
 def record(
-    step: Annotated[str, argument(STEP_HELP)],
+    step: Annotated[str, argument(f"{STEP_HELP}; with --at-step, a script as it is")],
     trace_file: Annotated[
         Path, argument("the file to write, such as here.trace", callback=check_writable_path)
     ],
+    arguments: Annotated[
+        list[str] | None, argument("what the script of --at-step is given", "nothing")
+    ] = None,
     setting: OneSetting = "cpu",
+    at_step: Annotated[
+        int | None, option("run STEP as a script, and record this step of its training", "none")
+    ] = None,
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another
     machine's.
     """
-    from gpulab.audits import _recording as recording
-    from gpulab.user_code import find_function
+    if at_step is None and arguments:
+        raise UsageError(f"{arguments[0]}: only a script that --at-step runs has arguments")
+    if at_step is not None:
+        trace = _record_script(step, trace_file, arguments or [], setting, at_step)
+    else:
+        from gpulab.audits import _recording as recording
+        from gpulab.user_code import find_function
 
-    trace = recording.record(find_function(step, "step"), setting, trace_file)
-    echo(f"{trace}\nkept in {trace_file}")
+        trace = recording.record(find_function(step, "step"), setting, trace_file)
+    echo(f"{trace}\nkept in {trace_file}", None if at_step is None else sys.stderr)
+
+
+def _record_script(
+    script: str, trace_file: Path, arguments: list[str], setting: str, at_step: int
+) -> Trace:
+    """Run a script, and record one of its training steps."""
+    check_count("--at-step", at_step)
+    if setting != "cpu":
+        raise UsageError(
+            f"--setting {setting}: a script chooses its device itself; leave --setting out"
+        )
+    if not Path(script).is_file():
+        raise UsageError(f"{script}: no such script")
+    from gpulab.audits import _running_step as running_step
+
+    warnings.formatwarning = PYTHON_FORMATWARNING  # the script's warnings are not gpulab's
+    interruption.restore_default_handler()
+    return running_step.record_script_step(script, arguments, at_step, trace_file)
 
 
 @app.command()

@@ -7,4 +7,6 @@ from ._compiled import (
     Step as Step,
 )
 from ._recording import record as record
+from ._running_step import StepRecording as StepRecording
+from ._running_step import record_step as record_step
 from ._traces import Trace as Trace

@@ -35,7 +35,7 @@ from gpulab.audits._float64_calls import DEFINITIONS
 from gpulab.audits._graphs import Node
 from gpulab.audits._rounding import FLUSHED
 from gpulab.audits._sources import Source, same_call
-from gpulab.audits._traces import RESULT, Json, Operation, Trace
+from gpulab.audits._traces import HASH_MARK, RESULT, Json, Operation, Trace
 from gpulab.audits._values import Value
 from gpulab.settings import Setting
 
@@ -71,6 +71,12 @@ INTEGER_ADVICE = (
     "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to"
     " 2,048"
 )
+STATE_ADVICE = (
+    "save and load this state with the weights, in the same place of the program; everything that"
+    " the step computes from it differs"
+)
+MISSING_STATE = "none"
+MAX_LISTED_STATES = 6  # pieces of state in a finding
 LOST_UPDATE_PREFIX = "update lost"
 GRADIENT_SCALER_OPERATION = "_amp_foreach_non_finite_check_and_unscale"
 
@@ -84,6 +90,7 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
         findings += _merge_findings(
             *([_nonfinite_finding(comparison, origin)] for origin in comparison.not_finite.values())
         )
+    findings += _state_findings(comparison)
     findings += _missing_result_findings(comparison)
     findings += _source_findings(comparison, sources)
     findings_by_side: list[list[Finding]] = [[], []]
@@ -401,6 +408,66 @@ def _merge_findings(findings_a: list[Finding], findings_b: list[Finding]) -> lis
 
 
 # --- results that differ --------------------------------------------------------------------
+
+
+def _state_findings(comparison: Comparison) -> Iterator[Finding]:
+    """Yield a finding if two steps of running programs started from different states.
+
+    An example is a step after a resume that did not restore the averages of the optimizer.
+    """
+    start_a, start_b = comparison.a.state, comparison.b.state
+    if not start_a or not start_b:
+        return  # only steps of running programs have a state
+    names = [*start_a, *(name for name in start_b if name not in start_a)]
+    differing = [
+        (name, start_a.get(name, MISSING_STATE), start_b.get(name, MISSING_STATE))
+        for name in names
+        if start_a.get(name) != start_b.get(name)
+    ]
+    if not differing:
+        return
+    # The averages of an optimizer for all parameters count as one piece of state.
+    groups: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
+    for entry in differing:
+        name = entry[0]
+        key, separator, _ = name.partition(" of ")
+        is_option = not separator or " of group " in name or name.startswith("random numbers")
+        groups[name if is_option else key].append(entry)
+    # Options such as a learning rate first, and the counts of updates last.
+    keys = sorted(groups, key=lambda key: (key == "step", len(groups[key]) > 1))
+    shown = "; ".join(_describe_state_difference(groups[key]) for key in keys[:MAX_LISTED_STATES])
+    if len(keys) > MAX_LISTED_STATES:
+        shown += f"; and {len(keys) - MAX_LISTED_STATES} more"
+    yield Finding(
+        "other data",
+        comparison.b.title,
+        "state",
+        "before the step",
+        "",
+        "",
+        math.nan,
+        f"the two steps start from different states: {shown}",
+        STATE_ADVICE,
+        has_bound=False,
+        is_pairwise=True,
+    )
+
+
+def _describe_state_difference(entries: Sequence[tuple[str, str, str]]) -> str:
+    """Name a piece of state that differs, with both values unless they are tensors.
+
+    >>> _describe_state_difference([("lr", "0.1", "0.2")])
+    'lr (0.1 and 0.2)'
+    >>> _describe_state_difference([("exp_avg of a", "#1", "none"), ("exp_avg of b", "#2", "none")])
+    'exp_avg of a and of 1 more (the second side has none)'
+    """
+    name, a, b = entries[0]
+    if len(entries) > 1:
+        name += f" and of {len(entries) - 1} more"
+    if MISSING_STATE in (a, b):
+        side = "first" if a == MISSING_STATE else "second"
+        return f"{name} (the {side} side has none)"
+    return name if HASH_MARK in a + b else f"{name} ({a} and {b})"
 
 
 def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:

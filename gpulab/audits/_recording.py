@@ -134,6 +134,7 @@ def perform(
         guard(on="warn") if tracer.is_measuring and guarded else contextlib.nullcontext() as report,
     ):
         tracer.results.restores = not isinstance(run, PreparedStep)
+        tracer.results.counts_updates = tracer.results.restores
         # The global hooks that this warning is about are those of the tracer.
         warnings.filterwarnings(
             "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"

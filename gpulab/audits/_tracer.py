@@ -49,7 +49,7 @@ from gpulab.audits._references import (
     redraw_in_float32,
 )
 from gpulab.audits._rounding import forward_error
-from gpulab.audits._traces import RESULT, Operation, as_json
+from gpulab.audits._traces import HASH_MARK, RESULT, Operation, as_json
 from gpulab.audits._values import Slabs, Value
 from gpulab.guards._call_sites import OperationCallers
 from gpulab.guards._fingerprints import content_digest
@@ -75,6 +75,9 @@ UNDECLARED_WRITERS = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
 MAX_TRACKED_UPDATE_SIZE = 1 << 28  # lost updates are not counted in leaves with more numbers
 MAX_SIMPLE_NUMBER_DIGITS = 5  # a number with at most this many digits may be a constant
 COPY_OPERATIONS = {"_to_copy", "clone", "copy"}
+# Options of optimizers that change how an update is executed, and not what it computes.
+EXECUTION_OPTIONS = {"capturable", "differentiable", "foreach", "fused"}
+MAX_STATE_LETTERS = 80  # longer texts among states are shortened
 
 
 class Call:
@@ -553,6 +556,22 @@ class Tracer(UncompiledDispatchMode):
         return all(memory.exact and memory.maker is None for memory in memories)
 
 
+def describe_state(value: Nested) -> str:
+    """Describe a piece of state so that equal states have equal descriptions: a tensor by a hash.
+
+    >>> describe_state(0.1), describe_state(torch.ones(2)).partition("#")[0]
+    ('0.1', 'float32 of shape (2,) ')
+    """
+    if not isinstance(value, Tensor):
+        text = repr(value).replace(HASH_MARK, "")
+        return text if len(text) <= MAX_STATE_LETTERS else f"{text[:MAX_STATE_LETTERS]}…"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.dim() == 0:
+        return repr(value.item())
+    digest = sketches.content_id(value.detach())
+    return f"{dtype} of shape {tuple(value.shape)} {HASH_MARK}{digest}"
+
+
 def _is_simple_number(number: float) -> bool:
     """Return whether a number has so few digits that it may be a constant of the program.
 
@@ -691,11 +710,16 @@ class StepResults:
         path: The names of the modules that are running, the innermost last.
         restores: Whether modules, leaves and optimizers are restored to their initial states after
             the step.
+        counts_updates: Whether updates that are lost are counted.
+        start: The states of optimizers before their first update: numbers as text, and hashes of
+            tensors.
     """
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
         self.restores = True
+        self.counts_updates = True
+        self.start: dict[str, str] = {}
         self.path: list[str] = []
         self.names: dict[nn.Module, str] = {}
         self.saved_owners: set[nn.Module | Tensor | torch.optim.Optimizer] = set()
@@ -745,6 +769,8 @@ class StepResults:
 
     def _save_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Save the state of an optimizer and the gradients that it receives, before its step."""
+        if optimizer not in self.optimizers:
+            self._describe_start(optimizer)
         self.optimizers.setdefault(optimizer)
         self._save_state(optimizer)
         for parameter in (
@@ -752,6 +778,30 @@ class StepResults:
         ):
             if parameter.grad is not None:
                 self.optimizer_gradients[parameter] = self._value_names(parameter.grad)
+
+    @as_guard_work
+    def _describe_start(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the state and the options of an optimizer before its first update of the step."""
+        kind = type(optimizer).__name__
+        names = self._parameter_names()
+        for parameter, state in optimizer.state.items():
+            name = names.get(parameter) or self._number_leaf(parameter)
+            for key, value in state.items():
+                self.start[f"{key} of {name} ({kind})"] = describe_state(value)
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params" and key not in EXECUTION_OPTIONS:
+                    self.start[f"{key} of group {number} ({kind})"] = describe_state(value)
+
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """Return the names of the parameters of all modules that ran."""
+        names: dict[Tensor, str] = {}
+        # In reverse, so that a parameter of two modules gets its name in the first one.
+        for root in reversed(self.roots):
+            names |= {
+                parameter: name_as_written(name) for name, parameter in root.named_parameters()
+            }
+        return names
 
     @as_guard_work
     def _save_state(self, owner: nn.Module | Tensor | torch.optim.Optimizer) -> None:
@@ -791,7 +841,7 @@ class StepResults:
         Nothing is saved if no lost updates are counted, and no leaf that is too large for it.
         """
         references = self.tracer.references
-        if references.is_disabled or not (self.restores and self.tracer.is_measuring):
+        if references.is_disabled or not (self.counts_updates and self.tracer.is_measuring):
             return
         storages = {storage_identity(t.untyped_storage()) for t in written}
         for leaf in self.leaves if storages else ():
@@ -885,12 +935,7 @@ class StepResults:
                     else [self._name_of_number(value)]
                 )
                 entries.append(self._make_result(label, "", values, values))
-        names: dict[Tensor, str] = {}
-        # In reverse, so that a parameter of two modules gets its name in the first one.
-        for root in reversed(self.roots):
-            names |= {
-                parameter: name_as_written(name) for name, parameter in root.named_parameters()
-            }
+        names = self._parameter_names()
         for leaf, contents in self.leaves.items():
             if self._is_alias(leaf, names):
                 continue

@@ -32,6 +32,7 @@ from gpulab.settings import Setting
 Json: TypeAlias = Any
 
 RESULT = "result"  # the phase of results: loss, gradients and updates
+HASH_MARK = "#"  # begins the hash of a tensor in the description of a state
 TENSOR = "Tensor"  # the placeholder for a tensor among an operation's arguments
 FORMAT = 7
 KEY = "gpulab trace"
@@ -156,6 +157,8 @@ class Trace:
             the guard could not be used.
         without_reference: The operations that have no float64 reference, with torch's error.
         step: The name of the step. Traces with equal names count as the same program.
+        state: What the step started from, if it was recorded in a running program: numbers as text
+            and hashes of tensors, by name.
 
     Examples:
         >>> import torch
@@ -179,6 +182,7 @@ class Trace:
     notes: dict[str, str] = field(default_factory=dict)
     without_reference: dict[str, str] = field(default_factory=dict)
     step: str = ""
+    state: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Setting.parse(self.setting)  # raises an error for an invalid setting

@@ -1,0 +1,324 @@
+"""Record one step of a running training, in which the program itself does the step."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import random
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+
+from gpulab._torch_internals import (
+    Nested,
+    is_compiled,
+    named_leaves,
+    register_optimizer_step_post_hook,
+)
+from gpulab.audits import _count_sketch as sketches
+from gpulab.audits._tracer import Tracer, describe_state
+from gpulab.audits._traces import HASH_MARK, RESULT, Trace
+from gpulab.errors import GpulabError, UsageError
+from gpulab.guards._reentrancy import as_guard_work
+from gpulab.numerics._flags import arithmetic
+from gpulab.passports import passport
+
+
+class StepRecording:
+    """The recording of a step of a running program, as `record_step` yields it.
+
+    Attributes:
+        trace: The trace, after the `with` block; None inside it.
+
+    Examples:
+        >>> import torch
+        >>> import gpulab as gl
+        >>> weight = torch.ones(3, requires_grad=True)
+        >>> with gl.record_step() as recording:
+        ...     loss = weight.square().sum()
+        ...     loss.backward()
+        ...     recording.add(loss=loss)
+        >>> recording.trace
+        trace of 7 operations under cpu
+    """
+
+    def __init__(self, state: Mapping[str, object], label: str) -> None:
+        self.trace: Trace | None = None
+        self._label = label
+        self._returned: dict[str, Nested] = {}
+        self._start = describe_states(state)
+        self._generators: dict[str, str] = {}
+        self._tracer = Tracer(lambda: None, is_measuring=True)
+        self._tracer.results.restores = False
+        self._tracer.is_preparing = True
+        self._stack = contextlib.ExitStack()
+
+    def _enter(self) -> None:
+        """Follow the program from here on, without recording it yet."""
+        self._stack.enter_context(self._tracer.results.follow())
+        self._stack.enter_context(self._tracer)
+
+    @as_guard_work
+    def _begin(self) -> None:
+        """Record from here on."""
+        self._generators = _generator_states()
+        self._tracer.is_preparing = False
+
+    def _leave(self) -> None:
+        """Stop recording without a trace."""
+        self._stack.close()
+
+    def _end(self, file: str | Path | None) -> None:
+        """Stop recording, and make the trace."""
+        self._tracer.is_preparing = True
+        flags = arithmetic()
+        with self._stack:
+            self._tracer.operations += self._tracer.results.to_operations(self._returned)
+        later = _generator_states()
+        drawn_from = {
+            f"random numbers of {name}": state
+            for name, state in self._generators.items()
+            if later[name] != state
+        }
+        state = {**self._tracer.results.start, **drawn_from, **self._start}
+        self.trace = _make_trace(self._tracer, state, flags, self._label)
+        if file is not None:
+            self.trace.save(file)
+
+    def add(self, **results: Nested) -> None:
+        """Name further results of the step, such as the loss, which the audit then compares.
+
+        Args:
+            results: Tensors or any nesting of tensors, by name.
+
+        Raises:
+            UsageError: If the `with` block has ended.
+        """
+        if self.trace is not None:
+            raise UsageError("add: the step has been recorded; call it inside the with block")
+        self._returned |= results
+
+
+@contextlib.contextmanager
+def record_step(
+    file: str | Path | None = None,
+    *,
+    state: Mapping[str, object] | None = None,
+    label: str = "",
+) -> Iterator[StepRecording]:
+    """Record what a running program does inside a `with` block, usually one step of a training.
+
+    `gpulab.record` executes a step by itself. This function records the step of a program as it
+    happens: nothing is moved, seeded, repeated or restored, and the training continues with the
+    same numbers as without the recording. Gradients, updated parameters and buffers, and the states
+    of optimizers are the results of the step, as in `gpulab.record`. Two such traces are compared
+    by `gpulab.audit(trace_a, trace_b)`: of two machines, of two precisions, or of an uninterrupted
+    training and a resumed one.
+
+    The trace also has the state that the step started from: that of every optimizer which the step
+    calls, with its options such as the learning rate; the states of the generators of random
+    numbers from which the step draws; and that of all objects in `state`. `gpulab.audit` names what
+    differs.
+
+    Forward and backward pass have to be inside the block. The recorded step takes several times as
+    long as another one, and three times its memory, because each operation is repeated in float64.
+    Steps outside the block cost nothing. Compiled modules run uncompiled inside the block. The
+    guard does not watch it.
+
+    Args:
+        file: The file in which the trace is saved; None to save no file.
+        state: Further objects whose state before the step is noted, by name: anything with a
+            `state_dict()`, such as a learning rate schedule, a gradient scaler, a stateful loader
+            or an averaged model; tensors, numbers, texts; or nestings of these.
+        label: The name of the trace in reports.
+
+    Yields:
+        A `StepRecording`. Its attribute `trace` is the trace after the block.
+
+    Raises:
+        UsageError: If an object in `state` has no state that can be compared.
+
+    Examples:
+        A step after a resume, beside the same step of the uninterrupted training. The averages of
+        the optimizer were not restored:
+
+        >>> import copy
+        >>> import torch
+        >>> import gpulab as gl
+        >>> net = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.Adam(net.parameters())
+        >>> def train_step(net, optimizer):
+        ...     optimizer.zero_grad()
+        ...     net(torch.ones(2, 4)).square().mean().backward()
+        ...     optimizer.step()
+        >>> train_step(net, optimizer)
+        >>> weights = copy.deepcopy(net.state_dict())
+        >>> with gl.record_step(label="uninterrupted") as uninterrupted:
+        ...     train_step(net, optimizer)
+        >>> net.load_state_dict(weights)
+        <All keys matched successfully>
+        >>> with gl.record_step(label="resumed") as resumed:
+        ...     train_step(net, torch.optim.Adam(net.parameters()))
+        >>> answer = gl.audit(uninterrupted.trace, resumed.trace)
+        >>> answer.findings[0].kind, "exp_avg of weight" in answer.findings[0].detail
+        ('other data', True)
+    """
+    recording = StepRecording(state or {}, label)
+    recording._enter()
+    try:
+        recording._begin()
+        yield recording
+    except BaseException:
+        recording._leave()
+        raise
+    recording._end(file)
+
+
+def record_script_step(
+    script: str, arguments: Sequence[str], at_step: int, file: str | Path
+) -> Trace:
+    """Run a script as Python would, and record one of its training steps into a file.
+
+    The steps are counted by the updates of the first optimizer that does one. Step 1 begins with
+    the first call of a module. Every other step begins after the update of the step before.
+
+    Args:
+        script: The file of the script.
+        arguments: The arguments of the script.
+        at_step: The number of the step, from 1.
+        file: The file in which the trace is saved.
+
+    Returns:
+        The trace.
+
+    Raises:
+        GpulabError: If the script ends before that step is done. Errors of the script are not
+            caught.
+    """
+    recording = StepRecording({}, "")
+    counter = _StepCounter(recording, at_step, file)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    with counter:
+        runpy.run_path(script, run_name="__main__")
+    if recording.trace is None:
+        done = "1 step" if counter.n_steps == 1 else f"{counter.n_steps} steps"
+        raise GpulabError(f"{script} ended after {done} of its optimizer; expected {at_step}")
+    return recording.trace
+
+
+class _StepCounter:
+    """Counts the updates of the first optimizer of a program, and records one step of it."""
+
+    def __init__(self, recording: StepRecording, at_step: int, file: str | Path) -> None:
+        self.recording = recording
+        self.at_step = at_step
+        self.file = file
+        self.n_steps = 0
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _StepCounter:
+        self._stack.callback(self.recording._leave)
+        # Before the hooks of the recording, so that the first module is recorded, too.
+        self._stack.callback(modules.register_module_forward_pre_hook(self._before_module).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
+        if self.at_step == 1:
+            self.recording._enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _before_module(self, module: nn.Module, inputs: Nested) -> None:  # noqa: ARG002
+        if self.at_step == 1 and self.n_steps == 0 and self.recording._tracer.is_preparing:
+            self.recording._begin()
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.optimizer = self.optimizer or optimizer
+        if optimizer is not self.optimizer:
+            return
+        self.n_steps += 1
+        if self.n_steps == self.at_step:
+            self.recording._end(self.file)
+        elif self.n_steps == self.at_step - 1:
+            self.recording._enter()
+            self.recording._begin()
+
+
+def _make_trace(
+    tracer: Tracer, state: dict[str, str], flags: Mapping[str, object], label: str
+) -> Trace:
+    """Make the trace of what a tracer has recorded in a running program.
+
+    Raises:
+        UsageError: If no operation on floating-point numbers was recorded.
+    """
+    operations = [op for op in tracer.operations if op.phase != RESULT]
+    if not any(getattr(torch, op.dtype).is_floating_point for op in operations):
+        raise UsageError(
+            "the step ran no operation of torch on floating-point numbers: expected the forward and"
+            " the backward pass inside the with block"
+        )
+    names = {value for op in tracer.operations for value in op.values}
+    notes = {"guard": "overwritten memory was not looked for"}
+    if any(map(is_compiled, tracer.results.used_modules())):
+        notes["compiled"] = "not compiled"
+    devices = {leaf.device.type for leaf in tracer.results.leaves}
+    return Trace(
+        "cuda" if "cuda" in devices else "cpu",
+        tracer.operations,
+        {name: value for name, value in tracer.values.items() if name in names},
+        passport=dict(passport()),
+        arithmetic=dict(flags),
+        label=label,
+        notes=notes,
+        without_reference=tracer.references.failures,
+        state=state,
+    )
+
+
+def describe_states(state: Mapping[str, object]) -> dict[str, str]:
+    """Describe the states of objects by name: numbers as text, and hashes of tensors.
+
+    >>> describe_states({"epoch": 3, "schedule": {"last": 0.5}})
+    {'epoch': '3', "schedule['last']": '0.5'}
+
+    Raises:
+        UsageError: If an object has neither a `state_dict` nor a state that can be compared.
+    """
+    described = {}
+    for name, owner in state.items():
+        content = owner.state_dict() if hasattr(owner, "state_dict") else owner
+        for path, value in named_leaves(content):
+            if callable(value):
+                continue  # schedules keep their functions among their states
+            if not isinstance(value, Tensor | np.ndarray | bool | int | float | str | bytes | None):
+                raise UsageError(
+                    f"state[{name!r}]{path} is a {type(value).__name__}: expected something with a"
+                    " state_dict(), a tensor, a number or a text"
+                )
+            if isinstance(value, np.ndarray):
+                value = torch.from_numpy(value)
+            described[f"{name}{path}"] = as_guard_work(describe_state)(value)
+    return described
+
+
+def _generator_states() -> dict[str, str]:
+    """Return hashes of the states of the global generators of random numbers, by name."""
+    states = {
+        "torch": str(sketches.content_id(torch.get_rng_state())),
+        "NumPy": hashlib.sha256(pickle.dumps(np.random.get_state())).hexdigest(),
+        "Python": hashlib.sha256(repr(random.getstate()).encode()).hexdigest(),
+    }
+    if torch.cuda.is_initialized():
+        for number in range(torch.cuda.device_count()):
+            states[f"cuda:{number}"] = sketches.content_id(torch.cuda.get_rng_state(number))
+    return {name: f"generator {HASH_MARK}{state}" for name, state in states.items()}
