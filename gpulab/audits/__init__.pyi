@@ -6,6 +6,7 @@ from ._compiled import CompiledAudit as CompiledAudit
 from ._compiled import (
     Step as Step,
 )
+from ._ranks import join_ranks as join_ranks
 from ._recording import record as record
 from ._running_step import StepRecording as StepRecording
 from ._running_step import record_step as record_step

@@ -22,6 +22,8 @@ from gpulab.audits._graphs import Graph, Node
 from gpulab.audits._matching import Matches, PartSearch, is_same_value, tolerance_of
 from gpulab.audits._traces import (
     KERNEL_ALIASES,
+    RANK,
+    RANKS_NOTE,
     RESULT,
     TENSOR,
     Json,
@@ -335,7 +337,25 @@ class Comparison:
                     unpaired_a.remove(x)
                     unpaired_b.remove(y)
                     pairs.append((x, y))
+        replicas = self._pair_replicas(pairs, unpaired_b)
+        unpaired_b = [y for y in unpaired_b if y not in [replica for _, replica in replicas]]
+        pairs += replicas
         return [*pairs, *((x, None) for x in unpaired_a), *((None, y) for y in unpaired_b)]
+
+    def _pair_replicas(
+        self, pairs: list[tuple[_Leaf | None, _Leaf | None]], unpaired_b: list[_Leaf]
+    ) -> list[tuple[_Leaf, _Leaf]]:
+        """Pair the copies of a parameter on further ranks with the parameter of one process."""
+        replicas: list[tuple[_Leaf, _Leaf]] = []
+        for y in unpaired_b:
+            if not y.is_replica:
+                continue
+            for x, first in pairs:
+                if x is not None and first is not None and first.name == y.name:
+                    if self._are_all_same(x.start, y.start):
+                        replicas.append((x, y))
+                    break
+        return replicas
 
     def _are_all_same(self, values_a: list[Value], values_b: list[Value]) -> bool:
         pairs = zip(values_a, values_b, strict=False)
@@ -378,12 +398,25 @@ class Comparison:
         return self.a.step == self.b.step
 
     @cached_property
+    def has_ranks(self) -> bool:
+        """Whether a trace was joined from ranks, whose parameters together are those of a whole."""
+        return any(RANKS_NOTE in trace.notes for trace in self.traces)
+
+    @cached_property
     def unpaired_results(self) -> list[Result]:
-        """The results that only one of two programs has: its own parameters, buffers, outputs."""
+        """The results that only one of two programs has: its own parameters, buffers, outputs.
+
+        Gradients and updates of ranks do not count. They have to be equal to those of one process,
+        or to parts of them.
+        """
         if self.is_same_program:
             return []
         return [
-            result for result in self.results if result.has_no_counterpart and not result.agrees
+            result
+            for result in self.results
+            if result.has_no_counterpart
+            and not result.agrees
+            and not (self.has_ranks and result.group != "loss")
         ]
 
     @cached_property
@@ -497,6 +530,7 @@ class _Leaf:
     name: str
     start: list[Value]
     state: str = ""  # the name of an optimizer's state; empty for the parameter itself
+    is_replica: bool = False  # whether it is a copy on a rank after the first
     gradient: Operation | None = None
     updated: Operation | None = None
 
@@ -525,7 +559,9 @@ def _find_leaves(trace: Trace, results: list[Operation]) -> list[_Leaf]:
         if op.name in LEAF_RESULTS:
             key = (op.module, *op.inputs)
             start = [trace.values[name] for name in op.inputs]
-            leaf = leaves.setdefault(key, _Leaf(op.module, start, op.arguments.get("state", "")))
+            state = op.arguments.get("state", "")
+            is_replica = bool(op.arguments.get(RANK))
+            leaf = leaves.setdefault(key, _Leaf(op.module, start, state, is_replica))
             setattr(leaf, op.name, op)
     return list(leaves.values())
 

@@ -483,6 +483,8 @@ def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
             # finding is then ranked by its share, so that other differences may come first.
             has_bound = not comparison.is_same_program
             detail = f"{other_title} does not compute it"
+            if comparison.has_ranks:
+                detail = f"{other_title} has neither this result nor the parts of it"
             yield _make_finding(comparison, "mismatch", op, detail, advice, has_bound=has_bound)
 
 

@@ -217,12 +217,22 @@ class SideSearch:
             visited.add(value)
             node = self.graph.maker.get(value)
             if node is None:
-                data.append((value, next(iter(self.graph.users.get(value, [])), None)))
+                if not _is_zero(value):
+                    data.append((value, next(iter(self.graph.users.get(value, [])), None)))
                 continue
             if self.certified_values.issuperset(node.inputs):
                 nodes.setdefault(node)
             queue.extend(input_ for input_ in node.inputs if input_ not in self.certified_values)
         return sorted(nodes, key=lambda node: node.number), data
+
+
+def _is_zero(value: Value) -> bool:
+    """Return whether all numbers are zero, as in memory that was allocated to be written to.
+
+    An example are the buckets of `DistributedDataParallel`. If zeros are data, the other side has
+    other data in their place, and these are found.
+    """
+    return value.count > 1 and bool(value.total) and value.total[1] == 0.0
 
 
 def find_sources(comparison: Comparison) -> list[Source]:
@@ -231,7 +241,7 @@ def find_sources(comparison: Comparison) -> list[Source]:
     sides = [SideSearch(comparison, side) for side in (0, 1)]
     differing: list[list[Value]] = [[], []]
     for result in comparison.differing_results:
-        if not (result.a and result.b):
+        if not (result.a and result.b) and not comparison.has_ranks:
             continue  # a result of one side only has no counterpart to compare with
         for side, op in enumerate((result.a, result.b)):
             differing[side] += comparison.values(op)

@@ -41,6 +41,13 @@ from gpulab._torch_internals import (
     written_tensors,
 )
 from gpulab.audits import _count_sketch as sketches
+from gpulab.audits._collectives import (
+    RANKS,
+    Collective,
+    check_module,
+    find_collective,
+    run_collective,
+)
 from gpulab.audits._float64_calls import DEFINITIONS, writes_to_arguments
 from gpulab.audits._references import (
     HALF_PRECISION_DTYPES,
@@ -208,6 +215,9 @@ class Tracer(UncompiledDispatchMode):
         if is_composite(operation):
             with self:
                 return operation.decompose(*args, **kwargs)
+        collective = find_collective(operation, args)
+        if collective is not None:
+            return self._record_collective(Call(operation, name, args, kwargs), collective)
         return self._record_call(operation, name, args, kwargs)
 
     def _prepare(
@@ -273,6 +283,42 @@ class Tracer(UncompiledDispatchMode):
         self._finish_record(call, op, out, initial_arguments)
         if finish_copies is not None:
             finish_copies(op, out, initial_arguments)
+        return out
+
+    @as_guard_work
+    def _record_collective(self, call: Call, collective: Collective) -> Nested:
+        """Run a collective and wait for it, do the same with the references, and record both.
+
+        All ranks have to record it, because each exchanges its references, too.
+        """
+        if not collective.sent:
+            return call.operation(*call.args, **call.kwargs)
+        call.mutated_tensors = collective.received
+        call.read_arguments = collective.sent
+        op = self._start_record(call)
+        op.arguments = {
+            **{key: value for key, value in op.arguments.items() if value is not None},
+            RANKS: collective.ranks,
+        }
+        exact = self.is_measuring and all(map(self._is_exact, collective.sent))
+        inputs = None
+        if self.is_measuring:
+            inputs = self.references.inputs_of(call.args, call.kwargs, collective.received)
+        out = run_collective(call.operation, call.args, call.kwargs)
+        if inputs is not None:
+            run_collective(call.operation, *inputs)
+        for t in collective.received:
+            memory = self.references.memory(t)
+            memory.version += 1
+            memory.maker = op
+            if self.is_measuring:
+                self.references.record_write(t, exact, is_repeated=True, float32_draws=None)
+        results = sketches.nonempty_components(collective.received)
+        op.shape = list(results[0].shape)
+        op.dtype = str(results[0].dtype).removeprefix("torch.")
+        op.outputs = [self.value_of(t, op) for t in results]
+        self.operations.append(op)
+        self.on_operation()
         return out
 
     def _follow_copies(self, call: Call) -> Callable[..., None] | None:  # noqa: ARG002
@@ -741,6 +787,7 @@ class StepResults:
         """Follow which module is running until the step is done, then undo all hooks."""
 
         def enter(module: nn.Module, inputs: Nested) -> None:  # noqa: ARG001
+            check_module(module)
             if not self.path:
                 own_name = type(module).__name__
                 self.names = {

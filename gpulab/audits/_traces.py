@@ -32,6 +32,8 @@ from gpulab.settings import Setting
 Json: TypeAlias = Any
 
 RESULT = "result"  # the phase of results: loss, gradients and updates
+RANK = "rank"  # the argument of a result that names its rank, in a joined trace
+RANKS_NOTE = "ranks"  # the note of a joined trace with the number of its ranks
 HASH_MARK = "#"  # begins the hash of a tensor in the description of a state
 TENSOR = "Tensor"  # the placeholder for a tensor among an operation's arguments
 FORMAT = 7
@@ -154,7 +156,7 @@ class Trace:
         label: The name of the trace in reports; empty to use its setting.
         notes: Remarks on the step: under `loss`, how the loss was chosen if the step has no loss
             function; under `compiled`, that a compiled model ran uncompiled; under `guard`, that
-            the guard could not be used.
+            the guard could not be used; under `ranks`, of how many ranks it was joined.
         without_reference: The operations that have no float64 reference, with torch's error.
         step: The name of the step. Traces with equal names count as the same program.
         state: What the step started from, if it was recorded in a running program: numbers as text

@@ -1,0 +1,218 @@
+"""Join the traces of the ranks of a distributed step, so that they compare with one process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gpulab.audits._collectives import RANKS
+from gpulab.audits._comparison import LEAF_RESULTS
+from gpulab.audits._matching import is_same_value
+from gpulab.audits._tolerances import REFERENCE_TOLERANCE, REFERENCE_TOLERANCE_PER_DEVIATION
+from gpulab.audits._traces import RANK, RANKS_NOTE, RESULT, Operation, Trace
+from gpulab.audits._values import Value
+from gpulab.errors import UsageError
+
+
+def join_ranks(traces: Sequence[Trace | str | Path], file: str | Path | None = None) -> Trace:
+    """Join the traces that the ranks of a distributed step recorded, into one trace.
+
+    `gpulab.audit` then compares it with the trace of the same step in one process. Each rank
+    records the step with `gpulab.record`, under `torchrun` for example, after
+    `torch.distributed.init_process_group`. All ranks have to record, because the collectives
+    exchange the float64 references as well.
+
+    In the joined trace, a collective is one operation that has the values of all its ranks as
+    inputs and outputs. Copies of a parameter that agree on all ranks become one. If they do not
+    agree, each is compared with the one process. Parts of a parameter or of a returned tensor are
+    compared with the whole: the halves of a weight that tensor parallel layers hold, or the outputs
+    for parts of a batch. Returned numbers that differ between ranks, such as the loss of a part of
+    a batch, have no counterpart in one process and are only listed.
+
+    What is followed are `DistributedDataParallel`, and the collectives all-reduce, broadcast,
+    all-gather, reduce-scatter and all-to-all of `torch.distributed`, with gloo or NCCL. FSDP,
+    DTensor and functional collectives, and messages between two ranks are refused by name when the
+    step is recorded.
+
+    Args:
+        traces: The traces, or their files, in the order of the ranks.
+        file: The file in which the joined trace is saved; None to save no file.
+
+    Returns:
+        The joined `Trace`.
+
+    Raises:
+        UsageError: If there is no trace, or the ranks do not call the same collectives in the same
+            order, for example because a trace is missing.
+
+    Examples:
+        In a script that `torchrun --nproc-per-node 2` starts:
+
+        >>> def main(step, rank):
+        ...     torch.distributed.init_process_group("gloo")
+        ...     gl.record(step, "cpu", f"rank{rank}.trace")
+
+        A step without collectives, with which a single rank is joined:
+
+        >>> import torch
+        >>> import gpulab as gl
+        >>> step = gl.Step(torch.nn.Linear(4, 2), torch.ones(3, 4))
+        >>> joined = gl.audits.join_ranks([gl.record(step, progress=False)])
+        >>> gl.audit(gl.record(step, progress=False), joined).kind
+        'rounding'
+    """
+    loaded = [t if isinstance(t, Trace) else Trace.load(t) for t in traces]
+    if not loaded:
+        raise UsageError("traces: expected one for each rank, got none")
+    ranked = [_with_rank(trace, rank) for rank, trace in enumerate(loaded)]
+    values = {name: value for trace in ranked for name, value in trace.values.items()}
+    operations = _join_operations([_without_results(trace) for trace in ranked])
+    results = _join_results(
+        [[op for op in trace.operations if op.phase == RESULT] for trace in ranked], values
+    )
+    first = ranked[0]
+    title = f"{len(ranked)} ranks" if len(ranked) > 1 else "1 rank"
+    joined = replace(
+        first,
+        operations=[*operations, *results],
+        values=values,
+        overwritten=[entry for trace in ranked for entry in trace.overwritten],
+        without_reference={
+            name: reason for trace in ranked for name, reason in trace.without_reference.items()
+        },
+        notes={**first.notes, RANKS_NOTE: str(len(ranked))},
+        label=f"{first.setting} ({title})",
+        step=f"{first.step} on {title}",
+    )
+    if file is not None:
+        joined.save(file)
+    return joined
+
+
+def _with_rank(trace: Trace, rank: int) -> Trace:
+    """Return a trace with the rank in the names of its values."""
+
+    def rename(names: Sequence[str]) -> list[str]:
+        return [f"{rank}:{name}" for name in names]
+
+    operations = [
+        replace(
+            op,
+            inputs=rename(op.inputs),
+            outputs=rename(op.outputs),
+            mutated_values=rename(op.mutated_values),
+        )
+        for op in trace.operations
+    ]
+    values = {f"{rank}:{name}": value for name, value in trace.values.items()}
+    return replace(trace, operations=operations, values=values)
+
+
+def _without_results(trace: Trace) -> list[Operation]:
+    return [op for op in trace.operations if op.phase != RESULT]
+
+
+def _join_operations(ranks: list[list[Operation]]) -> list[Operation]:
+    """Merge the operations of all ranks; a collective comes after what its ranks did before.
+
+    Raises:
+        UsageError: If the ranks wait for each other at different collectives.
+    """
+    positions = [0] * len(ranks)
+    joined: list[Operation] = []
+    while True:
+        for rank, operations in enumerate(ranks):
+            while positions[rank] < len(operations) and not _is_collective(
+                operations[positions[rank]]
+            ):
+                joined.append(operations[positions[rank]])
+                positions[rank] += 1
+        waiting = {
+            rank: operations[positions[rank]]
+            for rank, operations in enumerate(ranks)
+            if positions[rank] < len(operations)
+        }
+        if not waiting:
+            return joined
+        meeting = next(
+            (members for members in map(_group_of, waiting.values()) if _meet(members, waiting)),
+            None,
+        )
+        if meeting is None:
+            places = "; ".join(
+                f"rank {rank} is at {op.name} of ranks {_group_of(op)}, {op.line}"
+                for rank, op in waiting.items()
+            )
+            raise UsageError(
+                f"the {len(ranks)} traces do not meet at the same collectives: {places}; expected"
+                " the trace of every rank, in order"
+            )
+        calls = [waiting[rank] for rank in meeting]
+        joined.append(
+            replace(
+                calls[0],
+                inputs=[name for op in calls for name in op.inputs],
+                outputs=[name for op in calls for name in op.outputs],
+                mutated_values=[name for op in calls for name in op.mutated_values],
+            )
+        )
+        for rank in meeting:
+            positions[rank] += 1
+
+
+def _is_collective(op: Operation) -> bool:
+    return RANKS in op.arguments
+
+
+def _group_of(op: Operation) -> list[int]:
+    ranks: list[int] = op.arguments[RANKS]
+    return ranks
+
+
+def _meet(members: Sequence[int], waiting: dict[int, Operation]) -> bool:
+    """Return whether all ranks of a group wait at the same collective of that group."""
+    calls = [waiting[rank] for rank in members if rank in waiting]
+    names = {op.name for op in calls}
+    return (
+        len(calls) == len(members)
+        and len(names) == 1
+        and all(_group_of(op) == list(members) for op in calls)
+    )
+
+
+def _join_results(ranks: list[list[Operation]], values: dict[str, Value]) -> list[Operation]:
+    """Merge the results that agree on all ranks; name the rank in the others."""
+    groups: dict[tuple[str, str], list[tuple[int, Operation]]] = defaultdict(list)
+    for rank, results in enumerate(ranks):
+        for op in results:
+            groups[op.name, op.module].append((rank, op))
+    joined = []
+    for (name, _), copies in groups.items():
+        distinct: list[tuple[int, Operation]] = []
+        for rank, op in copies:
+            if not any(_are_same(op, other, values) for _, other in distinct):
+                distinct.append((rank, op))
+        for rank, op in distinct:
+            arguments = op.arguments | ({RANK: rank} if rank else {})
+            is_returned = name not in LEAF_RESULTS
+            new_name = f"{name} of rank {rank}" if is_returned and len(distinct) > 1 else name
+            joined.append(replace(op, name=new_name, arguments=arguments))
+    return joined
+
+
+def _are_same(a: Operation, b: Operation, values: dict[str, Value]) -> bool:
+    """Return whether two results have equal values and belong to equal initial values."""
+    pairs = [
+        (values[x], values[y])
+        for names in ((a.inputs, b.inputs), (a.outputs, b.outputs))
+        for x, y in zip(*names, strict=False)
+    ]
+    same_length = len(a.outputs) == len(b.outputs) and len(a.inputs) == len(b.inputs)
+    return same_length and all(is_same_value(x, y, _tolerance) for x, y in pairs)
+
+
+def _tolerance(value: Value) -> float:
+    """Return the relative distance of two references of one value."""
+    return REFERENCE_TOLERANCE + REFERENCE_TOLERANCE_PER_DEVIATION * value.deviation
