@@ -1081,3 +1081,32 @@ def test_ctc_loss_takes_lengths_as_lists_where_they_are_on_another_device():
         meta = torch.nn.functional.ctc_loss(scores.to("meta"), targets.to("meta"), [6, 6], [3, 3])
         assert meta.device.type == "meta"
     assert torch.ctc_loss is original
+
+
+# --- distributed ----------------------------------------------------------------------------------
+
+
+def test_collectives_have_a_group_of_ranks_and_a_handle_to_wait_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    from torch import distributed
+
+    seen = []
+
+    class Watching(internals.UncompiledDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            out = operation(*args, **(kwargs or {}))
+            if internals.operation_name(operation) == "allreduce":
+                internals.wait_for_collective(out)
+                group = internals.argument_names(operation).index("process_group")
+                seen.append((internals.process_group_ranks(args[group]), args[0][0].tolist()))
+            return out
+
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
+    try:
+        with Watching():
+            distributed.all_reduce(torch.ones(2))
+    finally:
+        distributed.destroy_process_group()
+    assert seen == [([0], [1.0, 1.0])]

@@ -91,7 +91,9 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
             *([_nonfinite_finding(comparison, origin)] for origin in comparison.not_finite.values())
         )
     findings += _state_findings(comparison)
-    findings += _missing_result_findings(comparison)
+    # The sources explain the results of ranks, too, of which one process has only the whole.
+    if not (comparison.has_ranks and sources):
+        findings += _missing_result_findings(comparison)
     findings += _source_findings(comparison, sources)
     findings_by_side: list[list[Finding]] = [[], []]
     for side, trace in enumerate(comparison.traces):

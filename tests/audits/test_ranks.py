@@ -57,6 +57,7 @@ def test_joined_ranks_of_a_faulty_program_are_found_at_the_line(folder, name, fa
     report = audit_of_ranks(folder, name, fault)
     assert report.faulty, str(report)
     assert report.kind == "mismatch", str(report)
+    assert all(finding.line for finding in report.findings)
     line = programs.PROGRAMS[name][2][fault]
     assert line in report.findings[0].line + report.findings[0].detail, str(report)
 
