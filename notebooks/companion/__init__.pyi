@@ -2,6 +2,8 @@ from .anomaly import published_page as published_page
 from .anomaly import published_runs as published_runs
 from .anomaly import published_table as published_table
 from .anomaly import round_trips as round_trips
+from .article_machines import gpu_generations as gpu_generations
+from .article_machines import published_machines as published_machines
 from .changes import describe_changes as describe_changes
 from .changes import draw_changes as draw_changes
 from .changes import judge_changes as judge_changes
@@ -45,8 +47,6 @@ from .published_cpu import compare_published as compare_published
 from .published_cpu import published_losses as published_losses
 from .published_cpu import published_windows as published_windows
 from .published_cpu import ratios_by_windows as ratios_by_windows
-from .published_machines import gpu_generations as gpu_generations
-from .published_machines import published_machines as published_machines
 from .saddle_points import saddle_finding as saddle_finding
 from .scale_out import run_program as run_program
 from .scale_out import scale_finding as scale_finding

@@ -2,7 +2,7 @@
 
 import pytest
 
-from companion.published_machines import GRAPHICS_CARDS, gpu_generations, published_machines
+from companion.article_machines import GRAPHICS_CARDS, gpu_generations, published_machines
 
 
 def test_published_machines_are_the_twelve_of_the_article():
