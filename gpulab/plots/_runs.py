@@ -22,6 +22,13 @@ from gpulab.training._profiles import FINAL_LOSS_DIVISOR
 from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, label_levels, metric_label
 
 BETWEEN_SEEDS_LABEL = "one seed against another"
+# What a title says of each decision of a verdict.
+TITLE_WORDS = {
+    "different": "the means differ",
+    "different but negligible": "the means differ by less than the margin",
+    "equivalent": "no difference beyond the margin",
+    "inconclusive": "too few seeds to decide",
+}
 MARGIN_STYLE: Style = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # the band of a margin
 
 
@@ -213,15 +220,30 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
 
 
 def verdict_title(verdict: Verdict) -> str:
-    """Return the title of a verdict: the decision, or how many levels had each decision."""
-    decisions = verdict.decisions
-    reference, *levels = label_levels([verdict.reference, *decisions], verdict.factor).values()
+    """Return the title of a verdict: what is decided, or for how many levels it is.
+
+    >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
+    >>> runs = pd.DataFrame(
+    ...     {"setting": ["cpu"] * 6 + ["cuda"] * 6, "seed": [*range(6)] * 2, "final_loss": losses}
+    ... )
+    >>> from gpulab.stats import verdict
+    >>> verdict_title(verdict(runs))
+    'GPU, against CPU: the means differ'
+    """
+    reference, *levels = label_levels(
+        [verdict.reference, *verdict.decisions], verdict.factor
+    ).values()
+    if not levels:
+        return f"Against {reference}: nothing to compare with"
     if len(levels) == 1:
-        return f"{levels[0]}, against {reference}: {verdict.decision}"
-    counts = ", ".join(
-        f"{n} {decision}" for decision, n in verdict.table.decision.value_counts().items()
-    )
-    return f"Against {reference}: {counts or 'nothing to compare with'}"
+        return f"{levels[0]}, against {reference}: {TITLE_WORDS[verdict.decision]}"
+    decided = verdict.table.decision.value_counts()
+    clauses = [
+        f"{words} for {decided[decision]} of {len(levels)}"
+        for decision, words in TITLE_WORDS.items()
+        if decision in decided
+    ]
+    return f"Against {reference}: {', '.join(clauses)}"
 
 
 @theme.with_theme

@@ -41,6 +41,9 @@ from .microbenchmark_figures import recorded_hardware as recorded_hardware
 from .microbenchmark_figures import recorded_inside as recorded_inside
 from .microbenchmarks import measure_inside as measure_inside
 from .old_gpu import cards_finding as cards_finding
+from .overview import comparison_table as comparison_table
+from .overview import depending_decisions as depending_decisions
+from .overview import draw_comparisons as draw_comparisons
 from .published_cpu import compare_published as compare_published
 from .published_cpu import published_losses as published_losses
 from .published_cpu import published_windows as published_windows

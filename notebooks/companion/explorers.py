@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from companion.findings import in_words
+from companion.overview import DECISION_COLOURS
 from companion.widgets import Explorer
 from gpulab.picture import Picture
 from gpulab.plots import theme
@@ -29,7 +30,6 @@ from gpulab.saddles._escapes import Descent, Weights, choose_optimizer
 from gpulab.saddles._optimizers import OPTIMIZERS
 from gpulab.settings import Setting
 from gpulab.stats import Verdict, verdict
-from gpulab.stats._decisions import DECISIONS
 from gpulab.store import recorded_runs
 from gpulab.wording import metric_label, optimizer_words
 
@@ -66,7 +66,6 @@ ALONE = (
     "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed"
     " for."
 )
-DECIDED = dict(zip(DECISIONS, ("#CC3311", "#CC7711", FAINT, "#117733"), strict=True))
 
 
 def _row(*widgets: ipywidgets.Widget) -> ipywidgets.HBox:
@@ -316,7 +315,7 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
             decision_rows["count"],
             decision_rows.low,
             decision_rows.high,
-            color=DECIDED[decision],
+            color=DECISION_COLOURS[decision],
             lw=2.2,
             zorder=2,
         )
@@ -324,7 +323,7 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
             "ls": "",
             "marker": "o",
             "ms": 5,
-            "color": DECIDED[decision],
+            "color": DECISION_COLOURS[decision],
             "label": decision,
         }
         axes.plot(decision_rows["count"], decision_rows.difference, zorder=3, **style)
