@@ -13,10 +13,11 @@ from companion.findings import SIZES, listed, network_words
 from companion.learning import ALL
 from gpulab.picture import Picture
 from gpulab.plots import theme
+from gpulab.plots._runs import name_same_bits
 from gpulab.plots.theme import FAINT, INK
 from gpulab.stats import Verdict
 from gpulab.stats._decisions import DECISIONS
-from gpulab.wording import label_levels, setting_words
+from gpulab.wording import setting_words
 
 DECISION_COLOURS = dict(zip(DECISIONS, ("#CC3311", "#CC7711", FAINT, "#117733"), strict=True))
 REACH = 100  # margins on either side of zero, which the axis shows
@@ -49,8 +50,9 @@ def comparison_table(answers: Mapping[str, Verdict | pd.DataFrame]) -> pd.DataFr
     for heading, result in answers.items():
         question, _, network = heading.partition(": ")
         if isinstance(result, Verdict):
-            rows = _merge_same_bits(result).assign(network=network)
-            rows["comparison"] = rows.network + ", " + rows.levels
+            names = name_same_bits(result)
+            rows = result.table[result.table[result.factor].isin(names)]
+            rows = rows.assign(comparison=[f"{network}, {name}" for name in names.values()])
         else:
             rows = result[result.metric == ALL]
             rows = rows.assign(comparison=[_comparison(row) for row in rows.itertuples()])
@@ -58,36 +60,6 @@ def comparison_table(answers: Mapping[str, Verdict | pd.DataFrame]) -> pd.DataFr
     table = pd.concat(tables, ignore_index=True)
     in_margins = {name: table[name] / table.margin for name in ("difference", "low", "high")}
     return table[["question", "comparison", "seeds", "decision"]].assign(**in_margins)
-
-
-def _merge_same_bits(result: Verdict) -> pd.DataFrame:
-    """Return a row for each group of levels that give every seed the same bits, with their names.
-
-    >>> runs = pd.DataFrame(
-    ...     {
-    ...         "setting": ["cpu"] * 2 + ["cuda:tf32=off"] * 2 + ["cuda:tf32=on"] * 2,
-    ...         "seed": [0, 1] * 3,
-    ...         "final_loss": [1.0, 2.0, 1.1, 2.1, 1.1, 2.1],
-    ...         "weights": ["a", "b", "c", "d", "c", "d"],
-    ...     }
-    ... )
-    >>> from gpulab.stats import verdict
-    >>> _merge_same_bits(verdict(runs, reference="cpu")).levels.tolist()
-    ['GPU, no TF32 / TF32']
-    """
-    factor = result.factor
-    names = label_levels(result.table[factor], factor)
-    rows = result.table.assign(levels=result.table[factor].map(names))
-    if "weights" not in result.runs:
-        return rows
-    weights = result.runs.sort_values(result.block).groupby(factor).weights.agg(tuple)
-    merged = []
-    for _, alike in rows.groupby(rows[factor].map(weights), sort=False):
-        first, *others = alike.levels
-        device = f"{first.partition(', ')[0]}, "
-        words = [first, *(other.removeprefix(device) for other in others)]
-        merged.append(alike.head(1).assign(levels=" / ".join(words)))
-    return pd.concat(merged)
 
 
 def _comparison(row: Any) -> str:

@@ -25,7 +25,7 @@ def test_comparison_table_divides_by_the_margin_and_merges_levels_with_the_same_
     judged = verdict_of(0.5)
     (row,) = companion.comparison_table({"Settings: A network": judged}).itertuples()
     level = judged.table.iloc[0]
-    assert (row.question, row.comparison) == ("Settings", "A network, GPU, no TF32 / TF32")
+    assert (row.question, row.comparison) == ("Settings", "A network, GPU: no TF32 / TF32")
     assert row.decision == "different"
     assert row.difference == pytest.approx(level.difference / level.margin)
     assert row.low == pytest.approx(level.low / level.margin)
