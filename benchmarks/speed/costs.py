@@ -136,7 +136,7 @@ def budgets(
     )
 
 
-SAMPLE_SECONDS = 0.1  # between two looks at the memory of a notebook's processes
+SAMPLE_SECONDS = 0.3  # between two looks at the memory of a notebook's processes
 
 
 def proportional_bytes(process: psutil.Process) -> int:
@@ -147,25 +147,27 @@ def proportional_bytes(process: psutil.Process) -> int:
         return 0
 
 
-def kernel_processes(root: psutil.Process) -> list[psutil.Process]:
-    """The Jupyter kernels below a process, each followed by the processes that it has started."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in root.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if any("ipykernel" in part for part in process.cmdline()):
-                    return [process, *process.children(recursive=True)]
-    return []
+def find_kernel(root: psutil.Process) -> psutil.Process | None:
+    """The Jupyter kernel below a process, if it has begun."""
+    for process in root.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any("ipykernel" in part for part in process.cmdline()):
+                return process
+    return None
 
 
 def peak_of_all_processes(command: list[str]) -> list[int]:
     """The memory of each process of a notebook at the moment when their sum is largest."""
     peak: list[int] = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as runner:
-        root = psutil.Process(runner.pid)
+        root, kernel = psutil.Process(runner.pid), None
         while runner.poll() is None:
-            sizes = [proportional_bytes(process) for process in kernel_processes(root)]
-            peak = max(peak, [size for size in sizes if size], key=sum)
             time.sleep(SAMPLE_SECONDS)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kernel = kernel or find_kernel(root)
+                processes = [kernel, *kernel.children(recursive=True)] if kernel else []
+                sizes = [proportional_bytes(process) for process in processes]
+                peak = max(peak, [size for size in sizes if size], key=sum)
     if runner.returncode:
         raise SystemExit(f"exit status {runner.returncode}: {' '.join(command)}")
     return peak
@@ -179,9 +181,9 @@ def memory(
 ) -> None:
     """Peak memory of notebooks, summed over the kernel and the processes that it starts.
 
-    Each notebook is executed alone, into an empty folder, and its processes are looked at ten times
-    a second. What several processes share is counted once. The program that executes the notebook,
-    in whose place a reader has JupyterLab, is not counted.
+    Each notebook is executed alone, into an empty folder, and its processes are looked at three
+    times a second. What several processes share is counted once. The program that executes the
+    notebook, in whose place a reader has JupyterLab, is not counted.
     """
     rows = []
     for notebook in find_notebooks(ROOT / "notebooks", only):

@@ -105,7 +105,9 @@ def saddle_surface(surface: Surface) -> Picture:
     loss = surface.loss
     figure, (left, right) = theme.canvas(2, height=3.9)
     # The loss grows fast at the edges; equal steps that stop before them show the rest.
-    levels = MaxNLocator(12).tick_values(losses.min(), np.quantile(losses, 0.85))
+    levels = MaxNLocator(12, steps=[1, 2, 5, 10]).tick_values(
+        losses.min(), np.quantile(losses, 0.85)
+    )
     contours = left.contourf(along, across, losses, levels=levels, cmap="cividis", extend="max")
     left.contour(along, across, losses, levels=[loss], colors="white", linewidths=1.2)
     left.axhline(0, color=ON_GPU)
@@ -114,7 +116,7 @@ def saddle_surface(surface: Surface) -> Picture:
         xlabel="along the least curvature (distance of the weights)",
         ylabel="along the greatest curvature",
     )
-    figure.colorbar(contours, ax=left, format="{x:.5g}", ticks=levels[::3], shrink=0.85)
+    figure.colorbar(contours, ax=left, format="{x:.5g}", ticks=levels[::2], shrink=0.85)
     along_least = losses[len(across) // 2]
     along_greatest = losses[:, len(along) // 2]
     slices = (along, along_least, ON_GPU, "least"), (across, along_greatest, ON_CPU, "greatest")

@@ -1,3 +1,5 @@
+from .anomaly import dose_cells as dose_cells
+from .anomaly import dose_title as dose_title
 from .anomaly import published_page as published_page
 from .anomaly import published_runs as published_runs
 from .anomaly import published_table as published_table
@@ -50,6 +52,7 @@ from .published_cpu import published_windows as published_windows
 from .published_cpu import ratios_by_windows as ratios_by_windows
 from .published_machines import gpu_generations as gpu_generations
 from .published_machines import published_machines as published_machines
+from .saddle_points import curvature_title as curvature_title
 from .saddle_points import saddle_finding as saddle_finding
 from .scale_out import run_program as run_program
 from .scale_out import scale_finding as scale_finding

@@ -76,7 +76,7 @@ PAGES = {
         " verdict each time.",
         "An interval without zero shows a difference; see which differences are still there when"
         " all seeds are in.",
-        "10_verdict",
+        "04_prednet",
     ),
 }
 

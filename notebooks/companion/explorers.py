@@ -12,6 +12,7 @@ import ipywidgets
 import numpy as np
 import pandas as pd
 import torch
+from IPython.display import display
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -118,6 +119,14 @@ class BufferExplorer(ipywidgets.VBox):
         return pd.DataFrame(
             {"frame": frames, "loss when it came": values, "the gradient finds": found}
         )
+
+    def _ipython_display_(self) -> None:
+        """Show the widget, and the table for those who cannot run it."""
+        view = "application/vnd.jupyter.widget-view+json"
+        widget_data = self._repr_mimebundle_()[view]
+        words = f"The buffer explorer, with the frames {self.numbers.value}."
+        still = {"text/plain": words, "text/html": self.image.value}
+        display({view: widget_data, **still}, raw=True)
 
     def _show(self, _: object = None) -> None:
         try:
@@ -373,8 +382,8 @@ def saddle_path(
     axes.view_init(elev=tilt, azim=turn)
     axes.set_box_aspect((2.2, 1.4, 1.0), zoom=0.95)
     axes.set(zlim=(0, top), xlim=surface.along[[0, -1]], ylim=(y.min(), y.max()))
-    axes.set_xlabel("along the steepest way down", fontsize=8)
-    axes.set_ylabel("along the steepest way up", fontsize=8)
+    axes.set_xlabel("along the least curvature", fontsize=8)
+    axes.set_ylabel("along the greatest curvature", fontsize=8)
     axes.set_zlabel("loss", fontsize=8)
     axes.tick_params(labelsize=7)
     ball_words = (

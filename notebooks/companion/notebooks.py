@@ -59,8 +59,9 @@ def tidy(notebook: NotebookNode) -> None:
         for output in outputs:
             data = output.get("data", {})
             widget = data.pop("application/vnd.jupyter.widget-view+json", None)
-            # its still picture
-            if output.get("name") != "stderr" and (widget is None or "image/png" in data):
+            # its still picture or table
+            has_still = "image/png" in data or "text/html" in data
+            if output.get("name") != "stderr" and (widget is None or has_still):
                 cell.outputs.append(output)
 
 
