@@ -64,6 +64,8 @@ def setting_words(setting: str | Setting) -> str:
     'GPU, TF32 in convolutions, deterministic'
     >>> setting_words("cpu:emulate=tf32,order=pairwise")
     'CPU, emulating TF32, sums pairwise'
+    >>> setting_words("cpu:compile=inductor,autocast=bfloat16")
+    'CPU, compiled with inductor, mixed precision with bfloat16'
     """
     text = str(setting)
     if text.endswith(RERUN_SUFFIX):
@@ -91,6 +93,10 @@ def setting_words(setting: str | Setting) -> str:
         words.append(f"emulating {EMULATED.get(parsed.emulate, parsed.emulate)}")
     if parsed.order:
         words.append(f"sums {parsed.order}")
+    if parsed.compile:
+        words.append(f"compiled with {parsed.compile}")
+    if parsed.autocast:
+        words.append(f"mixed precision with {parsed.autocast}")
     return ", ".join(words)
 
 

@@ -1,12 +1,14 @@
 """What gpulab costs: time and memory of notebooks, guard and emulation.
 
 python benchmarks/speed/costs.py budgets --profile smoke --profile quick --device cpu
+python benchmarks/speed/costs.py memory --only 03,04
 python benchmarks/speed/costs.py guard --write benchmarks/results/guard_cost.md
 python benchmarks/speed/costs.py emulation --write benchmarks/results/emulation_cost.md
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import psutil
 import torch
 import torchvision
 import typer
@@ -38,6 +41,7 @@ from benchmarks.measuring import (
     show,
     table,
 )
+from companion.notebooks import find_notebooks
 from gpulab.numerics._emulation import CHIPS
 
 app = command_line(__doc__)
@@ -130,6 +134,68 @@ def budgets(
         ROOT / "docs" / "costs.md",
         budgets=f"{table('what|time|peak memory', rows)}\n\n{speed} {made_by()}",
     )
+
+
+SAMPLE_SECONDS = 0.3  # between two looks at the memory of a notebook's processes
+
+
+def proportional_bytes(process: psutil.Process) -> int:
+    """The memory of a process, of what it shares its share (PSS); 0 if it has ended."""
+    try:
+        return process.memory_full_info().pss
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0
+
+
+def find_kernel(root: psutil.Process) -> psutil.Process | None:
+    """The Jupyter kernel below a process, if it has begun."""
+    for process in root.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any("ipykernel" in part for part in process.cmdline()):
+                return process
+    return None
+
+
+def peak_of_all_processes(command: list[str]) -> list[int]:
+    """The memory of each process of a notebook at the moment when their sum is largest."""
+    peak: list[int] = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as runner:
+        root, kernel = psutil.Process(runner.pid), None
+        while runner.poll() is None:
+            time.sleep(SAMPLE_SECONDS)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kernel = kernel or find_kernel(root)
+                processes = [kernel, *kernel.children(recursive=True)] if kernel else []
+                sizes = [proportional_bytes(process) for process in processes]
+                peak = max(peak, [size for size in sizes if size], key=sum)
+    if runner.returncode:
+        raise SystemExit(f"exit status {runner.returncode}: {' '.join(command)}")
+    return peak
+
+
+@app.command()
+def memory(
+    only: Annotated[str, typer.Option(help="notebooks whose names begin so, such as 03,04")] = "",
+    profile: Annotated[str, typer.Option(help="smoke, quick or paper")] = "quick",
+    write: Write = None,
+) -> None:
+    """Peak memory of notebooks, summed over the kernel and the processes that it starts.
+
+    Each notebook is executed alone, into an empty folder, and its processes are looked at three
+    times a second. What several processes share is counted once. The program that executes the
+    notebook, in whose place a reader has JupyterLab, is not counted.
+    """
+    rows = []
+    for notebook in find_notebooks(ROOT / "notebooks", only):
+        with tempfile.TemporaryDirectory() as output:
+            options = ["--profile", profile, "--device", "cpu", "--only", notebook.stem]
+            command = [sys.executable, "-m", "companion", *options, "--output", output]
+            peak = sorted(peak_of_all_processes(command), reverse=True)
+        parts = " + ".join(f"{size / 2**20:,.0f}" for size in peak if size >= 2**20)
+        rows.append([f"`{notebook.stem}`, {profile}", f"{sum(peak) / 2**20:,.0f} MiB", parts])
+        print(*rows[-1], flush=True)
+    found = table("notebook|memory of all processes|of each, MiB", rows)
+    show("Memory of notebooks", write, memory=f"{found}\n\n{made_by()}")
 
 
 # --- guard and emulation --------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import pandas as pd
@@ -22,6 +22,13 @@ from gpulab.training._profiles import FINAL_LOSS_DIVISOR
 from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, label_levels, metric_label
 
 BETWEEN_SEEDS_LABEL = "one seed against another"
+# What a title says of each decision of a verdict.
+TITLE_WORDS = {
+    "different": "the means differ",
+    "different but negligible": "the means differ by less than the margin",
+    "equivalent": "no difference beyond the margin",
+    "inconclusive": "too few seeds to decide",
+}
 MARGIN_STYLE: Style = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # the band of a margin
 
 
@@ -213,15 +220,66 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
 
 
 def verdict_title(verdict: Verdict) -> str:
-    """Return the title of a verdict: the decision, or how many levels had each decision."""
-    decisions = verdict.decisions
-    reference, *levels = label_levels([verdict.reference, *decisions], verdict.factor).values()
+    """Return the title of a verdict: what is decided, or for how many levels it is.
+
+    >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
+    >>> runs = pd.DataFrame(
+    ...     {"setting": ["cpu"] * 6 + ["cuda"] * 6, "seed": [*range(6)] * 2, "final_loss": losses}
+    ... )
+    >>> from gpulab.stats import verdict
+    >>> verdict_title(verdict(runs))
+    'GPU, against CPU: the means differ'
+    """
+    reference, *levels = label_levels(
+        [verdict.reference, *verdict.decisions], verdict.factor
+    ).values()
+    if not levels:
+        return f"Against {reference}: nothing to compare with"
     if len(levels) == 1:
-        return f"{levels[0]}, against {reference}: {verdict.decision}"
-    counts = ", ".join(
-        f"{n} {decision}" for decision, n in verdict.table.decision.value_counts().items()
-    )
-    return f"Against {reference}: {counts or 'nothing to compare with'}"
+        return f"{levels[0]}, against {reference}: {TITLE_WORDS[verdict.decision]}"
+    decided = verdict.table.decision.value_counts()
+    clauses = [
+        f"{words} for {decided[decision]} of {len(levels)}"
+        for decision, words in TITLE_WORDS.items()
+        if decision in decided
+    ]
+    return f"Against {reference}: {', '.join(clauses)}"
+
+
+def name_same_bits(verdict: Verdict) -> dict[Level, str]:
+    """Return a name for each level, one for all levels that give every seed the same bits.
+
+    >>> runs = pd.DataFrame(
+    ...     {
+    ...         "setting": ["cpu"] * 2 + ["cuda:tf32=off"] * 2 + ["cuda:tf32=on"] * 2,
+    ...         "seed": [0, 1] * 3,
+    ...         "final_loss": [1.0, 2.0, 1.1, 2.1, 1.1, 2.1],
+    ...         "weights": ["a", "b", "c", "d", "c", "d"],
+    ...     }
+    ... )
+    >>> from gpulab.stats import verdict
+    >>> name_same_bits(verdict(runs, reference="cpu"))
+    {'cuda:tf32=off': 'GPU: no TF32 / TF32'}
+    """
+    factor = verdict.factor
+    names = label_levels(verdict.table[factor], factor)
+    groups: dict[Hashable, list[Level]] = {}
+    for level in names:
+        runs = verdict.runs[verdict.runs[factor] == level].sort_values(verdict.block)
+        known = "weights" in runs and runs.weights.notna().all()
+        groups.setdefault(tuple(runs.weights) if known else level, []).append(level)
+    return {
+        levels[0]: _join_names([names[level] for level in levels]) for levels in groups.values()
+    }
+
+
+def _join_names(names: list[str]) -> str:
+    """Join the names of settings, and write a device that they share once."""
+    devices = {name.partition(", ")[0] for name in names}
+    if len(names) == 1 or len(devices) > 1 or not all(", " in name for name in names):
+        return " / ".join(names)
+    (device,) = devices
+    return f"{device}: {' / '.join(name.partition(', ')[2] for name in names)}"
 
 
 @theme.with_theme
@@ -229,7 +287,8 @@ def differences(verdict: Verdict) -> Picture:
     """Draw how far each level changes the loss of a seed, compared with the spread between seeds.
 
     Each level has a row with the absolute differences of each seed from the reference; the largest
-    difference is written beside the row. The last row has the differences between seeds under the
+    difference is written beside the row. Levels that give every seed the same bits share a row. The
+    last row has the differences between seeds under the
     reference. All rows share a logarithmic scale that includes zero. Differences within the margin,
     the grey band, count as none. Repeated runs of the reference have a row of their own.
 
@@ -263,8 +322,10 @@ def differences(verdict: Verdict) -> Picture:
     )
     changes = pd.concat([verdict.pairs, reruns, seeds], ignore_index=True)
     changes["difference"] = changes.difference.abs()
-    levels = [*verdict.table[factor], *reruns[factor].unique(), BETWEEN_SEEDS_LABEL]
-    level_names = label_levels([reference, *levels], factor)
+    shared_rows = name_same_bits(verdict)
+    levels = [*shared_rows, *reruns[factor].unique(), BETWEEN_SEEDS_LABEL]
+    changes = changes[changes[factor].isin(levels)]
+    level_names = label_levels([reference, *levels], factor) | shared_rows
     figure, (axes,) = theme.canvas(height=1.7 + 0.4 * len(levels))
     _draw_differences(
         axes, verdict, changes, theme.level_colours(factor, levels) | {BETWEEN_SEEDS_LABEL: INK}
@@ -276,7 +337,8 @@ def differences(verdict: Verdict) -> Picture:
     margin = verdict.table.margin.max()
     if margin > 0:
         axes.axvspan(0, margin, label=f"margin: up to ±{margin:.2g} counts as none", **MARGIN_STYLE)
-    axes.set_yticks(range(len(levels)), [level_names[level] for level in levels])
+    names_of_rows = [textwrap.fill(level_names[level], 34) for level in levels]
+    axes.set_yticks(range(len(levels)), names_of_rows)
     unit = metric_label(metric, verdict.runs.get("experiment", ()))
     axes.set(
         ylim=(len(levels) - 0.4, -0.6),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from gpulab.errors import UsageError
 from gpulab.picture import Picture
@@ -18,6 +20,7 @@ from gpulab.settings import TF32_CARDS, Setting
 from gpulab.wording import EMULATED
 
 DEVICES = {"on a CPU": ON_CPU, "on a GPU": ON_GPU}
+NEVER_LEFT_HEIGHT = 0.97  # of the axes, where networks that never left are drawn
 # The marker of each kind of displacement that moves a network away from a saddle.
 PERTURBATION_MARKERS = {"pushed off": "o", "minibatches": "s", "rounding alone": "^"}
 
@@ -101,8 +104,11 @@ def saddle_surface(surface: Surface) -> Picture:
     losses = surface.losses
     loss = surface.loss
     figure, (left, right) = theme.canvas(2, height=3.9)
-    quantiles = np.unique(np.quantile(losses, np.linspace(0.02, 0.98, 13)))
-    contours = left.contourf(along, across, losses, levels=quantiles, cmap="cividis", extend="both")
+    # The loss grows fast at the edges; equal steps that stop before them show the rest.
+    levels = MaxNLocator(12, steps=[1, 2, 5, 10]).tick_values(
+        losses.min(), np.quantile(losses, 0.85)
+    )
+    contours = left.contourf(along, across, losses, levels=levels, cmap="cividis", extend="max")
     left.contour(along, across, losses, levels=[loss], colors="white", linewidths=1.2)
     left.axhline(0, color=ON_GPU)
     left.axvline(0, color=ON_CPU)
@@ -110,9 +116,7 @@ def saddle_surface(surface: Surface) -> Picture:
         xlabel="along the least curvature (distance of the weights)",
         ylabel="along the greatest curvature",
     )
-    figure.colorbar(
-        contours, ax=left, label="loss", format=lambda value, _: f"{value:.3g}", shrink=0.85
-    )
+    figure.colorbar(contours, ax=left, format="{x:.5g}", ticks=levels[::2], shrink=0.85)
     along_least = losses[len(across) // 2]
     along_greatest = losses[:, len(along) // 2]
     slices = (along, along_least, ON_GPU, "least"), (across, along_greatest, ON_CPU, "greatest")
@@ -124,7 +128,9 @@ def saddle_surface(surface: Surface) -> Picture:
     right.set_ylim(
         losses.min() - 0.1 * np.ptp(along_least), max(along_least.max(), along_greatest.max())
     )
-    right.set(xlabel="distance of the weights from the saddle", ylabel="loss")
+    left.set_title("loss in colours", fontsize="medium")
+    right.set(xlabel="distance of the weights from the saddle")
+    right.set_title("loss along the two lines", fontsize="medium")
     for axes, height in ((left, 0), (right, loss)):
         axes.plot(0, height, "o", ms=7, color="white", mec=INK)
     alt = f"{surface}. Left, contours of the loss; right, the loss along two directions."
@@ -155,8 +161,8 @@ def escape_law(table: pd.DataFrame) -> Picture:
     all learning rates and saddles (see `gpulab.saddles.EscapeTable`).
 
     Colours stand for devices, and shapes for the kind of displacement. Recorded escapes are hollow.
-    A network that never left is a cross at the expected time. Optimisers that scale their steps,
-    such as Adam, do not follow this law and are left out.
+    A network that never left is a cross at the upper edge, because it has no time. Optimisers that
+    scale their steps, such as Adam, do not follow this law and are left out.
 
     Args:
         table: From `gpulab.saddles.escape_table` (its `table`) or
@@ -185,7 +191,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     shown = table.assign(
         device=np.where(table.setting.str.startswith("cpu"), *DEVICES),
         x=(table.start / table.radius).clip(lower=1e-17),
-        time=table.steps.where(table.escaped, table.expected_steps) * table.expected_rate,
+        time=table.steps.where(table.escaped) * table.expected_rate,
         kind=np.select(
             [table.batch_size > 0, table.perturbation > 0],
             ["minibatches", "pushed off"],
@@ -216,30 +222,25 @@ def escape_law(table: pd.DataFrame) -> Picture:
         }
         if recorded:
             keys["recorded"] = {"marker": "o", "color": INK, "mfc": "none", "ms": 8}
-    never_left = shown[~shown.escaped]
-    axes.scatter(
-        never_left.x,
-        never_left.time,
-        c=never_left.device.map(DEVICES),
-        marker="x",
-        label="never left: expected time",
-    )
     theme.log_scale(axes.xaxis)
     axes.set(
         xlabel="displacement at the start, relative to the radius (δ/r)",
         ylabel="steps × ln(1 + ηλ)",
     )
-    by_rounding = shown[
-        (shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)
-    ]
-    # The label names the arithmetic whose rounding moved the network away, or kept it there.
+    never_left = shown[~shown.escaped]
+    if len(never_left):
+        axes.set_ylim(top=1.25 * axes.dataLim.ymax)
+        axes.scatter(
+            never_left.x,
+            np.full(len(never_left), NEVER_LEFT_HEIGHT),
+            c=never_left.device.map(DEVICES),
+            marker="x",
+            label="never left",
+            transform=axes.get_xaxis_transform(),
+        )
+    by_rounding = shown[(shown.perturbation == 0) & (shown.batch_size == 0)]
     for name, group in by_rounding.groupby(by_rounding.setting.map(_arithmetic_label)):
-        label_position: Style = (
-            {"xytext": (6, 10)} if group.escaped.any() else {"xytext": (-6, -14), "ha": "right"}
-        )
-        axes.annotate(
-            name, (group.x.median(), group.time.max()), textcoords="offset points", **label_position
-        )
+        _name_arithmetic(axes, name, group)
     predictable = table[table.escaped & (table.expected_steps > 1)]
     headline = f"{len(never_left)} never left"
     if len(predictable):
@@ -248,7 +249,10 @@ def escape_law(table: pd.DataFrame) -> Picture:
             f"{len(predictable)} escapes took {ratio:.2f} times what theory expects (median);"
             f" {headline}"
         )
-    alt = "Escape times against the initial displacement, with the line ln(r/δ)."
+    alt = (
+        "Escape times against the initial displacement, with the line ln(r/δ). Networks that never"
+        " left are crosses at the upper edge."
+    )
     return theme.finish_figure(
         figure,
         headline,
@@ -256,6 +260,22 @@ def escape_law(table: pd.DataFrame) -> Picture:
         [theme.legend_key(name, ls="", **style) for name, style in keys.items()],
         4,
     )
+
+
+def _name_arithmetic(axes: Axes, name: str, group: pd.DataFrame) -> None:
+    """Write the arithmetic beside the escapes that its rounding caused, and below those it held."""
+    escaped = group[group.escaped & np.isfinite(group.time)]
+    held = group[~group.escaped]
+    offset: Style = {"textcoords": "offset points"}
+    if len(escaped):
+        place = (escaped.x.median(), escaped.time.max())
+        axes.annotate(name, place, xytext=(6, 10), **offset)
+    if len(held):
+        upper_edge = axes.get_xaxis_transform()
+        place = (held.x.median(), NEVER_LEFT_HEIGHT)
+        axes.annotate(
+            name, place, xycoords=upper_edge, xytext=(0, -8), ha="center", va="top", **offset
+        )
 
 
 def _arithmetic_label(setting: str) -> str:

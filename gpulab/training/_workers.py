@@ -149,10 +149,14 @@ class Workers(contextlib.AbstractContextManager):
         """Return this thread's pool for a setting; it is created on first use.
 
         The pool has one process, with the environment of the setting. If the process dies, no other
-        run is affected.
+        run is affected. The thread's process for another setting ends before, because both need
+        half a gigabyte, and jobs are ordered by setting.
         """
         key = threading.get_ident(), setting
         if key not in self.pools:
+            for other_key in list(self.pools):
+                if other_key[0] == key[0]:
+                    end_pool(self.pools.pop(other_key))
             environment = Setting.parse(setting).environment()
             # With a safe path, the starting process does not import modules from the current
             # folder, such as a queue.py of the user's.
@@ -199,10 +203,7 @@ class Workers(contextlib.AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         for pool in self.pools.values():
-            processes = process_ids(pool)
-            pool.shutdown()
-            for process in processes:
-                kill_group(process, signal.SIGTERM)
+            end_pool(pool)
         self.reaper.stop()
 
 
@@ -265,6 +266,14 @@ def train_job(job: bytes, share_file: Path | None = None) -> str:
 def process_ids(pool: ProcessPoolExecutor) -> list[int]:
     """Return the ids of a pool's processes."""
     return list(pool._processes)
+
+
+def end_pool(pool: ProcessPoolExecutor) -> None:
+    """End the processes of a pool without work, and those that they have started."""
+    processes = process_ids(pool)
+    pool.shutdown()
+    for process in processes:
+        kill_group(process, signal.SIGTERM)
 
 
 def has_died(process: int) -> bool:

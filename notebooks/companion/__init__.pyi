@@ -1,3 +1,5 @@
+from .anomaly import dose_cells as dose_cells
+from .anomaly import dose_title as dose_title
 from .anomaly import published_page as published_page
 from .anomaly import published_runs as published_runs
 from .anomaly import published_table as published_table
@@ -43,10 +45,14 @@ from .microbenchmark_figures import recorded_hardware as recorded_hardware
 from .microbenchmark_figures import recorded_inside as recorded_inside
 from .microbenchmarks import measure_inside as measure_inside
 from .old_gpu import cards_finding as cards_finding
+from .overview import comparison_table as comparison_table
+from .overview import depending_decisions as depending_decisions
+from .overview import draw_comparisons as draw_comparisons
 from .published_cpu import compare_published as compare_published
 from .published_cpu import published_losses as published_losses
 from .published_cpu import published_windows as published_windows
 from .published_cpu import ratios_by_windows as ratios_by_windows
+from .saddle_points import curvature_title as curvature_title
 from .saddle_points import saddle_finding as saddle_finding
 from .scale_out import run_program as run_program
 from .scale_out import scale_finding as scale_finding

@@ -164,7 +164,7 @@ def draw_saddle() -> Picture:
     _label(
         axes, (-0.82, 0.05), "descent direction:\nthe loss falls", STATE_COLOUR, "left", "bottom"
     )
-    _label(axes, (-0.05, -0.1), "saddle:\nthe gradient is zero", INK, "right", "top")
+    _label(axes, (0, -0.4), "saddle:\nthe gradient is zero", INK, "center", "top")
     _label(axes, (0.1, 0.85), "a training begins here,", ERROR_COLOUR, "left")
     _label(axes, (0.96, 0.12), "and leaves here", ERROR_COLOUR, "right", "bottom")
     _label(axes, (0, -0.92), "the loss rises", INK, "center")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+from markupsafe import Markup
 
 from companion.run import KERNEL
 
@@ -76,20 +78,61 @@ PAGES = {
         " verdict each time.",
         "An interval without zero shows a difference; see which differences are still there when"
         " all seeds are in.",
-        "10_verdict",
+        "04_prednet",
     ),
 }
+
+
+LANDING_PAGE = Markup("""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Explore</title>
+<style>
+body {{ font: 1.1em/1.6 system-ui, sans-serif; max-width: 40em; margin: 2em auto; padding: 0 1em }}
+h2 {{ font-size: 1.1em; margin: 1.6em 0 0 }}
+p {{ margin: 0.2em 0 }}
+</style></head>
+<body><h1>Explore</h1>
+<p>Pages without code. Each computes on this machine, and opens in six to ten seconds.</p>
+{}
+</body></html>
+""")
+ENTRY = Markup(
+    '<h2><a href="/voila/render/{}.ipynb">{}</a></h2>\n'
+    "<p>{} {}</p>\n<p>Notebook {} explains it.</p>"
+)
+
+
+def landing_page() -> str:
+    """The page that lists the others, and says of each what one moves and what one sees."""
+    entries = []
+    for name, page in PAGES.items():
+        sentence = page.move.replace("*", "")
+        entries.append(ENTRY.format(name, page.title, sentence, page.see, page.notebook))
+    return str(LANDING_PAGE.format(Markup("\n").join(entries)))
+
+
+def write_pages(folder: Path) -> tuple[Path, Path]:
+    """Write the pages, and the templates that Voilà shows them with; returns the two folders."""
+    pages, data = folder / "pages", folder / "jupyter"
+    shutil.copytree(TEMPLATES / "voila", data / "voila")
+    # Voilà shows this template in place of its list of files.
+    landing_file = data / "voila" / "templates" / TEMPLATE / "tree-lab.html"
+    landing_file.write_text(landing_page(), encoding="utf-8")
+    pages.mkdir()
+    for name, page in PAGES.items():
+        nbformat.write(page.source(), pages / f"{name}.ipynb")
+    return pages, data
 
 
 def serve(port: int) -> int:
     """Build the pages and serve them until a signal comes; the exit status is Voilà's."""
     with tempfile.TemporaryDirectory(prefix="gpulab-") as folder:
-        for name, page in PAGES.items():
-            nbformat.write(page.source(), Path(folder) / f"{name}.ipynb")
+        pages, data = write_pages(Path(folder))
         options = [f"--Voila.ip={HOST}", f"--port={port}", "--no-browser", f"--template={TEMPLATE}"]
-        data_directories = filter(None, [str(TEMPLATES), os.environ.get("JUPYTER_PATH")])
+        data_directories = filter(None, [str(data), os.environ.get("JUPYTER_PATH")])
         environment = os.environ | {"JUPYTER_PATH": os.pathsep.join(data_directories)}
-        voila = subprocess.Popen([sys.executable, "-m", "voila", folder, *options], env=environment)
+        command = [sys.executable, "-m", "voila", str(pages), *options]
+        voila = subprocess.Popen(command, env=environment)
         signal.signal(signal.SIGTERM, lambda *_: voila.terminate())
         try:
             return voila.wait()

@@ -12,12 +12,14 @@ import ipywidgets
 import numpy as np
 import pandas as pd
 import torch
+from IPython.display import display
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from companion.findings import in_words
+from companion.overview import DECISION_COLOURS
 from companion.widgets import Explorer
 from gpulab.picture import Picture
 from gpulab.plots import theme
@@ -29,7 +31,6 @@ from gpulab.saddles._escapes import Descent, Weights, choose_optimizer
 from gpulab.saddles._optimizers import OPTIMIZERS
 from gpulab.settings import Setting
 from gpulab.stats import Verdict, verdict
-from gpulab.stats._decisions import DECISIONS
 from gpulab.store import recorded_runs
 from gpulab.wording import metric_label, optimizer_words
 
@@ -66,7 +67,6 @@ ALONE = (
     "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed"
     " for."
 )
-DECIDED = dict(zip(DECISIONS, ("#CC3311", "#CC7711", FAINT, "#117733"), strict=True))
 
 
 def _row(*widgets: ipywidgets.Widget) -> ipywidgets.HBox:
@@ -119,6 +119,14 @@ class BufferExplorer(ipywidgets.VBox):
         return pd.DataFrame(
             {"frame": frames, "loss when it came": values, "the gradient finds": found}
         )
+
+    def _ipython_display_(self) -> None:
+        """Show the widget, and the table for those who cannot run it."""
+        view = "application/vnd.jupyter.widget-view+json"
+        widget_data = self._repr_mimebundle_()[view]
+        words = f"The buffer explorer, with the frames {self.numbers.value}."
+        still = {"text/plain": words, "text/html": self.image.value}
+        display({view: widget_data, **still}, raw=True)
 
     def _show(self, _: object = None) -> None:
         try:
@@ -316,7 +324,7 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
             decision_rows["count"],
             decision_rows.low,
             decision_rows.high,
-            color=DECIDED[decision],
+            color=DECISION_COLOURS[decision],
             lw=2.2,
             zorder=2,
         )
@@ -324,7 +332,7 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
             "ls": "",
             "marker": "o",
             "ms": 5,
-            "color": DECIDED[decision],
+            "color": DECISION_COLOURS[decision],
             "label": decision,
         }
         axes.plot(decision_rows["count"], decision_rows.difference, zorder=3, **style)
@@ -374,8 +382,8 @@ def saddle_path(
     axes.view_init(elev=tilt, azim=turn)
     axes.set_box_aspect((2.2, 1.4, 1.0), zoom=0.95)
     axes.set(zlim=(0, top), xlim=surface.along[[0, -1]], ylim=(y.min(), y.max()))
-    axes.set_xlabel("along the steepest way down", fontsize=8)
-    axes.set_ylabel("along the steepest way up", fontsize=8)
+    axes.set_xlabel("along the least curvature", fontsize=8)
+    axes.set_ylabel("along the greatest curvature", fontsize=8)
     axes.set_zlabel("loss", fontsize=8)
     axes.tick_params(labelsize=7)
     ball_words = (

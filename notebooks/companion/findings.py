@@ -34,9 +34,12 @@ SUMMARY = "In short"  # the heading of what a notebook shows in place of all oth
 METRIC_WORDS = {
     "final_loss": "loss",
     "heldout_loss": "held-out loss",
-    "smallest": "steepest way down",
+    "smallest": "least eigenvalue",
 }
-METRIC_WORDS |= {"index_fraction": "share of ways down", "time upright (steps)": "time upright"}
+METRIC_WORDS |= {
+    "index_fraction": "share of descent directions",
+    "time upright (steps)": "time upright",
+}
 # of a `learning_table`
 NUMBERS = [
     "metric",

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 
+ANSWER = re.compile(r"^\*\*In short:\*\* .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
+FOLD = r"<details><summary>The answer. Guess first.</summary>\n\n\g<0>\n\n</details>"
+
+
 def find_notebooks(folder: Path, only: str | None) -> list[Path]:
     """The notebooks of a folder in order; `only` names some by how they begin (`04` or `03,04`)."""
     if not folder.is_dir():
@@ -59,14 +63,32 @@ def tidy(notebook: NotebookNode) -> None:
         for output in outputs:
             data = output.get("data", {})
             widget = data.pop("application/vnd.jupyter.widget-view+json", None)
-            # its still picture
-            if output.get("name") != "stderr" and (widget is None or "image/png" in data):
+            # its still picture or table
+            has_still = "image/png" in data or "text/html" in data
+            if output.get("name") != "stderr" and (widget is None or has_still):
                 cell.outputs.append(output)
+
+
+def fold_answer(text: str) -> str:
+    r"""Fold the paragraph that answers a notebook's question, for readers who guess first.
+
+    >>> print(fold_answer("# Why?\n\n**In short:** because.\n\nNow you can say why."))
+    # Why?
+    <BLANKLINE>
+    <details><summary>The answer. Guess first.</summary>
+    <BLANKLINE>
+    **In short:** because.
+    <BLANKLINE>
+    </details>
+    <BLANKLINE>
+    Now you can say why.
+    """
+    return ANSWER.sub(FOLD, text)
 
 
 @extra("notebooks")
 def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
-    """Copy the notebooks without outputs, with guesses before answers; returns the new ones.
+    """Copy the notebooks without outputs, their answers folded; returns the new ones.
 
     A copy that is there already stays as it is: it may hold somebody's work. The solutions are
     copied with their outputs.
@@ -83,6 +105,7 @@ def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
             continue
         notebook = read_notebook(source)
         if source.parent == notebooks:
+            notebook.cells[0].source = fold_answer(notebook.cells[0].source)
             for cell in notebook.cells:
                 if cell.cell_type == "code":
                     cell.outputs, cell.execution_count = [], None

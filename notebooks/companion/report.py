@@ -10,6 +10,9 @@ from dataclasses import asdict
 from importlib.resources import files as resource_files
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from markupsafe import Markup, escape
 
 from companion.notebooks import read_notebook
 from companion.run import Result
@@ -29,6 +32,8 @@ SECTIONS = {
     ),
 }
 CLONE = Path(__file__).parents[2]
+HEADING = re.compile(r"^## (.*)$", re.MULTILINE)
+SECTION = re.compile(r"^#{2,3} (.*)$", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 INTRODUCTION = """# Does the device change what a network learns?
 
@@ -45,6 +50,10 @@ figure shows what this line does: each line in it is one seed, recorded elsewher
 words that they use, and the passport of this machine.
 
 gpulab {version}, {profile} profile, {when}, {machine}
+
+## Contents
+
+{contents}
 """
 
 
@@ -78,13 +87,18 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
 
 def bind(results: list[Result], profile: str) -> NotebookNode:
     """A notebook of the executed notebooks' findings, by origin, followed by their figures."""
-    from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+    from nbformat.v4 import new_markdown_cell, new_notebook
 
     failed = [result.name for result in results if result.error]
     seconds = sum(result.seconds for result in results)
     here = passport()
     figure = CLONE / "docs" / "_static" / "answer.svg"
+    cells = _finding_cells(results) + _figure_cells(results)
+    rows = "\n".join(f"| {name} | {value} |" for name, value in here.rows())
+    cells.append(new_markdown_cell(f"{glossary()}\n\n## Passport\n\n| | |\n|---|---|\n{rows}"))
+    headings = HEADING.findall("\n".join(cell.source for cell in cells if "##" in cell.source))
     introduction = INTRODUCTION.format(
+        contents="\n".join(f"- [{heading}](#{anchor(heading)})" for heading in headings),
         figure=base64.b64encode(figure.read_bytes() if figure.is_file() else b"").decode(),
         outcome=f"**{len(failed)} of {len(results)} notebooks failed: {', '.join(failed)}.**"
         if failed
@@ -94,47 +108,72 @@ def bind(results: list[Result], profile: str) -> NotebookNode:
         when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         machine=here.summary(),
     )
+    return new_notebook(cells=[new_markdown_cell(introduction), *cells])
+
+
+def _finding_cells(results: list[Result]) -> list[NotebookNode]:
+    """The findings of the notebooks, by where their numbers were made."""
+    from nbformat.v4 import new_code_cell, new_markdown_cell
+
     notebooks = [(result, read_notebook(result.notebook)) for result in results]
-    cells = [new_markdown_cell(introduction)]
+    cells = []
     for origin, heading in SECTIONS.items():
         found = [
-            (title(notebook), cell)
-            for _, notebook in notebooks
+            (title(notebook), result.notebook.name, cell)
+            for result, notebook in notebooks
             for cell in notebook.cells
             if cell.get("outputs") and origin_of_finding(cell) == origin
         ]
         cells += [new_markdown_cell(f"## {heading}")] if found else []
-        for name, cell in found:
+        for name, file, cell in found:
             words = [
                 output
                 for output in cell.outputs
                 if not figure_of(output) and output.get("name") != "stderr"
             ]
-            cells += [new_markdown_cell(f"### {name}"), new_code_cell(outputs=words)]
-    for result, notebook in notebooks:
-        cells.append(new_markdown_cell(f"## {title(notebook)}"))
+            heading = f"### {name}\n\n{notebook_link(file)}"
+            cells += [new_markdown_cell(heading), new_code_cell(outputs=words)]
+    return cells
+
+
+def _figure_cells(results: list[Result]) -> list[NotebookNode]:
+    """The figures of each notebook, each below its section and above a sentence on it."""
+    from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
+
+    cells = []
+    for result in results:
+        notebook = read_notebook(result.notebook)
+        name = f"Figures of {result.notebook.stem[:2]}: {title(notebook)}"
+        cells.append(new_markdown_cell(f"## {name}\n\n{notebook_link(result.notebook.name)}"))
         if result.error:
             cells.append(new_code_cell(outputs=[new_output("stream", text=result.error)]))
-        outputs = [
-            output
-            for cell in notebook.cells
-            for output in cell.get("outputs", [])
-            if figure_of(output)
-        ]
-        cells.append(new_code_cell(outputs=outputs))
-        cells.append(
-            new_markdown_cell(
-                f"Executed: {result.notebook.name}, in the folder notebooks beside this report's."
-            )
-        )
-    rows = "\n".join(f"| {name} | {value} |" for name, value in here.rows())
-    cells.append(new_markdown_cell(f"{glossary()}\n\n## Passport\n\n| | |\n|---|---|\n{rows}"))
-    return new_notebook(cells=cells)
+        section = ""
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                section = (SECTION.findall(cell.source) or [section])[-1]
+            for output in cell.get("outputs", []):
+                if drawn := figure_of(output):
+                    sentence = escape(drawn["alt"])
+                    if section:
+                        sentence = Markup("<b>{}.</b> ").format(section.rstrip("?.")) + sentence
+                    cells += [new_code_cell(outputs=[output]), new_markdown_cell(str(sentence))]
+    return cells
+
+
+def notebook_link(file: str) -> str:
+    """A link from the report to an executed notebook beside it."""
+    return f"*Notebook [{file}](../notebooks/{file})*"
+
+
+def anchor(heading: str) -> str:
+    """The end of a link to a heading, as nbconvert names it."""
+    return quote(heading.replace(" ", "-"), safe="?$:;,/@=&")
 
 
 def title(notebook: NotebookNode) -> str:
-    """The first line of a notebook, which is its heading."""
-    return str(notebook.cells[0].source).partition("\n")[0].removeprefix("# ")
+    """The heading of a notebook; papermill writes above it which cell has failed."""
+    headings = (re.match(r"# (.*)", cell.source) for cell in notebook.cells)
+    return next(heading[1] for heading in headings if heading)
 
 
 def origin_of_finding(cell: NotebookNode) -> str | None:

@@ -11,6 +11,7 @@ from gpulab.settings import Setting
 from gpulab.stats import Verdict
 from gpulab.wording import optimizer_words
 
+ALPHA = 0.05
 PUBLISHED = "adam"  # the optimiser of the paper, which decides the answer
 # the share of pairs from which on the answer is yes; chosen after the recorded escapes were seen
 CLEAR = 0.9
@@ -25,10 +26,10 @@ def saddle_finding(
 
     Args:
         escapes: The `table` of `gpulab.saddles.escape_table`, or several of them.
-        related: A row for each network, with the correlation of the loss with the share of ways
-            down `over the training`, and the `p` of that at one step.
-        verdicts: Of each network, whether a setting changes the share of ways down at the end of
-            training.
+        related: A row for each network, with the correlation of the loss with the share of descent
+            directions `over the training`, and the `p` of that at one step.
+        verdicts: Of each network, whether a setting changes the share of descent directions at the
+            end of training.
     """
     full_batch, unpushed = escapes.batch_size == 0, escapes.perturbation == 0
     masters = escapes.master_weights.astype(bool)
@@ -36,7 +37,7 @@ def saddle_finding(
     pairs = against_float64(plain)
     decisions = pd.concat([judged.table for judged in verdicts.values()], ignore_index=True)
     fewer = int(((decisions.decision == "different") & (decisions.difference < 0)).sum())
-    ends = "comparisons of trainings ended with fewer ways down"
+    ends = "comparisons of trainings ended with fewer descent directions"
     sections: dict[str, Part] = {
         SUMMARY: _summary(pairs),
         "Does rounding help": [
@@ -84,7 +85,13 @@ def _summary(pairs: pd.DataFrame) -> str:
         if optimizer == PUBLISHED:
             name += ", the optimiser of the paper,"
         counts.append(f"with {name} in {(times < 1).sum()} of {len(times)} pairs of trainings")
-    return f"Coarser arithmetic left the saddle sooner than float64 {listed(counts)}."
+    summary = f"Coarser arithmetic left the saddle sooner than float64 {listed(counts)}."
+    later, others = (times > 1).sum(), (times == 1).sum()
+    if later > (times < 1).sum():
+        summary += (
+            f" In {later} of these {len(times)} it left later, and in {others} after as many steps."
+        )
+    return summary
 
 
 def _whether(pairs: pd.DataFrame, also: str = "") -> str:
@@ -92,15 +99,15 @@ def _whether(pairs: pd.DataFrame, also: str = "") -> str:
     name = optimizer_words(pairs.optimizer.iloc[0])
     who = f"{name}, the optimiser of the paper" if pairs.optimizer.iloc[0] == PUBLISHED else name
     times, held = pairs.times.dropna(), (~pairs.escaped).sum()
-    sooner = (times < 1).sum()
+    sooner, later = (times < 1).sum(), (times > 1).sum()
     answer = "not shown"
     if sooner >= CLEAR * len(times):
         answer = "yes, unless rounding holds the network there" if held else "yes"
     stayed = f"; {held} never left, with weights in {_formats_held(pairs)}" if held else ""
     return (
         f"With {who}: {answer}. Of {len(times)} pairs of trainings that both left the saddle,"
-        f" coarser arithmetic left sooner than float64 in {sooner} ({times.median():.2f} times as"
-        f" many steps in the median){stayed}{also}."
+        f" coarser arithmetic left sooner than float64 in {sooner} and later in {later}"
+        f" ({times.median():.2f} times as many steps in the median){stayed}{also}."
     )
 
 
@@ -114,6 +121,30 @@ def _formats_held(escapes: pd.DataFrame) -> str:
             }
         )
     )
+
+
+def curvature_title(related: pd.DataFrame) -> str:
+    """Say where seeds with a higher loss have more descent directions at the same step.
+
+    Args:
+        related: A row for each network, with the correlation of the loss with the share of descent
+            directions `at one step`, and its `p`.
+
+    >>> related = pd.DataFrame({"at one step": [0.2, 0.9], "p": [0.4, 0.01]}, ["A", "B"])
+    >>> print(curvature_title(related))
+    At the same step, a higher loss goes with more descent directions in B
+    >>> print(curvature_title(related[:1]))
+    At the same step, no link of loss and descent directions is shown
+    """
+    shown = related[related.p <= ALPHA]
+    if shown.empty:
+        return "At the same step, no link of loss and descent directions is shown"
+    clauses = []
+    for sign, words in ((1, "more"), (-1, "fewer")):
+        networks = shown.index[sign * shown["at one step"] > 0]
+        if len(networks):
+            clauses.append(f"{words} descent directions in {listed(networks)}")
+    return f"At the same step, a higher loss goes with {listed(clauses)}"
 
 
 def _with_minibatches(escapes: pd.DataFrame) -> str:
@@ -159,16 +190,16 @@ def _held(plain: pd.DataFrame, masters: pd.DataFrame) -> list[str]:
 
 
 def _along_trainings(related: pd.DataFrame, decisions: pd.DataFrame) -> list[str]:
-    falls, shown = int((related["over the training"] > 0).sum()), int((related.p <= 0.05).sum())
+    falls, shown = int((related["over the training"] > 0).sum()), int((related.p <= ALPHA).sum())
     counts = decisions.decision.value_counts()
     return [
         (
-            f"Over a whole training, a lower loss goes with fewer ways down in {falls} of"
+            f"Over a whole training, a lower loss goes with fewer descent directions in {falls} of"
             f" {len(related)} groups of trainings. Between seeds at the same step this is shown in"
             f" {shown} of them; where it is not, both may simply change with the time of training."
         ),
         (
-            "Comparing settings by the share of ways down at the end of training, the verdicts"
-            f" are: {listed(f'{count} {decision}' for decision, count in counts.items())}."
+            "Comparing settings by the share of descent directions at the end of training, the"
+            f" verdicts are: {listed(f'{count} {decision}' for decision, count in counts.items())}."
         ),
     ]

@@ -92,9 +92,13 @@ def report(tmp_path_factory):
 @pytest.fixture(scope="module")
 def report_of_all_notebooks(tmp_path_factory):
     """The report of all notebooks as they are committed, with the figures of each."""
-    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
-    results = [Result(notebook, seconds=0, peak_bytes=0, error=None) for notebook in notebooks]
-    return write_report(results, tmp_path_factory.mktemp("build"), "quick").as_uri()
+    folder = tmp_path_factory.mktemp("build")
+    (folder / "notebooks").mkdir()
+    results = []
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        copy = shutil.copy(notebook, folder / "notebooks")
+        results.append(Result(Path(copy), seconds=0, peak_bytes=0, error=None))
+    return write_report(results, folder, "quick").as_uri()
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,21 @@ def test_saddle_and_slice_explorers_redraw_for_every_control():
     assert changes(cut, cut.reach, 0.1)
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "rmsprop"])
+def test_saddle_explorer_shows_all_of_its_title(optimizer):
+    saddle = companion.saddle_explorer()
+    saddle.optimizer.value, saddle.format.value = optimizer, "bfloat16"
+    saddle.push.value, saddle.step.value = 1e-3, 200
+    figure = saddle.picture().figure
+    figure.canvas.draw()
+    title = figure._suptitle
+    box = title.get_window_extent()
+    assert 0 < box.x0 < box.x1 < figure.bbox.x1
+    assert 0 < box.y0 < box.y1 < figure.bbox.y1
+    assert title.get_text().startswith(f"{saddle.optimizer.label}, bfloat16, rate 0.01, a push")
+    assert "at a loss of" in title.get_text()
+
+
 def test_trajectory_is_that_of_the_escape_and_ends_where_numbers_become_infinite():
     saddle = explorers.small_saddle()
     options = {"optimizers": {"momentum": [0.05]}, "perturbations": [1e-3], "progress": False}

@@ -142,3 +142,18 @@ def test_dose_cells_are_complete_and_geometric_means_over_seeds():
     found = cells[(cells.machine == "AMD EPYC") & (cells.window == 5) & (cells.speed == 2)].iloc[0]
     assert found.ratio == pytest.approx(np.prod(one.shared / one.copied) ** (1 / found.seeds))
     assert found.bias == pytest.approx(one.bias.mean())
+
+
+@pytest.mark.parametrize(
+    ("ratios", "trend"),
+    [
+        ([1.3, 1.1, 0.9, 1.2, 1.1, 1.3, 1.0], "but no trend with the error of the gradient"),
+        ([1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "and the loss rises with the error on A"),
+        ([1.7, 1.6, 1.5, 1.4, 1.3, 1.2, 1.1], "and the loss falls with the error on A"),
+    ],
+)
+def test_dose_title_follows_the_rank_correlation(ratios, trend):
+    cells = pd.DataFrame({"machine": "A", "bias": np.arange(7) / 10, "ratio": ratios})
+    first, second = companion.dose_title(cells).split("\n")
+    assert f"in {sum(ratio > 1 for ratio in ratios)} of 7 combinations" in first
+    assert second.startswith(trend)

@@ -1,4 +1,7 @@
+import html
 import json
+import re
+from urllib.parse import unquote
 
 import nbformat
 import pytest
@@ -44,6 +47,14 @@ def test_report_holds_findings_figures_and_the_error_of_executed_notebooks(noteb
     assert "smoke smoke True" in text
     assert "&lt;bar&gt;" not in text, "what goes to stderr is no finding"
     assert 'alt="Roofline:' in text
+    caption = re.search(r"<p>Roofline: [^<]+</p>", text)
+    assert caption, "a sentence stands below every figure"
+    assert 'href="../notebooks/01_one.ipynb"' in text
+    contents = text.partition('id="Contents"')[2].partition("</ul>")[0]
+    anchors = re.findall(r'href="#([^"]+)"', contents)
+    assert "Passport" in anchors
+    ids = set(map(html.unescape, re.findall(r'id="([^"]+)"', text)))
+    assert {unquote(html.unescape(anchor)) for anchor in anchors} <= ids
     assert "no such thing" in text
     assert text.count('href="verdict.md') == 0, "a letter has no files beside it"
     assert "default-src 'none'" in text
@@ -57,18 +68,23 @@ def test_copy_without_outputs_is_made_once(notebooks, tmp_path):
     (notebooks / "solutions").mkdir()
     for name in ("03_three", "solutions/03_solutions"):
         cells = [
+            new_markdown_cell("# Why?\n\n**In short:** because.\n\nRead on."),
             new_code_cell(
                 "print('seen')", outputs=outputs, execution_count=1, metadata={"tags": ["finding"]}
-            )
+            ),
         ]
         nbformat.write(new_notebook(cells=cells, metadata=KERNEL), notebooks / f"{name}.ipynb")
     made = copy_without_outputs(notebooks, tmp_path / "lab")
     assert sorted(copy.stem for copy in made) == ["01_one", "02_two", "03_solutions", "03_three"]
-    cell, answers = nbformat.read(tmp_path / "lab" / "03_three.ipynb", 4).cells
+    top, cell, answers = nbformat.read(tmp_path / "lab" / "03_three.ipynb", 4).cells
+    assert re.search(r"<details><summary>.*</summary>\n\n\*\*In short:\*\*", top.source)
+    assert top.source.endswith("</details>\n\nRead on.")
+    original = nbformat.read(notebooks / "03_three.ipynb", 4).cells[0].source
+    assert "<details>" not in original, "only the copy is folded"
     assert answers.cell_type == "code"
     assert (cell.outputs, cell.execution_count, cell.metadata.tags) == ([], None, ["finding"])
     assert (
-        nbformat.read(tmp_path / "lab" / "solutions" / "03_solutions.ipynb", 4).cells[0].outputs
+        nbformat.read(tmp_path / "lab" / "solutions" / "03_solutions.ipynb", 4).cells[1].outputs
         == outputs
     )
     (tmp_path / "lab" / "03_three.ipynb").write_text("my work")

@@ -67,13 +67,42 @@ def test_saddle_finding_answers_by_optimiser(adam, answer, sooner):
         momentum.startswith(f"With SGD with momentum: {held}"),
     ) == (True, True)
     assert paper.startswith(f"With Adam, the optimiser of the paper: {answer}. Of 4 pairs")
-    assert f"sooner than float64 in {sooner} (" in paper
+    assert f"sooner than float64 in {sooner} and later in" in paper
+
+
+@pytest.mark.parametrize(
+    ("adam", "ending"),
+    [
+        (NO, "In 2 of these 4 it left later, and in 1 after as many steps."),
+        (SOONER, "in 4 of 4 pairs of trainings."),
+    ],
+)
+def test_saddle_finding_says_in_short_where_coarser_arithmetic_left_later(adam, ending):
+    assert said(adam)["In short"][0].endswith(ending)
+
+
+@pytest.mark.parametrize(
+    ("at_one_step", "p", "title"),
+    [
+        ([0.2, -0.1], [0.4, 0.9], "no link of loss and descent directions is shown"),
+        ([0.9, -0.1], [0.01, 0.9], "a higher loss goes with more descent directions in A"),
+        (
+            [0.9, -0.9],
+            [0.01, 0.02],
+            "a higher loss goes with more descent directions in A and fewer descent directions in"
+            " B",
+        ),
+    ],
+)
+def test_curvature_title_follows_the_correlations(at_one_step, p, title):
+    related = pd.DataFrame({"at one step": at_one_step, "p": p}, ["A", "B"])
+    assert companion.curvature_title(related) == f"At the same step, {title}"
 
 
 def test_saddle_finding_counts_trainings_that_end_with_fewer_descent_directions():
     for share, fewer in ((0.02, 0), (0.01, 1)):
         assert said(NO, share)["Does rounding help"][2].endswith(
-            f". {fewer} of 1 comparisons of trainings ended with fewer ways down."
+            f". {fewer} of 1 comparisons of trainings ended with fewer descent directions."
         )
 
 

@@ -53,6 +53,24 @@ def test_plots_differences_of_one_seed_have_no_spread(runs):
     )
 
 
+@pytest.mark.parametrize(
+    ("shifts", "title"),
+    [
+        ((0.0, 0.0), "Against CPU: no difference beyond the margin for 2 of 2"),
+        (
+            (0.3, 0.0),
+            "Against CPU: the means differ for 1 of 2, no difference beyond the margin for 1 of 2",
+        ),
+        ((0.3, 0.3), "Against CPU: the means differ for 2 of 2"),
+    ],
+)
+def test_estimation_has_a_title_that_follows_the_decisions(runs, shifts, title):
+    noise = 1e-4 * (runs.seed % 3) * (runs.setting != "cpu")
+    shift = runs.setting.map(dict(zip(SETTINGS, (0.0, *shifts), strict=True)))
+    moved = runs.assign(final_loss=0.1 * (runs.seed + 1) + shift + noise)
+    assert gl.verdict(moved, reference="cpu").plot().figure.get_suptitle() == title
+
+
 def test_plots_predictions_and_reconstructions_refuse_a_function():
     run = gl.train(lambda seed: 0.1 * seed, progress=False)
     for plot in (gl.plots.predictions, gl.plots.reconstructions):

@@ -25,6 +25,21 @@ ON_POSIX = pytest.mark.skipif(
     not hasattr(os, "killpg"), reason="this operating system has no process groups"
 )
 
+
+def count_workers(seed):
+    """Report, from a worker, how many workers its parent has."""
+    siblings = psutil.Process(os.getppid()).children()
+    workers_alive = sum("LokyProcess" in " ".join(each.cmdline()) for each in siblings)
+    return workers_alive + 0.0 * seed
+
+
+@pytest.mark.slow("starts three processes")
+def test_workers_of_one_setting_end_before_the_next_setting_begins(tmp_path):
+    settings = [ONE, "cpu:threads=1,denormals=off", "cpu:threads=1,deterministic=on"]
+    runs = gl.Experiment(count_workers, settings, 1, store=tmp_path).run(progress=False)
+    assert set(runs.final_loss) == {1.0}
+
+
 TRAINING = '''
 import concurrent.futures, multiprocessing, os, pathlib, subprocess, sys, tempfile, time
 
