@@ -193,7 +193,7 @@ def describe_crossing(seconds: pd.DataFrame, name: str) -> str:
     Examples:
         >>> seconds = pd.DataFrame({"CPU": [1.0, 2.0], "GPU": [2.0, 1.0]}, index=[16, 1024])
         >>> describe_crossing(seconds, "width")
-        'The CPU is faster up to a width of 16, the GPU from 1,024 on'
+        'The CPU is faster up to width 16, the GPU from 1,024 on'
     """
     seconds = seconds.dropna().sort_index()
     if seconds.empty:
@@ -208,5 +208,5 @@ def describe_crossing(seconds: pd.DataFrame, name: str) -> str:
     if changes == 1 and bool(is_gpu_faster.iloc[-1]):
         last = seconds.index[~is_gpu_faster][-1]
         first = seconds.index[is_gpu_faster][0]
-        return f"The CPU is faster up to a {name} of {last:,}, the GPU from {first:,} on"
+        return f"The CPU is faster up to {name} {last:,}, the GPU from {first:,} on"
     return f"The GPU is faster at {count} of {len(seconds)} sizes: the lines cross {changes} times"

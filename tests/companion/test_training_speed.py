@@ -17,7 +17,7 @@ from companion.training_speed import (
 @pytest.mark.parametrize(
     ("cpu", "gpu", "words"),
     [
-        ([1, 1, 9, 9], [2, 2, 2, 2], "The CPU is faster up to a width of 64, the GPU from 256 on"),
+        ([1, 1, 9, 9], [2, 2, 2, 2], "The CPU is faster up to width 64, the GPU from 256 on"),
         ([1, 1, 1, 1], [2, 2, 2, 2], "The CPU is faster at every width"),
         ([3, 3, 3, 3], [2, 2, 2, 2], "The GPU is faster at every width"),
         ([1, 3, 1, 3], [2, 2, 2, 2], "at 2 of 4 sizes: the lines cross 3 times"),
