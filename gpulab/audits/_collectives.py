@@ -1,4 +1,4 @@
-"""Which collective operations of `torch.distributed` the audit follows, and what they exchange."""
+"""The collective operations of `torch.distributed` that the audit follows."""
 
 from __future__ import annotations
 

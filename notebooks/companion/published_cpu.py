@@ -37,7 +37,7 @@ def published_windows() -> pd.DataFrame:
     """
     on_cpu = recorded.recorded_table("published_cpu")[COLUMNS].assign(kind="cpu")
     runs = gl.recorded_runs("published")
-    at_size = (runs.data == "walk") & (runs["size"] == "160x120") & (runs.round_trip == True)  # noqa: E712
+    at_size = (runs.data == "walk") & (runs["size"] == "160x120") & runs.round_trip.eq(True)
     runs = runs[at_size & (runs.device == "cuda")]
     history = gl.store.history(runs)[["id", "window", "loss"]]
     on_gpu = history.merge(runs[["id", "seed", "loader"]], on="id")[COLUMNS].assign(kind="gpu")
