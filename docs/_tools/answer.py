@@ -1,10 +1,10 @@
 """The figure on the front page and in the papers, from the recorded runs. `python
 docs/_tools/answer.py` draws it anew.
 
-Every seed twice: with copied frames, and with overwritten frames, where all frames of a window lie
-in one array, as the published line has it on a CPU. Five rows are the authors' own network in
-Chainer, the others gpulab's port: ten times as long, and at the published length, where three
-speeds of the walk are one row.
+Each seed was trained twice: with copied frames, and with overwritten frames, where all frames of a
+window lie in one array, as the published line leaves them on a CPU. Five rows show the authors' own
+network in Chainer. The other rows show gpulab's port: trained ten times as long, and at the
+published length, where three speeds of the walk share one row.
 """
 
 from pathlib import Path
@@ -23,24 +23,24 @@ from gpulab.wording import COPIED, OVERWRITTEN
 
 DOCS = Path(__file__).parents[1]
 FILE = DOCS / "_static" / "answer.svg"
-LOOP = DOCS / "_static" / "loop.svg"  # the mechanism, beside it on the front page
-IN_PAPERS = DOCS / "paper" / "answer.png"  # journals' tools take no SVG
+LOOP = DOCS / "_static" / "loop.svg"  # the mechanism, also on the front page
+IN_PAPERS = DOCS / "paper" / "answer.png"  # the tools of journals do not accept SVG
 TINTS = {"GPU": ON_GPU, "CPU": ON_CPU}
-COLUMNS = 1.03, 1.38, 1.66  # of words at the right, in widths of the axes
+COLUMNS = 1.03, 1.38, 1.66  # positions of the text columns at the right, in widths of the axes
 PORT = {"paper": "160×120", "quick": "64×48"}
 
 
 def short_runs():
-    """The port's registered runs of the published line, without those whose device copies in any
-    case.
+    """Return the port's registered runs of the published line, except those on a device that
+    always copies.
     """
     runs = gl.recorded_runs().query("experiment == 'prednet' and loader != 'window'")
     return runs[(runs.profile == "paper") | (runs.device == "cpu")]
 
 
 def pairs():
-    """A row a run: `row` (where, on what, how long), `seed`, `frames_are`, `times` (loss over
-    that of repeating).
+    """Return one row per run: `row` (film, device, size and length), `seed`, `frames_are`, and
+    `times` (loss divided by that of repeating the last frame).
     """
     published = companion.published_runs()
     published = published[~published.condition.str.endswith("no round trip")].assign(
@@ -55,7 +55,7 @@ def pairs():
     )
     runs = pd.concat([published, port.assign(code=port.profile)], ignore_index=True)
     device = runs.device.map({"cuda": "GPU", "cpu": "CPU"})
-    # The published line, `reused`, copies each frame to a GPU; on a CPU it copies none.
+    # The published line, `reused`, copies each frame on a GPU and none on a CPU.
     overwritten = runs.loader.isin(["shared", "imitated"]) | (
         (runs.loader == "reused") & (runs.device == "cpu")
     )
@@ -70,7 +70,9 @@ def pairs():
 
 
 def counted(runs):
-    """How many pairs end higher with overwritten frames, of how many, and of what, by name."""
+    """Count the pairs that end higher with overwritten frames: by name, the count, the number of
+    pairs, and a description of them.
+    """
     losses = paired(runs)
     worse, code = losses[OVERWRITTEN] > losses[COPIED], losses.index.get_level_values("code")
     long = losses.index.get_level_values("row").str.contains("50,000")
@@ -84,30 +86,30 @@ def counted(runs):
 
 
 def sentence(runs):
-    """What the figure shows, from the runs: its text alternative."""
+    """Return the figure's text alternative, computed from the runs."""
     losses = paired(runs)
     higher = [
         f"in {worse} of {count} pairs {words}" for worse, count, words in counted(runs).values()
     ]
     beat = (losses < 1).sum()
     return (
-        "Every seed twice, with copied and with overwritten frames. With overwritten frames the"
-        f" loss ends higher {listed(higher)}. Of {len(losses)} runs with copied frames"
-        f" {beat[COPIED]} beat repeating the last frame, of {len(losses)} with overwritten frames"
+        "Each seed was trained twice, with copied and with overwritten frames. With overwritten"
+        f" frames the loss ends higher {listed(higher)}. Of {len(losses)} runs with copied frames,"
+        f" {beat[COPIED]} beat repeating the last frame; of {len(losses)} with overwritten frames,"
         f" {beat[OVERWRITTEN] or 'none'}."
     )
 
 
 def paired(runs):
-    """A row for each pair: `times` by condition."""
+    """Return one row per pair: `times` by condition."""
     return runs.pivot_table(
         index=["code", "row", "speed", "seed"], columns="frames_are", values="times"
     ).dropna()
 
 
 def device_table():
-    """A CPU against a GPU, both with copied frames, a row for each metric of the port's long
-    trainings.
+    """Compare a CPU with a GPU, both with copied frames: one row per metric of the port's
+    trainings at the published size.
     """
     runs = companion.title_runs().query("experiment == 'prednet' and gradients == 'written out'")
     runs = runs[(runs.profile == "paper") & ~runs.setting.str.endswith("again")]
@@ -118,8 +120,8 @@ def device_table():
 
 @with_theme
 def picture():
-    """A row for each device, film, size and length; copied above overwritten frames, seeds
-    joined.
+    """Draw a row for each device, film, size and length, with copied above overwritten frames and
+    the two trainings of each seed joined.
     """
     runs = pairs()
     figure, (axes,) = canvas(height=7.6)
@@ -132,7 +134,7 @@ def picture():
         tint = TINTS[some.device.iloc[0]]
         heights = {COPIED: place - 0.2, OVERWRITTEN: place + 0.2}
         losses = paired(some)
-        # one line for all pairs, with gaps
+        # one line with gaps for all pairs
         joined = losses.assign(between=np.nan)[[*heights, "between"]]
         up_down = np.tile([*heights.values(), np.nan], len(losses))
         axes.plot(joined.to_numpy().ravel(), up_down, color=tint, lw=0.5, alpha=0.35, zorder=1)
@@ -171,13 +173,14 @@ def picture():
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(
-        "final loss, over that of repeating the last frame\n(further left is better)", fontsize=10
+        "final loss, divided by that of repeating the last frame\n(further left is better)",
+        fontsize=10,
     )
     return Picture(figure, sentence(runs))
 
 
 def write(drawn, file):
-    """Write a picture as SVG: the same bytes each time."""
+    """Write a picture as SVG, with the same bytes each time."""
     with mpl.rc_context({"svg.hashsalt": "gpulab"}):
         drawn.figure.savefig(file, metadata={"Date": None, "Title": drawn.alt}, bbox_inches="tight")
 
