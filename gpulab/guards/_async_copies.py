@@ -3,9 +3,9 @@
 With `non_blocking=True` and pinned memory, a copy between the host and a GPU is only queued when
 the call returns. Until the copy is done, its source may not be written and its destination may not
 be read; torch checks neither. Whether a copy happens to be done depends on timing, so the guard
-does not use that. Instead it reports every write or read that the program makes without waiting
+does not rely on it. Instead it reports every write or read that the program makes without waiting
 first (a happens-before relation). A program waits by synchronising a device, a stream or an event,
-by `query()`, or by an operation that waits, such as `.item()`.
+by calling `query()`, or by an operation that waits, such as `.item()`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class _Copy:
     def is_complete(self) -> bool:
         """Return whether the copy needs no further checks.
 
-        It was waited for and is done, or its memory no longer exists.
+        This is so if the program has waited for it and it is done, or if its memory no longer
+        exists.
         """
         return self.storage.expired() or (self.was_waited_for and is_event_finished(self.event))
 
@@ -135,7 +136,7 @@ class AsyncCopyTracker:
         return self.copies
 
     def check_host_reads(self, tensors: list[Tensor], name: str) -> None:
-        """Report tensors on the host that are read before a copy to them was waited for.
+        """Report tensors on the host that are read before the program waited for a copy to them.
 
         Findings made during earlier waits are reported as well.
         """
@@ -153,7 +154,7 @@ class AsyncCopyTracker:
     def on_gpu_wait(self) -> None:
         """Check for overwritten memory at a wait, and mark all copies as waited for.
 
-        Memory that has changed by now was overwritten before the wait, which is too early.
+        Memory that has changed by this time was overwritten before the wait, which is too early.
         """
         with self.lock:
             self.check_overwritten("a wait", self.pending_copies())
@@ -199,5 +200,5 @@ def on_gpu_wait(*_: object) -> None:
 
 @functools.cache
 def _observe_gpu_waits() -> None:
-    """Make torch report every wait for a GPU; this cannot be undone, so it is done only once."""
+    """Have torch report every wait for a GPU; this cannot be undone, so it is done only once."""
     register_gpu_wait_callback(on_gpu_wait)

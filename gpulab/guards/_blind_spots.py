@@ -1,7 +1,7 @@
-"""Counts what runs inside a guard without being watched, or differently because of the guard.
+"""Counts what a guard does not watch, and what runs differently because of the guard.
 
-While a guard is entered, functions that start such things (processes, threads, CUDA graphs and so
-on) are replaced by functions that count the call and then make it.
+While a guard is active, functions that start processes, threads, CUDA graphs and so on are replaced
+by functions that count the call and then make it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ POOL_MODULES = ("concurrent.futures.thread", "multiprocessing.pool")
 COMPILED_CODE = "compiled code"
 SENTENCES = {  # the sentence for each kind; `{count}` stands for a phrase of `COUNT_PHRASES`
     COMPILED_CODE: (
-        "torch.compile was switched off: compiled code ran as if it were not compiled, because"
-        ' reads="any" watches each operation; reads="backward" (gpulab guard --reads backward)'
-        " guards it compiled"
+        "torch.compile was switched off: compiled code ran uncompiled, because"
+        ' reads="any" watches each operation; to guard compiled code, use reads="backward"'
+        " (gpulab guard --reads backward)"
     ),
     "processes": (
         "not watched: {count} that this program started, such as the workers of a DataLoader; with"
-        " num_workers=0 they are part of it"
+        " num_workers=0 the loader works in this process"
     ),
-    "threads": "not watched: {count} that this program started; enter the same guard in them, too",
+    "threads": (
+        "not watched: {count} that this program started; enter the same guard in every thread"
+    ),
     "hooks": (
-        "not watched: what was saved inside {count} of other hooks for saved tensors, such as"
-        " save_on_cpu, because torch calls the innermost hooks alone"
+        "not watched: tensors saved inside {count} with other saved-tensor hooks, such as"
+        " save_on_cpu, because torch calls only the innermost hooks"
     ),
     "CUDA graphs": (
-        "not watched: what {count} of a CUDA graph read and wrote, which are no operations of this"
-        " program"
+        "not watched: memory read and written by {count} of a CUDA graph, because a replay is not"
+        " an operation of this program"
     ),
     "TorchScript": (
-        "not watched: what {count} of torch.jit save for themselves; call the function as it is"
-        " written instead"
+        "not watched: tensors saved internally by {count} of torch.jit; call the original function"
+        " instead"
     ),
 }
 COUNT_PHRASES = {  # singular and plural
@@ -74,7 +76,7 @@ class BlindSpots:
     def start(self, keeps_compiled: bool) -> None:
         """Count from now on; nested calls count only once.
 
-        `keeps_compiled` says that compiled code runs as compiled. Otherwise it is counted.
+        `keeps_compiled` says whether compiled code runs compiled. Otherwise it is counted.
         """
         with self._lock:
             self.guarded_threads.add(threading.get_ident())
@@ -123,7 +125,7 @@ class BlindSpots:
     def _call_before(
         self, owner: type | types.ModuleType, name: str, observer: Callable[..., None]
     ) -> None:
-        """Replace a function by one that calls `observer` with the same arguments first."""
+        """Replace a function by one that first calls `observer` with the same arguments."""
         original = vars(owner).get(name)
         if original is None:  # This version of torch does not have the function.
             return
@@ -137,7 +139,7 @@ class BlindSpots:
         self._originals.callback(setattr, owner, name, original)
 
     def _counter_of(self, kind: str) -> Callable[..., None]:
-        """Return a function of any arguments that counts one of a kind."""
+        """Return a function that takes any arguments and counts one occurrence of a kind."""
         return lambda *_: self.count(kind)
 
     def _record_thread(self, thread: threading.Thread, *_: object) -> None:
@@ -156,7 +158,7 @@ class BlindSpots:
             self.count("hooks")
 
     def _on_compile(self, *_: object) -> None:
-        """Start to count compiled code when the program calls `compile` for the first time."""
+        """Start counting compiled code when the program calls `compile` for the first time."""
         with self._lock:
             self._listen_to_compiler()
 

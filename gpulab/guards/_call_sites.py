@@ -22,8 +22,8 @@ from gpulab._torch_internals import current_node, newest_node_number, node_numbe
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent)
 INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-# Frames of the guard, and of the module through which it calls torch, are never reported as the
-# user's.
+# Frames of the guard, and of the module through which it calls torch, are never reported as user
+# code.
 GUARD_FILES = (str(Path(__file__).parent) + os.sep, os.path.join(PACKAGE, "_torch_internals.py"))
 # This file calls the audited step. Frames from here on outwards do not belong to the step.
 STEP_CALLER_FILE = os.path.join(PACKAGE, "audits", "_recording.py")
@@ -53,7 +53,7 @@ class Line(NamedTuple):
     def __str__(self) -> str:
         if is_notebook_cell(self.file):
             return f"{self.function}, a notebook cell:{self.number}"
-        # gpulab's files and those below the current folder are shown by their relative path
+        # Files of gpulab and of the current folder are shown by their relative paths.
         path = Path(self.file)
         for folder in (Path(PACKAGE).parent, Path.cwd()):
             if path.is_relative_to(folder):
@@ -82,7 +82,7 @@ def stack_frames(thread: int = 0) -> Iterator[types.FrameType]:
 
 
 def user_line(thread: int = 0) -> Line:
-    """Return the innermost line of the user's code in this thread, or else in another thread.
+    """Return the innermost line of user code in this thread, or else in another given thread.
 
     If there is none, return the innermost line outside torch and the guard.
     """
@@ -160,8 +160,8 @@ def line_of_forward_call(traceback_text: str) -> str:
 class OperationCallers:
     """Finds the caller of operations below autograd: the phase, the module and the user's line.
 
-    For an operation of a backward pass, module and line are those of the forward operation that it
-    differentiates.
+    For an operation of a backward pass, the module and the line are those of the forward operation
+    that it differentiates.
     """
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class OperationCallers:
     def caller_of_operation(self, module: str = "") -> tuple[str, str, str]:
         """Return the phase, module and line (`file:line: text`) of the current operation.
 
-        Called in a forward pass, it also records module and line for the later backward pass.
+        In a forward pass, it also records the module and the line for the later backward pass.
         """
         node = current_node()
         if node is not None:

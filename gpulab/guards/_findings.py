@@ -14,21 +14,28 @@ from gpulab.guards._call_sites import Line
 from gpulab.guards._holders import Holder
 
 SAVED_HEADLINE = (
-    "the backward pass of {function} ({operation}) was given {operand}, {tensor}, overwritten since"
-    " it was saved"
+    "the backward pass of {function} ({operation}) was given {operand}, {tensor}, which was"
+    " overwritten after it was saved"
 )
 READ_HEADLINE = "{function} read a tensor, {tensor}: "
 COPIED_HEADLINE = "a pinned tensor, {tensor}: "
-FOREIGN_WRITE = "something other than torch wrote there, and another tensor was made of it"
-COPY_REMEDY = "copy it where it is made: torch.tensor(array) or torch.from_numpy(array.copy())"
-COPY_IS_QUEUED = "with non_blocking=True a copy may go on after the call has returned"
-WRITER_UNKNOWN = "; which line wrote is not known, only that it ran after that one"
-WRITER_HINT = ' (gpulab.guard(reads="any") looks for it)'
+FOREIGN_WRITE = (
+    "something other than torch wrote to its memory, and another tensor was created over it"
+)
+COPY_REMEDY = (
+    "copy the data when you create the tensor: torch.tensor(array) or"
+    " torch.from_numpy(array.copy())"
+)
+COPY_IS_QUEUED = "with non_blocking=True a copy may still be running after the call has returned"
+WRITER_UNKNOWN = (
+    "; the line that wrote is not known, only that it ran after the tensor was saved or created"
+)
+WRITER_HINT = ' (gpulab.guard(reads="any") tries to find it)'
 CAUSES = {  # what happened, why, and what to do
     "inplace": (
         SAVED_HEADLINE,
         "an in-place operation changed it",
-        "use the operation that is not in place, or give autograd a copy: .clone()",
+        "use the out-of-place operation, or give autograd a copy: .clone()",
     ),
     "replaced": (
         SAVED_HEADLINE,
@@ -43,19 +50,19 @@ CAUSES = {  # what happened, why, and what to do
     "step": (
         SAVED_HEADLINE,
         (
-            "it is a parameter that was changed in place after the forward pass, as the step of an"
-            " optimizer does"
+            "it is a parameter that was changed in place after the forward pass, as an optimizer's"
+            " step does"
         ),
         (
-            "step after backward: call `backward` of every loss that was computed with the"
-            " parameter before the step, or compute that loss anew after it"
+            "step after backward: before the step, call `backward` on every loss that was computed"
+            " with the parameter, or recompute that loss after the step"
         ),
     ),
     "data": (
         SAVED_HEADLINE,
         (
-            "something wrote into its memory that autograd does not see: through .data or .numpy(),"
-            " or a loader that fills one buffer again and again"
+            "something that autograd does not see wrote into its memory: a write through .data or"
+            " .numpy(), or a loader that keeps refilling one buffer"
         ),
         "copy it before it is overwritten: .clone()",
     ),
@@ -70,18 +77,19 @@ CAUSES = {  # what happened, why, and what to do
         COPY_REMEDY,
     ),
     "leaving": (
-        COPIED_HEADLINE + "its memory was overwritten before its copy to the GPU was waited for",
+        COPIED_HEADLINE
+        + "its memory was overwritten before the program waited for its copy to the GPU",
         COPY_IS_QUEUED,
         (
-            "wait before it is written again (an event recorded behind the copy,"
+            "wait before you write to it again (record an event after the copy and call"
             " `event.synchronize()`), or fill another buffer each time"
         ),
     ),
     "arriving": (
-        COPIED_HEADLINE + "it was read before its copy from the GPU was waited for",
+        COPIED_HEADLINE + "it was read before the program waited for its copy from the GPU",
         COPY_IS_QUEUED,
         (
-            "leave out non_blocking=True, or wait before it is read:"
+            "leave out non_blocking=True, or wait before you read it:"
             " torch.cuda.current_stream().synchronize()"
         ),
     ),
@@ -121,7 +129,7 @@ def _function_name(operation: str) -> str:
 class Overwritten:
     """A finding of a guard: an operation used memory that was, or was about to be, overwritten.
 
-    `print` shows it in several lines.
+    `print` shows it on several lines.
 
     Attributes:
         cause: The kind of cause, one of `CAUSES`.
@@ -132,14 +140,14 @@ class Overwritten:
         shape: The shape of the tensor.
         dtype: The type of the tensor, such as `float32`.
         device: The device of the tensor, such as `cpu`.
-        lines: The lines of your program that took part, by what they did. The first one, `line`, is
-            the one to correct.
+        lines: The lines of your program that were involved, keyed by what they did. The first one,
+            `line`, is the one to correct.
         explanation: Why it happened, and what shares the memory.
         remedy: What to do about it.
         count: The number of times that it was found.
-        writers: The line that wrote into the memory. Several lines if several threads were running:
-            one of them wrote. Empty if the line is not known, which is always so with
-            `reads="backward"`.
+        writers: The line that wrote into the memory. If several threads were running, there are
+            several lines, one of which wrote. Empty if the line is not known, as is always the case
+            with `reads="backward"`.
 
     Examples:
         >>> import numpy as np
@@ -195,7 +203,7 @@ class Overwritten:
 
     @property
     def line(self) -> Line:
-        """The line that saved the tensor for backward, made it, or asked for its copy."""
+        """The line that saved the tensor for backward, created it, or requested its copy."""
         return next(iter(self.lines.values()))
 
     def with_cause(self, cause: str) -> Overwritten:
@@ -216,8 +224,8 @@ class Overwritten:
     def with_writers(self, writers: list[Line], was_followed: bool) -> Overwritten:
         """Return the same finding with the lines that may have written.
 
-        Without any, the explanation says that the line is not known, and how to find it if lines
-        were not followed (`was_followed`).
+        If there are none, the explanation says that the line is not known. Unless lines were
+        followed (`was_followed`), it also says how to find the line.
         """
         if writers:
             return replace(self, writers=tuple(writers))
@@ -237,22 +245,22 @@ class Overwritten:
         )
 
     def __str__(self) -> str:
-        """Return the finding in several lines.
+        """Return the finding as text of several lines.
 
         >>> import torch
         >>> step = {"saved by": Line("train.py", 7, "step")}
         >>> found = Overwritten.of("replaced", "MulBackward0", torch.ones(3), step)
         >>> print(str(found).partition(" was given ")[2])
-        a tensor, float32 of shape (3,) on cpu, overwritten since it was saved
+        a tensor, float32 of shape (3,) on cpu, which was overwritten after it was saved
           saved by step, train.py:7
           why: other values were assigned to its `.data`
           do: assign to it after backward
         >>> print(
-        ...     str(replace(found, operand="other", count=2))
+        ...     str(replace(found, operand="self", count=2))
         ...     .splitlines()[0]
         ...     .partition(" was given ")[2]
         ... )
-        its `other`, float32 of shape (3,) on cpu, overwritten since it was saved (2 times)
+        its `self`, float32 of shape (3,) on cpu, which was overwritten after it was saved (2 times)
         """
         operand = f"its `{self.operand}`" if self.operand else "a tensor"
         tensor = f"{self.dtype} of shape {self.shape} on {self.device}"

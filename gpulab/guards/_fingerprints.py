@@ -1,4 +1,4 @@
-"""Fingerprints: a number that changes when the content of a tensor changes."""
+"""Fingerprints: numbers that change when the content of a tensor changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpulab._torch_internals import component_tensors, dispatch_disabled
 MAX_ROW_WORDS = 1 << 16
 MIN_ROW_WORDS = 1 << 6  # a tensor whose rows would be shorter is padded with zeros
 MAX_CHUNK_WORDS = 1 << 24  # words that are multiplied at a time, which bounds the memory in use
-# The integer type of each word size; a tensor is read in the widest that fits.
+# The integer type of each word size. A tensor is read in the widest type that fits.
 WORD_DTYPES = {
     1: torch.uint8,
     2: torch.int16,
@@ -26,10 +26,10 @@ MAX_HASHED_ON_HOST = 1 << 12  # numbers of a tensor that is copied from a GPU an
 
 
 def fingerprint(tensor: Tensor) -> int | Tensor | None:
-    """Compute a number that depends on every bit of a tensor's content and on its place.
+    """Compute a number that depends on every bit of a tensor's content and on its position.
 
     On a CPU it is the XXH3 hash of the tensor's memory. On other devices it is a sum modulo 2^64:
-    each 32-bit word is multiplied by a random 64-bit number that belongs to its place. A large
+    each 32-bit word is multiplied by a random 64-bit number that belongs to its position. A large
     tensor is split into rows. The sum of each row is computed, and then in the same way the sum of
     these sums. Two different contents have the same fingerprint with a probability of about 2^-32.
     Dense memory is read in place; a view with gaps is copied.
@@ -38,7 +38,7 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
         tensor: A tensor of any shape, type and layout.
 
     Returns:
-        On a CPU an integer. On other devices an int64 tensor () on the same device, so that the
+        An integer on a CPU. On other devices, an int64 tensor () on the same device, so that the
         program need not wait for it. None if torch does not expose the content.
 
     Examples:
@@ -84,13 +84,13 @@ def _flatten_in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def host_memory(start: int, stop: int) -> ctypes.Array[ctypes.c_char]:
-    """Return a view of the host's memory from one address up to another, exclusive."""
+    """Return a view of the host's memory from `start` up to, not including, `stop`."""
     # `.numpy()` is not used, because torch would then refuse to resize the tensor.
     return (ctypes.c_char * (stop - start)).from_address(start)
 
 
 def memory_digest(start: int, stop: int) -> int:
-    """Compute a 64-bit digest of the host's memory from one address up to another, exclusive."""
+    """Compute a 64-bit digest of the host's memory from `start` up to, not including, `stop`."""
     return xxhash.xxh3_64_intdigest(host_memory(start, stop))
 
 
@@ -116,11 +116,11 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
     """Compute the digest of a tensor that is not on a CPU; see `fingerprint`.
 
     It uses few kernels, because launching them takes most of the time. `level` is the depth of the
-    recursion: each level has multipliers of its own.
+    recursion: each level has its own multipliers.
     """
     flat = _flatten_in_memory_order(tensor)
     size = flat.element_size()
-    # The widest word, of 4 bytes at most, that divides the tensor's size and offset in bytes.
+    # The widest word of at most 4 bytes that divides the tensor's size and offset in bytes.
     words = flat.view(WORD_DTYPES[math.gcd(4, size * len(flat), size * flat.storage_offset())])
     multipliers = _random_multipliers(str(words.device), level)
     if len(words) <= MAX_ROW_WORDS:
@@ -140,8 +140,8 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
 
 @functools.cache
 def _random_multipliers(device: str, level: int) -> Tensor:
-    """Return the random 64-bit numbers of a level, one for each place in a row."""
-    # A separate generator leaves the user's random numbers as they are.
+    """Return the random 64-bit numbers of a level, one for each position in a row."""
+    # A separate generator leaves the user's random state unchanged.
     generator = torch.Generator().manual_seed(level)
     return torch.randint(-(1 << 63), (1 << 63) - 1, (MAX_ROW_WORDS,), generator=generator).to(
         device

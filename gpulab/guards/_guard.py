@@ -1,8 +1,8 @@
 """A guard that detects tensors overwritten after autograd saved them and before it uses them.
 
-Autograd counts the in-place operations of torch itself. It does not see that NumPy writes into a
-buffer which a tensor shares, that a program writes through `.data`, or that a loader fills one
-buffer again and again. In these cases `backward` computes with the new content. The guard takes a
+Autograd counts only the in-place operations of torch itself. It does not see NumPy writing into a
+buffer that a tensor shares, a program writing through `.data`, or a loader that keeps refilling one
+buffer. In these cases `backward` computes with the new content. The guard takes a
 fingerprint of every tensor when autograd saves it, in the hooks of
 `torch.autograd.graph.saved_tensors_hooks`, and compares the fingerprint when autograd uses the
 tensor. While such hooks are active, torch skips its own check of the version counter, so the guard
@@ -53,21 +53,21 @@ from gpulab.guards._shared_reads import SharedReads
 from gpulab.guards._write_lines import next_time
 
 FORBIDDEN = (
-    "torch forbids the guard's hooks here ({}); put it around what calls backward, not around"
-    " torch.func"
+    "torch does not allow the guard's hooks here ({}); put the guard around the code that calls"
+    " backward, not inside torch.func"
 )
 
 
 @as_guard_work
 def drain_ready_queue() -> None:
-    """Empty this thread's ready queue of the tasks that a failed `backward` left in it.
+    """Remove the tasks that a failed `backward` left in this thread's ready queue.
 
     Any further `backward` empties the queue, so this function calls a trivial one. Tasks in the
-    queue keep their memory. When the thread or Python ends, torch destroys the remaining tasks, and
-    with them the hooks of the guard, outside of Python. With torch 2.15 this can end the process
+    queue keep their memory alive. When the thread or Python ends, torch destroys the remaining
+    tasks, and the guard's hooks with them, outside Python. With torch 2.15 this can end the process
     with a segmentation fault.
     """
-    # Inside a transform of torch.func, `backward` raises, and there is nothing to drop.
+    # Inside a transform of torch.func, `backward` raises, and there are no tasks to remove.
     with contextlib.suppress(RuntimeError):
         torch.ones((), device="cpu", requires_grad=True).backward()
 
@@ -93,7 +93,7 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
     Autograd saves tensors in the forward pass and uses them in `backward`. The guard checks that
     their content has not changed in between. It checks every tensor saved inside the `with` block,
     even if `backward` is called after the block. It is not an error to overwrite a tensor that is
-    never used. Gradients are bitwise the same with and without the guard.
+    never used. Gradients are bitwise identical with and without the guard.
 
     The guard sees only tensors that pass through torch's hooks for saved tensors. It does not see:
 
@@ -103,17 +103,17 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
       `ctx.save_for_backward(x)`), or that a function written in C++ keeps as a member;
     - a tensor that a hook of a tensor or module, or any other closure, keeps for backward;
     - a graph that another thread builds, unless that thread enters the same guard;
-    - a tensor that a graph made by `torch.compile` keeps for itself. The guard does check tensors
+    - a tensor that a graph made by `torch.compile` keeps internally. The guard does check tensors
       that such a graph saves through autograd. With `reads="any"` torch compiles nothing inside the
-      block, so a compiled model runs there as if it were not compiled. Torch 2.6 compiles the guard
-      itself if a compiled function calls `backward`, and the guard then fails or reports correct
-      tensors. With torch 2.6, compile only the model;
+      block, so a compiled model runs uncompiled there. Torch 2.6 compiles the guard itself if a
+      compiled function calls `backward`, and the guard then fails or reports tensors that are
+      correct. With torch 2.6, compile only the model;
     - a tensor that is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies only
       the innermost hooks. A guard inside `save_on_cpu` replaces the hooks of `save_on_cpu`.
 
-    `Guard.unwatched` lists those of these cases that occurred inside the block and can be noticed.
-    With `reads="any"` a finding names the line that wrote (`Overwritten.writers`), unless a
-    debugger or a coverage tool already traces the program.
+    `Guard.unwatched` lists the cases that occurred inside the block, as far as the guard can detect
+    them. With `reads="any"` a finding names the line that wrote into the memory
+    (`Overwritten.writers`), unless a debugger or a coverage tool already traces the program.
 
     Args:
         on: What to do about an overwritten tensor. `raise` raises `OverwrittenError` when the first
@@ -121,24 +121,25 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
             collects the findings in the `Guard`, and warns once at the end of the block.
         reads: `backward` checks only the tensors that autograd has saved. `any` also checks the
             memory that tensors share with NumPy or another library, whenever an operation reads it.
-            A tensor is refused if its content has changed and another tensor has since been made
-            over the same memory. With CUDA, pinned memory is refused if it is written or read
-            between a copy with `non_blocking=True` and the next wait. `.numpy()` counts as a read.
-            `any` does not see later reads through the array that `.numpy()` returned, what
-            `torch.save` writes, other processes, views of one memory that begin at different
-            addresses, two calls of `torch.from_file` for one file, and calls of `frombuffer` or
-            `from_dlpack` under a name that was imported before. It ignores a single tensor that is
-            read before and after its memory was written, because that may be intended. It wrongly
-            reports two tensors of one array that are both intended as views of it. In memory above
-            64 KiB it may also report a tensor if only neighbouring elements have changed.
+            A tensor is reported if its content has changed and another tensor has since been
+            created over the same memory. With CUDA, pinned memory is reported if it is written or
+            read between a copy with `non_blocking=True` and the next wait. `.numpy()` counts as a
+            read. `any` does not see later reads through the array that `.numpy()` returned, reads
+            by `torch.save`, other processes, views of one memory that begin at different addresses,
+            two calls of `torch.from_file` for one file, or calls of `frombuffer` or `from_dlpack`
+            under a name that was imported earlier. It ignores a single tensor that is read before
+            and after its memory was written, because that may be intended. It wrongly reports two
+            tensors made from one array that are both intended as views of it. In memory blocks
+            larger than 64 KiB it may also report a tensor of which only neighbouring elements have
+            changed.
 
     Returns:
         A `Guard`, to be used in a `with` statement.
 
     Raises:
-        UsageError: If `on` or `reads` has another value.
-        GpulabError: If torch forbids its hooks, as inside `torch.func.grad` and functions built on
-            it.
+        UsageError: If `on` or `reads` has any other value.
+        GpulabError: If torch does not allow saved-tensor hooks, as inside `torch.func.grad` and
+            functions built on it.
 
     Examples:
         >>> import warnings
@@ -169,12 +170,12 @@ def is_forbidden(error: Exception) -> bool:
 
 
 class Guard:
-    """The result of `guard`: a context manager, and at the same time the report of its findings.
+    """The result of `guard`: a context manager that is also the report of its findings.
 
-    `len` is the number of findings, so a report is true when something was found. `print` shows the
-    findings. A guard may be entered again, inside itself, and in several threads. On an
-    accelerator, fingerprints are compared only once, when `backward` ends. So the error is raised
-    at that moment, before the optimizer's step, and it does not name the operand.
+    `len` is the number of findings, so a report is true if something was found. `print` shows the
+    findings. A guard may be entered again, nested in itself, and in several threads. On an
+    accelerator, fingerprints are compared only once, when `backward` ends. The error is therefore
+    raised at that point, before the optimizer's step, and it does not name the operand.
 
     Attributes:
         on: `raise` or `warn`, as for `guard`.
@@ -184,10 +185,10 @@ class Guard:
         unchecked: The number of uses that were not compared, because torch does not expose the
             content (meta tensors, tensors inside a transform such as vmap or during the capture of
             a CUDA graph). With `reads="any"` this also counts the reads of tensors that are not
-            plain memory, such as those of a subclass. `print` shows the number.
+            plain memory, such as tensors of a subclass. `print` shows the number.
         unwatched: A sentence for each thing that ran inside the block without being watched (other
             processes and threads, other hooks for saved tensors, CUDA graphs, TorchScript), or that
-            ran differently because of the guard (compiled code, under `reads="any"`). `print` shows
+            ran differently because of the guard (compiled code with `reads="any"`). `print` shows
             them.
 
     Examples:
@@ -197,7 +198,7 @@ class Guard:
         >>> with report:
         ...     (weight * torch.ones(3)).sum().backward()
         >>> print(report)
-        nothing was overwritten in 1 uses of saved tensors
+        nothing was overwritten (uses of saved tensors: 1)
     """
 
     def __init__(self, on: str = "raise", reads: str = "backward") -> None:
@@ -231,22 +232,22 @@ class Guard:
 
     @property
     def unwatched(self) -> list[str]:
-        """A sentence for each thing that ran unwatched, or differently, in the block."""
+        """A sentence for each thing that ran unwatched or differently inside the block."""
         return self._blind_spots.sentences()
 
     def __len__(self) -> int:
         return len(self._findings)
 
     def __str__(self) -> str:
-        uses = f"{self.checked} uses of saved tensors"
+        uses = f"uses of saved tensors: {self.checked}"
         if self.reads == "any":
             uses += (
-                f" and {self._shared_reads.checked} reads of memory that tensors share with others"
+                f"; reads of memory shared with other libraries: {self._shared_reads.checked}"
             )
-        lines = list(map(str, self.findings)) or [f"nothing was overwritten in {uses}"]
+        lines = list(map(str, self.findings)) or [f"nothing was overwritten ({uses})"]
         if self.unchecked:
-            reason = "because torch does not give the tensor's content away"
-            lines.append(f"not compared: {self.unchecked} others, {reason}")
+            reason = "because torch does not expose the tensor's content"
+            lines.append(f"not compared, {reason}: {self.unchecked}")
         return "\n".join([*lines, *self.unwatched])
 
     @uncompiled
@@ -328,7 +329,7 @@ class Guard:
             return
         cause = "data" if span_of(saved.tensor) == saved.span else "replaced"
         finding = saved.finding(node, cause, name_operand=not is_deferred)
-        # The report refers to no tensor, so it keeps no content of one alive.
+        # The report does not refer to the tensor, so it does not keep the content alive.
         report = functools.partial(self._report, finding, saved.span, saved.steps, saved.time)
         if not is_deferred:
             report()
@@ -385,7 +386,7 @@ class Guard:
         if step:
             finding = finding.with_optimizer_step(step)
         self._add_finding(finding, span, time)
-        # After the end of the block nothing else would show the warning.
+        # After the end of the block, nothing else would issue the warning.
         if not self._threads:
             self._warn()
 
@@ -395,7 +396,7 @@ class Guard:
         """Store a finding with the variable that holds its memory, and raise if `on` is `raise`.
 
         A repeated finding only increases the count of the first one. `since` is a time at which the
-        memory still had the right content: lines that wrote there later are added to the finding.
+        memory still had the right content: lines that wrote to it later are added to the finding.
         """
         with self._lock:
             # Findings with the same key are reported as one.
@@ -418,7 +419,7 @@ class Guard:
             raise OverwrittenError(finding)
 
     def _warn(self) -> None:
-        """Warn once of all findings since the last warning."""
+        """Issue one warning for all findings since the last warning."""
         findings = self.findings[self._warned_count :]
         self._warned_count += len(findings)
         if findings and self.on == "warn":
@@ -431,7 +432,7 @@ class _Saved:
     __slots__ = ("digest", "is_parameter", "line", "span", "steps", "tensor", "time", "version")
 
     def __init__(self, tensor: Tensor, line: Line, steps: int) -> None:
-        # A leaf is kept itself, as without a guard, so that assignments to its `.data` are seen.
+        # A leaf itself is kept, as without a guard, so that assignments to its `.data` are seen.
         # Other tensors are detached. Otherwise an operation that saves its own output would refer
         # to itself and never be freed.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
@@ -458,7 +459,7 @@ class _Saved:
 def _current_node(caller: types.FrameType | None) -> Node | None:
     """Return the operation whose backward pass uses a saved tensor.
 
-    Returns None outside a backward pass, and where checkpointing computes a forward pass again.
+    Returns None outside a backward pass, and where checkpointing recomputes a forward pass.
     """
     node = current_node()
     if is_checkpoint_frame(caller) and not isinstance(
@@ -473,7 +474,7 @@ def _saved_names(node: Node | None, tensor: Tensor, among: Iterable[str] = ()) -
     span = span_of(tensor)
     for name, value in saved_values(node, among):
         with contextlib.suppress(RuntimeError):  # some nested tensors have no shape
-            # The span (0, 0) belongs to tensors without memory, which cannot be told apart.
+            # The span (0, 0) belongs to tensors without memory, which cannot be distinguished.
             if (
                 isinstance(value, Tensor)
                 and value.shape == tensor.shape

@@ -23,7 +23,7 @@ class Holder(NamedTuple):
 
 
 def nearest_holder(span: Span, thread: int) -> Holder | None:
-    """Return the user's nearest NumPy array over this memory; without one, the nearest tensor.
+    """Return the user's nearest NumPy array over this memory, or else the nearest tensor.
 
     The nearest variable is the one in the innermost frame. Memory at address 0 has no holder.
     """

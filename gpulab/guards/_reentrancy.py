@@ -1,4 +1,4 @@
-"""Marks the guard's own tensor operations, which must not be checked as if they were the user's."""
+"""Marks the guard's own tensor operations, so that they are not checked like the user's."""
 
 from __future__ import annotations
 

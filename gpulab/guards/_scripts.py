@@ -12,7 +12,7 @@ from gpulab._torch_internals import OPERATOR_MODULE
 from gpulab.errors import OverwrittenError
 from gpulab.guards._guard import Guard
 
-RUNNER_MODULES = ("runpy", "gpulab._torch_internals")  # besides those of gpulab.guards
+RUNNER_MODULES = ("runpy", "gpulab._torch_internals")  # in addition to those of gpulab.guards
 
 
 def run_script(
@@ -25,7 +25,7 @@ def run_script(
     Args:
         script: A file, or the name of a module, as for `python -m`.
         arguments: The arguments of the script.
-        report: The guard. It has the findings, however the script ended.
+        report: The guard, which holds the findings no matter how the script ended.
         is_module: Whether `script` is the name of a module.
 
     Returns:
@@ -66,7 +66,7 @@ def remove_guard_frames(error: BaseException) -> None:
         if not is_guard_frame:
             script_traces.append(trace)
         trace = trace.tb_next
-    # The remaining entries are linked anew, from the innermost one outwards.
+    # The remaining entries are linked again, from the innermost one outwards.
     error.__traceback__ = None
     for trace in reversed(script_traces):
         trace.tb_next = error.__traceback__

@@ -1,16 +1,16 @@
 """Detects reads of tensors whose memory another library has overwritten.
 
 `torch.from_numpy`, `as_tensor`, `frombuffer` and DLPack copy nothing: the tensor uses the memory of
-the array. If a program fills one array again and again, and makes a tensor of it each time, all
-these tensors have the latest content. This happens without gradients too, for example in a replay
+the array. If a program keeps refilling one array and makes a tensor from it each time, all these
+tensors have the latest content. This happens without gradients too, for example in a replay
 buffer or a list of observations that is stacked later. Torch's version counter does not change,
 because torch did not write.
 
 The guard tracks each tensor over such memory from its creation. A read is *stale* if the content
 differs from what it was at the creation or the last read, and another tensor has since been created
 over the same memory. Creating it shows that new content was intended, so the earlier tensor was
-meant to keep its values. A single tensor that is filled through NumPy and read again and again is
-an intended view, and is not reported.
+meant to keep its values. A single tensor that is filled through NumPy and read repeatedly is an
+intended view, and is not reported.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from gpulab.guards._write_lines import WriteLines, next_time
 # `from_numpy` and `as_tensor` call this operation, whatever name they were imported under.
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
 OVERWRITING_OPERATIONS = {"copy_", "fill_", "zero_"}  # their first argument is not read
-BLOCK_BYTES = 1 << 16  # bytes of memory that one digest covers
+BLOCK_BYTES = 1 << 16  # the number of bytes that one digest covers
 PRUNE_INTERVAL = 1000  # tracked addresses between two removals of freed buffers
 
 _tracked_lock = threading.Lock()  # held while `SharedReads.tracked` changes
@@ -98,8 +98,7 @@ class _TrackedBuffer:
     def differs(self, tensor: Tensor) -> bool:
         """Return whether a tensor's content differs from the remembered content.
 
-        For memory above `BLOCK_BYTES` bytes only digests of blocks are kept. A change of other
-        elements in the same block then counts as a difference too.
+        If the memory is larger than `BLOCK_BYTES` bytes, only digests of its X
         """
         # The current digests are a subset of the remembered ones if no block has changed.
         if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():
@@ -207,7 +206,7 @@ class SharedReads(UncompiledDispatchMode):
         # Inside `torch.tensor` the tensor over foreign memory exists only to be copied.
         if not is_copying():
             with _tracked_lock:
-                # From time to time, addresses at which no tensor exists any more are removed.
+                # Addresses at which tensors no longer exist are removed from time to time.
                 if len(self.tracked) % PRUNE_INTERVAL == 0:
                     self.tracked = {
                         key: buffers
@@ -232,8 +231,8 @@ class SharedReads(UncompiledDispatchMode):
     def check(self, tensors: list[Tensor], name: str) -> None:
         """Report the tensors with stale content that an operation is about to read.
 
-        `name` is the name of the operation. If one operation reads several tensors of one memory,
-        the cause is `together`, otherwise `stale`.
+        `name` is the name of the operation. The cause is `together` if the operation reads several
+        tensors over the same memory, and `stale` otherwise.
         """
         self.unchecked += sum(not is_plain(tensor) for tensor in tensors)
         buffers = [self.track(tensor) for tensor in tensors]

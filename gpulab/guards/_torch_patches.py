@@ -1,9 +1,9 @@
-"""Replaces functions of torch that a dispatch mode does not see, while a guard listens.
+"""Replaces functions of torch that a dispatch mode does not see, while there are listeners.
 
 Three kinds of calls matter to a guard but are not operations of torch's dispatcher: creating a
 tensor over memory of another library (`torch.from_numpy`), reading a tensor without torch
-(`Tensor.numpy`), and asking whether a GPU is done (`Event.query`). While there is a listener, these
-functions are replaced by functions that also notify the listeners.
+(`Tensor.numpy`), and querying whether a GPU is done (`Event.query`). While there is a listener,
+these functions are replaced by functions that also notify the listeners.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Listener(Protocol):
         """Handle a tensor that was created and may share the memory of another library."""
 
     def on_tensor_shared(self, tensor: Tensor) -> None:
-        """Handle a tensor whose memory was given to another library, which may write there."""
+        """Handle a tensor whose memory was given to another library, which may write to it."""
 
     def on_tensor_read(self, tensor: Tensor, function: str) -> None:
         """Handle a tensor that a function is about to read without torch."""
@@ -93,7 +93,7 @@ def _on_alias_created(original: Callable[..., Tensor], *args: Nested, **kwargs: 
 
 
 def _on_copy_created(original: Callable[..., Tensor], *args: Nested, **kwargs: Nested) -> Tensor:
-    """Call a function that copies foreign memory; `is_copying` is true meanwhile."""
+    """Call a function that copies foreign memory; `is_copying` is true during the call."""
     _thread.is_copying = True
     try:
         return original(*args, **kwargs)
@@ -108,7 +108,7 @@ def _on_host_read(
     for listener in _listeners:
         listener.on_tensor_read(tensor, original.__name__)
     returned = original(tensor, *args, **kwargs)
-    # The returned array shares the memory, so NumPy may write there later.
+    # The returned array shares the memory, so NumPy may write to it later.
     if original.__name__ == "numpy":
         for listener in _listeners:
             listener.on_tensor_shared(tensor)

@@ -2,10 +2,10 @@
 
 Writes by torch are operations, which the guard sees. Writes by NumPy or another library are not.
 They are found with a trace function, which is called whenever a line of the user's program begins
-or a function returns. It compares a sample of bytes of each watched memory. If the sample has
-changed, the line that ran before is the one that wrote. If several threads are running, it is the
-current line of one of them. Only lines of files that are not installed are traced. Nothing is
-traced if a debugger or a coverage tool already traces the program.
+or a function returns. It compares a sample of the bytes of each piece of watched memory. If the
+sample has changed, the previous line is the one that wrote; if several threads are running, it is
+the current line of one of them. Only files that are not installed are traced. Nothing is traced if
+a debugger or a coverage tool already traces the program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpulab.guards._call_sites import Line, is_user_file, line_of, stack_frames,
 from gpulab.guards._fingerprints import host_memory
 from gpulab.guards._holders import spans_overlap
 
-COMPARED_BYTES = 128  # the approximate number of bytes of each watched memory that are compared
+COMPARED_BYTES = 128  # about how many bytes of each piece of watched memory are compared
 MAX_KEPT_WRITES = 8  # the latest writes that are kept for each memory
 MAX_WATCHED = 16  # pieces of memory that are watched; a larger number would slow down every line
 MAX_WRITES = 10_000  # writes of torch that are kept; if there are more, the older half is dropped
@@ -45,7 +45,7 @@ class _WatchedMemory:
     """A piece of memory that is watched for changes.
 
     Attributes:
-        span: The addresses of its first byte and after its last.
+        span: The address of its first byte, and the address after its last byte.
         storages: The storages over this memory. Any of them keeps it alive.
         sample: About `COMPARED_BYTES` bytes of the memory, at equal distances.
         writes: For each of the latest writes, its time and the lines that may have written.
@@ -63,14 +63,14 @@ class _WatchedMemory:
         if storage is None:
             return False
         start, stop = self.span
-        # The step is made odd, so that the sample has different bytes of the elements.
+        # The step is made odd, so that the sample contains different bytes of the elements.
         step = (stop - start) // COMPARED_BYTES | 1
         previous_sample = self.sample
         self.sample = bytes(memoryview(host_memory(start, stop))[::step])
         return bool(previous_sample) and previous_sample != self.sample
 
     def add_write(self, lines: list[Line]) -> None:
-        """Record that one of these lines has just written there; keep only the latest writes."""
+        """Record that one of these lines has just written here; keep only the latest writes."""
         self.writes = [*self.writes[1 - MAX_KEPT_WRITES :], (next_time(), lines)]
 
 
@@ -96,7 +96,7 @@ class WriteLines:
             self.start_count += 1
 
     def stop(self) -> None:
-        """Undo one call of `start`; after the last one, nothing is traced any more."""
+        """Undo one call of `start`; the last one ends the tracing."""
         with self.lock:
             self.start_count -= 1
             if self.start_count or not self.is_tracing:
@@ -141,7 +141,7 @@ class WriteLines:
                 self.torch_writes = dict(
                     itertools.islice(self.torch_writes.items(), MAX_WRITES // 2, None)
                 )
-            # The samples are taken anew, so that this write is not attributed to another line.
+            # New samples are taken, so that this write is not attributed to another line.
             for watched in self.watched.values():
                 if (
                     any(spans_overlap(watched.span, span) for span in spans)
@@ -205,7 +205,7 @@ class WriteLines:
     ) -> None:
         """Attribute changes to the current lines, then set this thread's line to `next_line`.
 
-        `has_ended` says that no further line of this thread is known.
+        `has_ended` says whether this thread has no further known line.
         """
         with self.lock:
             for watched in self.watched.values():

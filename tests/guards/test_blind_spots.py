@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import gpulab as gl
 
 WEIGHT = torch.ones(3, requires_grad=True)
-SWITCHED_OFF = "torch.compile was switched off: compiled code ran as if it were not compiled"
+SWITCHED_OFF = "torch.compile was switched off"
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -87,8 +87,8 @@ SAID = [
     (loader_with_workers, "not watched: 2 processes that this program started"),
     (thread, "not watched: 1 thread that this program started"),
     (pool, "not watched: 1 thread that this program started"),
-    (hooks_of_ones_own, "not watched: what was saved inside 1 block of other hooks"),
-    (scripted, "not watched: what 1 function of torch.jit save"),
+    (hooks_of_ones_own, "not watched: tensors saved inside 1 block"),
+    (scripted, "not watched: tensors saved internally by 1 function of torch.jit"),
 ]
 NOT_SAID = [plain_step, compiled_and_not_called, loader_without_workers, recomputed]
 
