@@ -256,4 +256,5 @@ def test_guard_report_counts_compared_and_uncompared_reads():
     nothing_found, uncompared = str(report).splitlines()
     assert nothing_found.startswith("nothing was overwritten")
     assert [int(number) for number in re.findall(r": (\d+)", nothing_found)] == [0, 1]
-    assert uncompared.startswith("not compared") and uncompared.endswith(": 1")
+    assert uncompared.startswith("not compared")
+    assert uncompared.endswith(": 1")
