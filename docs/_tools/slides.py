@@ -1,9 +1,10 @@
 """The notebooks as slides: `make slides`. A deck is one file that needs no network.
 
-A cell with the tag `slide` begins a slide, and one with the tag `fragment` is shown on it when the
-lecturer goes on: the question first, then the answer. What stands on the slide of a Markdown cell
-is its metadata's `slide`, a sentence or two; without it, the whole cell. Of a code cell it is the
-figure, else the finding, else a short table, else its few lines with what they print.
+A cell with the tag `slide` begins a slide. A cell with the tag `fragment` appears on that slide
+when the lecturer advances: first the question, then the answer. The slide of a Markdown cell shows
+the text in its metadata under `slide`, a sentence or two, or the whole cell if there is none. The
+slide of a code cell shows the first of these that it has: a figure, a finding, a short table, or a
+few lines of code with their output.
 """
 
 import base64
@@ -22,12 +23,12 @@ from companion.report import figure_of
 from gpulab.picture import DPI, image
 
 ROOT = Path(__file__).parents[2]
-DECK = 20  # slides at most, which is a lecture of three quarters of an hour
-WORDS = 45  # that a slide may have beside its answer
-FOUND = 80  # words of a finding; the notebook has the rest
-ROWS, COLUMNS = 8, 8  # of a table, its index included
-LINES, WIDTH = 11, 80  # of code and what it prints, and the letters of a line
-PRINTED_LINES = 13  # of what code prints, on a slide without the code
+DECK = 20  # largest number of slides: a lecture of three quarters of an hour
+WORDS = 45  # largest number of words on a slide, not counting the answer
+FOUND = 80  # largest number of words of a finding; the rest is in the notebook
+ROWS, COLUMNS = 8, 8  # largest size of a table, including its index
+LINES, WIDTH = 11, 80  # lines of code and output together, and characters per line
+PRINTED_LINES = 13  # lines of output on a slide without the code
 LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!https?:)[^()\s]+\)")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.DOTALL)
 CODE = re.compile(r"(`[^`]+`)")
@@ -59,13 +60,13 @@ INDEX = jinja2.Template("""<!DOCTYPE html>
 body { font: 1.25em/1.8 system-ui, sans-serif; max-width: 40em; margin: 2em auto }
 </style></head>
 <body><h1>Slides of the notebooks</h1>
-<p>Space goes on, to an answer or to the next slide; Shift+Space back, O shows all, F fills the
-screen.</p>
+<p>Space advances to the answer or to the next slide, Shift+Space goes back, O shows an overview, F
+fills the screen.</p>
 <ul>
 {% for name, title, count in decks %}
 <li><a href="{{ name }}.slides.html">{{ title }}</a>, {{ count }}
 {% endfor %}</ul>
-<h1>Hand-outs of the seminar, a page each</h1>
+<h1>Hand-outs of the seminar, one page each</h1>
 <ul>
 {% for name, title in handouts %}<li><a href="{{ name }}.handout.html">{{ title }}</a>
 {% endfor %}</ul></body></html>
@@ -84,8 +85,10 @@ pre { background: #f3f5f8; padding: .6em; white-space: pre-wrap }
 
 
 def as_html(text):
-    """Markdown for a slide: formulas as MathML, and no links to files that do not lie beside it."""
-    parts = CODE.split(LINK.sub(r"\1", text))  # no formula stands in code
+    """Convert Markdown for a slide: formulas become MathML, and links to local files are removed,
+    because those files are not next to the slides.
+    """
+    parts = CODE.split(LINK.sub(r"\1", text))  # code contains no formulas
     parts[::2] = [
         FORMULA.sub(lambda math: tex2mathml(math[1] or math[2], as_block=bool(math[1])), part)
         for part in parts[::2]
@@ -94,13 +97,14 @@ def as_html(text):
 
 
 def lines(text):
-    """How many lines of a slide a text takes."""
+    """The number of lines that a text takes up on a slide."""
     return sum(1 + len(line) // WIDTH for line in text.splitlines())
 
 
 def shown(cell):
-    """What a code cell has for the audience, as HTML; nothing where that cannot be read from a
-    chair.
+    """The part of a code cell's output that the audience sees, as HTML.
+
+    An empty text if the output is too large to be read from a distance.
     """
     for drawn in filter(None, map(figure_of, cell.outputs)):
         return image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)
@@ -131,19 +135,20 @@ def shown(cell):
 
 
 def shown_or_refused(cell):
-    """As `shown`; a cell that has nothing to show is named, so that its author takes the tag
-    away.
+    """The same as `shown`, but exit with the source of a cell that has nothing to show, so that its
+    author can remove the tag.
     """
     body = shown(cell)
     if not body:
         raise SystemExit(
-            f"tagged for the slides, but nothing of it can be read from a chair:\n{cell.source}"
+            "expected output that can be read from a distance; remove the tag of this cell, or"
+            f" print less:\n{cell.source}"
         )
     return body
 
 
 def first_rows(page):
-    """The rows of a table that a slide has room for, and how many more the notebook has."""
+    """The rows of a table that fit on a slide, and the number of further rows in the notebook."""
     before, *rows = page.split("<tr")
     if (more := len(rows) - 1 - ROWS) <= 0:  # the first row is the heading
         return page
@@ -152,7 +157,7 @@ def first_rows(page):
 
 
 def first_words(sentences):
-    """The sentences of a finding that a slide has room for, and how many more the notebook has."""
+    """The sentences of a finding that fit on a slide, and the number of further ones."""
     kept = [
         number
         for number in range(len(sentences))
@@ -165,8 +170,8 @@ def first_words(sentences):
 
 
 def slides(notebook):
-    """The slides of a notebook: each a heading, a text that stands alone, and an answer that
-    comes when asked for.
+    """The slides of a notebook: each has a heading, a text, and an answer that appears when the
+    lecturer advances.
     """
     section, heading, deck = "", "", []
     for cell in notebook.cells:
@@ -178,7 +183,7 @@ def slides(notebook):
             text = cell.metadata.get("slide") or HEADING.sub("", cell.source)
             if len(text.split()) > WORDS:
                 raise SystemExit(
-                    f"a slide of {len(text.split())} words, at most {WORDS} can be read: {text}"
+                    f"expected at most {WORDS} words on a slide, got {len(text.split())}: {text}"
                 )
             deck.append({"heading": heading, "text": as_html(text), "answer": ""})
         elif "slide" in tags:
@@ -187,15 +192,13 @@ def slides(notebook):
             deck[-1]["answer"] += shown_or_refused(cell)
     if len(deck) > DECK:
         raise SystemExit(
-            f"{len(deck)} slides, expected at most {DECK}: take the tag `slide` from some cells"
+            f"expected at most {DECK} slides, got {len(deck)}; remove the tag `slide` from some cells"
         )
     return deck
 
 
 def planned(page, decks):
-    """The slides of a session's plan, from the last column of its table, in the order in which
-    it shows them.
-    """
+    """The slides that the plan of a session lists in the last column of its table, in order."""
     plan = page.partition("## Plan")[2].partition("\n## ")[0]
     shown_slides = []
     for prefix, numbers in PLAN.findall(
@@ -207,8 +210,8 @@ def planned(page, decks):
 
 
 def main(folder):
-    """Write a deck for each notebook, one for the single session, the hand-outs, and a page that
-    leads to them.
+    """Write a deck for each notebook, a deck for the single session, the hand-outs, and an index
+    page.
     """
     reveal = files("sphinx_revealjs") / "_static" / "revealjs" / "dist"
     resources = {
