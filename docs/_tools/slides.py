@@ -192,7 +192,8 @@ def slides(notebook):
             deck[-1]["answer"] += shown_or_refused(cell)
     if len(deck) > DECK:
         raise SystemExit(
-            f"expected at most {DECK} slides, got {len(deck)}; remove the tag `slide` from some cells"
+            f"expected at most {DECK} slides, got {len(deck)}; remove the tag `slide` from some"
+            " cells"
         )
     return deck
 
