@@ -32,8 +32,8 @@ def _usual(parameter):
 
 
 def tables():
-    """Every command with its options, then what `train` and `experiment` share with its meaning,
-    in Markdown.
+    """Return two tables in Markdown: every command with its options, then the meaning of the
+    options that `train` and `experiment` share.
     """
     commands = get_command(app).commands
     of_experiment = _options(commands["experiment"]).items()
@@ -50,10 +50,10 @@ def tables():
         )
         takes_these = name in ("gpulab train", "gpulab experiment")
         own = [f"`{flag}`" for flag in _options(command) if not takes_these or flag not in of_a_run]
-        more = ", and those of a run" if takes_these else ""
+        more = ", and the options of a run" if takes_these else ""
         what = " ".join(command.help.partition("\n\n")[0].split())
         lines.append(_row(f"`{name}{words}`", what, " ".join(own) + more))
-    lines += ["", "| option of a run | what it says | by default |", "|---|---|---|"]
+    lines += ["", "| option of a run | meaning | default |", "|---|---|---|"]
     lines += [_row(f"`{flag}`", *told) for flag, told in of_a_run.items()]
     usual = {
         name: str(each.default or "").lower() if each.argument_group == "run" else ""
