@@ -265,6 +265,9 @@ def main():
         "lo0" if sys.platform == "darwin" else "lo"
     )
     method = "fork" if on_cpu and sys.platform == "linux" else "spawn"
+    if method == "fork":
+        # the first optimizer imports large modules, which the forked processes then share
+        torch.optim.Adam([torch.zeros(1)])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             work, (size, args, Path(folder, "meeting").as_uri()), size, start_method=method
