@@ -1,13 +1,13 @@
 """Notebook 05, the anomaly: the effect of overwritten frames in the authors' code and our port.
 
 The loop that the paper's authors published (`main.py` of github.com/eijwat/prednet_in_chainer_py3)
-fills one NumPy buffer per frame and wraps it for the device. Where wrapping does not copy, the
-gradient of every step is taken against the window's last frame. Their experiment was run in its own
-code, one thing changed at a time: what is compared, on which seeds and films, and by which tests,
-was planned in `data/README.md` before the runs. For dose and response, `benchmarks/record.py dose`
-(commit 6aece191) trained in cells, a length of window and a speed of motion each, every seed once
-on copied and once on overwritten frames. A cell is what is counted: its seeds see one film, and are
-shared by all cells.
+writes every frame into the same NumPy buffer and wraps it for the device. Where wrapping does not
+copy, the gradient of every step is computed with the window's last frame. Their experiment was run
+in its own code, with one change at a time; the comparisons, seeds, films and tests were planned in
+`data/README.md` before the runs. The dose-response runs come from `benchmarks/record.py dose`
+(commit 6aece191): a cell is a window length and a speed of motion, and every seed was trained once
+with copied and once with overwritten frames. The unit of analysis is the cell, because the seeds of
+a cell see one film and all cells share the same seeds.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from gpulab.wording import COPIED, OVERWRITTEN
 
 FULL = "160x120"  # the published size
 BEATS, LOSS = "share that beats repeating the last frame", "final loss"
-# and the margin: a share, or in sd
+# The column, and the margin: a share of the seeds, or a number of standard deviations.
 METRICS = {
     BEATS: ("beats_repeating", 0.1),
     LOSS: ("final_loss", 0.25),
 }
-FEWEST = 5  # cells, whose ranks an interval needs
+FEWEST = 5  # cells needed for the interval of a rank correlation
 COLUMNS = (
     "family",
     "film",
@@ -68,7 +68,7 @@ COLUMNS = (
 )
 HEADINGS = {
     "one line, on a GPU": (
-        "The published code on a GPU, one line changed so that frames are overwritten"
+        "The published code on a GPU, with one line changed so that frames are overwritten"
     ),
     "one line, on a CPU": "The same on a CPU",
     "four cells": "Is it the device? Device and condition crossed, at half the size",
@@ -79,12 +79,12 @@ HEADINGS = {
 
 
 class PlannedPair(NamedTuple):
-    """A planned comparison; the films, or the comparisons, of a family are tested together."""
+    """A planned comparison; the films (or the comparisons) of a family are corrected together."""
 
     family: str
     condition: str
     reference: str
-    full: bool  # at the published size, or at half of it
+    full: bool  # whether at the published size; otherwise at half that size
 
 
 PLANNED = (
@@ -97,20 +97,20 @@ PLANNED = (
 
 
 def published_runs() -> pd.DataFrame:
-    """The recorded runs of the authors' network in Chainer, as `gpulab.runs`, the walk first.
+    """The recorded runs of the authors' network in Chainer, the walk first.
 
-    More columns: `film`; `condition`, the device and whether frames were copied or overwritten;
-    `full`, whether at the published size.
+    The format is that of `gpulab.runs`, with more columns: `film`; `condition`, the device and
+    whether frames were copied or overwritten; `full`, whether the size is the published one.
     """
     runs = described(gl.recorded_runs("published"))
     return runs.sort_values(["full", "film"], ascending=False, kind="stable", ignore_index=True)
 
 
 def described(frame: pd.DataFrame) -> pd.DataFrame:
-    """Runs of `benchmarks/peers/published.py`, with the columns that `published_runs` has.
+    """Runs of `benchmarks/peers/published.py`, with the columns of `published_runs`.
 
-    The published line, `reused`, fills one array for all frames: a CPU goes on using it, and a GPU
-    gets copies. The loader `shared` overwrites one array of the GPU's own.
+    The published line, `reused`, writes all frames into one array. A CPU uses this array itself,
+    and a GPU gets copies. The loader `shared` overwrites one array in the GPU's memory.
     """
     on_cpu = frame.device == "cpu"
     overwritten = (frame.loader == "shared") | (on_cpu & (frame.loader == "reused"))
@@ -130,11 +130,11 @@ def described(frame: pd.DataFrame) -> pd.DataFrame:
 def published_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Every planned comparison of `published_runs`, Holm-corrected in each family and endpoint.
 
-    A row for each comparison, film and endpoint: `decision` after the correction, `difference`
+    A row for each comparison, film and endpoint: `decision` after the correction; `difference`
     (condition minus reference) with its interval `low`, `high`; `ratio`, the median over seeds of
-    the losses' ratio; `worse`, the seeds whose loss is higher; `beat` and `beat_reference`, the
-    seeds that beat repeating the last frame; `beat_blurred`, those of the reference that beat it
-    blurred, where that is harder.
+    the ratio of the losses; `worse`, the number of seeds whose loss is higher; `beat` and
+    `beat_reference`, the number of seeds that beat repeating the last frame; `beat_blurred`, the
+    number of the reference's seeds that beat repeating it blurred, if that is harder.
     """
     rows = []
     for comparison in PLANNED:
@@ -151,7 +151,7 @@ def published_table(frame: pd.DataFrame) -> pd.DataFrame:
 def _film_endpoint(
     frame: pd.DataFrame, comparison: PlannedPair, endpoint: str
 ) -> dict[str, object]:
-    """One endpoint of one comparison on one film, on the seeds that both have."""
+    """One endpoint of one comparison on one film, for the seeds trained under both conditions."""
     both = frame[frame.condition.isin([comparison.condition, comparison.reference])]
     both = both[both.groupby("seed").condition.transform("nunique") == 2].drop(
         columns=["setting", "loader"]
@@ -160,7 +160,7 @@ def _film_endpoint(
         both[both.condition == name] for name in (comparison.reference, comparison.condition)
     )
     metric, margin = METRICS[endpoint]
-    if endpoint == LOSS:  # as planned: of the sample itself
+    if endpoint == LOSS:  # as planned: in standard deviations of the sample itself
         margin *= float(reference.final_loss.std())
     judged = gl.verdict(both, metric, "condition", margin=margin, reference=comparison.reference)
     (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
@@ -169,7 +169,7 @@ def _film_endpoint(
     blurred = blurred_losses(reference).fillna(
         reference.film.map(recorded_table("blurred").set_index("film").loss)
     )
-    harder = blurred.lt(reference.repeat_loss).all()  # else to beat repeating is to beat that, too
+    harder = blurred.lt(reference.repeat_loss).all()  # otherwise, beating repeating implies it
     return {
         **level,
         **comparison._asdict(),
@@ -186,7 +186,7 @@ def _film_endpoint(
 
 
 def condition_pairs(frame: pd.DataFrame) -> pd.DataFrame:
-    """The final losses of `published_runs`, paired by all but the condition, a column for each."""
+    """The final losses of `published_runs`: a row for each pair, a column for each condition."""
     frame = frame[~frame.condition.str.endswith("no round trip")]
     frame = frame.assign(
         condition=frame.condition.str.partition(", ")[2], device=frame.condition.str[:3]
@@ -196,10 +196,10 @@ def condition_pairs(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
-    """The `published_runs` on a GPU with a round trip to the CPU after each update, and without.
+    """Compare the `published_runs` on a GPU with and without a round trip to the CPU per update.
 
-    A row for each film and condition: `seeds` run both ways, their `windows`, and those whose loss
-    has the `same_bits`.
+    A row for each film and condition: the `seeds` that were run both ways, the number of their
+    `windows`, and the number of windows whose loss has the `same_bits`.
     """
     runs = frame[(frame.device == "cuda") & frame.full].astype({"round_trip": bool})
     runs["condition"] = runs.condition.str.removesuffix(", no round trip")
@@ -239,15 +239,17 @@ def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float, float, float]:
     """Spearman's rank correlation of pairs, x and y of shape (n,), and its 95 % interval.
 
     By Fisher's z with the variance (1 + ρ²/2) / (n − 3) of Bonett, Wright 2000, *Sample size
-    requirements for estimating Pearson, Kendall and Spearman correlations*. Where all ranks agree,
-    the interval is that of ranks of which two neighbours are exchanged: the formula's own would
-    have no width.
+    requirements for estimating Pearson, Kendall and Spearman correlations*. If all ranks agree,
+    the formula gives an interval without width; in its place stands the interval around the
+    correlation of ranks of which two neighbours are exchanged.
     """
     from scipy.stats import norm, spearmanr
 
     x, y = np.asarray(x, float), np.asarray(y, float)
     if len(x) < FEWEST or min(np.ptp(x), np.ptp(y)) == 0:
-        raise gl.UsageError(f"{len(x)} pairs: expected at least {FEWEST}, not all the same")
+        raise gl.UsageError(
+            f"expected at least {FEWEST} pairs, and neither x nor y constant; got {len(x)} pairs"
+        )
     rho = float(spearmanr(x, y).statistic)
     largest_rho = 1 - 12 / (len(x) * (len(x) ** 2 - 1))
     z = math.atanh(max(-largest_rho, min(rho, largest_rho)))
@@ -256,23 +258,23 @@ def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float, float, float]:
 
 
 def dose_title(cells: pd.DataFrame) -> str:
-    """Say in how many `dose_cells` the loss is higher, and on which machines it has a trend.
+    """Say in how many `dose_cells` the loss is higher, and on which machines it shows a trend.
 
     >>> cells = dose_cells(gl.recorded_runs("dose"))
     >>> print(dose_title(cells))
-    Overwritten frames: a higher loss in 23 of 24 combinations,
-    but no trend with the error of the gradient is shown
+    With overwritten frames the loss is higher in 23 of 24 combinations,
+    but no trend with the error of the gradient is established
     """
     trends = []
     for machine, rows in cells.groupby("machine"):
         _, low, high = rank_correlation(rows.bias, rows.ratio)
         if low > 0 or high < 0:
             trends.append(f"{'rises' if low > 0 else 'falls'} with the error on {machine}")
-    higher = f"a higher loss in {(cells.ratio > 1).sum()} of {len(cells)} combinations"
-    trend = "but no trend with the error of the gradient is shown"
+    higher = f"the loss is higher in {(cells.ratio > 1).sum()} of {len(cells)} combinations"
+    trend = "but no trend with the error of the gradient is established"
     if trends:
         trend = f"and the loss {listed(trends)}"
-    return f"Overwritten frames: {higher},\n{trend}"
+    return f"With {OVERWRITTEN} {higher},\n{trend}"
 
 
 def dose_sentence(cells: pd.DataFrame) -> str:
@@ -281,9 +283,9 @@ def dose_sentence(cells: pd.DataFrame) -> str:
     trend = "rises" if low > 0 else "falls" if high < 0 else "may rise or fall"
     return (
         f"{cells.machine.iloc[0]}: with {OVERWRITTEN} the loss is higher in"
-        f" {(cells.ratio > 1).sum()} of {len(cells)} cells of {cells.seeds.max()} seeds; where the"
-        f" gradient is further off, it {trend} (rank correlation {rho:+.2f}, 95 % interval"
-        f" {low:+.2f} to {high:+.2f})."
+        f" {(cells.ratio > 1).sum()} of {len(cells)} cells (up to {cells.seeds.max()} seeds each);"
+        f" with a larger error of the gradient it {trend} (rank correlation {rho:+.2f}, 95 %"
+        f" interval {low:+.2f} to {high:+.2f})."
     )
 
 
@@ -293,10 +295,10 @@ def dose_sentence(cells: pd.DataFrame) -> str:
 def published_page(
     published: pd.DataFrame, table: pd.DataFrame, port: pd.DataFrame, longer: pd.DataFrame
 ) -> CheckedSentences:
-    """What was found, on one page: in short, and behind a fold how one knows.
+    """The findings on one page: in short, and the evidence behind a fold.
 
-    From `published_runs` and their `published_table`; from the `learning_table` of our port, and
-    from that of the runs that are ten times as long.
+    The arguments are `published_runs` and their `published_table`, the `learning_table` of our
+    port, and that of the runs that are ten times as long.
     """
     sections: dict[str, Part] = {
         SUMMARY: main_finding(published, table),
@@ -307,22 +309,22 @@ def published_page(
         OVERWRITTEN
     )
     sections["In the first gradient"] = (
-        f"A CPU and a GPU agree to {windows[~unlike].gradient_difference.max():.4%} where the"
-        " condition is the same. Between the conditions it differs by"
-        f" {windows[unlike].gradient_difference.max():.1%}, on either device; of the losses"
-        f" {windows[unlike].same_losses.sum()} of {windows[unlike].losses.sum()} have the same"
-        " bits."
+        "Under the same condition, the gradients on a CPU and on a GPU differ by at most"
+        f" {windows[~unlike].gradient_difference.max():.4%}. Between the conditions they differ by"
+        f" {windows[unlike].gradient_difference.max():.1%} on either device, and"
+        f" {windows[unlike].same_losses.sum()} of {windows[unlike].losses.sum()} losses have the"
+        " same bits."
     )
     for family, rows in table.groupby("family", sort=False):
         pairs = rows.groupby(["condition", "reference"], sort=False)
         sections[HEADINGS[family]] = [_over_films(pair) for _, pair in pairs]
-    sections["Our own port to PyTorch, which keeps the one array"] = port
+    sections["Our PyTorch port"] = port
     share, loss = (longer.set_index("metric").loc[metric] for metric in (BEAT, ALL))
     sections["Does longer training close the gap? Our own port, ten times as long"] = (
-        f"After 50,000 frames the mean loss with {OVERWRITTEN} is {1 + loss.relative:.2f} times as"
-        f" high, and higher for {loss.worse} of {loss.seeds} seeds ({loss.decision})."
-        f" {share.beat - share.beat_reference} instead of {share.beat_reference} of {share.seeds}"
-        " beat repeating the last frame."
+        f"After 50,000 frames the mean loss with {OVERWRITTEN} is {1 + loss.relative:.2f} times"
+        f" that with {COPIED}, and the loss is higher for {loss.worse} of {loss.seeds} seeds"
+        f" ({loss.decision}). {share.beat - share.beat_reference} of {share.seeds} seeds beat"
+        f" repeating the last frame, compared with {share.beat_reference} with {COPIED}."
     )
     cells = dose_cells(gl.recorded_runs("dose"))
     sections["Dose and response, in our own port"] = [
@@ -330,10 +332,11 @@ def published_page(
     ]
     trips = round_trips(published)
     sections[
-        "Is it another step? On a GPU the loop takes the network to the CPU and back at each update"
+        "Is it the round trip? On a GPU the loop moves the network to the CPU and back per update"
     ] = (
-        f"With and without that, the loss has the same bits in {trips.same_bits.sum():,} of"
-        f" {trips.windows.sum():,} windows ({trips.seeds.sum()} pairs of runs)."
+        "With and without the round trip, the loss has the same bits in"
+        f" {trips.same_bits.sum():,} of {trips.windows.sum():,} windows"
+        f" ({trips.seeds.sum()} pairs of runs)."
     )
     shown = [
         "film",
@@ -349,8 +352,8 @@ def published_page(
     ]
     numbers = [
         (
-            "The published code. Where all of n seeds are worse, p of the loss is the smallest that"
-            " there is, before the correction: 2 / 2ⁿ for up to 16 seeds, and 0.0001 for more,"
+            "The published code. If all n seeds are worse, the p value of the loss before the"
+            " correction is the smallest possible: 2 / 2ⁿ for up to 16 seeds, and 0.0001 for more,"
             " because 9,999 sign flips are drawn."
         ),
         *table[shown].to_string(index=False, float_format="{:.3g}".format).splitlines(),
@@ -359,22 +362,23 @@ def published_page(
 
 
 def main_finding(published: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """A sentence or two on what the authors' code shows of the condition and of the device."""
+    """A few sentences on what the authors' code shows about the condition and the device."""
     losses = table[table.endpoint == LOSS]
     same_device = losses.condition.str[:3] == losses.reference.str[:3]
     pairs, devices = condition_pairs(published), losses[~same_device]
     decided = "; ".join(
-        f"{row.condition.partition(', ')[2]}: {row.decision}" for row in devices.itertuples()
+        f"{row.condition.partition(', ')[2].removesuffix(' frames')}: {row.decision}"
+        for row in devices.itertuples()
     )
     sentences = [
         (
-            f"In the authors' code the loss ends higher with {OVERWRITTEN} than with {COPIED} in"
-            f" {(pairs[OVERWRITTEN] > pairs[COPIED]).sum()} of {len(pairs)} pairs of runs that"
-            f" differ in nothing else. For {losses[same_device].seeds.sum()} of these pairs a test"
-            " was planned before the runs."
+            "In the authors' code, the loss is higher with overwritten than with copied frames in"
+            f" {(pairs[OVERWRITTEN] > pairs[COPIED]).sum()} of {len(pairs)} otherwise identical"
+            f" pairs of runs. For {losses[same_device].seeds.sum()} pairs a test was planned before"
+            " the runs."
         ),
         (
-            f"Where only the device differs, the CPU's loss ends higher in {_pairs(devices)}"
+            f"Where only the device differs, the CPU's loss is higher in {_pairs(devices)}"
             f" ({decided})."
         ),
     ]
@@ -382,19 +386,18 @@ def main_finding(published: pd.DataFrame, table: pd.DataFrame) -> list[str]:
         windows = published_windows()
         primary = compare_published(published_losses(windows)).iloc[0]
         sentences.append(
-            "At the published size these pairs were trained on a GPU, where one array of the GPU's"
-            " memory imitates what happens on a CPU. On a real CPU their code was trained there for"
-            f" {count_common_windows(windows)} windows, and its loss ends higher than on a GPU in"
+            "At the published size, overwriting was imitated on a GPU; on a real CPU, the code ran"
+            f" for {count_common_windows(windows)} windows, with a higher loss than on a GPU in"
             f" {primary.higher} of {primary.pairs} seeds."
         )
     return sentences
 
 
 def _port_sentences(port: pd.DataFrame, longer: pd.DataFrame) -> list[str]:
-    """In how many pairs of our port the loss ends higher, by size and decision."""
-    ended = f"with {OVERWRITTEN} the loss ends higher in"
+    """In how many pairs of our port the loss is higher, by size and decision."""
+    ended = f"with {OVERWRITTEN} the loss is higher in"
     sentences = [f"Our port after 50,000 frames: {ended} {_pairs(longer[longer.metric == ALL])}."]
-    # Where all bits are the same, the device copied: the condition does not differ.
+    # If all bits are the same, the device made copies, so the conditions do not differ.
     prednet_rows = port[
         (port.experiment == "prednet") & (port.metric == ALL) & (port.same_bits < port.seeds)
     ]
@@ -404,7 +407,7 @@ def _port_sentences(port: pd.DataFrame, longer: pd.DataFrame) -> list[str]:
             for decision, decision_rows in rows.groupby("decision", sort=False)
         ]
         sentences.append(
-            f"Our port after fewer, {SIZES[profile]}: {ended} {_pairs(rows)}"
+            f"Our port after fewer frames, {SIZES[profile]}: {ended} {_pairs(rows)}"
             f" ({', '.join(decided)})."
         )
     return sentences
@@ -415,7 +418,7 @@ def _pairs(rows: pd.DataFrame) -> str:
 
 
 def _over_films(rows: pd.DataFrame) -> str:
-    """One comparison, of all its films together."""
+    """One comparison in a sentence, all its films together."""
     loss, share = (rows[rows.endpoint == endpoint] for endpoint in (LOSS, BEATS))
     seeds = loss.seeds.sum()
     films = f" on {len(loss)} films" if len(loss) > 1 else ""
@@ -430,10 +433,11 @@ def _over_films(rows: pd.DataFrame) -> str:
     return (
         f"{high}: the loss is {span(loss.ratio, '.2f')} times that of a {low}, higher for"
         f" {loss.worse.sum()} of {seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))});"
-        f" {share.beat.sum()} of {seeds} beat repeating the last frame, against"
-        f" {share.beat_reference.sum()} of the others"
+        f" {share.beat.sum()} of {seeds} beat repeating the last frame, compared with"
+        f" {share.beat_reference.sum()} of the reference"
         + (
-            f"; of those, {listed(blurred)} also beat the last frame blurred, a harder test there."
+            f"; of the latter, {listed(blurred)} also beat the blurred last frame, a harder test"
+            " there."
             if blurred
             else "."
         )

@@ -111,23 +111,30 @@ class CheckedSentences(Report):
         return visible, hidden
 
     def _answer_table(self) -> Markup:
-        """The answers as a table; nothing where no heading has a verdict."""
-        rows = [
-            Markup("<tr><th>{}</th><td>{}</td><td>{}</td></tr>").format(*answer)
-            for answer in self.answers()
-        ]
-        if not rows:
+        """The answers as a table, or nothing if no heading has a verdict."""
+        answers = self.answers()
+        if not answers:
             return Markup()
-        head = Markup("<tr><th>question</th><th>seeds</th><th>answer</th></tr>")
-        return Markup('<table class="ga-answers">{}{}</table>').format(head, Markup("").join(rows))
+        head, columns = ["question", "seeds", "answer"], 3
+        if any(share for *_, share in answers):
+            head, columns = ["question", "seeds", "final loss", "beat last frame"], 4
+        rows = [Markup("<tr>{}</tr>").format(_cells("th", head))]
+        for question, *cells in answers:
+            row = _cells("th", [question]) + _cells("td", cells[: columns - 1])
+            rows.append(Markup("<tr>{}</tr>").format(row))
+        return Markup('<table class="ga-answers">{}</table>').format(Markup("").join(rows))
 
-    def answers(self) -> list[tuple[str, str, str]]:
-        """What was asked, on how many seeds, and the answer: a row for each verdict or table."""
-        return [
-            (heading, *short_answer(result))
-            for heading, result in self.parts
-            if not isinstance(result, (str, list))
-        ]
+    def answers(self) -> list[tuple[str, str, str, str]]:
+        """Each question, the number of seeds, the answer, and that on beating the last frame.
+
+        A heading with a colon is a question and a network; the networks of a question are counted
+        together.
+        """
+        questions: dict[str, list[Verdict | pd.DataFrame]] = {}
+        for heading, result in self.parts:
+            if not isinstance(result, (str, list)):
+                questions.setdefault(heading.partition(": ")[0], []).append(result)
+        return [(question, *short_answer(results)) for question, results in questions.items()]
 
     def statistics(self) -> list[str]:
         """What stands behind the fold, line by line."""
@@ -186,7 +193,7 @@ def in_short(parts: Mapping[str, Part]) -> str:
     ...     "experiment == 'autoencoder' and profile == 'quick' and loader == 'window'"
     ... )
     >>> in_short({"An autoencoder": gl.verdict(runs, reference="cpu")})
-    'Of 5 comparisons of the final loss, 1 is equivalent and 4 are different but negligible.'
+    'Of 5 comparisons of the final loss, 1 is equivalent and 4 different but negligible.'
     """
     losses = []
     for result in parts.values():
@@ -200,54 +207,65 @@ def in_short(parts: Mapping[str, Part]) -> str:
             counts[decision] += len(decided)
     clauses = []
     for decision, count in counts.items():
-        verb = "is" if count == 1 else "are"
-        if decision == SAME:
-            verb, decision = ("ends" if count == 1 else "end"), f"with {SAME}"
         if count:
-            clauses.append(f"{count} {verb} {decision}")
+            verb = "" if clauses else "is " if count == 1 else "are "
+            clauses.append(f"{count} {verb}{'bit-identical' if decision == SAME else decision}")
     return f"Of {sum(counts.values())} comparisons of the final loss, {listed(clauses)}."
 
 
-def short_answer(result: Verdict | pd.DataFrame) -> tuple[str, str]:
-    """The number of seeds, and how many comparisons came to which decision.
+def _cells(tag: str, texts: Iterable[str]) -> Markup:
+    """The cells of a table row; `tag` is `th` or `td`."""
+    cells = [Markup("<{0}>{1}</{0}>").format(Markup(tag), text) for text in texts]
+    return Markup("").join(cells)
+
+
+def short_answer(results: Sequence[Verdict | pd.DataFrame]) -> tuple[str, str, str]:
+    """Count the seeds and the decisions of the answers to one question.
+
+    Returns:
+        The number of seeds; how many comparisons came to which decision; and the same for the share
+        of seeds that beat repeating the last frame, empty if that was not compared.
 
     >>> import gpulab as gl
     >>> runs = gl.recorded_runs().query(
     ...     "experiment == 'autoencoder' and profile == 'quick' and loader == 'window'"
     ... )
-    >>> short_answer(gl.verdict(runs, reference="cpu"))
-    ('10', '1 equivalent, 4 different but negligible')
+    >>> short_answer([gl.verdict(runs, reference="cpu")])
+    ('10', '1 equivalent, 4 different but negligible', '')
     """
-    if isinstance(result, Verdict):
-        levels = names_in_text(result.table[result.factor], result.factor)
-        names_of_rows = result.table[result.factor].map(levels)
-        return span(result.table.seeds), _count_decisions(result.table, names_of_rows)
-    names_of_rows = result.apply(_comparison_words, axis="columns")
-    answers = []
-    for name, metric in (("final loss", ALL), (BEAT, BEAT)):
-        rows = result[result.metric == metric]
-        if len(rows):
-            answers.append(f"{name}: {_count_decisions(rows, names_of_rows[rows.index])}")
-    return span(result.seeds), "; ".join(answers)
+    seeds, losses, shares = [], [], []
+    for result in results:
+        seeds.append(result.table.seeds if isinstance(result, Verdict) else result.seeds)
+        if isinstance(result, Verdict):
+            names = names_in_text(result.table[result.factor], result.factor)
+            losses.append(result.table.assign(name=result.table[result.factor].map(names)))
+        else:
+            rows = result[result.metric == ALL]
+            losses.append(rows.assign(name=rows.apply(_comparison_words, axis="columns")))
+            shares.append(result[result.metric == BEAT])
+    counts = [
+        _count_decisions(pd.concat(rows, ignore_index=True)) if rows else ""
+        for rows in (losses, shares)
+    ]
+    return span(pd.concat(seeds)).replace(" to ", "–"), *counts
 
 
-def _count_decisions(rows: pd.DataFrame, names_of_rows: pd.Series) -> str:
-    """How many rows have each decision; those that are different are named."""
+def _count_decisions(rows: pd.DataFrame) -> str:
+    """How many rows have each decision; those that are different are named, if rows have names."""
     counts = []
     for decision, decided in by_decision(rows):
-        words = f"with {SAME}" if decision == SAME and len(rows) > 1 else decision
+        words = "bit-identical" if decision == SAME else decision
         if len(rows) > 1:
             words = f"{len(decided)} {words}"
-        if decision == "different" and len(rows) > 1:
-            words += f" ({'; '.join(dict.fromkeys(names_of_rows[decided.index]))})"
+        if decision == "different" and len(rows) > 1 and "name" in rows:
+            words += f" ({'; '.join(dict.fromkeys(decided.name))})"
         counts.append(words)
     return ", ".join(counts)
 
 
 def _comparison_words(row: pd.Series) -> str:
-    """Which network of a learning table was compared, and under which setting."""
-    size = SIZES.get(row.profile, row.profile)
-    return f"{network_words(row.experiment)}, {size}, {setting_in_text(row.setting)}"
+    """Which network of a learning table was compared, and at which size."""
+    return f"{network_words(row.experiment)}, {SIZES.get(row.profile, row.profile)}"
 
 
 def by_decision(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -287,8 +305,8 @@ def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
         # Seeds that do not learn widen the margin of all, so what holds within the narrow one is
         # said first.
         wide = (
-            f"over all {span(losses.seeds)} seeds, differences below"
-            f" {_per_cent(losses.margin_relative)} count as none"
+            f"over all {span(losses.seeds)} seeds, less than the margin of"
+            f" {_per_cent(losses.margin_relative)}"
         )
         clauses = [
             f"among the seeds that learned, {'; '.join(_loss_clauses(learned, reference_name))}",
@@ -339,9 +357,9 @@ def _loss_clauses(rows: pd.DataFrame, reference_name: str) -> list[str]:
                 f"the loss differs by {_per_cent(decided.relative.abs())} on average from that with"
                 f" {reference_name}"
             )
-            shown = ", more than luck explains" if decision == "different but negligible" else ""
-            none = f"differences below {_per_cent(decided.margin_relative)} count as none here"
-            words = f"{effect}{speeds} ({seeds}){shown}; {none}"
+            significant = "significantly, but " if decision == "different but negligible" else ""
+            margin = f"{significant}by less than the margin of {_per_cent(decided.margin_relative)}"
+            words = f"{effect}{speeds} ({seeds}), {margin}"
         clauses.append(words)
     return clauses
 

@@ -1,4 +1,4 @@
-"""Notebook 10: the comparisons of the final loss that were recorded, in one figure."""
+"""Notebook 10: the recorded comparisons of the final loss in one figure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gpulab.stats._decisions import DECISIONS
 from gpulab.wording import setting_words
 
 DECISION_COLOURS = dict(zip(DECISIONS, ("#CC3311", "#CC7711", FAINT, "#117733"), strict=True))
-REACH = 100  # margins on either side of zero, which the axis shows
+REACH = 100  # margins on either side of zero that the axis shows
 ROW_HEIGHT = 0.2  # inches
-SPREAD = 0.5  # of a row, over which several films of one comparison are drawn
+SPREAD = 0.5  # share of a row over which the films of one comparison are spread
 
 
 def comparison_table(answers: Mapping[str, Verdict | pd.DataFrame]) -> pd.DataFrame:
@@ -30,8 +30,8 @@ def comparison_table(answers: Mapping[str, Verdict | pd.DataFrame]) -> pd.DataFr
 
     Args:
         answers: A verdict or a `learning_table` for each question. The key of a verdict is the
-            question, a colon, and what the network is called in the figure. Levels of a verdict
-            that give every seed the same bits share a row.
+            question, a colon, and the name of the network in the figure. Levels of a verdict that
+            give every seed the same bits share a row.
 
     Returns:
         A row for each comparison and film: `question`, `comparison`, `seeds`, `decision`, and the
@@ -69,25 +69,25 @@ def _comparison(row: Any) -> str:
 
 
 def depending_decisions(table: pd.DataFrame) -> list[str]:
-    """Say which decisions of a `learning_table` depend on how strictly they were judged.
+    """Say which decisions of a `learning_table` depend on the correction or on the margin.
 
     Returns:
-        A sentence for each row whose decision would be another one without the correction for
-        several questions, or with the margin as it was registered.
+        A sentence for each row whose decision would change without the correction for several
+        questions, or with the margin as it was registered.
 
     >>> import pandas as pd
     >>> row = {"profile": "paper", "speed": 1, "metric": "final loss"}
     >>> row |= {"decision": "inconclusive", "uncorrected": "different", "registered": "different"}
     >>> print(*depending_decisions(pd.DataFrame([row, row | {"decision": "different"}])))
-    Published size, speed 1, final loss: inconclusive; without the correction different.
+    Published size, speed 1, final loss: inconclusive; different without the correction.
     """
     sentences = []
     for row in table.itertuples():
         clauses = [f"{row.decision}"]
         if row.uncorrected != row.decision:
-            clauses.append(f"without the correction {row.uncorrected}")
+            clauses.append(f"{row.uncorrected} without the correction")
         if row.registered != row.uncorrected:
-            clauses.append(f"with the registered margin, and uncorrected, {row.registered}")
+            clauses.append(f"{row.registered} with the registered margin and no correction")
         if len(clauses) > 1:
             size = SIZES.get(row.profile, row.profile).capitalize()
             sentences.append(f"{size}, speed {row.speed:g}, {row.metric}: {'; '.join(clauses)}.")
@@ -99,22 +99,28 @@ def comparisons_title(table: pd.DataFrame) -> str:
 
     >>> table = pd.DataFrame({"question": ["A card", "A card"], "decision": ["different"] * 2})
     >>> comparisons_title(table)
-    'The mean loss differs in 2 of 2 comparisons: a card (2)'
+    'The mean loss differs in 2 of 2 comparisons: A card (2)'
     """
     different = table[table.decision == "different"]
     if different.empty:
-        return f"In none of {len(table)} comparisons a difference beyond the margin is shown"
+        return f"None of {len(table)} comparisons shows a difference beyond the margin"
     counts = [
-        f"{question[0].lower()}{question[1:]} ({len(rows)})"
+        f"{_within_a_sentence(str(question))} ({len(rows)})"
         for question, rows in different.groupby("question", sort=False)
     ]
     count = f"{len(different)} of {len(table)}"
     return f"The mean loss differs in {count} comparisons: {listed(counts)}"
 
 
+def _within_a_sentence(question: str) -> str:
+    """A question without its capital, unless it begins with a name such as `TF32`."""
+    is_word = question.partition(" ")[0][1:].islower()
+    return question[0].lower() + question[1:] if is_word else question
+
+
 @theme.with_theme
 def draw_comparisons(table: pd.DataFrame) -> Picture:
-    """Draw the rows of `comparison_table`: an interval each, below the question that it answers.
+    """Draw each row of `comparison_table` as an interval below the question that it answers.
 
     Films of one comparison share a line. Beyond one margin the axis is logarithmic.
     """
@@ -152,5 +158,5 @@ def draw_comparisons(table: pd.DataFrame) -> Picture:
         xticklabels=["−100", "−10", "−1", "0", "1", "10", "100"],
         xlabel="mean difference of the final loss, in margins",
     )
-    alt = "A line for each comparison of the final loss, with its interval, by question."
+    alt = "Each line is a comparison of the final loss with its interval, grouped by question."
     return theme.finish_figure(figure, fill(comparisons_title(table), 70), alt, columns=3)

@@ -1,4 +1,4 @@
-"""The authors' network at the published size on a CPU, beside the recorded runs on a GPU."""
+"""The authors' network at the published size on a CPU, compared with recorded runs on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONDITIONS = {
     ("gpu", "shared"): "GPU, overwriting imitated",
 }
 COLUMNS = ["seed", "loader", "window", "loss"]
-# The registered comparisons: a condition and its reference, the primary one first.
+# The registered comparisons: a condition and its reference; the primary comparison comes first.
 COMPARISONS = [
     ("CPU, as published", "GPU, as published"),
     ("CPU, as published", "GPU, overwriting imitated"),
@@ -58,7 +58,7 @@ def published_losses(windows: pd.DataFrame, count: int | None = None) -> pd.Data
 
     Args:
         windows: The result of `published_windows`.
-        count: A number of windows; by default what every run on the CPU has completed.
+        count: A number of windows; by default those that every run on the CPU has completed.
 
     Returns:
         The columns `condition`, `seed` and `final_loss`.
@@ -115,7 +115,7 @@ def compare_published(losses: pd.DataFrame) -> pd.DataFrame:
 
 
 def ratios_by_windows(windows: pd.DataFrame, counts: list[int]) -> pd.DataFrame:
-    """Return how the effect of overwriting develops with the number of windows, on the GPU.
+    """Return how the effect of overwriting on the GPU changes with the number of windows.
 
     Args:
         windows: The result of `published_windows`.

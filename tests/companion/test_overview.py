@@ -1,4 +1,6 @@
-"""Notebook 10: which comparisons are in its figure, and what its title says of them."""
+"""Notebook 10: the comparisons in its figure, and what the title says about them."""
+
+import re
 
 import pandas as pd
 import pytest
@@ -9,7 +11,7 @@ from companion import overview
 
 
 def verdict_of(shift, settings=("cuda:tf32=off", "cuda:tf32=on")):
-    """Eight seeds under `cpu`, and each a little or far off under two settings of a GPU."""
+    """A verdict on eight seeds under `cpu` and, shifted by `shift`, under two settings of a GPU."""
     rows = [
         {"setting": setting, "seed": seed, "final_loss": 1 + 0.1 * seed + off, "weights": bits}
         for setting, off, bits in [("cpu", 0.0, "a"), *((name, shift, "b") for name in settings)]
@@ -41,14 +43,14 @@ def test_comparison_table_leaves_out_comparisons_in_which_nothing_can_differ():
 @pytest.mark.parametrize(
     ("shift", "said"),
     [
-        (0.5, "The mean loss differs in 1 of 1 comparisons: settings (1)"),
-        (0.0, "In none of 1 comparisons a difference beyond the margin is shown"),
+        (0.5, "differs in 1 of 1 comparisons: settings (1)"),
+        (0.0, "None of 1 comparisons shows a difference"),
     ],
 )
 def test_draw_comparisons_has_a_title_that_follows_the_decisions(shift, said):
     table = companion.comparison_table({"Settings: A network": verdict_of(shift)})
     picture = companion.draw_comparisons(table)
-    assert picture.figure.get_suptitle().replace("\n", " ") == said
+    assert said in picture.figure.get_suptitle().replace("\n", " ")
     assert said in picture.alt.replace("\n", " ")
 
 
@@ -68,9 +70,10 @@ def test_depending_decisions_names_only_rows_that_depend():
     strict = row | {"decision": "inconclusive"}
     registered = row | {"registered": "different but negligible"}
     said = overview.depending_decisions(pd.DataFrame([row, strict, registered]))
-    assert said == [
-        "Quick size, speed 2, final loss of all seeds: inconclusive; without the correction"
-        " equivalent.",
-        "Quick size, speed 2, final loss of all seeds: equivalent; with the registered margin, and"
-        " uncorrected, different but negligible.",
-    ]
+    assert len(said) == 2
+    assert all(sentence.startswith("Quick size, speed 2, final loss") for sentence in said)
+    decisions = re.compile("different but negligible|different|equivalent|inconclusive")
+    assert decisions.findall(said[0]) == ["inconclusive", "equivalent"]
+    assert ("correction" in said[0], "registered" in said[0]) == (True, False)
+    assert decisions.findall(said[1]) == ["equivalent", "different but negligible"]
+    assert "registered margin" in said[1]
