@@ -1,4 +1,4 @@
-"""Every notebook has three exercises with a hint, a check that says what is wrong, and a
+"""Every notebook has three exercises. Each has a hint, a check that says what is wrong, and a
 solution that runs.
 """
 
@@ -49,13 +49,13 @@ def test_exercises_are_three_in_each_notebook_with_their_checks(number):
     assert {name for name, *_ in found} == {name for name in CHECKS if name.startswith(number)}
     assert text.count("<details>") == 3
     for name in re.findall(r"\bgl\.([\w.]*\w)", text):
-        functools.reduce(getattr, name.split("."), gl)  # an AttributeError names what there is not
+        functools.reduce(getattr, name.split("."), gl)  # an AttributeError names what is missing
     assert f"](solutions/{number}_solutions.ipynb)" in text
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS)
 def solved(request, tmp_path_factory):
-    """The number of a notebook, and each answer of its solutions with what was said of it."""
+    """The number of a notebook, the answers in its solutions, and what `check` said of each."""
     answers, said, names, check = {}, {}, {}, companion.check
 
     def kept(name, answer):
@@ -88,7 +88,7 @@ def test_check_accepts_each_solution_and_says_why_an_answer_is_wrong(solved):
 
 
 def with_level(verdict, level):
-    """The verdict with every level called otherwise."""
+    """The verdict with all of its levels renamed to `level`."""
     return replace(verdict, rows=tuple(replace(row, level=level) for row in verdict.rows))
 
 
@@ -96,10 +96,12 @@ def of_runs(verdict, **columns):
     return replace(verdict, runs=verdict.runs.assign(**columns))
 
 
-WRONG = {  # by exercise: what must be said of a wrong answer, and how it is made of the right one
-    "00-1": ("half a chance", lambda right: right - 1),
+# For each exercise: what `check` must say about a wrong answer, and how to make one from the right
+# answer.
+WRONG = {
+    "00-1": ("half of the chance", lambda right: right - 1),
     "00-2": ("2 seeds are in both", lambda right: (right[0], right[1][right[1].seed < 2])),
-    "00-3": ("was run once only", lambda right: right[right["rerun"] == 0]),
+    "00-3": ("was run only once", lambda right: right[right["rerun"] == 0]),
     "01-1": ("count bytes", lambda right: 4 * right),
     "01-2": (
         "with all threads",
@@ -109,21 +111,21 @@ WRONG = {  # by exercise: what must be said of a wrong answer, and how it is mad
         "near the GPU's peak",
         lambda right: {**right, "cuda": {"gflops": 50_000, "watts": 700}},
     ),
-    "02-1": ("those of x itself", lambda _: 78),
+    "02-1": ("for x itself", lambda _: 78),
     "02-2": ("the first step", lambda right: of_runs(right, step=0)),
     "02-3": ("float32 numbers apart", lambda right: {**right, "neighbour": right["start"] + 0.01}),
     "03-1": ("with the usual margin", lambda _: 0),
-    "03-2": ("emulate rounds products", lambda right: with_level(right, "cpu:emulate=bfloat16")),
-    "03-3": ("of one protocol", lambda right: {1: right[32], 32: right[32]}),
-    "04-1": ("a seed was run on each", lambda right: 2 * right),
+    "03-2": ("use precision=bfloat16", lambda right: with_level(right, "cpu:emulate=bfloat16")),
+    "03-3": ("the same protocol", lambda right: {1: right[32], 32: right[32]}),
+    "04-1": ("both settings", lambda right: 2 * right),
     "04-2": (
-        "take heldout_loss",
+        "use heldout_loss",
         lambda right: (right[0], right[0].final_loss / right[0].data.repeat_loss()),
     ),
     "04-3": ("says how well", lambda right: replace(right, metric="final_loss")),
     "05-1": ("share the buffer's memory", lambda _: (210, 210)),
-    "05-2": ("neither trace was overwritten", lambda right: gl.audit(right.a, right.a)),
-    "05-3": ("measured from what is right", lambda right: replace(right, reference="reused")),
+    "05-2": ("neither trace has overwritten frames", lambda right: gl.audit(right.a, right.a)),
+    "05-3": ("the reference is 'reused'", lambda right: replace(right, reference="reused")),
     "06-1": ("in this table float64 left", lambda right: (right[0], "float32")),
     "06-2": (
         "was not tried",
@@ -139,8 +141,8 @@ WRONG = {  # by exercise: what must be said of a wrong answer, and how it is mad
     "09-1": ("the mean", lambda _: 138 / 37),
     "09-2": ("the control must fail", lambda right: right.assign(status="finished")),
     "09-3": ("that is one pass", lambda _: one_pass("tf32")),
-    "10-1": ("that none of them does", lambda _: 0.95**20),
-    "10-2": ("some of these runs are the recorded ones", lambda right: right.assign(recorded=True)),
+    "10-1": ("that none of them is", lambda _: 0.95**20),
+    "10-2": ("pass only the runs that you made", lambda right: right.assign(recorded=True)),
     "10-3": ("'the old one'", lambda right: {**right, "reference": "the old one"}),
     "11-1": ("which holds the third", lambda _: (5, 5)),
     "11-2": ("the first guard found nothing", lambda right: right[::-1]),

@@ -17,19 +17,19 @@ from companion.learning import missing_colour_losses
 from gpulab.training import Run
 
 
-@exercise("04-1", "a number of seeds, of the 32")
+@exercise("04-1", "the number of seeds among the 32")
 def _not_learned(answer: Answer) -> str:
     runs = recorded("prednet", "quick", loader="copied", speed=1)
     stuck_runs = runs[runs.final_loss >= missing_colour_losses(runs)]
     stuck = int((stuck_runs.setting == "cpu:threads=1").sum())
     mistakes = {
-        32 - stuck: "those that learned, and the others are asked for",
-        len(stuck_runs): "those of both settings: a seed was run on each",
+        32 - stuck: "these are the seeds that learned, but the question is about the others",
+        len(stuck_runs): "this counts both settings, but each seed was run under both",
     }
     near(answer, stuck, mistakes, rel=1e-6)
     return (
-        f"{stuck} of 32 seeds, and on the GPU {len(stuck_runs) - stuck}. A mean over all mixes"
-        " whether and how well."
+        f"{stuck} of 32 seeds, and {len(stuck_runs) - stuck} on the GPU. A mean over all seeds"
+        " mixes whether they learn with how well."
     )
 
 
@@ -39,14 +39,14 @@ def _not_learned(answer: Answer) -> str:
 )
 def _own_film(answer: Answer) -> str:
     run, ratio = pair(answer)
-    need(isinstance(run, Run), f"{shown(run)} is no run: gl.train(…) returns one")
+    need(isinstance(run, Run), f"{shown(run)} is not a run: gl.train(…) returns one")
     film = run.record["configuration"]["data"]
     need(
         film != "walk",
-        "this is the walk, the film of the notebook: take another, 'video:FILE' or 'moving-digits'",
+        "this is the walk, the film of the notebook: use another, 'video:FILE' or 'moving-digits'",
     )
     repeat = run.data.repeat_loss()
-    trained_on = "final_loss is of the frames that were trained on: take heldout_loss"
+    trained_on = "final_loss is the loss on the training frames: use heldout_loss"
     near(ratio, run.heldout_loss / repeat, {run.final_loss / repeat: trained_on})
     beats = "beats" if run.heldout_loss < repeat else "does not beat"
     return (
@@ -57,18 +57,18 @@ def _own_film(answer: Answer) -> str:
 
 @exercise(
     "04-3",
-    "a verdict by setting on when a seed leaves its plateau, a column of yours, from six seeds at"
-    " least",
+    "a verdict by setting on when a seed leaves its plateau (a column that you add), from at least"
+    " six seeds",
 )
 def _leaving(answer: Answer) -> str:
     metric = getattr(answer, "metric", "")
     need(
         metric not in ("final_loss", "heldout_loss"),
-        f"{metric} says how well, and when a seed leaves is asked for",
+        f"{metric} says how well a seed learns, but the question is when it leaves the plateau",
     )
     plateau_verdict = judged(answer, "setting", metric=metric)
     not_counted = int(plateau_verdict.table.diverged.sum() + plateau_verdict.table.unpaired.sum())
     return (
-        f"{decisions(plateau_verdict)}. Not counted: {not_counted} seeds. What another threshold"
-        " would say is open."
+        f"{decisions(plateau_verdict)}. Not counted: {not_counted} seeds. Another threshold might"
+        " lead to another decision."
     )

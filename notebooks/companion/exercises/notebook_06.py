@@ -24,21 +24,21 @@ def _escapes(value: Answer, optimizer: str) -> pd.DataFrame:
 
 @exercise(
     "06-1",
-    "(table, who): of gl.saddles.escape_table, and who left: 'float32', 'float64', 'both' or"
-    " 'neither'",
+    "(table, who): the result of gl.saddles.escape_table, and who left: 'float32', 'float64',"
+    " 'both' or 'neither'",
 )
 def _pushed(answer: Answer) -> str:
     frame, who = pair(answer)
     frame = _escapes(frame, "sgd")
     need(
         set(frame.perturbation) == {1e-9},
-        "perturbations=[1e-9] is asked for: another push is another question",
+        "the question is about perturbations=[1e-9], not about another push",
     )
     exact = frame.setting.str.contains("precision=float64")
     plain = ~frame.setting.str.contains("precision|emulate")
     need(
         exact.any() and plain.any(),
-        "the table lacks float32 or float64: take two settings of one kind of CPU",
+        "the table lacks float32 or float64: use both on the same kind of CPU",
     )
     names = {
         (True, True): "both",
@@ -48,16 +48,16 @@ def _pushed(answer: Answer) -> str:
     }
     left = names[bool(frame.escaped[exact].all()), bool(frame.escaped[plain].all())]
     moved = (
-        f"in float32 the first step moved {frame.changed_share[plain].mean():.0%} of the weights"
+        f"in float32 the first step changed {frame.changed_share[plain].mean():.0%} of the weights"
     )
     need(choice(who, *names.values()) == left, f"in this table {left} left, and {moved}")
-    return f"{left} left, and {moved}; for the others it is rounded away."
+    return f"{left} left, and {moved}; the step of the other weights was rounded away."
 
 
 @exercise(
     "06-2",
     "a table of escapes by Adam, weights in bfloat16, with and without master weights, at several"
-    " rates",
+    " learning rates",
 )
 def _adam_in_bfloat16(answer: Answer) -> str:
     frame = _escapes(answer, "adam")
@@ -66,21 +66,21 @@ def _adam_in_bfloat16(answer: Answer) -> str:
     plain = left.get(False, left[:0])
     need(
         plain.any() and not plain.all(),
-        "in bfloat16 without master weights, some rates should hold it and some not",
+        "without master weights, Adam should leave at some learning rates and not at others",
     )
     leaves, holds = plain[plain].index.min(), plain[~plain].index.max()
     need(
         leaves <= 10.001 * holds,
-        f"more than a factor of ten lies between {holds:g} and {leaves:g}: try rates between",
+        f"{holds:g} and {leaves:g} are more than a factor of ten apart: try rates between them",
     )
     need(
         (True, holds) in left.index,
-        f"with master weights {holds:g} was not tried, which held the others",
+        f"the rate {holds:g}, at which Adam stays without master weights, was not tried with them",
     )
     outcome = "leaves" if left[True, holds] else "does not leave either"
     return (
-        f"Adam is held at {holds:g} and leaves at {leaves:g}; with master weights it {outcome} at"
-        f" {holds:g}."
+        f"Adam does not leave at a learning rate of {holds:g} and leaves at {leaves:g}; with master"
+        f" weights it {outcome} at {holds:g}."
     )
 
 
@@ -90,15 +90,15 @@ def _small_weights(answer: Answer) -> str:
     frame = frame[~frame.setting.str.contains("precision|emulate") & ~frame.master_weights]
     need(
         (frame.step_ratio > 1).any(),
-        "in float32 alone, steps are still rounded away: step_ratio should be above 1",
+        "the steps in float32 are still rounded away: step_ratio should be above 1",
     )
     frame = frame[frame.step_ratio > 1]
     times_expected = float((frame.steps / frame.expected_steps).median())
     need(
         0.5 < times_expected < 2,
-        "it did not leave when the law says: push it, by perturbations=[…], or wait longer",
+        "it did not leave when the law predicts: push it with perturbations=[…], or wait longer",
     )
     return (
-        f"float32 leaves after {times_expected:.2f} times the steps of the law. Would a trained"
-        " network pass there?"
+        f"float32 leaves after {times_expected:.2f} times the number of steps that the law"
+        " predicts. Would a trained network pass there?"
     )

@@ -20,8 +20,8 @@ from gpulab.stats import verdict
 @exercise("10-1", "a probability, between 0 and 1")
 def _luck(answer: Answer) -> str:
     mistakes = {
-        0.95**20: "the probability that none of them does",
-        1.0: "twenty times 5 %: a bound, which adds up what happens together",
+        0.95**20: "this is the probability that none of them is called different",
+        1.0: "twenty times 5 % is only an upper bound, because several can happen together",
     }
     right = near(answer, 1 - 0.95**20, mistakes)
     return (
@@ -32,31 +32,28 @@ def _luck(answer: Answer) -> str:
 
 @exercise(
     "10-2",
-    "a table of runs of yours: the autoencoder, quick, under cpu:threads=1, three seeds at least",
+    "a table of your runs: the autoencoder, profile quick, cpu:threads=1, at least three seeds",
 )
 def _own_runs(answer: Answer) -> str:
     runs = table(answer, "setting", "seed", "protocol", "final_loss", "weights", "recorded")
     need(
         not runs.recorded.any(),
-        "some of these runs are the recorded ones: give those that you made",
+        "some of these runs are recorded ones: pass only the runs that you made",
     )
     recorded_runs = recorded("autoencoder", "quick", loader="window", setting="cpu:threads=1")
     paired_runs = runs.merge(recorded_runs, on=["protocol", "setting", "seed"])
     seeds = paired_runs.seed.nunique()
     need(
         seeds >= 3,
-        f"{seeds} seeds are of the profile quick, under cpu:threads=1, and recorded too: take"
-        " three",
+        "expected at least three seeds with the profile quick under cpu:threads=1 that were also"
+        f" recorded, got {seeds}",
     )
     largest_difference = (paired_runs.final_loss_x - paired_runs.final_loss_y).abs().max()
     same_bits = int((paired_runs.weights_x == paired_runs.weights_y).sum())
-    apart = (
-        f"{largest_difference / recorded_runs.final_loss.std():.1e} standard deviations between"
-        " seeds apart"
-    )
+    in_sd = largest_difference / recorded_runs.final_loss.std()
     return (
-        f"{same_bits} of {len(paired_runs)} have the same bits as the recorded ones; the losses are"
-        f" at most {apart}."
+        f"{same_bits} of {len(paired_runs)} runs have the same bits as the recorded ones; the"
+        f" losses differ by at most {in_sd:.1e} standard deviations between seeds."
     )
 
 
@@ -70,21 +67,21 @@ def _registration(answer: Answer) -> str:
     for name in ("metric", "factor"):
         need(
             isinstance(plan[name], str) and plan[name] in runs,
-            f"{name} {shown(plan[name])}: no column of gl.runs",
+            f"{name} {shown(plan[name])} is not a column of gl.runs",
         )
     if plan["factor"] == "setting":
-        Setting.parse(plan["reference"])  # which says what is wrong with it
+        Setting.parse(plan["reference"])  # raises an error that says what is wrong
     seeds = number(plan["seeds"])
-    need(seeds >= 6, f"{seeds:g} seeds cannot show a difference, however large: six are the fewest")
+    need(seeds >= 6, f"{seeds:g} seeds cannot show a difference, however large: take at least six")
     found = verdict(
         runs[runs["rerun"] == 0], margin=plan["margin"], reference="cuda:tf32=off"
     ).table
     needed = found.seeds_needed.where(found.decision == "inconclusive", 10).min()
     need(
         seeds >= needed,
-        f"{seeds:g} seeds: as far as recorded runs tell, this margin takes {needed:g} at least",
+        f"{seeds:g} seeds are too few: recorded runs suggest {needed:g} or more for this margin",
     )
     return (
-        f"{seeds:g} seeds are enough for the setting that scatters least. Whether it convinces is"
-        " yours to say."
+        f"{seeds:g} seeds are enough for the setting that scatters least. Whether the plan is"
+        " convincing is for you to judge."
     )
