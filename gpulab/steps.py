@@ -1,4 +1,4 @@
-"""Training steps that run under any setting: a `Step`, or a function that does one."""
+"""Training steps that run under any setting: a `Step`, or a function that performs a step."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ class Step:
 
     Args:
         model: The network.
-        batch: (inputs, targets), each a tensor or any nesting of tensors. Without a `loss`, the
-            inputs alone. A mapping becomes keyword arguments if `forward` has parameters of these
-            names. For a `DataLoader`, give the first batch, `next(iter(loader))`.
+        batch: A pair (inputs, targets), each a tensor or any nesting of tensors; the inputs alone
+            if there is no `loss`. A mapping is passed as keyword arguments if `forward` has
+            parameters with these names. From a `DataLoader`, pass the first batch,
+            `next(iter(loader))`.
         loss: A function of outputs and targets. If the batch is a mapping, a function of outputs
             and the whole batch; the model then receives only the keys that it accepts. Without a
             `loss`, the loss is the model's own: the output's `loss`, or the first output if that is
@@ -42,30 +43,30 @@ class Step:
             the outputs.
 
     Raises:
-        UsageError: If the batch is a `DataLoader`. When the step is executed, if batch, model and
-            loss do not fit together.
+        UsageError: If the batch is a `DataLoader`; or, when the step is executed, if batch, model
+            and loss do not fit together.
 
     Notes:
-        `gpulab.audit` and `gpulab.record` also take a *function step*: any function that does a
-        step by itself. Use one where a `Step` is too narrow, because the step updates weights,
+        `gpulab.audit` and `gpulab.record` also accept a *function step*: any function that performs
+        a complete step. Use one if a `Step` is too restrictive, because the step updates weights,
         clips gradients, accumulates them over several batches, or has no model. It is called as
         follows:
 
         - A function with a parameter `setting`, or with a parameter that has no default, is called
           with the `Setting` as its first argument. Other parameters need defaults;
-          `functools.partial` sets them. The function puts its model and data on `setting.device`
-          and converts floating-point numbers to `setting.dtype`.
-        - A function without such a parameter is called without arguments. Tensors that it creates
-          are on the setting's device and in its precision, as torch's defaults.
+          `functools.partial` can set them. The function puts its model and data on
+          `setting.device` and converts floating-point numbers to `setting.dtype`.
+        - A function without such a parameter is called without arguments. By default, tensors that
+          it creates are on the setting's device and in its precision.
 
-        It may do several updates. The compared results are the returned tensors, if any, the
-        gradients, the parameters and buffers that the function changes, and the states of its
-        optimizers. Random numbers of torch, NumPy and Python start from the same seed in every
-        execution. Draw data and initial weights on the CPU in float32 and convert them afterwards,
-        because generators of devices and formats differ. An audit calls the function twice for each
+        The function may do several updates. The compared results are the returned tensors, if any,
+        the gradients, the parameters and buffers that the function changes, and the states of its
+        optimizers. In every execution, torch, NumPy and Python start from the same seed. Draw data
+        and initial weights on the CPU in float32 and convert them afterwards, because the
+        generators of devices and formats differ. An audit calls the function twice for each
         setting. The states of the modules and optimizers that it used are restored after each call.
         Any other object with a state, such as an iterator over a loader or a learning rate
-        schedule, has to be created inside the function. Settings with `compile` need a `Step`.
+        schedule, must be created inside the function. Settings with `compile` need a `Step`.
 
     Examples:
         >>> import torch
@@ -107,7 +108,7 @@ class Step:
 
     def __post_init__(self) -> None:
         if isinstance(self.batch, DataLoader):
-            raise UsageError("batch is a DataLoader; give its first batch, next(iter(loader))")
+            raise UsageError("batch is a DataLoader; pass its first batch, next(iter(loader))")
 
     def __call__(self, setting: Setting) -> Tensor:
         """Execute the step under a setting and return the loss."""
@@ -190,15 +191,15 @@ class Snapshot:
         owner: The object whose state is saved. For a module these are the attributes of all
             submodules, and the memory of their parameters and buffers. For a tensor these are its
             memory and its gradient, and for an optimizer its `state_dict`.
-        with_contents: Whether to copy the numbers in the memory as well. By default only the
-            reference to the memory is saved. That is enough if the tensor gets other memory, but
-            not if numbers are overwritten.
+        with_contents: Whether to copy the numbers in the memory as well. By default, only the
+            reference to the memory is saved. This is enough if the tensor is given other memory,
+            but not if numbers are overwritten.
 
     Attributes:
         containers: Dictionaries, lists and sets of a module, each with a shallow copy.
         tensors: The tensors, each with its data, its gradient and `requires_grad`.
         contents: The memory of data and gradients, each with a copy; empty without `with_contents`.
-        optimizer: The optimizer, if the owner is one.
+        optimizer: The owner if it is an optimizer, else None.
         progress: A copy of the optimizer's `state_dict`.
 
     Raises:
@@ -222,8 +223,7 @@ class Snapshot:
         )
         if any(isinstance(tensor, Tensor) and is_lazy(tensor) for tensor in tensors):
             raise UsageError(
-                f"{type(owner).__name__} has lazy parameters: call it once, so that they get their"
-                " shapes"
+                f"{type(owner).__name__} has lazy parameters: call it once to set their shapes"
             )
         self.tensors = [
             (tensor, tensor.data, tensor.grad, tensor.requires_grad)
@@ -279,7 +279,8 @@ def loss_of(
         inputs, targets = batch
         return loss(_call_model(model, inputs), targets), ""
     raise UsageError(
-        f"batch is {_describe(batch)}; with a loss it is (inputs, targets), or a mapping"
+        f"batch: expected (inputs, targets) or a mapping, because there is a loss; got"
+        f" {_describe(batch)}"
     )
 
 
@@ -287,7 +288,7 @@ def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
     """Compute the loss without a loss function, by the rules of `Step`, and describe it.
 
     Raises:
-        UsageError: If the output has a `loss` that is no scalar, several named scalars without a
+        UsageError: If the output has a `loss` that is not a scalar, several named scalars without a
             `loss`, or no tensor.
     """
     output = _call_model(model, batch)
@@ -302,11 +303,12 @@ def _infer_loss(model: nn.Module, batch: Nested) -> tuple[Tensor, str]:
     first_is_scalar = bool(tensors) and tensors[0].ndim == 0
     if named_loss is not None and first_is_scalar:
         return tensors[0], "the output's loss"
-    # There is no output called "loss".
+    # No output is called "loss".
     only_scalars = isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)
     if named_loss is not None or only_scalars or not tensors:
         raise UsageError(
-            f"which loss is meant? {type(model).__name__} gave {_describe(output)}; give loss="
+            f"the loss of {type(model).__name__} is unclear: it returned {_describe(output)}; pass"
+            " loss="
         )
     if first_is_scalar:
         return tensors[0], "the output" if output is tensors[0] else "the first of the output"
@@ -330,7 +332,7 @@ def _call_model(model: nn.Module, inputs: Nested, drop_unknown: bool = False) ->
         if accepted and len(accepted) < len(inputs) and not drop_unknown:
             unknown = ", ".join(inputs.keys() - accepted.keys())
             raise UsageError(
-                f"the batch has {unknown}, which {name} does not take ({', '.join(parameters)})"
+                f"batch: expected parameters of {name} ({', '.join(parameters)}), got {unknown}"
             )
         return model(**accepted) if accepted else model(inputs)
     try:
@@ -339,7 +341,8 @@ def _call_model(model: nn.Module, inputs: Nested, drop_unknown: bool = False) ->
         if not isinstance(inputs, list | tuple) or len(inputs) != 2:
             raise
         message = (
-            f"{name} got a pair as its one input ({error}); with loss= a batch is (inputs, targets)"
+            f"{name} received a pair as its only input ({error}); if the batch is (inputs,"
+            " targets), pass loss="
         )
         raise UsageError(message) from error
 
@@ -354,28 +357,27 @@ def _describe(value: object) -> str:
 
 
 def check_step(step: object) -> None:
-    """Raise `UsageError` for an object that is no step, and say what is expected."""
+    """Raise `UsageError` for an object that is not a step, and state what is expected."""
     if isinstance(step, nn.Module) and not hasattr(step, "prepared"):
         name = type(step).__name__
         raise UsageError(
-            f"step is a {name}, which is a network; expected gpulab.Step(model, batch, loss)"
-            " with it"
+            f"step: expected gpulab.Step(model, batch, loss), got the network {name} itself"
         )
     if not callable(step):
         raise UsageError(
-            f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one"
-            " step"
+            "step: expected gpulab.Step or a function that performs one step, got a"
+            f" {type(step).__name__}"
         )
 
 
 def explain_step_error(
     error: Exception, setting: Setting, modules: Iterable[nn.Module]
 ) -> Exception:
-    """Convert an error of a step to a `UsageError` that names the tensors `.to()` did not move.
+    """Convert an error of a step to a `UsageError` that names tensors that `.to()` did not move.
 
-    These are tensors of another format or device that are plain attributes of a module. The error
-    itself is returned if there are none and the setting computes in float32, because the setting
-    is then not its cause.
+    These are tensors of another format or device that are plain attributes of a module. If there
+    are none and the setting computes in float32, the error itself is returned, because then the
+    setting is not its cause.
     """
     unmoved = {
         f"{type(module).__name__}.{name} ({tensor.dtype} on {tensor.device})": None
@@ -391,9 +393,9 @@ def explain_step_error(
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     if unmoved:
         reason += (
-            f"; .to() does not reach {', '.join(unmoved)}: keep it as a buffer, by register_buffer"
+            f"; .to() does not move {', '.join(unmoved)}: make it a buffer, with register_buffer"
         )
-    message = f"the step cannot be done under {setting}: {reason}"
+    message = f"the step fails under {setting}: {reason}"
     line = line_of_error(error)
     if line:
         message += f" (at {line})"
@@ -409,7 +411,7 @@ def prepare_step(
     Args:
         step: A `Step`, or a function step.
         setting: The setting.
-        default_dtype: Torch's default type before the setting was applied. A function that takes
+        default_dtype: Torch's default type before the setting was applied. A function that receives
             the setting runs with this default, so that it draws its weights in the same type under
             every setting.
 

@@ -1,9 +1,8 @@
-"""Every advice that gpulab gives removes what it was given for: each is followed here to the
-letter.
+"""Following gpulab's advice to the letter removes the finding that the advice was given for.
 
-A case is a program with an argument, `cured`: without it the finding is there with its advice, and
-with it the program does what the advice says. Cures that need a GPU (`tf32=off`, waiting for a
-copy) are not here.
+Each case is a program with an argument, `cured`. If it is false, the finding is reported with its
+advice; if it is true, the program does what the advice says. Remedies that need a GPU (`tf32=off`,
+waiting for a copy) are not tested in this file.
 """
 
 import copy
@@ -41,13 +40,13 @@ X, LABELS = drawn(6, 8), torch.arange(6) % 3
 
 
 def weighted(make, seed=0):
-    """A network whose weights are drawn from a seed."""
+    """Make a network with weights that are drawn from a seed."""
     torch.manual_seed(seed)
     return make()
 
 
 class TwoLayers(nn.Module):
-    """Two layers, of which a function calls the second."""
+    """Two layers; the second is called by a given function."""
 
     def __init__(self, call):
         super().__init__()
@@ -74,13 +73,14 @@ def two_layers(call, loss=F.cross_entropy):
 
 @dataclass(frozen=True)
 class Cure:
-    """A program with a fault and an advice, and the same program after the advice.
+    """A program with a fault, and the same program after the advice was followed.
 
     Attributes:
-        audit: What audits the program; its argument says whether the advice was followed.
+        audit: A function that audits the program; its argument says whether the advice was
+            followed.
         kind: The kind of the finding.
-        advice: A pattern of its advice.
-        module: The module that it is about, where others keep theirs.
+        advice: A regular expression that matches its advice.
+        module: The module that the advice is about, if other modules have findings of their own.
     """
 
     audit: Callable
@@ -316,7 +316,7 @@ for use in EPSILONS:
 
 
 class Recomputed(nn.Module):
-    """Dropout in a part that the backward pass recomputes; `preserve` is None where it does not."""
+    """Dropout in a part that the backward pass recomputes, unless `preserve` is None."""
 
     def __init__(self, preserve):
         super().__init__()
@@ -359,7 +359,7 @@ def a_generator_that_continues(cured):
 
 
 def product_of_draws(first):
-    """Data and weights from one generator, the `first` of the two first."""
+    """Draw data and weights from one generator, beginning with the one that `first` names."""
 
     def step():
         generator, made = torch.Generator().manual_seed(0), {}
@@ -589,7 +589,7 @@ def steps_of_an_operation_without_float64(cured):
 
 
 def finite(name, advice, call):
-    """A case of NaN or infinity in a network's last layer."""
+    """Add a case of NaN or infinity in the last layer of a network."""
 
     @cure("not finite", f"fix this first, .*{advice}", name=name)
     def of(cured):
@@ -665,8 +665,7 @@ def test_advice_of_an_audit_removes_the_finding(name):
     )
 
 
-# A finding that names another kind of cause beside the one that is there misleads as much as a
-# wrong advice.
+# An additional finding that names a cause which is not present misleads as much as wrong advice.
 ONE_KIND = [
     "dropout_in_a_recomputed_part",
     "draws_in_another_order",
@@ -685,7 +684,7 @@ def test_audit_gives_findings_of_one_kind_for_one_cause(name):
 
 
 def test_audit_accepts_a_loss_that_does_not_depend_on_which_answer_is_given():
-    basis = torch.linalg.qr(drawn(64, 64))[0]  # whose products are all equal but for roundings
+    basis = torch.linalg.qr(drawn(64, 64))[0]  # basis @ basis.T is the identity up to rounding
 
     def step(independent):
         def of(setting):
@@ -794,7 +793,7 @@ class Between(nn.Module):
 
 @pytest.fixture
 def compiler_of_wrong_sines():
-    """A backend of torch.compile that makes cosines of sines."""
+    """A backend of torch.compile that replaces sines by cosines."""
 
     def backend(graph, _):
         for node in graph.graph.nodes:
@@ -964,7 +963,7 @@ def test_guard_reads_any_finds_the_line_that_wrote_where_the_guard_says_so():
 
 
 def runs(epochs=1, seeds=8, effect=0.5, levels=("cpu", "cuda"), **columns):
-    """A table of runs, whose metric is higher under each level than under the one before."""
+    """A table of runs in which each level has a higher metric than the level before it."""
     rows = pd.MultiIndex.from_product(
         [levels, range(seeds), range(epochs)], names=["setting", "seed", "epoch"]
     )
@@ -1006,7 +1005,7 @@ def verdict_of(table, **options):
     return lambda: gl.verdict(table, **options)
 
 
-# By the name of a case: the advice, a verdict that is refused, and the one that follows the advice.
+# For each case: the advice, a call of `verdict` that is refused, and one that follows the advice.
 VERDICTS = {
     "several epochs, the last": (
         "take the last by last='epoch'",
@@ -1187,7 +1186,7 @@ def test_advice_of_a_verdict_that_refuses_lets_it_decide(advice, refused, cured)
 
 
 def of_seeds(count, levels=("cpu", "cuda"), sd=0.03, effect=0.0, draw=1):
-    """Runs that differ from seed to seed, and little from level to level."""
+    """Runs that differ much between seeds and little between levels."""
     generator = np.random.default_rng(draw)
     of_seed = generator.standard_normal(count)
     parts = [
@@ -1210,8 +1209,8 @@ def test_verdict_shows_a_difference_with_as_many_seeds_as_it_asks_for(levels):
 
 @pytest.mark.parametrize("sd", [0.2, 0.4])
 def test_verdict_is_settled_by_as_many_seeds_as_it_asks_for(sd):
-    """Four times in five, and less often where few seeds have told how far others differ; here
-    of 20 times.
+    """The number is meant to suffice four times in five. It suffices less often if the spread was
+    estimated from few seeds, so this test requires 12 of 20.
     """
     settled = 0
     for draw in range(20):
@@ -1278,7 +1277,7 @@ def layer():
 
 
 def hessian_of_layer(loss):
-    """The Hessian of a loss that is given the layer's outputs."""
+    """The Hessian of a loss that takes the outputs of a layer."""
     model = layer()
     return gl.hessian(model, lambda: loss(model(ROWS)))
 
@@ -1360,7 +1359,7 @@ def with_random_numbers(cured):
 
 
 def of_a_sequence(cured):
-    """A loss of sequences, whose gradient torch cannot differentiate, and another."""
+    """A loss of sequences, whose gradient torch cannot differentiate, or one that it can."""
     return hessian_of_layer(
         lambda h: (
             F.nll_loss(h.log_softmax(-1), LABELS[:5] % 2)
@@ -1374,7 +1373,7 @@ def on(batch):
     return lambda cured: gl.hessian(layer(), F.mse_loss, (ROWS, TARGETS) if cured else batch)
 
 
-# By the name of a case: the advice, and a program that follows it if it is called with True.
+# For each case: the advice, and a program that follows it if it is called with True.
 HESSIANS = {
     "dropout in training mode": (
         r"\(Dropout\) is in training mode: call model.eval\(\)",
@@ -1385,11 +1384,11 @@ HESSIANS = {
         with_evaluation(nn.BatchNorm1d),
     ),
     "an embedding with max_norm": (
-        "shorten them once, weight.data.renorm_.* and set max_norm = None",
+        "rescale them once with weight.data.renorm_.* and set max_norm = None",
         with_embedding(shortened, max_norm=0.1),
     ),
     "an embedding with sparse gradients": (
-        "give its embeddings sparse=False",
+        "use embeddings with sparse=False",
         with_embedding(lambda part: setattr(part, "sparse", False), sparse=True),
     ),
     "an embedding scaled by frequency": (
@@ -1399,29 +1398,32 @@ HESSIANS = {
         ),
     ),
     "a square root at 0": ("look for .* square roots of 0", of_a_root),
-    "a loss that holds a parameter": ("ask the model for it each time", of_parameters_of_the_loss),
-    "a loss that draws random numbers": ("or draw them beforehand", with_random_numbers),
+    "a loss that holds a parameter": (
+        "get it from the model at each call",
+        of_parameters_of_the_loss,
+    ),
+    "a loss that draws random numbers": ("or draw the numbers beforehand", with_random_numbers),
     "a function that is once differentiable": (
-        "if torch can differentiate all that its backward does, remove the mark",
+        "if torch can differentiate everything in its backward, remove the mark",
         lambda cured: hessian_of_layer(lambda h: (Cubed if cured else CubedOnce).apply(h).mean()),
     ),
     "attention": (
         "use the math kernel: torch.nn.attention.sdpa_kernel.torch.nn.attention.SDPBackend.MATH",
         of_attention,
     ),
-    "an operation in place": ("use the operation that is not in place", in_place),
+    "an operation in place": ("use the out-of-place operation", in_place),
     "an operation without second derivatives": (
         "write it with operations that torch can differentiate twice",
         of_a_sequence,
     ),
-    "frozen parameters": (r"call requires_grad_\(\) on those meant", of_frozen_parameters),
+    "frozen parameters": (r"call requires_grad_\(\) on the parameters", of_frozen_parameters),
     "a vector of another type": (r"use v.to\(H.device, H.dtype\)", product),
     "a loss of arguments without a batch": (
-        r"there is no batch: give \(inputs, targets\)",
+        r"there is no batch: pass a batch \(inputs, targets\)",
         on(None),
     ),
     "a batch without targets": (
-        r"the batch is a tensor: the batch is \(inputs, targets\)",
+        r"the batch is a tensor: pass a batch \(inputs, targets\)",
         on(ROWS),
     ),
 }
@@ -1438,7 +1440,7 @@ def test_advice_of_a_hessian_that_is_refused_makes_one(advice, program):
 
 
 class Scaled(nn.Module):
-    """A layer whose output is scaled by a tensor, which is a buffer or an attribute."""
+    """A layer whose output is multiplied by a tensor, either a buffer or a plain attribute."""
 
     def __init__(self, is_buffer):
         super().__init__()
@@ -1468,24 +1470,24 @@ def of_batches(cured):
     return audited_layer(next(iter(loader)) if cured else loader)
 
 
-# By the name of a case: the advice, and a program that follows it if it is called with True.
+# For each case: the advice, and a program that follows it if it is called with True.
 STEPS = {
-    "a data loader as the batch": (r"give its first batch, next\(iter\(loader\)\)", of_batches),
+    "a data loader as the batch": (r"pass its first batch, next\(iter\(loader\)\)", of_batches),
     "a lazy layer": ("has lazy parameters: call it once", of_a_lazy_layer),
     "a tensor as a plain attribute": (
-        "keep it as a buffer, by register_buffer",
+        "make it a buffer, with register_buffer",
         lambda cured: audited(step_of(Scaled(cured)), PLAIN, BFLOAT16),
     ),
     "a pair without a loss": (
-        "with loss= a batch is",
+        "pass loss=",
         lambda cured: audited_layer((X, LABELS), F.cross_entropy if cured else None),
     ),
     "a triple with a loss": (
-        r"with a loss it is \(inputs, targets\)",
+        r"expected \(inputs, targets\)",
         lambda cured: audited_layer((X, LABELS) if cured else (X, LABELS, X)),
     ),
     "a model without a batch": (
-        r"expected gpulab.Step\(model, batch, loss\) with it",
+        r"expected gpulab.Step\(model, batch, loss\)",
         lambda cured: audited(
             step_of(nn.Linear(8, 3)) if cured else nn.Linear(8, 3), PLAIN, ONE_THREAD
         ),
@@ -1509,7 +1511,7 @@ STEPS = {
         ),
     ),
     "a record under a compiled setting": (
-        "compiled code has no operations to record; gpulab.audit compares its results",
+        "compiled code has no operations to record; use gpulab.audit",
         lambda cured: (
             audited(step_of(nn.Linear(8, 3)), "cpu", "cpu:compile=aot_eager")
             if cured
@@ -1517,7 +1519,7 @@ STEPS = {
         ),
     ),
     "autocast with a precision": (
-        "leave precision, emulate and order out",
+        "leave out precision, emulate and order",
         lambda cured: audited(
             step_of(nn.Linear(8, 3)),
             "cpu",
@@ -1525,7 +1527,7 @@ STEPS = {
         ),
     ),
     "emulation with a precision": (
-        "numbers: leave precision out",
+        "numbers: leave out precision",
         lambda cured: audited(
             step_of(nn.Linear(8, 3)), "cpu", TF32 + ("" if cured else ",precision=bfloat16")
         ),

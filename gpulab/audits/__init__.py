@@ -1,4 +1,4 @@
-"""Compare one training step under two settings, operation by operation, and explain."""
+"""Compare one training step under two settings, operation by operation, and explain differences."""
 
 import lazy_loader
 

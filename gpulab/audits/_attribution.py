@@ -54,8 +54,8 @@ ValuePair = tuple[Value | None, Value | None]
 
 
 SCALER_ADVICE = (
-    "nothing, if only the first steps are skipped (the scale is halved); a smaller init_scale skips"
-    " fewer"
+    "nothing, if only the first steps are skipped (the scale is then halved); a smaller init_scale"
+    " skips fewer"
 )
 
 
@@ -347,17 +347,17 @@ def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> 
         op = user.op
         trace = comparison.traces[side]
         detail = (
-            f"was given data or weights that are {value.deviation:.1e} (relative) from those in"
-            f" float32, as rounding them to {value.dtype} makes it"
+            f"received data or weights that differ by {value.deviation:.1e} (relative) from those"
+            f" in float32, because they were rounded to {value.dtype}"
         )
         setting = Setting.parse(trace.setting)
         advice = (
-            f"keep what {op.module or op.line or 'the step'} is given in float32 if it was meant to"
-            " be: it is a parameter or buffer, or in the batch"
+            f"keep the input of {op.module or op.line or 'the step'} in float32 if that was"
+            " intended: it is a parameter, a buffer or part of the batch"
         )
         if setting.precision == value.dtype:
             advice = (
-                f"{setting} asks for it; autocast={value.dtype} keeps parameters, buffers and the"
+                f"{setting} requests it; autocast={value.dtype} keeps parameters, buffers and the"
                 " batch in float32"
             )
         share = amount / attribution.total
@@ -474,7 +474,7 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
     if op is first_operation and value_kind != INFINITY:
         return (
             op,
-            f"; it turns finite numbers into {value_kind}, and float64 does not{skipped_updates}",
+            f"; it turns finite numbers into {value_kind}, but float64 does not{skipped_updates}",
         )
     if op is first_operation:
         return (

@@ -1,4 +1,4 @@
-"""The audit: compare one step under two settings, or two programs under one, and explain."""
+"""Compare one training step under two settings, or two programs under one setting."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.steps import check_step
 
-# The number of comparisons, each with a wider tolerance for more values from outside torch.
+# The largest number of comparisons, each with a wider tolerance for more values from outside torch.
 MAX_EXTERNAL_ROUNDS = 8
 
 
 EXTERNAL_VALUES_NOTE = (
-    "Values from outside torch (such as NumPy), or from an operation that does not repeat itself,"
-    " differ by roundings; what is computed from them was compared with a wider tolerance."
+    "Values from outside torch (such as NumPy), or from a nondeterministic operation, differ by"
+    " rounding errors; everything computed from them was compared with a wider tolerance."
 )
 
 
 class Audit(AnswerPage):
-    """The answer of `audit`: whether the two sides compute the same, what differs, and why.
+    """The result of `audit`: whether the two sides compute the same, what differs, and why.
 
     `print` shows the findings, and `plot()` draws the error of each operation.
 
     Attributes:
         a: The first trace.
         b: The second trace.
-        findings: The findings, as a list of `Finding`. The finding that explains most of the
-            difference comes first.
-        pairs: The pairs of operations that make the same value on the two sides, and the operations
-            without counterpart.
+        findings: A list of `Finding`. The finding that explains most of the difference comes first.
+        pairs: The pairs of operations that compute the same value on both sides, and the operations
+            without a counterpart.
 
     Examples:
         >>> import torch
@@ -83,13 +82,13 @@ class Audit(AnswerPage):
     def table(self) -> pd.DataFrame:
         """A table with a row for each operation, in the order of execution.
 
-        Operations of the two sides share a row if they make the same value in float64. The columns
-        are:
+        Operations of the two sides share a row if they compute the same value in float64. The
+        columns are:
 
         - `operation`, `phase`, `module`, `line` and `kind`.
-        - For each side (`_a` and `_b`), the operation's own `error` against float64 on the same
-          inputs, the `bound` that rounding explains, and their `ratio`. Error and bound are
-          relative to the size of the exact result.
+        - For each side (`_a` and `_b`), the operation's own `error` relative to float64 on the same
+          inputs, the `bound` on the error that rounding explains, and their `ratio`. Error and
+          bound are relative to the size of the exact result.
         - The `difference` between the first results of the two sides, relative to side a.
         - Whether all results of the two sides have the `same_bits`.
         """
@@ -119,11 +118,11 @@ class Audit(AnswerPage):
     def _rows(self) -> Rows:
         return operation_rows(self.table, self.findings, self.titles)
 
-    picture = report.Report.plot  # each operation's error, under the one setting and the other
+    picture = report.Report.plot  # the error of each operation under both settings
 
 
 def _describe_nonfinite(answer: Audit) -> str:
-    """Begin a sentence on a NaN or infinity in the results of one side; empty without one."""
+    """Begin a sentence on NaN or infinity in the results of one side; empty if there is none."""
     if len(answer.comparison.not_finite) != 1:
         return ""
     ((side, origin),) = answer.comparison.not_finite.items()
@@ -140,7 +139,7 @@ def _describe_nonfinite(answer: Audit) -> str:
 
 
 def _describe_kinds(answer: Audit) -> str:
-    """Count the findings by kind, such as "2 × mismatch", or say that all is well.
+    """Count the findings by kind, such as "2 × mismatch", or state that all is well.
 
     Reduced precision under both settings is counted separately, at the end.
     """
@@ -163,7 +162,7 @@ def _describe_kinds(answer: Audit) -> str:
 
 
 def _describe_gaps(comparison: Comparison) -> list[str]:
-    """Describe the largest differences of loss and gradients, and what rounding explains.
+    """Describe the largest differences in loss and gradients, and what rounding explains.
 
     Updates are described as well if one differs in float64, or if there is no other result.
     """
@@ -177,7 +176,7 @@ def _describe_gaps(comparison: Comparison) -> list[str]:
             for result in shared_results
             if result.group == group and math.isfinite(gaps[result])
         ]
-        # A gradient that consists of rounding errors or is not finite has no meaningful size, so a
+        # A gradient that is not finite or consists of rounding errors has no meaningful size, so a
         # relative difference would be misleading.
         comparable = [
             r for r in of_group if not any(v.is_pure_rounding for v in comparison.values(r.a))
@@ -237,7 +236,7 @@ def _describe_gap(size: float) -> str:
 
 
 def _describe_coverage(answer: Audit) -> list[str]:
-    """Return sentences on what was compared and checked, the loss, and what was not possible."""
+    """Return sentences on what was compared and checked, the loss, and what was impossible."""
     comparison = answer.comparison
     guard = comparison.a.notes.get("guard", "")
     loss = comparison.a.notes.get("loss", "")
@@ -290,7 +289,7 @@ def _describe_missing_references(comparison: Comparison) -> str:
 
 
 def _describe_missing_results(comparison: Comparison) -> str:
-    """Say that a step left no result, or no gradient, to compare; empty otherwise."""
+    """State that a step left no result, or no gradient, to compare; empty otherwise."""
     if not any(result.a and result.b for result in comparison.results):
         return "The step returned nothing and left no gradient, so no result could be compared."
     if all(result.group == "loss" for result in comparison.results):
@@ -323,8 +322,8 @@ def _describe_agreement(agree: int, count: int) -> str:
 def compare(a: Trace, b: Trace) -> Audit:
     """Compare the results of two traces, examine each trace, and find where they diverge.
 
-    If the first differences are small ones of values from outside torch, the comparison is repeated
-    with a wider tolerance for everything that follows from them.
+    If the first differences are small and in values from outside torch, the comparison is repeated
+    with a wider tolerance for everything that follows from these values.
     """
     comparison = Comparison(a, b)
     sources: list[Source] = []
@@ -350,7 +349,7 @@ def audit(
 ) -> Audit | CompiledAudit:
     """Compare one training step under two settings, or two programs under one, and explain.
 
-    There are three ways to call it:
+    It can be called in three ways:
 
     - `audit(step, "cpu", "cuda")` records the step under both settings, as `gpulab.record` does.
     - `audit(step_a, step_b, setting="cpu")` records two steps under one setting, such as two ways
@@ -358,15 +357,15 @@ def audit(
     - `audit(trace_a, trace_b)` compares two traces, or files of traces, from one machine or from
       two.
 
-    Each side is executed twice, to see whether it is deterministic. In the second execution, every
-    operation is repeated in float64, so that every value has a float64 reference. The results are
-    the returned values, gradients, updated parameters and buffers, and the states of optimizers.
-    They are compared first, by their references:
+    Each side is executed twice, to check whether it is deterministic. In the second execution,
+    every operation is repeated in float64, so that every value has a float64 reference. The results
+    of a step are the returned values, gradients, updated parameters and buffers, and the states of
+    optimizers. They are compared first, by their references:
 
     - If all agree, both sides compute the same function, whatever operations they use. Each side is
-      then judged by itself: the error of each operation against the same operation in float64 on
-      the same inputs, number formats, updates that are lost, NaN and infinity, and whether
-      operations repeat themselves.
+      then judged by itself: the error of each operation relative to the same operation in float64
+      on the same inputs, number formats, lost updates, NaN and infinity, and nondeterministic
+      operations.
     - If some differ, values of both sides are matched by their references, and the findings are the
       first operations whose inputs have counterparts on the other side and whose output has none.
 
@@ -376,50 +375,50 @@ def audit(
     These kinds of findings are faults (`Audit.faulty`):
 
     - `not finite`: the loss or a gradient is NaN or infinite, and no short number format explains
-      it. What a short format alone makes infinite is `reduced precision`; the first line says that,
-      too.
+      it. If only a short format makes it infinite, the finding is `reduced precision`, and the
+      first line reports the infinity as well.
     - `mismatch`: an operation computes something else from the same values, is called with
       different arguments, or is further from float64 than rounding explains.
-    - `overwritten`: memory that the backward pass needed had changed.
+    - `overwritten`: memory that the backward pass needed had been overwritten.
     - `other data`: the two sides received different batches or weights.
     - `cause not found`: results differ in float64, although both sides have every value that leads
       to them.
 
-    These are not:
+    These kinds are not:
 
-    - `nondeterminism`: the step does not repeat itself.
+    - `nondeterminism`: repeating the step does not give the same results.
     - `different random numbers`: the two sides drew different random numbers from the same seed.
-    - `another valid answer`: several answers are right, such as either sign of a singular vector.
-    - `cannot be told`: values differ, and have no float64 reference.
+    - `another valid answer`: several answers are correct, such as either sign of a singular vector.
+    - `cannot be told`: values differ, and no float64 reference can tell a fault from rounding.
     - `reduced precision`: something was computed in TF32, bfloat16 or float16, or an update was
       lost in it.
     - `rounding`: all is well.
 
     The finding that explains most of the difference in the results comes first. To find it, the
     difference is passed back along the graph of each side, and each operation keeps the share that
-    its own error explains (`Finding.share`). Findings where the two sides begin to differ come in
-    the order in which the operations ran.
+    its own error explains (`Finding.share`). Findings at which the two sides begin to differ are
+    listed in the order in which the operations ran.
 
-    A setting with `compile` is compared with the same setting without, `audit(step, "cpu",
-    "cpu:compile=inductor")`: the results of the whole step, and where they are wrong each module
-    alone; see `CompiledAudit`.
+    A setting with `compile` is compared with the same setting without it, as in `audit(step, "cpu",
+    "cpu:compile=inductor")`. The results of the whole step are compared and, if one is wrong, the
+    results of each module alone; see `CompiledAudit`.
 
-    The audit cannot see a fault that is the same on both sides, nor what is computed outside of
-    torch unless it enters a tensor again.
+    The audit cannot detect a fault that is the same on both sides, nor one in computations outside
+    torch unless their results enter a tensor again.
 
     Args:
-        step: A `Step` or a function, as for `gpulab.record`; or a trace, or the file of a trace.
-        a: A setting; or the second step; or the second trace.
+        step: A `Step` or a function, as for `gpulab.record`; or a trace or its file.
+        a: The first setting, the second step, or the second trace.
         b: The second setting; None for two steps and for traces.
         setting: The setting under which two steps are executed.
         progress: Whether to show a progress bar.
 
     Returns:
-        An `Audit`, or a `CompiledAudit` where a setting compiles. `print` shows its findings;
+        An `Audit`, or a `CompiledAudit` if a setting compiles. `print` shows its findings, and
         `plot()` of an `Audit` draws the error of each operation.
 
     Raises:
-        UsageError: If the arguments fit none of the three ways, or a step fails.
+        UsageError: If the arguments fit none of the three forms above, or a step fails.
         DataError: If a file is not a trace, or has another format.
         GpulabError: If a setting cannot run on this machine.
 
@@ -459,7 +458,7 @@ def audit(
     """
     if isinstance(step, Trace | str | Path):
         if b is not None or setting is not None or not isinstance(a, Trace | str | Path):
-            raise UsageError("audit of traces: expected two, as audit(trace_a, trace_b)")
+            raise UsageError("audit of traces: expected two traces, as audit(trace_a, trace_b)")
         traces = [x if isinstance(x, Trace) else Trace.load(x) for x in (step, a)]
         names = ["" if isinstance(x, Trace) else Path(x).stem for x in (step, a)]
         return compare(*_label_traces(traces[0], traces[1], names))

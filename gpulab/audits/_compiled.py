@@ -52,8 +52,8 @@ NO_REFERENCE_PREFIX = "There was no float64 reference:"
 # A result that perturbations change by this share of its size has no digit that could be compared.
 MIN_DIGITLESS_MOVE = 0.5
 KEEP_UNCOMPILED_ADVICE = (
-    "keep it uncompiled meanwhile, by torch.compiler.disable, and show the compiler's developers"
-    " this module (where an nn.Sequential calls it, that is not compiled either)"
+    "leave it uncompiled for now, with torch.compiler.disable, and report this module to the"
+    " compiler's developers (an nn.Sequential that calls it is not compiled either)"
 )
 
 
@@ -152,7 +152,8 @@ class CompiledAudit(AnswerPage):
             else "identical to the last bit"
         )
         n_graphs = self.compared.graphs
-        graph_count = "It made 1 graph." if n_graphs == 1 else f"It made {n_graphs} graphs."
+        graphs = "1 graph" if n_graphs == 1 else f"{n_graphs} graphs"
+        graph_count = f"The compiler made {graphs}."
         coverage = f"{len(self.table)} results were compared"
         beginning = f"{self.titles[0]} against {self.titles[1]}: {counted_kinds or agreement}."
         if self.compared.no_reference:
@@ -181,13 +182,13 @@ def audit_compiled(
     """
     if not isinstance(step, Step):
         raise UsageError(
-            "a compiled step has to be a gpulab.Step(model, batch, loss): a function hides its"
-            " network"
+            "a compiled step has to be a gpulab.Step(model, batch, loss), because the network of a"
+            " function cannot be found"
         )
     if replace(compiled, compile=None) != uncompiled:
         raise UsageError(
-            f"{uncompiled} against {compiled}: expected one setting without compile=… and with it;"
-            f" what else differs is told by an audit of {uncompiled} against"
+            f"{uncompiled} against {compiled}: expected the same setting without and with"
+            f" compile=…; for the other differences, audit {uncompiled} against"
             f" {replace(compiled, compile=None)}"
         )
     step = replace(step, model=_torch_internals.original_module(step.model))
@@ -196,8 +197,8 @@ def audit_compiled(
         if not whole_step.graphs:
             name = type(step.model).__name__
             raise GpulabError(
-                f"nothing of {name} was compiled; TORCH_LOGS=graph_breaks in the environment"
-                " says why"
+                f"no part of {name} was compiled; set TORCH_LOGS=graph_breaks in the environment"
+                " to see why"
             )
         findings = list(_whole_step_findings(step, whole_step, uncompiled, compiled))
         if whole_step.wrong:
@@ -206,7 +207,7 @@ def audit_compiled(
                 *findings,
             ]
     detail = (
-        "of the result that comes nearest to what rounding explains,"
+        "the result that comes closest to the limit of what rounding explains:"
         f" {_describe_worst(whole_step.worst)}"
     )
     rounding = _make_finding(
@@ -291,8 +292,8 @@ def _float64_reference(
         return None, f"{NO_REFERENCE_PREFIX} {explanation}"
     if not _is_valid_reference(exact, uncompiled_results, nudged_results):
         explanation = (
-            "in float64 the step computes something else, further away than roundings lead, as"
-            " where it draws other random numbers."
+            "in float64 the step computes something different, further away than rounding errors"
+            " can explain, for example because it draws different random numbers."
         )
         return None, f"{NO_REFERENCE_PREFIX} {explanation}"
     return exact, ""
@@ -305,7 +306,7 @@ def _explain_failure(error: GpulabError, request: Request | None) -> str:
     >>> _explain_failure(UsageError("expected Double but found Float."), request).partition(
     ...     " Take"
     ... )[0]
-    'expected Double but found Float. net.py:12: x.float() (in head) asks for float32.'
+    'expected Double but found Float. net.py:12: x.float() (in head) requests float32.'
     """
     sentences = f"{str(error).removesuffix('.')}."
     if request is None:
@@ -315,7 +316,7 @@ def _explain_failure(error: GpulabError, request: Request | None) -> str:
     if request.is_made:
         sentences += (
             " Take the format from the inputs (x.dtype) or the weights, or from setting.dtype in a"
-            " step that is a function, and there is one."
+            " function step, to get a reference."
         )
     return sentences
 
@@ -471,8 +472,8 @@ def _whole_step_findings(
     if not whole_step.table.finite.all():
         names = _shorten_list(list(whole_step.table.result[~whole_step.table.finite]))
         detail = (
-            f"{names}: without the compiler; an audit of {uncompiled} against another device or"
-            " number of threads says why"
+            f"{names}: not finite without the compiler either; to find out why, audit {uncompiled}"
+            " against another device or number of threads"
         )
         yield _make_finding("not finite", f"{uncompiled} and {compiled}", step.model, detail)
     if compiled.compile == "inductor" and not _torch_internals.draws_as_uncompiled():
@@ -513,7 +514,7 @@ def _random_numbers_findings(
         advice = (
             "nothing, unless runs must have the same random numbers:"
             " torch._inductor.config.fallback_random = True draws them as uncompiled code does, and"
-            " all else was compared with it"
+            " everything else was compared with this option"
         )
         yield _make_finding("different random numbers", str(compiled), step.model, detail, advice)
 
@@ -556,7 +557,7 @@ def _wrong_module_findings(
             if isolated.no_reference and not whole_step.no_reference:
                 details.append(isolated.no_reference.rstrip("."))
             if similar_calls:
-                details.append(f"{len(similar_calls)} more of this kind were not tried")
+                details.append(f"{len(similar_calls)} more modules of this kind were not tried")
             phase = "backward" if isolated.worst.result.startswith("gradient") else "forward"
             line = next(
                 (op.line for op in trace.operations if op.line and call.contains(op.module)), ""
@@ -574,8 +575,8 @@ def _wrong_module_findings(
             )
     if not wrong_names:
         detail = (
-            f"{_describe_worst(whole_step.worst)}; of each kind of module the first is right when"
-            " it is compiled alone"
+            f"{_describe_worst(whole_step.worst)}; the first module of each kind is right when it"
+            " is compiled alone"
         )
         if untried:
             detail += f", except {len(untried)} that could not be tried: {_shorten_list(untried)}"
@@ -595,9 +596,12 @@ def _explain_wrong_module(
     """Yield clauses on the compiler stage that causes a fault, and the inner modules it needs."""
     if compiled.compile != "aot_eager":
         if compare_compiled(call, uncompiled, replace(compiled, compile="aot_eager")).wrong:
-            yield "aot_eager is wrong, too, so it comes from decompositions or functionalisation"
+            yield (
+                "aot_eager is wrong as well, so the fault lies in decompositions or"
+                " functionalisation"
+            )
         else:
-            yield f"aot_eager is right, so it comes from the code that {compiled.compile} makes"
+            yield f"aot_eager is right, so the fault lies in the code that {compiled.compile} makes"
     if inner:
         outermost = [
             name for name in inner if not any(name.startswith(f"{outer}.") for outer in inner)
@@ -606,7 +610,7 @@ def _explain_wrong_module(
         if needed_modules:
             cause = f"only with {_shorten_list(needed_modules)} compiled in it"
         else:
-            cause = "so it is in its own lines"
+            cause = "so the fault lies in its own lines"
         yield f"no module inside is wrong alone, {cause}"
 
 
@@ -646,11 +650,11 @@ def _find_needed_modules(
 def _describe_worst(worst: pd.Series) -> str:
     """Describe the distance of the most suspicious result from the uncompiled one and float64."""
     if math.isnan(worst.difference):
-        return f"its {worst.result} is NaN or missing on one side alone"
-    error = "" if math.isnan(worst.error) else f", and {worst.error:.1e} from float64"
+        return f"its {worst.result} is NaN or missing on only one side"
+    error = "" if math.isnan(worst.error) else f", and by {worst.error:.1e} from float64"
     return (
-        f"its {worst.result} is {worst.difference:.1e} (relative) from the one without the"
-        f" compiler{error}; roundings lead to {worst.tolerance:.1e}"
+        f"its {worst.result} differs by {worst.difference:.1e} (relative) from the uncompiled"
+        f" one{error}; rounding explains {worst.tolerance:.1e}"
     )
 
 

@@ -1,12 +1,12 @@
 """Diagnose the differences between two executions: one function for each kind of finding.
 
-If the results agree in float64, each execution is judged separately: its errors, number formats,
+If the results agree in float64, each execution is judged separately, by its errors, number formats,
 lost updates, NaN and infinity. If the results differ, the findings are the sources of the
 difference, which are the first values that the executions do not have in common.
 
-Most functions name an example of what they find. Names in backquotes are cases of
-`benchmarks/correctness/public_cases.py`, which are questions that people asked in public. Names in
-quotation marks are faults of `tests/audits/_fault_catalogue.py`.
+The docstrings of most functions name an example of what they find. Names in backquotes are cases of
+`benchmarks/correctness/public_cases.py`, which come from questions that people asked in public.
+Names in quotation marks are faults of `tests/audits/_fault_catalogue.py`.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ from gpulab.settings import Setting
 OTHER_FUNCTION_ADVICE = "it computes a different function there"
 UNSEEDED_VALUES_ADVICE = (
     "seed it inside the step, or draw once and reuse the result: an unseeded generator"
-    " (numpy.random.default_rng(), random.Random()), the clock, or a loader that continues gives"
-    " different values each time; and let the step start from the same weights and optimizer state"
+    " (numpy.random.default_rng(), random.Random()), the clock, or a loader that continues where it"
+    " stopped gives different values each time; also make the step start from the same weights and"
+    " optimizer state"
 )
 LOST_UPDATE_ADVICE = (
     "keep the weights in {remedy}: a {dtype} number cannot represent a relative change of less than"
     " about {unit:.0e}"
 )
-FIX_FIRST_PREFIX = "fix this first, because no difference can be measured beside it: "
+FIX_FIRST_PREFIX = "fix this first, because no difference can be measured until then: "
 UNINITIALISED_MEMORY_ADVICE = (
-    "clear the data and the weights of it before the step; torch.isfinite(x).all() tells which"
-    " tensor has it"
+    "remove NaN and infinity from the data and the weights before the step;"
+    " torch.isfinite(x).all() is False for a tensor that contains them"
 )
 OUT_OF_RANGE_ADVICE = (
     "look for numbers beyond the range of {}: scale them down, subtract the largest before an"
@@ -68,12 +69,12 @@ NOT_FINITE_HINTS = (
     (r".*(softmax|scaled_dot_product|attention).*", "look for a row that is masked out entirely"),
 )
 INTEGER_ADVICE = (
-    "compute it in torch.float32 if it matters: bfloat16 has all integers up to 256, float16 up to"
-    " 2,048"
+    "compute it in torch.float32 if it matters: bfloat16 represents all integers only up to 256,"
+    " and float16 up to 2,048"
 )
 STATE_ADVICE = (
-    "save and load this state with the weights, in the same place of the program; everything that"
-    " the step computes from it differs"
+    "save and restore this state together with the weights, at the same point of the program;"
+    " everything that the step computes from it differs"
 )
 MISSING_STATE = "none"
 MAX_LISTED_STATES = 6  # pieces of state in a finding
@@ -91,7 +92,7 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
             *([_nonfinite_finding(comparison, origin)] for origin in comparison.not_finite.values())
         )
     findings += _state_findings(comparison)
-    # The sources explain the results of ranks, too, of which one process has only the whole.
+    # The sources also explain results of single ranks, of which one process has only the whole.
     if not (comparison.has_ranks and sources):
         findings += _missing_result_findings(comparison)
     findings += _source_findings(comparison, sources)
@@ -107,9 +108,9 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
 
 
 def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
-    """Return whether only one side ends in NaN or infinity, although float64 stays finite.
+    """Return whether NaN or infinity reaches the results of only one side, and float64 is finite.
 
-    All other differences follow from that one.
+    All other differences then follow from this one.
     """
     return (
         len(comparison.not_finite) == 1
@@ -142,7 +143,7 @@ def find_short_format_origin(comparison: Comparison) -> Operation | None:
     return None
 
 
-# --- findings of one setting----------------------------------------------------------------------
+# --- findings about one setting -------------------------------------------------------------------
 
 
 def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
@@ -219,7 +220,7 @@ def _advice_on_not_finite(origin: NotFinite) -> str:
         for pattern, words in NOT_FINITE_HINTS:
             if re.fullmatch(pattern, op.name.rstrip("_")):
                 if op.phase == "backward":
-                    words += ", or a derivative that is infinite, as that of a square root at zero"
+                    words += ", or an infinite derivative, such as that of a square root at zero"
                 return FIX_FIRST_PREFIX + words
     return ADVICE["not finite"]
 
@@ -229,8 +230,8 @@ def _one_sided_nonfinite_findings(
 ) -> list[Finding]:
     """Return a finding about a one-sided NaN or infinity that nothing else explains.
 
-    A short format on the way to it, or a mismatch in the operation that produced it, is an
-    explanation. The list is then empty.
+    The list is empty if a short format on the way to it, or a mismatch in the operation that
+    produced it, explains it.
     """
     if not is_nonfinite_on_one_side(comparison) or find_short_format_origin(comparison) is not None:
         return []
@@ -277,7 +278,7 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
         if op.format == FLUSHED:
             detail = f"flushed subnormal numbers, those below 1.2e-38, to zero; error {error:.1e}"
         elif op.format and (op.has_rounded_factors or op.error is None):
-            detail = f"its factors had been rounded to {op.format} before"
+            detail = f"its factors had already been rounded to {op.format}"
         elif op.format:
             detail = f"the kernel rounds its factors to {op.format}; error {error:.1e}"
         yield _make_finding(
@@ -290,7 +291,7 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
         )
     elif op.ratio is not None and not op.ratio <= 1:
         times = (
-            "and rounding explains none"
+            "and rounding explains none of it"
             if math.isinf(op.ratio)
             else f"{op.ratio:.3g} times what rounding explains"
         )
@@ -302,7 +303,7 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
         and op.outputs
         and _max_deviation(comparison, op) > tol.REFERENCE_TOLERANCE
     ):
-        size = _max_deviation(comparison, op)  # an example are positions from `arange`
+        size = _max_deviation(comparison, op)  # for example of positions from `arange`
         yield _make_finding(
             comparison,
             "reduced precision",
@@ -321,7 +322,7 @@ def _max_deviation(comparison: Comparison, op: Operation) -> float:
 def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding]:
     """Yield a finding if many updates change the float64 reference, but not the recorded bits.
 
-    Such updates are too small for the number format of the weights (pytorch#67590).
+    Updates that leave the bits unchanged are too small for the weights' format (pytorch#67590).
     """
     trace = comparison.traces[side]
     graph = comparison.graphs[side]
@@ -342,8 +343,8 @@ def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding
     )
     dtype = comparison.values(mostly_lost[0])[0].dtype
     # Rounding to nearest discards an update of w that is smaller than half the distance from w to
-    # the next number. This half distance lies between eps/4 and eps/2 times |w|, depending on w. So
-    # every update below eps/4 times |w| is lost: the advice names this share.
+    # the next number. This half distance lies between eps/4 and eps/2 times |w|, depending on w.
+    # Every update below eps/4 times |w| is therefore lost, and the advice names this share.
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}.get(dtype, 2.0**-25)
     detail = (
         f"{LOST_UPDATE_PREFIX}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in"
@@ -369,17 +370,18 @@ def _rounding_finding(comparison: Comparison) -> Finding:
     op = max(within_bounds, key=attrgetter("ratio"))
     count = "1 operation" if len(within_bounds) == 1 else f"{len(within_bounds)} operations"
     detail = (
-        f"rounding explains the errors of {count}; that of this one is {op.ratio:.2f} of its bound"
+        f"rounding explains the errors of {count}; the error of this one is {op.ratio:.2f} times"
+        " its bound"
     )
     if len(within_bounds) > 1:
-        detail += ", the largest"
+        detail += ", the largest ratio"
     return _make_finding(comparison, "rounding", op, detail)
 
 
 def _merge_findings(findings_a: list[Finding], findings_b: list[Finding]) -> list[Finding]:
-    """Combine the findings of both settings; merge each finding that both have into one.
+    """Combine the findings of both settings; merge findings that both settings have.
 
-    The sizes of two merged findings are added in squares, since their errors are independent.
+    The sizes of two merged findings are added in squares, because their errors are independent.
     """
 
     def key(finding: Finding) -> tuple[object, ...]:
@@ -409,13 +411,13 @@ def _merge_findings(findings_a: list[Finding], findings_b: list[Finding]) -> lis
     return merged + [finding for finding in findings_b if id(finding) in unmatched_ids]
 
 
-# --- results that differ --------------------------------------------------------------------
+# --- results that differ --------------------------------------------------------------------------
 
 
 def _state_findings(comparison: Comparison) -> Iterator[Finding]:
     """Yield a finding if two steps of running programs started from different states.
 
-    An example is a step after a resume that did not restore the averages of the optimizer.
+    An example is a step after a resume that did not restore the moving averages of the optimizer.
     """
     start_a, start_b = comparison.a.state, comparison.b.state
     if not start_a or not start_b:
@@ -435,7 +437,7 @@ def _state_findings(comparison: Comparison) -> Iterator[Finding]:
         key, separator, _ = name.partition(" of ")
         is_option = not separator or " of group " in name or name.startswith("random numbers")
         groups[name if is_option else key].append(entry)
-    # Options such as a learning rate first, and the counts of updates last.
+    # Options, such as a learning rate, come first, and the counts of updates last.
     keys = sorted(groups, key=lambda key: (key == "step", len(groups[key]) > 1))
     shown = "; ".join(_describe_state_difference(groups[key]) for key in keys[:MAX_LISTED_STATES])
     if len(keys) > MAX_LISTED_STATES:
@@ -473,7 +475,7 @@ def _describe_state_difference(entries: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
-    """Yield a finding for each gradient or update of one side only ("a bias without gradient")."""
+    """Yield a finding for each gradient or update of only one side ("a bias without gradient")."""
     if is_nonfinite_on_one_side(comparison):
         return  # the missing results follow from the NaN or infinity
     for result in comparison.differing_results:
@@ -481,19 +483,19 @@ def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
             op = result.representative
             other_title = comparison.other_title(op)
             advice = f"check why {other_title} does not compute it: {OTHER_FUNCTION_ADVICE}"
-            # If two different programs are compared, either may have additional results. The
-            # finding is then ranked by its share, so that other differences may come first.
+            # Either of two different programs may have additional results. The finding is then
+            # ranked by its share, so that other differences can come first.
             has_bound = not comparison.is_same_program
             detail = f"{other_title} does not compute it"
             if comparison.has_ranks:
-                detail = f"{other_title} has neither this result nor the parts of it"
+                detail = f"{other_title} has neither this result nor its parts"
             yield _make_finding(comparison, "mismatch", op, detail, advice, has_bound=has_bound)
 
 
 def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]:
-    """Return one finding for each line on which the executions begin to differ.
+    """Return one finding for each line at which the executions begin to differ.
 
-    If the results differ but no source is known, there may be one finding that says so.
+    If the results differ but no source is known, a finding may state that.
     """
     findings: dict[tuple[str, ...], Finding] = {}
     has_changed_inputs = any(
@@ -512,8 +514,8 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
             and kernel_name(source.a.op) == kernel_name(source.b.op)
         )
         if is_foreign and not (is_data or is_drawn or one_kernel):
-            # If the data or random numbers differ, another algorithm for the same function cannot
-            # be distinguished from another function.
+            # If the data or random numbers differ, a different algorithm for the same function
+            # cannot be distinguished from a different function.
             continue
         if has_changed_inputs and (is_data or any(node.op.inputs_changed for node in source.nodes)):
             continue  # the finding of nondeterminism reports it
@@ -564,7 +566,7 @@ def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Va
 def _follows(source: Source, elsewhere: set[Value]) -> bool:
     """Return whether a source differs only because it received values from elsewhere.
 
-    A call whose arguments differ between the two sides is a difference of its own.
+    A call whose arguments differ between the two sides is a separate difference.
     """
     a, b = source.a, source.b
     if (
@@ -597,7 +599,7 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
     op = source.user.op if source.user else comparison.traces[0].operations[0]
     if not all(value_on_side.exact for value_on_side in (x, y) if value_on_side is not None):
         reason = next(
-            iter(comparison.trace_of(op).without_reference.values()), "it asks for float32"
+            iter(comparison.trace_of(op).without_reference.values()), "it requests float32"
         )
         detail = (
             f"one of its inputs has no float64 reference ({reason}), and the recorded numbers"
@@ -631,8 +633,8 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
 def _operation_finding(comparison: Comparison, source: Source) -> Finding:
     """Describe operations that compute different results although their inputs agree.
 
-    The kinds of finding are tried in order: different arguments, different random numbers, another
-    valid answer, a result without an exact reference, and otherwise a mismatch.
+    The kinds of findings are tried in this order: different arguments, different random numbers,
+    another valid answer, a result without an exact reference. Otherwise, it is a mismatch.
     """
     gap = _output_gap(comparison, source)
     a, b = (node.op if node else None for node in (source.a, source.b))
@@ -644,9 +646,9 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
             return _arguments_finding(comparison, (a, b), arguments, gap)
     if drawn is not None:
         return _random_numbers_finding(comparison, drawn, gap)
-    # An argument may be a constant of the number format, as in `clamp(min=finfo(dtype).tiny)`.
-    # On a side where it clips nothing, the call leaves its input unchanged and is not part of the
-    # source. So the same call is looked up on the other side.
+    # An argument may be a constant of the number format, as in `clamp(min=finfo(dtype).tiny)`. On a
+    # side where the call clips nothing, it leaves its input unchanged and is not part of the
+    # source, so the same call is looked up on the other side.
     for node in source.nodes:
         counterpart = same_call(comparison, node)
         if counterpart is not None:
@@ -664,8 +666,8 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
         and _are_within_bounds(a, b)
     ):
         detail = (
-            f"both results fit its definition and differ by {gap:.1e} (relative): several answers"
-            " are right"
+            f"both results satisfy its definition but differ by {gap:.1e} (relative): several"
+            " answers are correct"
         )
         return _make_pairwise_finding(comparison, "another valid answer", b, gap, detail)
     if _is_uncertain(comparison, source):
@@ -684,7 +686,7 @@ def _arguments_finding(
     arguments: dict[str, tuple[Json, Json]],
     gap: float,
 ) -> Finding:
-    """Describe an operation that is called with other arguments ("exact gelu", "momentum")."""
+    """Describe an operation called with different arguments ("exact gelu", "momentum")."""
     a, b = operations
     arguments_a = ", ".join(f"{name}={value!r}" for name, (value, _) in arguments.items())
     arguments_b = ", ".join(f"{name}={value!r}" for name, (_, value) in arguments.items())
@@ -786,7 +788,7 @@ def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: f
     op = node.op
     title = comparison.trace_of(op).title
     other_title = comparison.other_title(op)
-    detail = f"{other_title} has no value equal to its result, although it has all of its inputs"
+    detail = f"no value under {other_title} equals its result, although all its inputs exist there"
     if source.a is not None and source.b is not None:
         counterpart = describe(source.a.op)
         detail = f"from the same values, {other_title} computes {counterpart}"
@@ -794,8 +796,8 @@ def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: f
             detail += f"; the results differ by {gap:.1e} (relative)"
         if not source.share_inputs:
             detail = (
-                f"{other_title} has no value equal to its result; the first value there without a"
-                f" counterpart is that of {counterpart}"
+                f"no value under {other_title} equals its result; the first value there without a"
+                f" counterpart is the result of {counterpart}"
             )
     advice = f"check what {_user_location(op)} does under {title}: {OTHER_FUNCTION_ADVICE}"
     return _make_pairwise_finding(
@@ -807,7 +809,7 @@ def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Fi
     """Describe different results of an operation without an exact float64 reference.
 
     The finding is a mismatch if both sides use the same kernel and the difference exceeds what
-    rounding explains. Otherwise it says that the cause cannot be told.
+    rounding explains. Otherwise its kind is `cannot be told`.
     """
     op = source.nodes[0].op
     trace = comparison.trace_of(op)
@@ -826,7 +828,7 @@ def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Fi
             advice = f"compare the kernels registered for both settings: {OTHER_FUNCTION_ADVICE}"
             return _make_pairwise_finding(comparison, "mismatch", op, gap, detail, advice)
     reason = trace.without_reference.get(op.name) or next(
-        iter(trace.without_reference.values()), "it asks for float32"
+        iter(trace.without_reference.values()), "it requests float32"
     )
     detail = (
         f"it, or one of its inputs, has no float64 reference ({reason}), and the recorded numbers"
@@ -878,14 +880,14 @@ def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) ->
         return _make_pairwise_finding(comparison, "cannot be told", op, result.gap, detail)
     detail = (
         f"{describe(result.representative)} differs by {result.gap:.1e} (relative) in float64,"
-        " although both sides have every value that leads to it: one side leaves out one of them,"
-        " or uses it for something else"
+        " although both sides have every value that leads to it: one side leaves out one of these"
+        " values, or uses it for something else"
     )
     return _make_pairwise_finding(comparison, "cause not found", op, result.gap, detail)
 
 
 def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:
-    """Yield findings about recorded answers that differ although both are correct.
+    """Yield findings about recorded results that differ although both are correct.
 
     Examples are `signs_of_singular_vectors` and `largest_among_equals`.
     """
@@ -903,13 +905,13 @@ def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:
         gap = max(map(comparison.gap, comparison.values(a), comparison.values(b)), default=0.0)
         if gap > tol.MIN_UNEXPLAINED_DIFFERENCE and input_gap <= tol.SAME_INPUTS_TOLERANCE:
             detail = (
-                f"both results fit its definition and differ by {gap:.1e} (relative): several"
-                " answers are right"
+                f"both results satisfy its definition but differ by {gap:.1e} (relative): several"
+                " answers are correct"
             )
             yield _make_pairwise_finding(comparison, "another valid answer", b, gap, detail)
 
 
-# --- findings made of operations ------------------------------------------------------------------
+# --- making findings ------------------------------------------------------------------------------
 
 
 def _make_finding(
@@ -952,7 +954,7 @@ def _make_pairwise_finding(
 
 
 def _user_location(op: Operation) -> str:
-    """Return the place of an operation for the user: its module, or else its line."""
+    """Return where the user finds an operation: its module, or else its line."""
     return op.module or op.line or "the step"
 
 
@@ -961,19 +963,19 @@ def _advice_on_repetition(comparison: Comparison, op: Operation) -> str:
     setting = Setting.parse(comparison.trace_of(op).setting)
     if not hasattr(torch.ops.aten, op.name):
         return (
-            "if runs must repeat, let its kernel seed what it draws and add up in a fixed order:"
-            " deterministic=on reaches the operations of torch alone"
+            "if runs must be reproducible, make its kernel seed what it draws and sum in a fixed"
+            " order: deterministic=on affects only the operations of torch"
         )
     if setting.deterministic:
         return (
             "compare settings only over many seeds, with gpulab.verdict: deterministic=on does not"
-            " reach it"
+            " affect it"
         )
     return ADVICE["nondeterminism"]
 
 
 def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
-    """Return advice on how to compute an operation in float32, by what reduced its precision."""
+    """Return advice on how to compute an operation in float32, depending on what prevents it."""
     setting = Setting.parse(comparison.trace_of(op).setting)
     is_convolution = op.name.startswith("convolution")
     place = "this line" if op.line else op.module or "the loss"
@@ -986,34 +988,34 @@ def _advice_on_precision(comparison: Comparison, op: Operation) -> str:
     is_of_converted = op.name == "_to_copy" and op.phase == "backward"
     if is_of_converted and op.dtype in (setting.autocast, setting.precision):
         return (
-            f"nothing here; {setting} rounds what comes before {place} to {op.dtype}: keep that in"
-            " float32 as well"
+            f"no change is needed here: {setting} rounds what comes before {place} to {op.dtype};"
+            " keep that in float32 as well"
         )
     if op.dtype in tol.SHORT_FORMATS and setting.autocast == op.dtype:
         protection = f"torch.autocast({setting.kind!r}, enabled=False) around {place}"
-        conversion = ".float() on what it is given and `backward` outside of autocast"
-        return f"{setting} asks for it; {protection}, with {conversion}, keeps it in float32"
+        conversion = ".float() on its inputs and `backward` outside autocast"
+        return f"{setting} requests it; {protection}, with {conversion}, keeps it in float32"
     if op.name == "_to_copy" and setting.precision == op.dtype:
-        return f"{setting} asks for it; if it matters, leave out the conversion in {place}"
+        return f"{setting} requests it; if it matters, leave out the conversion in {place}"
     if op.dtype in tol.SHORT_FORMATS and setting.precision == op.dtype:
-        protection = f".float() on all that {place} is given, parameters too"
-        return f"{setting} asks for it; if it matters, {protection}, keeps it in float32"
+        protection = f".float() on all inputs of {place}, including parameters"
+        return f"{setting} requests it; if it matters, {protection}, keeps it in float32"
     if op.dtype in tol.SHORT_FORMATS:
         return f"look for autocast or .to(torch.{op.dtype}) if float32 was meant"
     if op.has_rounded_factors and op.format in (setting.autocast, setting.precision):
         return (
-            f"nothing here; {setting} rounds what comes before {place} to {op.format}: keep that in"
-            " float32 as well"
+            f"no change is needed here: {setting} rounds what comes before {place} to {op.format};"
+            " keep that in float32 as well"
         )
     if op.has_rounded_factors:
         return (
-            f"look for what rounds to {op.format} before this line: an emulation, or a cast there"
-            " and back"
+            f"look for what rounds to {op.format} before this line: an emulation, or a cast to"
+            f" {op.format} and back"
         )
     if setting.emulated:
-        place = "`backward`, in a step that is a function," if op.phase == "backward" else place
+        place = "`backward`, in a function step," if op.phase == "backward" else place
         return (
-            f"{setting} asks for it; gpulab.float32_products() around {place} keeps it in float32"
+            f"{setting} requests it; gpulab.float32_products() around {place} keeps it in float32"
         )
     if setting.kind == "cuda":
         backend = "cudnn" if is_convolution or op.name.startswith("_cudnn") else "cuda.matmul"

@@ -1,4 +1,4 @@
-"""What every audit returns: findings with a kind and advice, as text, JSON and Markdown."""
+"""The result of every audit: findings with a kind and advice, as text, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpulab import report
 from gpulab.audits._traces import RESULT, Json, Operation
 from gpulab.passports import Passport
 
-# Worst first, where findings explain as much of the difference.
+# The order of findings that explain equal shares of the difference, the worst kind first.
 KINDS = (
     "not finite",
     "mismatch",
@@ -30,41 +30,41 @@ KINDS = (
 FAULTS = KINDS[:5]  # kinds that no correct device or compiler explains
 ADVICE = {
     "not finite": (
-        "fix this first, because no difference can be measured beside it: look for a row that is"
+        "fix this first, because no difference can be measured until then: look for a row that is"
         " masked out entirely, a division by zero, a logarithm or square root of zero or less, or"
-        " numbers beyond the format's range"
+        " numbers beyond the range of the format"
     ),
     "mismatch": (
         "look for a bug here: compare this operation's arguments and kernel under both settings"
     ),
     "nondeterminism": (
-        "if runs must repeat, use deterministic=on (torch.use_deterministic_algorithms); otherwise"
-        " compare settings only over many seeds, with gpulab.verdict"
+        "if runs must be reproducible, use deterministic=on (torch.use_deterministic_algorithms);"
+        " otherwise compare settings only over many seeds, with gpulab.verdict"
     ),
     "different random numbers": (
-        "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and"
-        " GPUs differ"
+        "draw on the CPU with a seeded torch.Generator and move the result; the generators of CPUs"
+        " and GPUs differ"
     ),
     "another valid answer": (
         "nothing, unless the loss depends on signs, on the basis of an eigenspace, or on which of"
-        " equal numbers comes first: then compute it from something that does not, such as the"
-        " outer product of a vector with itself"
+        " several equal numbers comes first: in that case compute it from a quantity that does not,"
+        " such as the outer product of a vector with itself"
     ),
     "other data": "use the same batch, the same weights and the same seeds on both sides",
     "cannot be told": (
-        "compare this operation by hand, or let it compute in float64 where its inputs are float64,"
-        " so that it can be repeated"
+        "compare this operation by hand, or make it compute in float64 if its inputs are float64,"
+        " so that the audit can repeat it"
     ),
     "rounding": "nothing to do",
     "cause not found": (
-        "check this line and those before it: the audit does not see what they do outside torch's"
-        " operations (NumPy, hooks, other libraries, control flow)"
+        "check this line and the lines before it: the audit does not see what they do outside"
+        " torch's operations (NumPy, hooks, other libraries, control flow)"
     ),
 }
 
 
 MAX_MARKDOWN_FINDINGS = 3  # findings in an issue
-MAX_PRINTED_LINES = 12  # groups of findings that are printed, each about one line of code
+MAX_PRINTED_LINES = 12  # printed groups of findings, each about one line of code
 FIELDS = (
     "kind",
     "setting",
@@ -98,10 +98,10 @@ class Finding:
         size: The relative error of the operation's result for this reason; NaN if it is unknown.
         share: The share of the difference in the step's results that the finding explains; NaN if
             it is unknown or there is no difference.
-        has_bound: Whether the effect is bounded. It is not for overwritten memory and for a missing
-            result, which could explain all of the difference.
+        has_bound: Whether the effect is bounded. The effects of overwritten memory and of a missing
+            result are not, and could explain all of the difference.
         op: The operation in its trace.
-        is_pairwise: Whether it was found by comparing the two sides, each of which computes
+        is_pairwise: Whether the finding comes from comparing the two sides, each of which computes
             correctly by itself.
         under_both: Whether both settings have the finding.
         counterparts: The operations of the other setting with the same finding.
@@ -167,15 +167,14 @@ def describe(op: Operation) -> str:
     return operation_phrase(op) + (f" at {op.line}" if op.line else "")
 
 
-# --- the answer of an audit -----------------------------------------------------------------------
+# --- the result of an audit -----------------------------------------------------------------------
 
 
 class Answer(report.Report):
     """The result of an audit.
 
     Attributes:
-        findings: The findings, as a list of `Finding`. The finding that explains most of the
-            difference comes first.
+        findings: A list of `Finding`. The finding that explains most of the difference comes first.
         titles: The names of the two sides.
         passports: The machines on which the two sides were computed.
     """
@@ -187,12 +186,12 @@ class Answer(report.Report):
 
     @property
     def kind(self) -> str:
-        """The kind of the first finding, which explains most; `rounding` when all is well."""
+        """The kind of the first finding, which explains the most; `rounding` if all is well."""
         return self.findings[0].kind
 
     @property
     def faulty(self) -> bool:
-        """Whether there is a finding that no correct device explains, of a kind in `FAULTS`."""
+        """Whether any finding is of a kind in `FAULTS`, which no correct device explains."""
         return any(finding.kind in FAULTS for finding in self.findings)
 
     @property
@@ -207,17 +206,17 @@ class Answer(report.Report):
         return str(self)
 
     def save(self, file: str | Path, title: str = "") -> None:
-        """Write the report to an HTML file of its own."""
+        """Write the report to a self-contained HTML file."""
         super().save(file, title or f"Audit: {self.titles[0]} against {self.titles[1]}")
 
     def as_json(self) -> dict[str, Json]:
-        """The answer for a program, as a dictionary that JSON can hold.
+        """Return the result as a dictionary that can be written as JSON.
 
         Returns:
             `format` (1), `headline`, `kind` (of the first finding), `faulty`, `settings` (two),
             `passports` (two), and `findings`: a list of dictionaries with `kind`, `setting`,
             `operation`, `phase`, `module`, `line`, `detail`, `advice`, and the numbers `size`,
-            `share` and `ratio`, which are None where they are not known; see `Finding`.
+            `share` and `ratio`, which are None if they are unknown; see `Finding`.
         """
         return {
             "format": self.FORMAT,
@@ -233,7 +232,7 @@ class Answer(report.Report):
         }
 
     def as_markdown(self) -> str:
-        """Text for an issue: the first line, the first three findings, and both machines."""
+        """Return Markdown for an issue: the headline, up to three findings, and both machines."""
         findings = "\n\n".join(map(str, self.findings[:MAX_MARKDOWN_FINDINGS]))
         sides = (
             f"- {title}: {Passport(passport).summary()}"
@@ -243,12 +242,12 @@ class Answer(report.Report):
 
 
 def _to_json(value: object) -> Json:
-    """Convert a value to JSON; NaN and infinity become None, because JSON does not have them."""
+    """Convert a value to JSON; NaN and infinity, which JSON cannot represent, become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Group findings with the same kind, setting, line and advice, in the order of the first."""
+    """Group findings with the same kind, setting, line and advice; keep the order of first ones."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
         groups.setdefault(
@@ -258,7 +257,7 @@ def group_by_line(findings: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def format_findings(findings: Sequence[Finding]) -> list[str]:
-    """Format the findings as texts, one for each kind and line; omit all after the first ones."""
+    """Format the findings, one text for each kind and line, up to `MAX_PRINTED_LINES` texts."""
     texts = []
     for representative, *similar_findings in group_by_line(findings):
         operations = Counter(

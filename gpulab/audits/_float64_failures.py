@@ -26,7 +26,7 @@ MODELS_DIR = os.path.join(PACKAGE, "models")
 
 
 class Request(NamedTuple):
-    """A place where a step requests a short format, or uses a tensor that has one already.
+    """A place where a step requests a short format, or uses a tensor that already has one.
 
     Attributes:
         dtype: The short format.
@@ -37,7 +37,7 @@ class Request(NamedTuple):
     >>> print(
     ...     Request(torch.float32, "net.py:12: return self.head(x.float())", "head", is_made=True)
     ... )
-    net.py:12: return self.head(x.float()) (in head) asks for float32
+    net.py:12: return self.head(x.float()) (in head) requests float32
     >>> print(Request(torch.float32, "", "head", is_made=False))
     head uses a float32 tensor that was made before the step
     """
@@ -55,7 +55,7 @@ class Request(NamedTuple):
         )
         format_name = str(self.dtype).removeprefix("torch.")
         does = (
-            f"asks for {format_name}"
+            f"requests {format_name}"
             if self.is_made
             else f"uses a {format_name} tensor that was made before the step"
         )
@@ -66,12 +66,12 @@ class ShortFormatRequests(TorchFunctionMode):
     """Record the requests for short formats while a step runs in float64.
 
     Args:
-        model: The model, for the names of its modules.
+        model: The model, which provides the names of its modules.
         calling_file: The file that calls the model. Only frames inside this call are searched.
 
     Attributes:
         requests: All requests, in the order in which they were made.
-        failed_input_requests: The requests that made the inputs of the operation that failed.
+        failed_input_requests: The requests that led to the inputs of the operation that failed.
     """
 
     def __init__(self, model: nn.Module, calling_file: str) -> None:
@@ -91,9 +91,10 @@ class ShortFormatRequests(TorchFunctionMode):
         args: Sequence[Nested] = (),
         kwargs: Mapping[str, Nested] | None = None,
     ) -> Nested:
-        """Call an operation, and record the requests that its results in short formats go back to.
+        """Call an operation, and record the requests that led to its results in short formats.
 
-        If the operation fails, the requests of its inputs are recorded as the likely cause.
+        If the operation fails, the requests that led to its inputs are recorded as the likely
+        cause.
         """
         inputs = [
             self._request_of(tensor, is_made=False) for tensor in _short_tensors((args, kwargs))
@@ -115,9 +116,9 @@ class ShortFormatRequests(TorchFunctionMode):
     def _request_of(
         self, tensor: Tensor, inputs: Sequence[Request] = (), is_made: bool = True
     ) -> Request:
-        """Return the request that a tensor in a short format goes back to.
+        """Return the request that led to a tensor in a short format.
 
-        This is the request of the first such input, or else a new request for the current line.
+        This is the request for the first such input, or else a new request for the current line.
         """
         if tensor not in self.request_of_tensor:
             self.request_of_tensor[tensor] = (

@@ -1,4 +1,4 @@
-"""Record a training step: execute it twice, and note which operations repeat their results."""
+"""Record a training step: execute it twice, and note which operations are deterministic."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def record(
     """Execute a step under a setting and record every operation and its results.
 
     The step is executed twice with the same seeds of torch, NumPy and Python. The first execution
-    only shows whether the step is deterministic. In the second one, the memory of every tensor has
-    a copy in float64. Every operation is repeated on these copies with the same random numbers and
-    along the same branches. The copies are the float64 references of the values. Two traces are
-    compared by their references.
+    only shows whether the step is deterministic. In the second execution, the memory of every
+    tensor has a copy in float64, and every operation is repeated on these copies with the same
+    random numbers and along the same branches. The copies are the float64 references of the values.
+    Two traces are compared by their references.
 
     Recording takes several times as long as the step, and about three times its memory.
 
     Args:
         step: A `Step`, or a function that does one training step including the backward pass. The
-            function is called with the `Setting`, and puts its tensors on `setting.device` in
-            `setting.dtype`. If it takes no argument, these are torch's defaults during the call.
-            See `gpulab.Step`.
+            function is called with the `Setting`, and creates its tensors on `setting.device` in
+            `setting.dtype`. If it takes no argument, that device and type are torch's defaults
+            during the call. See `gpulab.Step`.
         setting: The setting to execute the step under.
         file: The file in which the trace is saved; None to save no file.
         progress: Whether to show a progress bar.
@@ -84,8 +84,8 @@ def record(
     parsed.check()
     if parsed.compile:
         raise UsageError(
-            f"setting {setting}: compiled code has no operations to record; gpulab.audit compares"
-            " its results"
+            f"setting {setting}: compiled code has no operations to record; use gpulab.audit, which"
+            " compares its results"
         )
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
         first_trace = perform(step, parsed, Tracer(bar.update))
@@ -135,7 +135,7 @@ def perform(
     ):
         tracer.results.restores = not isinstance(run, PreparedStep)
         tracer.results.counts_updates = tracer.results.restores
-        # The global hooks that this warning is about are those of the tracer.
+        # The global hooks that this warning refers to are those of the tracer.
         warnings.filterwarnings(
             "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
         )
@@ -152,7 +152,7 @@ def perform(
         getattr(torch, op.dtype).is_floating_point for op in tracer.operations if op.phase != RESULT
     ):
         raise UsageError(
-            "the step ran no operation of torch on floating-point numbers: there is nothing to"
+            "the step ran no torch operation on floating-point numbers, so there is nothing to"
             " compare"
         )
     overwritten = [
@@ -169,7 +169,7 @@ def perform(
     notes = {}
     if not guarded:
         notes["guard"] = (
-            "torch.func forbids hooks for saved tensors: overwritten memory was not looked for"
+            "torch.func forbids hooks for saved tensors, so overwritten memory was not looked for"
         )
     loss_note = getattr(run, "loss_taken", "")
     if loss_note:
@@ -262,7 +262,7 @@ def _contents(trace: Trace, names: Sequence[str]) -> list[str]:
 
 
 def _produced_contents(trace: Trace) -> set[str]:
-    """Return the content hashes of all values that operations made, except for mere copies."""
+    """Return the content hashes of all values that operations produced, except for mere copies."""
     return {
         content
         for op in trace.operations

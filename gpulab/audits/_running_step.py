@@ -1,4 +1,4 @@
-"""Record one step of a running training, in which the program itself does the step."""
+"""Record one step of a running training, which the program itself executes."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class StepRecording:
         self._stack = contextlib.ExitStack()
 
     def _enter(self) -> None:
-        """Follow the program from here on, without recording it yet."""
+        """Start to follow the program, without recording it yet."""
         self._stack.enter_context(self._tracer.results.follow())
         self._stack.enter_context(self._tracer)
 
     @as_guard_work
     def _begin(self) -> None:
-        """Record from here on."""
+        """Start to record."""
         self._generators = _generator_states()
         self._tracer.is_preparing = False
 
@@ -93,7 +93,7 @@ class StepRecording:
             self.trace.save(file)
 
     def add(self, **results: Nested) -> None:
-        """Name further results of the step, such as the loss, which the audit then compares.
+        """Add named results of the step, such as the loss, for the audit to compare.
 
         Args:
             results: Tensors or any nesting of tensors, by name.
@@ -102,7 +102,9 @@ class StepRecording:
             UsageError: If the `with` block has ended.
         """
         if self.trace is not None:
-            raise UsageError("add: the step has been recorded; call it inside the with block")
+            raise UsageError(
+                "add: the recording of the step has ended; call add inside the with block"
+            )
         self._returned |= results
 
 
@@ -115,28 +117,28 @@ def record_step(
 ) -> Iterator[StepRecording]:
     """Record what a running program does inside a `with` block, usually one step of a training.
 
-    `gpulab.record` executes a step by itself. This function records the step of a program as it
-    happens: nothing is moved, seeded, repeated or restored, and the training continues with the
-    same numbers as without the recording. Gradients, updated parameters and buffers, and the states
-    of optimizers are the results of the step, as in `gpulab.record`. Two such traces are compared
-    by `gpulab.audit(trace_a, trace_b)`: of two machines, of two precisions, or of an uninterrupted
-    training and a resumed one.
+    `gpulab.record` executes a step itself. This function records a step that the program executes:
+    nothing is moved, seeded, repeated or restored, and the training continues with the same numbers
+    as without the recording. As in `gpulab.record`, the results of the step are the gradients, the
+    updated parameters and buffers, and the states of optimizers. `gpulab.audit(trace_a, trace_b)`
+    compares two such traces, for example from two machines, from two precisions, or from an
+    uninterrupted and a resumed training.
 
-    The trace also has the state that the step started from: that of every optimizer which the step
-    calls, with its options such as the learning rate; the states of the generators of random
-    numbers from which the step draws; and that of all objects in `state`. `gpulab.audit` names what
-    differs.
+    The trace also contains the state that the step started from: the state of every optimizer that
+    the step calls, with its options such as the learning rate; the states of the random number
+    generators from which the step draws; and the states of all objects in `state`. `gpulab.audit`
+    names the parts of the state that differ.
 
-    Forward and backward pass have to be inside the block. The recorded step takes several times as
-    long as another one, and three times its memory, because each operation is repeated in float64.
-    Steps outside the block cost nothing. Compiled modules run uncompiled inside the block. The
-    guard does not watch it.
+    The forward and the backward pass must be inside the block. A recorded step takes several times
+    as long as any other step, and three times its memory, because each operation is repeated in
+    float64. Steps outside the block cost nothing. Compiled modules run uncompiled inside the block.
+    The guard is not active in it.
 
     Args:
         file: The file in which the trace is saved; None to save no file.
-        state: Further objects whose state before the step is noted, by name: anything with a
+        state: Further objects whose state before the step is recorded, by name: anything with a
             `state_dict()`, such as a learning rate schedule, a gradient scaler, a stateful loader
-            or an averaged model; tensors, numbers, texts; or nestings of these.
+            or an averaged model; tensors, numbers and strings; or nestings of these.
         label: The name of the trace in reports.
 
     Yields:
@@ -146,8 +148,8 @@ def record_step(
         UsageError: If an object in `state` has no state that can be compared.
 
     Examples:
-        A step after a resume, beside the same step of the uninterrupted training. The averages of
-        the optimizer were not restored:
+        A step after a resume, compared with the same step of the uninterrupted training. The moving
+        averages of the optimizer were not restored:
 
         >>> import copy
         >>> import torch
@@ -184,22 +186,22 @@ def record_step(
 def record_script_step(
     script: str, arguments: Sequence[str], at_step: int, file: str | Path
 ) -> Trace:
-    """Run a script as Python would, and record one of its training steps into a file.
+    """Run a script as Python would, and record one of its training steps in a file.
 
-    The steps are counted by the updates of the first optimizer that does one. Step 1 begins with
-    the first call of a module. Every other step begins after the update of the step before.
+    The number of steps is the number of updates by the first optimizer that does one. Step 1 begins
+    with the first call of a module. Every other step begins after the update of the previous step.
 
     Args:
         script: The file of the script.
         arguments: The arguments of the script.
-        at_step: The number of the step, from 1.
+        at_step: The number of the step, starting from 1.
         file: The file in which the trace is saved.
 
     Returns:
         The trace.
 
     Raises:
-        GpulabError: If the script ends before that step is done. Errors of the script are not
+        GpulabError: If the script ends before that step is complete. Errors of the script are not
             caught.
     """
     recording = StepRecording({}, "")
@@ -227,7 +229,7 @@ class _StepCounter:
 
     def __enter__(self) -> _StepCounter:
         self._stack.callback(self.recording._leave)
-        # Before the hooks of the recording, so that the first module is recorded, too.
+        # This hook comes before those of the recording, so that the first module is recorded, too.
         self._stack.callback(modules.register_module_forward_pre_hook(self._before_module).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
         if self.at_step == 1:
@@ -264,7 +266,7 @@ def _make_trace(
     operations = [op for op in tracer.operations if op.phase != RESULT]
     if not any(getattr(torch, op.dtype).is_floating_point for op in operations):
         raise UsageError(
-            "the step ran no operation of torch on floating-point numbers: expected the forward and"
+            "the step ran no torch operation on floating-point numbers; expected the forward and"
             " the backward pass inside the with block"
         )
     names = {value for op in tracer.operations for value in op.values}
@@ -286,7 +288,7 @@ def _make_trace(
 
 
 def describe_states(state: Mapping[str, object]) -> dict[str, str]:
-    """Describe the states of objects by name: numbers as text, and hashes of tensors.
+    """Describe the states of objects by name: numbers as text, and tensors by hashes.
 
     >>> describe_states({"epoch": 3, "schedule": {"last": 0.5}})
     {'epoch': '3', "schedule['last']": '0.5'}
@@ -299,11 +301,11 @@ def describe_states(state: Mapping[str, object]) -> dict[str, str]:
         content = owner.state_dict() if hasattr(owner, "state_dict") else owner
         for path, value in named_leaves(content):
             if callable(value):
-                continue  # schedules keep their functions among their states
+                continue  # schedules keep functions in their state
             if not isinstance(value, Tensor | np.ndarray | bool | int | float | str | bytes | None):
                 raise UsageError(
-                    f"state[{name!r}]{path} is a {type(value).__name__}: expected something with a"
-                    " state_dict(), a tensor, a number or a text"
+                    f"state[{name!r}]{path}: expected an object with a state_dict(), a tensor, a"
+                    f" number or a string, got a {type(value).__name__}"
                 )
             if isinstance(value, np.ndarray):
                 value = torch.from_numpy(value)

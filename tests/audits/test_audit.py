@@ -77,7 +77,7 @@ def test_audit_calls_bfloat16_in_one_layer_reduced_precision_of_that_layer():
     assert all(f.detail == "computed in bfloat16" and "autocast" in f.advice for f in there)
     elsewhere = [f.detail for f in faults(report) if f.module != "1"]
     assert elsewhere
-    assert all("had been rounded to bfloat16 before" in detail for detail in elsewhere)
+    assert all("had already been rounded to bfloat16" in detail for detail in elsewhere)
 
 
 GELU = ("none", "tanh")

@@ -233,7 +233,7 @@ def test_record_step_ends_with_an_error_of_the_program():
 
 def test_record_step_refuses_what_it_cannot_compare():
     with (
-        pytest.raises(gl.UsageError, match=r"state\['loader'\] is a DataLoader: expected"),
+        pytest.raises(gl.UsageError, match=r"state\['loader'\].*: expected .* got a DataLoader"),
         gl.record_step(state={"loader": DataLoader(INPUTS)}),
     ):
         pass
@@ -241,7 +241,7 @@ def test_record_step_refuses_what_it_cannot_compare():
         pass
     with gl.record_step() as recording:
         drawn(3).exp()
-    with pytest.raises(gl.UsageError, match="call it inside the with block"):
+    with pytest.raises(gl.UsageError, match="call add inside the with block"):
         recording.add(loss=1.0)
 
 
@@ -304,7 +304,7 @@ def test_record_at_step_says_what_it_cannot_do(script):
     for arguments, said in (
         ([script, "a.trace", "--at-step", 0], "expected a whole number from 1"),
         (["missing.py", "a.trace", "--at-step", 1], "no such script"),
-        ([script, "a.trace", "0.01"], "only a script that --at-step runs has arguments"),
+        ([script, "a.trace", "0.01"], "a script that --at-step runs"),
         ([script, "a.trace", "--at-step", 1, "--setting", "cpu:threads=1"], "leave --setting out"),
     ):
         with pytest.raises(gl.UsageError, match=said):

@@ -89,7 +89,7 @@ def test_audit_names_a_tensor_that_is_no_buffer():
 
 
 def test_audit_of_a_bare_network_says_how_to_make_a_step():
-    with pytest.raises(UsageError, match=r"Linear, which is a network; expected gpulab\.Step"):
+    with pytest.raises(UsageError, match=r"expected gpulab\.Step.*, got the network Linear"):
         audited(nn.Linear(2, 2))
 
 
