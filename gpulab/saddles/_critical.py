@@ -1,11 +1,11 @@
-"""Critical points of any loss, distinguished from places where the gradient only stalls.
+"""Critical points of any loss, distinguished from points where the gradient only stops shrinking.
 
-The method of Levenberg and Marquardt minimises ‖g‖², where g is the gradient. The step p minimises
+The Levenberg–Marquardt method minimises ‖g‖², where g is the gradient. The step p minimises
 ‖g + H p‖² + μ‖p‖², where H is the Hessian. The damping μ is proportional to ‖g‖. It is decreased
 after a step that reduced ‖g‖² as predicted, and increased after one that did not. Unlike Newton's
 step, this step does not need an invertible H. Near the solution it converges as fast, even where
-critical points are not isolated (Fan, Yuan). In a network whose units can be rescaled they never
-are.
+critical points are not isolated (Fan, Yuan). They never are in a network whose units can be
+rescaled.
 
 ‖g‖² also has minima at which g is not zero but H g = 0: gradient-flat regions (Frye et al.).
 """
@@ -28,7 +28,7 @@ from gpulab.saddles._hessian import Hessian, hessian
 from gpulab.saddles._objectives import Batch, Loss, Objective
 from gpulab.steps import trainable_parameters
 
-MAX_STEPS = 300  # steps of the search
+MAX_STEPS = 300  # the largest number of steps of the search
 MAX_PARAMETERS = 5_000  # the largest number of weights, because each step computes their Hessian
 GRADIENT_TOLERANCE = 1e-20  # the squared length of a gradient that counts as zero
 # Eigenvalues with |λ| below this share of the largest |λ| belong to the kernel of the Hessian.
@@ -40,7 +40,7 @@ STALL_STEPS = 10
 STALL_RATIO = 0.99
 # A step is accepted if it achieves more than this share of the predicted decrease of ‖g‖².
 MIN_GAIN_RATIO = 1e-4
-MAX_DAMPING = 1e30  # If a step this short does not make the gradient smaller, no step does.
+MAX_DAMPING = 1e30  # If a step this short does not reduce the gradient, no step does.
 # If the Newton step is longer than this share of the weights, the critical point is elsewhere.
 MAX_NEWTON_SHARE = 1e-2
 MIN_DENOMINATOR = 1e-300  # replaces a denominator of zero
@@ -50,16 +50,17 @@ MIN_DENOMINATOR = 1e-300  # replaces a denominator of zero
 class CriticalPoint:
     """A critical point of a loss, or the point at which the search for one ended.
 
-    `find_critical_point` returns one. Its vectors have all trainable weights, flattened, in the
-    order of the model's parameters, in float64. Eigenvalues are those of the whole Hessian. They
-    are computed when they are first used.
+    `find_critical_point` returns one. Its vectors contain all trainable weights, flattened, in the
+    order of the model's parameters, in float64. Eigenvalues are those of the whole Hessian, and are
+    computed when first used.
 
     Attributes:
         model: A copy of the network, in float64, with the weights of this point.
         objective: The loss as a function of a model, with its data in float64.
-        found: Whether this is a critical point: whether the gradient is zero up to rounding.
+        found: Whether this is a critical point, that is, whether the gradient is zero up to
+            rounding.
         message: How the point was found, or why it is not a critical point. For example, it may lie
-            in a gradient-flat region, where the gradient is not zero and yet cannot get smaller.
+            in a gradient-flat region, where the gradient is not zero but cannot be reduced further.
 
     Examples:
         >>> import torch
@@ -78,7 +79,7 @@ class CriticalPoint:
     message: str
 
     def hessian(self) -> Hessian:
-        """Make the Hessian at this point, as torch computes it.
+        """Return the Hessian at this point, as torch computes it.
 
         Returns:
             A `gpulab.saddles.Hessian`.
@@ -113,7 +114,7 @@ class CriticalPoint:
 
     @property
     def curvature(self) -> float:
-        """The least eigenvalue of the Hessian: the curvature along `direction`."""
+        """The smallest eigenvalue of the Hessian: the curvature along `direction`."""
         return float(self.eigenvalues[0])
 
     @property
@@ -141,14 +142,14 @@ def find_critical_point(
 ) -> CriticalPoint:
     """Search for a critical point near the weights of a model: a minimum, a saddle or a maximum.
 
-    The search makes the gradient smaller by the method of Levenberg and Marquardt, on a copy of the
-    model in float64. It ends when the squared length of the gradient is 1e-20 or less, and after at
-    most 300 steps. Each step computes the whole Hessian, so the model may have at most 5,000
-    weights. The search may also end in a gradient-flat region, where the gradient is not zero and
-    yet cannot get smaller. The message of the result then says so.
+    The search reduces the gradient by the Levenberg–Marquardt method, on a copy of the model in
+    float64. It ends when the squared length of the gradient is 1e-20 or less, and after at most 300
+    steps. Each step computes the whole Hessian, so the model may have at most 5,000 weights. The
+    search may also end in a gradient-flat region, where the gradient is not zero but cannot be
+    reduced further. The message of the result then says so.
 
     Args:
-        model: The network whose weights the search begins with; it is not changed.
+        model: The network from whose weights the search starts; it is not changed.
         loss: A function of the model's outputs and the targets, which returns a scalar.
         batch: Inputs and targets, or another batch that `gpulab.hessian` accepts.
         progress: Whether to show a progress bar.
@@ -180,14 +181,15 @@ def find_critical_point(
     """
     if batch is None:
         raise UsageError(
-            "the search goes on with a copy of the model: give a batch and a loss of the outputs"
+            "the search works on a copy of the model: expected a batch and a loss that takes the"
+            " model's outputs, got no batch"
         )
     moving_model = copy.deepcopy(model).double()
     objective = Objective.of(loss, batch).double()
     parameters = trainable_parameters(moving_model)
     count = sum(parameter.numel() for parameter in parameters)
     if count > MAX_PARAMETERS:
-        limit = f"each step writes the Hessian out, and it has at most {MAX_PARAMETERS:,} rows"
+        limit = f"expected at most {MAX_PARAMETERS:,}, because each step computes the whole Hessian"
         raise UsageError(f"{count:,} parameters: {limit}")
     damping = 1e-2
     scale = 0.0  # the largest |λ| so far
@@ -208,7 +210,7 @@ def find_critical_point(
         weights = parameters_to_vector(parameters).detach()
         gain_ratio = 0.0
         # The gain ratio is the achieved decrease of ‖g‖² divided by the predicted one. The damping
-        # is increased until a step makes the gradient smaller. The comparisons are negated because
+        # is increased until a step reduces the gradient. The comparisons are negated because
         # the gain ratio may be NaN, which then counts as a failed step.
         while not gain_ratio > MIN_GAIN_RATIO and damping < MAX_DAMPING:
             step = (
@@ -225,7 +227,7 @@ def find_critical_point(
             )
             decrease = squared_norm - sum(float(gradient.square().sum()) for gradient in gradients)
             gain_ratio = decrease / max(predicted_decrease, MIN_DENOMINATOR)
-            # A poor prediction makes the next step shorter, a good one makes it longer.
+            # A poor prediction makes the next step shorter, and a good one makes it longer.
             if not gain_ratio >= 0.25:
                 damping *= 4
             elif gain_ratio > 0.75:
@@ -260,8 +262,8 @@ def find_critical_point(
     elif len(squared_norms) > MAX_STEPS and not is_critical:
         message += ": search again from `model`, or start elsewhere"
     elif not is_critical:
-        message += ", and it gets no smaller: nearly flat, or the loss is not smooth here"
-    # `vector_to_parameters` has made the weights views of one vector. Copying separates them again.
+        message += ", and it stopped decreasing: the loss is nearly flat or not smooth here"
+    # `vector_to_parameters` made the weights views of one vector. Copying separates them again.
     return CriticalPoint(
         model=copy.deepcopy(moving_model), objective=objective, found=is_critical, message=message
     )

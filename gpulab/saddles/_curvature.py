@@ -1,7 +1,7 @@
 """The curvature of a loss along a training: how many directions lead down, and how steeply.
 
-Trainings run under different settings. The measurement is the same for all: the Hessian of one
-fixed batch, in float32 without TF32, on the device that trained. The method is that of Dauphin,
+Trainings run under different settings. The measurement is the same for all of them: the Hessian of
+one fixed batch, in float32 without TF32, on the device that trained. The method is that of Dauphin,
 Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle point problem*
 (arXiv 1406.2572).
 """
@@ -33,8 +33,8 @@ from gpulab.training._run import Run, train
 if TYPE_CHECKING:
     import pandas as pd
 
-# The setting under which the Hessian is computed, by the kind of device. One thread gives the same
-# bits on every CPU with the same instructions, and does not wait for a busy second core.
+# The setting under which the Hessian is computed, by the kind of device. With one thread, the bits
+# are the same on every CPU with the same instructions, and nothing waits for a busy second core.
 INSTRUMENT_SETTINGS = {"cpu": "{}:threads=1", "cuda": "{}:tf32=off"}
 # The size of the batch whose Hessian is computed: frames of a sequence (True), or images (False).
 BATCH_FRAMES = {
@@ -42,7 +42,7 @@ BATCH_FRAMES = {
     False: 200,
 }
 MEASUREMENTS = ("loss", "index_fraction", "index_error", "zero_fraction", "smallest", "largest")
-SPECTRUM_COLUMNS = ("nodes", "node_weights")  # arrays (probes, steps), in files flat lists
+SPECTRUM_COLUMNS = ("nodes", "node_weights")  # arrays (probes, steps); flat lists in files
 
 
 def curvature_along(
@@ -60,22 +60,22 @@ def curvature_along(
 ) -> pd.DataFrame:
     """Train a network from several seeds and settings, and measure the curvature of its loss.
 
-    The curvature is measured at logarithmically spaced moments, from before the first update to the
+    The curvature is measured at logarithmically spaced steps, from before the first update to the
     end of the training. Each measurement is the spectrum of the Hessian of the training's objective
     on one fixed batch: 200 training images, or the first 10 training frames, for which the network
-    begins with an empty state. (PredNet's objective is the sum over the frames.) All measurements
+    starts from an empty state. (PredNet's objective is the sum over the frames.) All measurements
     are made in float32, on the device that trained, with one thread on a CPU and without TF32 on a
     GPU, so they do not depend on the setting of the training.
 
     Args:
         net: The name of the network: `autoencoder`, `prednet` or `whitener`.
         setting: One setting to train under, or several, such as `["cpu", "cpu:precision=float64"]`.
-        seeds: The seeds to train from, or their number: 3 stands for 0, 1 and 2.
+        seeds: The seeds to train from, or their number: 3 means 0, 1 and 2.
         profile: The size of the training: `smoke`, `quick` or `paper`, as for `gpulab.train`.
-        snapshots: The number of moments. Moments that coincide are measured once. A single moment
-            is the end of the training.
+        snapshots: The number of measurements. Those that coincide are made once. A single
+            measurement is made at the end of the training.
         probes: The number of random vectors of `gpulab.saddles.spectral_density`.
-        steps: The number of Lanczos steps from each of them.
+        steps: The number of Lanczos steps from each random vector.
         store: A folder for the measurements. A training whose measurements are already in the
             folder is not repeated.
         command: The command that makes the measurements, to be recorded with them.
@@ -84,23 +84,23 @@ def curvature_along(
     Returns:
         A data frame with a row for each setting, seed and snapshot.
 
-        - Which training: `experiment` (the network), `profile`, `frames`, `setting`, `seed`,
+        - The training: `experiment` (the network), `profile`, `frames`, `setting`, `seed`,
           `machine`, `id`, `weights` (the SHA-256 of the trained weights), `status` (`finished` or
           `diverged`), `recorded` (False).
-        - Which moment: `step` (updates so far); `final`, whether it is the training's last row.
+        - The snapshot: `step` (updates so far); `final`, whether it is the training's last row.
           `gpulab.verdict` takes `frame[frame.final]`.
-        - Of the batch: `loss`, the mean squared error per frame or image.
-        - Of the Hessian: `size`, the number of its rows; `smallest` and `largest`, the outermost
+        - The batch: `loss`, the mean squared error per frame or image.
+        - The Hessian: `size`, the number of its rows; `smallest` and `largest`, the outermost
           nodes of its spectrum; `index_fraction`, the share of eigenvalues below −1e-2 of the
           largest |λ|, with its standard error `index_error`; `zero_fraction`, the share of those
           closer to zero; `nodes` and `node_weights`, the estimated spectrum, arrays (probes,
           steps).
 
-        A training that diverged has a last row without numbers, whose `size` is 0.
+        The last row of a training that diverged has no numbers, and its `size` is 0.
 
     Raises:
-        UsageError: If the network, the profile or a setting is unknown, if there is no setting or
-            no seed, or if numbers are not positive integers.
+        UsageError: If the network, the profile or a setting is unknown, if no setting or no seed is
+            given, or if numbers are not positive integers.
         DataError: If a file in the store is damaged. The message names it.
         GpulabError: If a setting cannot run on this machine.
 
@@ -120,7 +120,9 @@ def curvature_along(
     settings = [setting] if isinstance(setting, str) else setting
     trainings = list(itertools.product(settings, range(seeds) if isinstance(seeds, int) else seeds))
     if not trainings:
-        raise UsageError(f"setting={setting!r}, seeds={seeds!r}: expected one or more of each")
+        raise UsageError(
+            f"setting={setting!r}, seeds={seeds!r}: expected at least one setting and one seed"
+        )
     options = {"snapshots": snapshots, "probes": probes, "steps": steps}
     for name, value in options.items():
         check_count(name, value)
@@ -134,7 +136,7 @@ def curvature_along(
 
 
 def recorded_curvature() -> pd.DataFrame:
-    """Read the curvatures along trainings that were recorded elsewhere and ship with gpulab.
+    """Load the curvatures along trainings that were recorded elsewhere and ship with gpulab.
 
     The files are in `data/saddles/curvature`.
 
@@ -178,22 +180,22 @@ def _curvature_of_training(
 
 
 def _train_and_measure(planned: NetworkRun, measuring: dict[str, int]) -> tuple[pd.DataFrame, Run]:
-    """Train, and measure at each moment; return a row for each, as files have it, and the run.
+    """Train and measure the snapshots; return a row for each, as stored in files, and the run.
 
-    Moments at which a weight is not finite are left out. A run that diverged has a last row without
-    numbers.
+    Snapshots with a weight that is not finite are left out. The last row of a run that diverged has
+    no numbers.
     """
     import pandas as pd
 
     window_count = 1 + planned.frames // planned.window
-    # Moments are numbers of calls of `watch`, from 0. They are spaced from the end to the start, so
-    # a single moment is the end of the training.
+    # A moment is the number of a call of `watch`, counted from 0. Moments are spaced from the end
+    # to the start, so a single moment is the end of the training.
     moments = set(np.geomspace(window_count, 1, measuring["snapshots"]).round() - 1)
     watch_count = itertools.count()
     snapshots: dict[int, dict[str, Tensor]] = {}  # weights, by the number of updates
 
     def watch(model: Trainable, step: int) -> None:
-        """Copy the weights if this call is a moment and all weights are finite."""
+        """Copy the weights if this call is one of the moments and all weights are finite."""
         if next(watch_count) in moments:
             copies = {
                 name: tensor.detach().to("cpu", copy=True)
@@ -251,7 +253,7 @@ def _measure(
 
 # `Any`, because a record is JSON from a file.
 def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the rows of a stored training, with the columns that its record has for all rows."""
+    """Return the rows of a stored training, with the columns that its record holds for all rows."""
     shape = record["looked"]["probes"], record["looked"]["steps"]
     spectra = {
         name: [np.resize(row, shape).astype(float) for row in table[name]]

@@ -17,18 +17,18 @@ from gpulab.saddles._operators import (
     random_signs,
 )
 
-MAX_DENSE_SIZE = 20  # up to this size the whole matrix costs no more products than ARPACK
+MAX_DENSE_SIZE = 20  # up to this size, the whole matrix needs no more products than ARPACK
 MAX_RESTARTS = 300  # restarts of ARPACK, each of which takes some twenty products
 
 
 def extreme_eigenpairs(
     H: Operator, *, tolerance: float | None = None
 ) -> tuple[Float[Tensor, " 2"], Float[Tensor, "n 2"]]:
-    """Find the least and the greatest eigenvalue of a symmetric operator, with eigenvectors.
+    """Find the smallest and the largest eigenvalue of a symmetric operator, with eigenvectors.
 
     It needs only products with the operator, and uses `scipy.sparse.linalg.eigsh` (implicitly
-    restarted Lanczos). For more eigenpairs call `eigsh` yourself; `docs/hessians.md` shows how. For
-    the whole spectrum see `gpulab.saddles.spectral_density`.
+    restarted Lanczos). For more eigenpairs, call `eigsh` yourself; `docs/hessians.md` shows how.
+    For the whole spectrum, see `gpulab.saddles.spectral_density`.
 
     Args:
         H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and
@@ -38,14 +38,14 @@ def extreme_eigenpairs(
             2e-5 in float32.
 
     Returns:
-        The two eigenvalues, (2,), the least first, in float64 on the CPU; and unit eigenvectors in
-        columns, (n, 2), in the operator's type on its device.
+        The two eigenvalues, (2,), the smallest first, in float64 on the CPU; and their unit
+        eigenvectors as columns, (n, 2), in the operator's type on its device.
 
     Raises:
-        UsageError: If the operator is not square, or not of float32 or float64, or if the tolerance
-            is out of range.
-        DataError: If the operator is not symmetric, products are not finite, or the eigenvectors
-            are not found to the tolerance.
+        UsageError: If the operator is not square or not of type float32 or float64, or if the
+            tolerance is out of range.
+        DataError: If the operator is not symmetric, if products are not finite, or if the
+            eigenvectors are not found to the given tolerance.
 
     Examples:
         >>> import torch
@@ -96,7 +96,8 @@ def extreme_eigenpairs(
             )
         except ArpackNoConvergence as error:
             raise DataError(
-                f"no eigenvector to a tolerance of {tolerance:.1g}: {error}; allow a larger one"
+                f"found no eigenvector to a tolerance of {tolerance:.1g}: {error}; use a larger"
+                " tolerance"
             ) from None
         return float(values[0]) + shift, vectors[:, 0]
 

@@ -1,4 +1,4 @@
-"""Escapes from a saddle: how long an optimiser stays when only rounding errors push it away.
+"""Escapes from a saddle: how long an optimiser stays if only rounding errors push it away.
 
 Along an eigenvector of the Hessian with the eigenvalue −λ, a step of size η multiplies the distance
 from the saddle by 1 + ηλ. An initial displacement δ therefore reaches a radius r after
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 InputsTargets = tuple[Tensor, Tensor]
 
 RADIUS = 0.1  # a network has left if its distance along the unstable directions exceeds this
-# Steps without a change after which gradient descent counts as held: it will never move again. For
-# optimisers with a memory this number is SETTLING_STEPS.
+# Steps without a change after which gradient descent counts as stalled: it will never move again.
+# For optimisers with a memory this number is SETTLING_STEPS.
 HELD_STEPS = 10
-# By default the number of steps is limited to this multiple of the expected steps, and a constant.
+# The default limit of the number of steps is this multiple of the expected steps, plus a constant.
 EXPECTED_STEPS_FACTOR = 3
 MAX_STEPS = 100_000
-# The default learning rate η has this product η λ, unless the steepest upward direction needs less.
+# The default learning rate η gives this η λ, unless the steepest upward direction requires less.
 DEFAULT_GROWTH = 0.05
 # The default learning rate of optimisers that scale their steps: torch's default for Adam.
 DEFAULT_ADAPTIVE_RATE = 1e-3
 # Sums over batches end where the weight of a batch falls below this.
 MIN_BATCH_WEIGHT = 1e-4
-# The present names of columns, by the names with which recorded tables were written.
+# The current names of columns, by the names under which recorded tables store them.
 FORMER_COLUMNS = {
     "expected": "expected_steps",
     "held": "stalled",
@@ -88,7 +88,7 @@ class Weights:
     """A network's weights in a setting's format, and the weights that an optimiser updates.
 
     By default these are the same tensors. With `masters`, the optimiser updates copies in float64,
-    and the network has these copies rounded to its own format.
+    and the network uses these copies rounded to its own format.
     """
 
     def __init__(self, model: nn.Module, setting: Setting, masters: bool = False) -> None:
@@ -105,7 +105,7 @@ class Weights:
             ]
 
     def flat(self, tensors: Iterable[Tensor] | None = None) -> Float[Tensor, " n"]:
-        """Join tensors to one vector in float64; by default the weights the optimiser updates."""
+        """Join tensors into a vector in float64; by default the weights the optimiser updates."""
         tensors = self.trainable if tensors is None else tensors
         return (
             torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
@@ -126,7 +126,7 @@ class Weights:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> float:
-        """Let the optimiser make a step, and return the share of the weights that it changed."""
+        """Make a step of the optimiser, and return the share of the weights that it changed."""
         previous_weights = [weight.clone() for weight in self.trainable]
         for weight, gradient in zip(self.trainable, gradients, strict=True):
             weight.grad = gradient.to(weight)
@@ -150,12 +150,12 @@ def choose_optimizer(
 ) -> Optimizer:
     """Build an optimiser, with a default learning rate if `rate` is None.
 
-    For gradient descent the default gives a growth of `DEFAULT_GROWTH` along the steepest unstable
-    direction, or less where the steepest upward direction would diverge. For other optimisers it is
+    For gradient descent, the default gives a growth of `DEFAULT_GROWTH` along the steepest unstable
+    direction, or less if the steepest upward direction would diverge. For other optimisers it is
     `DEFAULT_ADAPTIVE_RATE`.
     """
     if rate is not None and not 0 < rate < math.inf:
-        raise UsageError(f"a learning rate of {rate!r}: expected a number above 0")
+        raise UsageError(f"learning rate {rate!r}: expected a number above 0")
     built = build_optimizer(optimizer, weights.trainable, 1.0 if rate is None else rate)
     if rate is None:
         # The optimiser was built with a rate of 1, which is replaced here.
@@ -178,7 +178,7 @@ class Descent:
         seed: The seed of the order of the samples.
 
     Attributes:
-        law: The law by which the optimiser leaves the saddle; None for an optimiser without one.
+        law: The law by which the optimiser leaves the saddle; None if no law is known for it.
         changed_shares: The share of the weights that each step changed.
     """
 
@@ -220,13 +220,13 @@ class Descent:
         count = len(inputs)
         size = self.batch_size
         for epoch in itertools.count():
-            # The large factor gives each pair of seed and epoch a number of its own.
+            # The large factor gives each pair of seed and epoch its own number.
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             order = torch.randperm(count, generator=generator).to(inputs.device)
             if size is None:
                 yield from itertools.repeat((inputs[order], targets[order]))
             else:
-                # An incomplete last batch is left out, because it would be noisier than the others.
+                # An incomplete last batch is dropped, because it would be noisier than the others.
                 for indices in order[: count - count % size].split(size):
                     yield inputs[indices], targets[indices]
 
@@ -254,7 +254,7 @@ class Descent:
 
         The errors are those of rounded weights and of gradients, and the noise of minibatches. A
         step moves the weights by −η g, and this movement grows by the factor ρⁿ in n further steps.
-        So the errors of the first batches count most.
+        The errors of the first batches therefore count most.
 
         Returns:
             The displacement along each unstable direction, (m,). NaN for minibatches with an
@@ -291,11 +291,11 @@ class Descent:
 def escape(
     descent: Descent, optimizer: str | OptimizerFactory, perturbation: float, steps: int | None
 ) -> tuple[dict[str, str | float], pd.DataFrame]:
-    """Train until the saddle is left.
+    """Train until the network has left the saddle.
 
-    The training ends at the latest after `steps` steps, by default three times the expected number
-    and a constant. Without minibatches it ends earlier if no weight has changed in the last 10
-    steps of `sgd`, or in the last 500 of another optimiser.
+    The training ends after at most `steps` steps, by default three times the expected number plus a
+    constant. Without minibatches it ends earlier if no weight has changed in the last 10 steps of
+    `sgd`, or in the last 500 steps of another optimiser.
 
     Returns:
         A row of the table of an `EscapeTable`, and the path, a data frame with a row for the start
@@ -310,8 +310,8 @@ def escape(
     law = descent.law
     # `patience`: the number of steps without a change after which rounding holds the network.
     # `extra_steps`: the constant in the default limit of the steps.
-    # `tolerated_steps`: the number of steps beyond twice the expected number that do not yet count
-    # as held. Optimisers with a memory need time to settle first.
+    # `tolerated_steps`: the number of steps beyond twice the expected number after which a training
+    # counts as stalled. Optimisers with a memory need time to settle first.
     if name == "sgd":
         patience = HELD_STEPS
         extra_steps = 100
@@ -329,7 +329,7 @@ def escape(
     expected_rate = math.nan
     if law is not None:
         expected_steps = law.expected_steps(start.abs(), curvatures, steepest.cpu(), RADIUS)
-        # Optimisers with a largest step have no constant rate of growth.
+        # Optimisers that limit their steps have no constant rate of growth.
         if not math.isfinite(law.max_step):
             expected_rate = math.log1p(float(law.growth_minus_one(curvatures[:1])))
     if steps is None:
@@ -341,7 +341,7 @@ def escape(
     ratio = step_ratio(optimizer, descent.rate, descent.weights.trainable, gradients)
     rows: list[list[float]] = []
     for loss, displacement in descent.iterate():
-        # With the same data in each step, weights that have not changed for so long never will.
+        # With the same data in each step, weights that have not changed for this long never will.
         if descent.batch_size is None and descent.changed_shares[-patience:] == [0.0] * patience:
             break
         unstable = descent.project_unstable(displacement)
@@ -385,7 +385,7 @@ def escape(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EscapeTable(Report):
-    """Escapes from one saddle under several settings; `gpulab.saddles.escape_table` returns one.
+    """Escapes from one saddle under several settings, as returned by `escape_table`.
 
     It can be printed and drawn (`plot`). Escapes that another machine recorded can be appended to
     both frames. The unstable directions of a saddle are those along which the loss curves down: the
@@ -395,13 +395,13 @@ class EscapeTable(Report):
     Attributes:
         table: A data frame with a row for each escape.
 
-            - What was done: `setting`; `optimizer`, its name; `master_weights`; `learning_rate`,
-              the η of a step; `batch_size`, the samples in a step, 0 for all of them; `seed`;
-              `perturbation`, how far the weights were first moved along the steepest unstable
-              direction. Also `emulated`, whether the setting emulates another chip, `recorded`
-              (False) and `machine`.
-            - `curvature`, the least eigenvalue of the Hessian at the saddle, and `radius`, the
-              distance along the unstable directions at which a network has left.
+            - What was run: `setting`; `optimizer`, its name; `master_weights`; `learning_rate`,
+              the η of a step; `batch_size`, the number of samples in a step, 0 for all samples;
+              `seed`; `perturbation`, how far the weights were first moved along the steepest
+              unstable direction; `emulated`, whether the setting emulates another chip; `recorded`
+              (False); `machine`.
+            - `curvature`, the smallest eigenvalue of the Hessian at the saddle, and `radius`, the
+              distance along the unstable directions beyond which a network has left.
             - `noise`, the displacement along the unstable directions that has the same effect as
               the errors of gradients, of rounded weights and of minibatches. It is measured at the
               saddle before any step. For minibatches it is known only for gradient descent, with or
@@ -409,27 +409,27 @@ class EscapeTable(Report):
             - `start`, the displacement along the unstable directions at the start: the noise and
                 the perturbation.
             - `expected_steps`, the step at which theory expects the network to leave. Infinite if
-              nothing displaces the network. NaN if `start` is NaN, and where there is no theory:
-              for other optimisers than SGD, momentum, RMSprop and Adam, and for some of their
-              options, such as weight decay.
+              nothing displaces the network. NaN if `start` is NaN, and if there is no theory: for
+              optimisers other than SGD, momentum, RMSprop and Adam, and for some of their options,
+              such as weight decay.
             - `expected_rate`, how much the logarithm of the distance grows per step along the
               steepest direction: ln(1 + ηλ), or ln ρ with momentum, where ρ is the larger root of
               ρ² − (1 + μ + ηλ) ρ + μ = 0. NaN for optimisers that scale their steps, such as Adam.
             - `escaped`, whether the network left, and `steps`, the first step at which the unstable
-              part of its displacement is longer than the radius; NaN if there is none. Other
-              directions do not count: minibatches may move the weights as far along them, but the
-              weights come back.
-            - `stalled`, whether rounding held the network at the saddle. It did not leave, and
-              either the weights stood still in the last steps (10 of `sgd`, 500 of others), or more
-              than twice the expected steps were made (and 500 more, unless by `sgd`).
+              part of its displacement is longer than the radius; NaN if there is no such step.
+              Other directions do not count: minibatches may move the weights as far along them, but
+              the weights come back.
+            - `stalled`, whether rounding held the network at the saddle: it did not leave, and
+              either the weights did not change in the last steps (10 for `sgd`, 500 for others), or
+              more than twice the expected steps were made (plus 500, except for `sgd`).
             - `changed_share`, the share of the weights that the first step changed.
             - `step_ratio`, the length of the optimiser's settled step at the saddle, divided by
               half the distance from the weights to the next numbers of their format. Below 1,
               rounding holds most weights.
-        paths: A data frame of all trainings, one below the other, with a row for the start and one
-            after each step: `step`; the `distance` of the weights from the saddle; its parts along
-            all unstable directions (`unstable`) and along the steepest one (`along`); the `loss`;
-            and the columns that identify a training: `setting`, `optimizer`, `master_weights`,
+        paths: A data frame of all trainings, concatenated, with a row for the start and for each
+            step: `step`; the `distance` of the weights from the saddle; its parts along all
+            unstable directions (`unstable`) and along the steepest one (`along`); the `loss`; and
+            the columns that identify a training: `setting`, `optimizer`, `master_weights`,
             `learning_rate`, `perturbation`, `batch_size`, `seed`.
 
     Examples:
@@ -441,7 +441,7 @@ class EscapeTable(Report):
         >>> print(
         ...     gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False)
         ... )
-        2 trainings from a saddle: 2 left, 0 were held there
+        2 trainings from a saddle: 2 left it, 0 stalled there
     """
 
     table: pd.DataFrame
@@ -451,8 +451,8 @@ class EscapeTable(Report):
         """Fit the ratio of observed to expected steps over the escapes by `sgd` that left.
 
         The expected steps are those of the steepest unstable direction alone, to first order:
-        ln(radius / start) / (ηλ). Escapes that start beyond the radius are left out, because their
-        law would give a negative number of steps.
+        ln(radius / start) / (ηλ). Escapes that start beyond the radius are left out, because the
+        law would give them a negative number of steps.
 
         Returns:
             The slope by least squares, and the lower and the upper end of its 95 % interval.
@@ -469,7 +469,7 @@ class EscapeTable(Report):
         ]
         law = np.log(escaped.radius / escaped.start) / (escaped.learning_rate * -escaped.curvature)
         if law.nunique() < 3:
-            raise DataError(f"{law.nunique()} different escapes: a slope needs 3")
+            raise DataError(f"{law.nunique()} different escapes: a slope needs at least 3")
         fit = stats.linregress(law, escaped.steps)
         half_width = stats.t.ppf(0.975, len(escaped) - 2) * fit.stderr
         return float(fit.slope), float(fit.slope - half_width), float(fit.slope + half_width)
@@ -478,7 +478,7 @@ class EscapeTable(Report):
         left_count = int(self.table.escaped.sum())
         held_count = int(self.table.stalled.sum())
         return (
-            f"{len(self.table)} trainings from a saddle: {left_count} left, {held_count} were held"
+            f"{len(self.table)} trainings from a saddle: {left_count} left it, {held_count} stalled"
             " there"
         )
 
@@ -496,10 +496,10 @@ def escape_table(
     master_weights: bool = False,
     progress: bool = True,
 ) -> EscapeTable:
-    """Train from a saddle until it is left, for each combination of the arguments.
+    """Train from a saddle until the network leaves it, for each combination of the arguments.
 
-    At a saddle the gradient is zero. Only a perturbation, errors of the arithmetic and the noise of
-    minibatches move the network away. The result has the step at which each training left the
+    At a saddle the gradient is zero. Only a perturbation, arithmetic errors and the noise of
+    minibatches move the network away. The result contains the step at which each training left the
     saddle, and the step that theory predicts.
 
     Args:
@@ -508,20 +508,20 @@ def escape_table(
         settings: One or more settings, such as `cpu:precision=bfloat16`.
         optimizers: One or more of `sgd` (gradient descent), `momentum` (0.9), `rmsprop` and `adam`,
             with torch's constants, or functions of weights and `lr=` that return a
-            `torch.optim.Optimizer`. A mapping gives each its own learning rates, such as `{"sgd":
-            [None], "adam": [1e-4, 1e-3]}`. None stands for the default learning rate: for `sgd` and
-            `momentum` the one with ηλ = 0.05 along the steepest unstable direction, or less where
-            that would diverge; for optimisers that scale their steps 1e-3.
+            `torch.optim.Optimizer`. A mapping gives each optimiser its own learning rates, such as
+            `{"sgd": [None], "adam": [1e-4, 1e-3]}`. None means the default learning rate: for `sgd`
+            and `momentum` the one with ηλ = 0.05 along the steepest unstable direction, or less if
+            that would diverge; for optimisers that scale their steps, 1e-3.
         perturbations: One or more distances by which the model is first moved along the steepest
             unstable direction.
-        batch_sizes: One or more numbers of samples in a step; None stands for all samples.
+        batch_sizes: One or more numbers of samples in a step; None means all samples.
         seeds: The seeds, or their number. The order of the data depends on the seed. The hidden
             units of a linear autoencoder are also mixed by the seed: the saddle is the same, but
             the weights and their rounding errors differ.
         steps: The largest number of steps. By default three times the expected number, plus 100
-            (1,000 for other optimisers than `sgd`), but at most 100,000; 100,000 without a theory.
-            Without minibatches a training ends earlier if no weight has changed in the last 10
-            steps of `sgd`, or in the last 500 of another optimiser.
+            (1,000 for optimisers other than `sgd`), but at most 100,000; 100,000 if there is no
+            theory. Without minibatches a training ends earlier if no weight has changed in the last
+            10 steps of `sgd`, or in the last 500 steps of another optimiser.
         master_weights: Whether the optimiser updates weights in float64, and gradients are computed
             from a copy that is rounded to the setting's format, as in mixed precision.
         progress: Whether to show a progress bar.
@@ -530,9 +530,9 @@ def escape_table(
         A `gpulab.saddles.EscapeTable`.
 
     Raises:
-        UsageError: If a list is empty; if the loss curves down in no direction; if the saddle is
-            not a critical point, or its data are not a pair of tensors; if an optimiser is unknown
-            or ignores the given learning rate; or if numbers are out of range.
+        UsageError: If a list is empty; if the loss does not curve down in any direction; if the
+            saddle is not a critical point, or its data are not a pair of tensors; if an optimiser
+            is unknown or ignores the given learning rate; or if numbers are out of range.
         DataError: If weights or a loss become infinite or NaN.
         GpulabError: If a setting cannot run on this machine.
 
@@ -554,7 +554,8 @@ def escape_table(
         arXiv 1703.00887); Staib, Reddi, Kale, Kumar, Sra 2019, *Escaping saddle points with
         adaptive gradient methods* (ICML, arXiv 1901.09149); Antonakopoulos, Mertikopoulos,
         Piliouras, Wang 2022, *AdaGrad avoids saddle points* (ICML); on updates that are rounded
-        away Zamirai, Zhang, Aberger, De Sa 2020, *Revisiting BFloat16 training* (arXiv 2010.06192).
+        to zero: Zamirai, Zhang, Aberger, De Sa 2020, *Revisiting BFloat16 training* (arXiv
+        2010.06192).
     """
     import pandas as pd
 
@@ -575,7 +576,8 @@ def escape_table(
     )
     if not combinations:
         raise UsageError(
-            "settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more"
+            "expected at least one value for each of settings, optimizers, perturbations,"
+            " batch_sizes and seeds"
         )
     rows = []
     paths = []
@@ -615,20 +617,20 @@ def check_start(
     if not saddle.index:
         least = saddle.curvature
         raise UsageError(
-            f"no direction leads down: the least curvature is {least:.3g}, and there is no escape"
+            f"no direction leads down: the smallest curvature is {least:.3g}, so there is no escape"
         )
     if not saddle.found:
-        raise UsageError(f"this is no critical point: {saddle.message}")
+        raise UsageError(f"this is not a critical point: {saddle.message}")
     batch, *further_batches = saddle.objective.batches
     if (
         further_batches
         or not isinstance(batch, list | tuple)
         or not all(isinstance(item, Tensor) for item in batch)
     ):
-        raise UsageError("the data of this saddle are no pair of tensors, inputs and targets")
+        raise UsageError("the data of this saddle are not a pair of tensors (inputs, targets)")
     for perturbation in perturbations:
         if not 0 <= perturbation < math.inf:
-            raise UsageError(f"perturbation={perturbation!r}: expected a distance, 0 or more")
+            raise UsageError(f"perturbation={perturbation!r}: expected a finite distance >= 0")
     for size in batch_sizes:
         if size is not None:
             check_count("batch_size", size, len(batch[0]))
@@ -637,12 +639,12 @@ def check_start(
 
 
 def recorded_escapes() -> pd.DataFrame:
-    """Read the escapes from saddles that were recorded elsewhere and ship with gpulab.
+    """Load the escapes from saddles that were recorded elsewhere and ship with gpulab.
 
     The files are in `data/saddles/escapes`.
 
     Returns:
-        A data frame as the `table` of `gpulab.saddles.EscapeTable`, in which `recorded` is True.
+        A data frame like the `table` of `gpulab.saddles.EscapeTable`, in which `recorded` is True.
 
     Examples:
         >>> import gpulab as gl

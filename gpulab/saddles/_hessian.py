@@ -1,4 +1,4 @@
-"""The Hessian of a loss, as a linear operator whose matrix is not computed."""
+"""The Hessian of a loss as a linear operator, without computing its matrix."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from gpulab.saddles._operators import check_symmetric
 
 try:
     from gpulab.engines import hessian_product
-except ModuleNotFoundError as error:  # Everything works without this package, only slower.
+except ModuleNotFoundError as error:  # Everything works without this package, only more slowly.
     if error.name != "gpulab.engines":
         raise
 
     def hessian_product(*_: object) -> NoReturn:  # type: ignore[misc]  # another signature
         """Raise `UnsupportedError`, because the package with the faster method is missing."""
-        raise UnsupportedError("the folder gpulab/engines is not here")
+        raise UnsupportedError("the optional package gpulab/engines is missing")
 
 
 Product = Callable[..., list[Tensor]]
 Linearize = Callable[[Callable[[], Tensor], list[Tensor]], tuple[Tensor, list[Tensor], Product]]
 FORWARD = "forward over reverse"
 REVERSE = "reverse over reverse"
-# The remedy for missing second derivatives, by a word in torch's error. The empty one fits all.
+# The remedy for missing second derivatives, by a word in torch's error. "" matches any error.
 SECOND_DERIVATIVES = {
     "attention": (
         "use the math kernel: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
     ),
-    "inplace": "use the operation that is not in place",
+    "inplace": "use the out-of-place operation",
     "": "write it with operations that torch can differentiate twice",
 }
 MAX_BATCHED_VECTORS = 10  # the largest number of vectors that are multiplied together
@@ -61,8 +61,8 @@ MAX_BATCHED_VECTORS = 10  # the largest number of vectors that are multiplied to
 class Hessian:
     """The Hessian of a loss, the symmetric (n, n) matrix of second derivatives, as an operator.
 
-    `gpulab.hessian` makes one. The matrix is computed only by `dense`. `H @ v` is the product with
-    a vector (n,), or with k vectors at once (n, k), which costs much less than k single products.
+    `gpulab.hessian` returns one. The matrix is computed only by `dense`. `H @ v` is the product
+    with a vector (n,), or with k vectors at once (n, k), which costs much less than k products.
     Vectors must have the operator's `dtype` and be on its `device`; otherwise `H @ v` raises
     `UsageError`. The operator keeps a copy of the weights, so training the model further does not
     change it.
@@ -79,10 +79,10 @@ class Hessian:
             recorded as a list of operations, and each product is the derivative of this list along
             the vector; on a GPU it is computed by a CUDA graph. With `reverse over reverse`,
             autograd's graph of the gradient is kept and differentiated for each product. The second
-            method is used if the first does not support an operation.
+            method is used if the first one does not support an operation.
         at_once: The number of vectors in `H @ V` that are multiplied together: as many as fit into
-            256 MiB on a CPU or 3 GiB on a GPU, but at most ten; one with reverse over reverse. More
-            vectors at once are faster and take more memory.
+            256 MiB on a CPU or 3 GiB on a GPU, but at most ten; one with reverse over reverse.
+            Multiplying more vectors at once is faster and takes more memory.
 
     Examples:
         >>> import torch
@@ -134,7 +134,7 @@ class Hessian:
             [gradient.reshape(-1) for gradient in gradients]
         )
         max_tangent_bytes = 3 * 2**30 if self.device.type == "cuda" else 2**28
-        # A product that does not say how much memory a vector takes gets one vector at a time.
+        # A product that does not state how much memory a vector takes gets one vector at a time.
         bytes_of_vector = max(1, getattr(self._product, "bytes", max_tangent_bytes))
         self.at_once = max(1, min(MAX_BATCHED_VECTORS, max_tangent_bytes // bytes_of_vector))
         random_rows = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0))
@@ -147,11 +147,11 @@ class Hessian:
             raise UnsupportedError(f"{method}: {str(error).partition(chr(10))[0]}") from error
         except DataError as error:
             reason = (
-                "what torch computes as the gradient is not that of the loss, or has no derivative"
-                " here"
+                "the gradient that torch computes is not that of the loss, or cannot be"
+                " differentiated at these weights"
             )
             remedy = (
-                "look for hooks on tensors, backward functions of your own, scale_grad_by_freq,"
+                "look for hooks on tensors, custom backward functions, scale_grad_by_freq,"
                 " square roots of 0"
             )
             raise DataError(f"{error}: {reason}; {remedy}") from None
@@ -188,13 +188,13 @@ class Hessian:
         tangents = [
             block.reshape(len(vectors), *shape) for block, shape in zip(blocks, shapes, strict=True)
         ]
-        # Only autograd's graph may compute parts of the network again, which needs its weights.
+        # Only autograd's graph may recompute parts of the network, for which it needs its weights.
         with self.bound_weights() if self.method == REVERSE else contextlib.nullcontext():
             products = self._product(*tangents)
         return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
 
     def dense(self) -> Float[Tensor, "n n"]:
-        """Compute the whole matrix, by a product for each column.
+        """Compute the whole matrix, with one product for each column.
 
         Returns:
             The matrix (n, n), in the operator's `dtype`, on its `device`.
@@ -215,15 +215,15 @@ def hessian(
     *,
     parameters: str | Sequence[str] | None = None,
 ) -> Hessian:
-    """Make the Hessian of a loss, as a linear operator: products `H @ v` without the matrix.
+    """Build the Hessian of a loss as a linear operator: products `H @ v` without the matrix.
 
     The loss is `loss(model(inputs), targets)` for `batch = (inputs, targets)`, or any function that
     returns a scalar. `find_critical_point` and `landscape` accept the same batches.
 
     Args:
         model: A network with parameters in float32 or float64, on any device.
-        loss: A function of the model's outputs and the targets that returns a scalar. Without a
-            batch, a function without arguments, which calls the model itself.
+        loss: A function of the model's outputs and the targets that returns a scalar. If there is
+            no batch, a function without arguments that calls the model itself.
         batch: The data of the loss:
 
             - a pair of inputs and targets;
@@ -231,19 +231,19 @@ def hessian(
             - a mapping, such as a tokenizer returns; the model then receives the items that its
               `forward` names, and the loss receives the outputs and the whole mapping;
             - a `DataLoader` of such batches. All batches are drawn once, and their graphs are in
-              memory together. The loss is then the mean over all examples, provided that `loss` is
-              the mean over the examples of a batch.
+              memory at the same time. The loss is then the mean over all examples, provided that
+              `loss` is the mean over the examples of a batch.
         parameters: The names of the parameters with respect to which the loss is differentiated, or
-            of the layers that have them (`"layers.0"`). Other parameters are constants. By default
-            all parameters that require gradients. A tied parameter counts once, under its first
-            name. Different parameters that share memory count separately, as in autograd. The
+            of the layers that contain them (`"layers.0"`). Other parameters are constants. By
+            default, all parameters that require gradients. A tied parameter counts once, under its
+            first name. Different parameters that share memory count separately, as in autograd. The
             padding row of an embedding is a constant, as in torch.
 
     Returns:
         The operator, a `gpulab.saddles.Hessian`, with `H @ v`, `H.gradient` and `H.loss`. Its
         symmetry was checked with two products. This check detects a gradient that is not the
-        gradient of any function. It does not detect the gradient of a different function: if your
-        own backward function or hook is wrong by a factor, so is the Hessian.
+        gradient of any function. It does not detect the gradient of a different function: if a
+        custom backward function or hook is wrong by a factor, so is the Hessian.
 
     Raises:
         UsageError: If the model is in training mode and draws random numbers or keeps statistics;
@@ -269,18 +269,18 @@ def hessian(
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             reason = (
-                f"{name or 'the model'} shortens its own weights when it is used"
+                f"{name or 'the model'} rescales its own weights when it is used"
                 f" (max_norm={module.max_norm})"
             )
             remedy = (
-                "shorten them once, weight.data.renorm_(norm_type, 0, max_norm), and set max_norm ="
-                " None"
+                "rescale them once with weight.data.renorm_(norm_type, 0, max_norm), and set"
+                " max_norm = None"
             )
             raise UsageError(f"{reason}: {remedy}")
         has_dropout = isinstance(module, DropoutModule) and module.p > 0
         has_dropout = has_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
         if module.training and (has_dropout or isinstance(module, BatchNormModule)):
-            # The loss would be a different function in each call.
+            # The loss would be a different function at each call.
             raise UsageError(
                 f"{name or 'the model'} ({type(module).__name__}) is in training mode: call"
                 " model.eval()"
@@ -297,7 +297,7 @@ def hessian(
             )
 
     def objective() -> Tensor:
-        """Compute the loss, and refuse one that cannot be differentiated twice as a function."""
+        """Compute the loss; raise if it cannot be differentiated twice as a function."""
         value = objective_of(model)
         # The leaves of autograd's graph: the parameters that the loss depends on.
         leaves: set[int] = set()
@@ -310,19 +310,19 @@ def hessian(
                 line = _line_of_node(lambda: objective_of(model), type(node).__name__)
                 raise UsageError(
                     f"{type(node).__name__} has no second derivatives: it is marked"
-                    " once_differentiable; if torch can differentiate all that its backward does,"
+                    " once_differentiable; if torch can differentiate everything in its backward,"
                     f" remove the mark{line}"
                 )
         # The model computes with the copies. A loss that uses an original parameter bypasses it.
         captured = [name for name, tensor in selected.items() if id(tensor) in leaves]
         if captured:
             raise UsageError(
-                f"the loss holds {captured[0]} itself: ask the model for it each time"
+                f"the loss refers to {captured[0]} directly: get it from the model at each call"
                 f" (model.{captured[0]})"
             )
         if not value.requires_grad:
             raise UsageError(
-                "the loss does not depend on the parameters by operations that torch can"
+                "the loss does not depend on the parameters through operations that torch can"
                 " differentiate"
             )
         if not math.isfinite(float(value.detach())):
@@ -334,16 +334,14 @@ def hessian(
         second_loss = float(objective().detach())
     for name, tensor in model_tensors.items():
         if tensor.layout == torch.strided and ((tensor != copies[name]) & ~tensor.isnan()).any():
-            raise UsageError(
-                f"{name} changes each time that the loss is computed: call model.eval()"
-            )
+            raise UsageError(f"{name} changes every time the loss is computed: call model.eval()")
     # A difference up to a thousand rounding errors may come from another order of summation.
     if abs(second_loss - H.loss) > 1e3 * torch.finfo(H.dtype).eps * abs(H.loss):
         message = (
-            f"the loss is {H.loss:.6g} at first and {second_loss:.6g} then: it draws random"
-            " numbers; "
+            f"the loss is {H.loss:.6g} at the first call and {second_loss:.6g} at the second: it"
+            " draws random numbers; "
         )
-        raise UsageError(message + "call model.eval(), or draw them beforehand")
+        raise UsageError(message + "call model.eval(), or draw the numbers beforehand")
     return H
 
 
@@ -362,7 +360,7 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
         # A tied parameter has several names.
         aliases = list(model.named_parameters(remove_duplicate=False))
         for prefix in [names] if isinstance(names, str) else names:
-            # The added point makes `layer` match `layer.weight`, but not `layer2.weight`.
+            # The added dot makes `layer` match `layer.weight`, but not `layer2.weight`.
             matching = {
                 id(t)
                 for name, t in aliases
@@ -370,8 +368,8 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
             }
             if not matching:
                 raise UsageError(
-                    f"parameters={prefix!r}: expected one of {', '.join(trainable)}, or a module of"
-                    " theirs"
+                    f"parameters={prefix!r}: expected one of {', '.join(trainable)}, or a module"
+                    " that contains some of them"
                 )
             selected_ids |= matching
         selected = {
@@ -380,7 +378,8 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
     if not selected:
         name = type(model).__name__
         raise UsageError(
-            f"{name} has no parameters that require gradients: call requires_grad_() on those meant"
+            f"{name} has no parameters that require gradients: call requires_grad_() on the"
+            " parameters to differentiate"
         )
     kinds = {(tensor.dtype, tensor.device) for tensor in selected.values()}
     if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
@@ -393,7 +392,7 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
 
 @contextlib.contextmanager
 def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
-    """Make the model compute with copies of its tensors, by twice differentiable kernels."""
+    """Make the model compute with copies of its tensors and with twice-differentiable kernels."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(reparametrized(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -438,7 +437,7 @@ def _linearize_by_graph(
             loss = objective()
             gradients = torch.autograd.grad(loss, points, create_graph=True, materialize_grads=True)
         if any(gradient.layout != torch.strided for gradient in gradients):
-            raise UsageError("the loss has sparse gradients: give its embeddings sparse=False")
+            raise UsageError("the loss has sparse gradients: use embeddings with sparse=False")
         # The other gradients are constants, which contribute nothing to a product.
         varying = [index for index, gradient in enumerate(gradients) if gradient.requires_grad]
 
@@ -457,7 +456,7 @@ def _linearize_by_graph(
                 )
             return [torch.stack(column) for column in zip(*rows, strict=True)]
 
-        # An operation without second derivatives raises its error here, and not in a later product.
+        # An operation without second derivatives raises its error here, not in a later product.
         product(*[torch.zeros_like(point)[None] for point in points])
     except torch.OutOfMemoryError:
         raise
@@ -476,7 +475,7 @@ def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> s
     """Return the user's line whose operation has no second derivative, for an error message.
 
     torch records lines only if anomaly detection is on, so the loss is computed and differentiated
-    once more.
+    again.
     """
     with (
         warnings.catch_warnings(record=True, action="always") as caught,

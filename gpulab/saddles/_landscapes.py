@@ -33,17 +33,17 @@ EIGENPAIR_TOLERANCE = 1e-3  # errors of eigenpairs below this cannot be seen in 
 class Landscape:
     """The weights of a network, with the directions of the least and the greatest curvature.
 
-    `gpulab.saddles.landscape` makes one. It keeps a copy of the weights.
+    `gpulab.saddles.landscape` returns one. It keeps a copy of the weights.
 
     Attributes:
         model: The network.
         objective: The loss, as a function of the model.
-        parameters: The copy of the weights, by name. Vectors have all weights, flattened, in this
-            order.
+        parameters: The copy of the weights, by name. Vectors consist of all weights, flattened, in
+            this order.
         loss: The loss at these weights.
         gradient: The gradient at these weights, (n,).
-        down: The unit eigenvector (n,) of the Hessian's least eigenvalue.
-        up: The unit eigenvector (n,) of the Hessian's greatest eigenvalue.
+        down: The unit eigenvector (n,) of the Hessian's smallest eigenvalue.
+        up: The unit eigenvector (n,) of the Hessian's largest eigenvalue.
         curvatures: The two eigenvalues.
 
     Examples:
@@ -67,11 +67,11 @@ class Landscape:
 
     @property
     def extent(self) -> float:
-        """The default length of a slice to either side: sqrt(2 · loss / |λ|).
+        """The default length of a slice on either side: sqrt(2 · loss / |λ|).
 
-        λ is the curvature along `down`. If it is negative, and there were no slope and no other
-        curvature, the loss would be zero at this distance. The length is 1 if the loss is not above
-        zero or λ is zero.
+        λ is the curvature along `down`. If λ is negative, a loss without a slope and without any
+        other curvature would reach zero at this distance. The length is 1 if the loss is not above
+        zero or if λ is zero.
         """
         return (
             math.sqrt(2 * self.loss / abs(self.curvatures[0]))
@@ -100,13 +100,13 @@ class Landscape:
 
         Args:
             angle: The line's direction in degrees: 0 is `down`, 90 is `up`.
-            extent: The length of the line on either side of the weights; by default the landscape's
-                own `extent`.
+            extent: The length of the line on either side of the weights; by default the `extent`
+                of the landscape.
             places: The number of points at which the loss is computed.
 
         Returns:
             A data frame with the columns `distance` (from the weights, with a sign), `loss`, and
-            `quadratic`, the loss that follows from the slope and the curvature at the weights.
+            `quadratic`, the loss predicted from the slope and the curvature at the weights.
 
         Raises:
             UsageError: If the extent is not a number above 0, or `places` is not a positive
@@ -146,8 +146,8 @@ def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Lands
 
     Args:
         model: A network with parameters in float32 or float64.
-        loss: A function of the model's outputs and the targets that returns a scalar. Without a
-            batch, a function without arguments, which calls the model itself.
+        loss: A function of the model's outputs and the targets that returns a scalar. If there is
+            no batch, a function without arguments that calls the model itself.
         batch: Inputs and targets, or another batch that `gpulab.hessian` accepts.
 
     Returns:
@@ -170,8 +170,8 @@ def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Lands
 
     References:
         Goodfellow, Vinyals, Saxe 2015, *Qualitatively characterizing neural network optimization
-        problems* (ICLR, arXiv 1412.6544), for slices; Alain, Le Roux, Manzagol 2019, *Negative
-        eigenvalues of the Hessian in deep neural networks* (arXiv 1902.02366), for those along
+        problems* (ICLR, arXiv 1412.6544), on slices; Alain, Le Roux, Manzagol 2019, *Negative
+        eigenvalues of the Hessian in deep neural networks* (arXiv 1902.02366), on slices along
         negative curvature.
     """
     objective = Objective.of(loss, batch)
@@ -193,17 +193,17 @@ def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Lands
 class Surface(Report):
     """The loss around a saddle, over the plane of its least and its greatest curvature.
 
-    `gpulab.saddles.surface` makes one. It can be printed and drawn (`plot`, or
+    `gpulab.saddles.surface` returns one. It can be printed and drawn (`plot`, or
     `gpulab.plots.saddle_surface`).
 
     Attributes:
         along: Distances of the weights from the saddle in the direction of the least curvature,
             (k,).
         across: Distances in the direction of the greatest curvature, (k,).
-        losses: The loss at each place, (k, k): a row for each distance `across`, a column for each
-            `along`.
+        losses: The loss at each point, (k, k): a row for each distance in `across`, a column for
+            each distance in `along`.
         loss: The loss at the saddle.
-        curvatures: The least and the greatest eigenvalue of the Hessian.
+        curvatures: The smallest and the largest eigenvalue of the Hessian.
         index: The number of negative eigenvalues.
         size: The number of eigenvalues.
 
@@ -236,11 +236,11 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
 
     Args:
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or
-            `gpulab.saddles.find_critical_point`. Its least eigenvalue has to be negative and its
-            greatest positive.
-        extent: The largest distance from the saddle along the least curvature. If the greatest
-            curvature is steeper, distances along it are shorter, so that the loss changes about as
-            much.
+            `gpulab.saddles.find_critical_point`. Its smallest eigenvalue must be negative and its
+            largest positive.
+        extent: The largest distance from the saddle in the direction of the least curvature. If the
+            greatest curvature is steeper, distances in its direction are shorter, so that the loss
+            changes about as much.
         places: The number of points on each side of the saddle, along each direction.
 
     Returns:
@@ -272,7 +272,7 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
             *curvatures
         )
         raise UsageError(
-            f"{found_curvatures}: a saddle has one below and one above zero; see"
+            f"{found_curvatures}: expected one below and one above zero; for other points use"
             " gpulab.saddles.landscape"
         )
     along = np.linspace(-extent, extent, 2 * places + 1)

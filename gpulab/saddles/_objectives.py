@@ -17,11 +17,11 @@ from gpulab.steps import loss_of
 
 Loss = Callable[..., Tensor]
 Batch: TypeAlias = Nested  # a tensor, a pair, a mapping, or a DataLoader of these
-# The error for a loss that does not take 0, 1 or 2 arguments, at this index.
+# The errors for a loss that cannot be called with 0, 1 or 2 arguments, by this number.
 MISMATCHES = (
-    "takes arguments, and there is no batch: give (inputs, targets)",
-    "needs targets, and the batch is a tensor: the batch is (inputs, targets), or fits the loss",
-    "does not take outputs and targets: the batch is (inputs, targets), or fits the loss",
+    "takes arguments, but there is no batch: pass a batch (inputs, targets)",
+    "needs targets, but the batch is a tensor: pass a batch (inputs, targets), or another loss",
+    "does not take outputs and targets: pass a loss that does, or a batch that fits the loss",
 )
 
 
@@ -30,7 +30,7 @@ class Objective:
     """A loss as a function of the model alone.
 
     Attributes:
-        loss: The loss, as it was given.
+        loss: The loss as given.
         batches: The data that the loss is computed on: one batch, or all batches of a `DataLoader`.
             Empty for a loss without arguments, which calls the model itself.
     """
@@ -40,7 +40,7 @@ class Objective:
 
     @classmethod
     def of(cls, loss: Loss, batch: Batch) -> Objective:
-        """Make the objective of a loss and a batch.
+        """Build the objective from a loss and a batch.
 
         Raises:
             UsageError: For a batch without tensors, and for a loss that does not take the batch.
@@ -123,7 +123,7 @@ def _count_examples(batch: Batch) -> int:
     sizes = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if len(sizes) != 1:
         raise UsageError(
-            f"a batch of the DataLoader has tensors of {sorted(sizes)} rows: expected one for each"
-            " example"
+            f"a batch of the DataLoader has tensors of {sorted(sizes)} rows: expected tensors with"
+            " one row for each example"
         )
     return sizes.pop()

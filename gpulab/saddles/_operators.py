@@ -1,4 +1,4 @@
-"""Symmetric linear operators: the interface that every spectral method uses, and checks of it."""
+"""Symmetric linear operators: the interface that all spectral methods use, and its checks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def check_square(A: Operator) -> int:
     """Return the size n of an operator (n, n) of float32 or float64.
 
     Raises:
-        UsageError: If the operator is not square, or of another type.
+        UsageError: If the operator is not square, or has another type.
     """
     shape = tuple(getattr(A, "shape", ()))
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
-        raise UsageError(f"an operator of shape {shape or type(A).__name__}: expected (n, n)")
+        raise UsageError(f"operator of shape {shape or type(A).__name__}: expected (n, n)")
     if A.dtype not in (torch.float32, torch.float64):
-        raise UsageError(f"an operator of {A.dtype}: expected torch.float32 or torch.float64")
+        raise UsageError(f"operator of {A.dtype}: expected torch.float32 or torch.float64")
     return shape[0]
 
 
@@ -66,9 +66,9 @@ def check_symmetric(
 
     1. The typical size of these numbers if u and Av have random directions. An asymmetry below
        √eps times this size is ignored.
-    2. The size of rounding errors. They are measured by computing the product a second time, as
-       three times the product with a third of the vector. An asymmetry of more than a hundred times
-       the difference between the two products cannot be rounding.
+    2. The size of rounding errors. It is measured by computing the product a second time, as three
+       times the product with a third of the vector. An asymmetry of more than a hundred times the
+       difference between the two products cannot be due to rounding.
     """
     check_products(products)
     dtype = torch.float32 if products.device.type == "mps" else torch.float64
@@ -80,7 +80,7 @@ def check_symmetric(
     asymmetry = float((pairs - pairs.T).abs().max())
 
     def typical_product(columns: Tensor) -> float:
-        """Return the size of a product with a column in a random direction: lengths over √n."""
+        """Return the size of a product with a column in a random direction: its length over √n."""
         vector_length = float(u.norm(dim=0).max())
         column_length = float(columns.norm(dim=0).max())
         return vector_length / len(u) ** 0.5 * column_length
@@ -93,8 +93,8 @@ def check_symmetric(
         difference = asymmetry * float(scale)
         size = typical_product(Av) * float(scale)
         raise DataError(
-            f"the operator is not symmetric: uᵀAv and vᵀAu differ by {difference:.3g}, of"
-            f" {size:.3g}"
+            f"the operator is not symmetric: uᵀAv and vᵀAu differ by {difference:.3g}, while their"
+            f" typical size is {size:.3g}"
         )
 
 
@@ -107,7 +107,7 @@ def random_signs(n: int, k: int, A: Operator, seed: int) -> Float[Tensor, "n k"]
 
 
 def dense(A: Operator) -> Float[Tensor, "n n"]:
-    """Compute the whole matrix by n products, made exactly symmetric, in float64 on the CPU."""
+    """Compute the whole matrix with n products and symmetrise it, in float64 on the CPU."""
     identity = torch.eye(check_square(A), dtype=A.dtype, device=A.device)
     products = A @ identity
     check_symmetric(A, identity, products)

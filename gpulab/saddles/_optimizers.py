@@ -1,6 +1,6 @@
 """The optimisers that `escape_table` starts at a saddle, and the laws by which they leave it.
 
-Along a direction of curvature −λ the gradient at a distance x is −λx. With a momentum μ a step of
+Along a direction of curvature −λ, the gradient at a distance x is −λx. With momentum μ, a step of
 rate η is x₊ = x + μ (x − x₋) + ηλ x (Polyak's heavy ball), so that x grows by the factor ρ, the
 larger root of
 
@@ -8,13 +8,13 @@ larger root of
 
 Adam and RMSprop divide a weight's gradient g by the size of its past gradients, plus ε. Where |g|
 is far below ε, this is momentum or gradient descent with the rate η/ε. Where |g| is far above ε, a
-weight moves by about η whatever the gradient is, and the network moves along the unit vector v by
-η‖v‖₁. This law is rough. Steps are longer while gradients grow. With a large η the steps also
-excite the other directions, whose gradients then dominate. The median recorded escape of Adam took
-0.9 times the expected steps at η = 1e-5, and 14 times at η = 1e-2.
+weight moves by about η no matter how large the gradient is, and the network moves along the unit
+vector v by η‖v‖₁. This law is rough. Steps are longer while gradients grow. With a large η the
+steps also excite the other directions, whose gradients then dominate. The median recorded escape of
+Adam took 0.9 times the expected steps at η = 1e-5, and 14 times at η = 1e-2.
 
-A step is rounded away if it is smaller than half the distance from a weight to the next number of
-its format.
+A step is rounded to zero if it is smaller than half the distance from a weight to the next number
+of its format.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def build_optimizer(
     """Build an optimiser of these weights.
 
     Raises:
-        UsageError: If the name is unknown, if the function returns no optimiser, or if the
+        UsageError: If the name is unknown, if the function does not return an optimiser, or if the
             optimiser ignores the learning rate.
     """
     prefix = f"optimizer={optimizer!r}:"
@@ -72,7 +72,9 @@ def build_optimizer(
     try:
         built = factory(weights, lr=rate)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{prefix} not called with weights and lr={rate:g}: {error}") from None
+        raise UsageError(
+            f"{prefix} cannot be called with weights and lr={rate:g}: {error}"
+        ) from None
     if not isinstance(built, optim.Optimizer) or any(
         group.get("lr") != rate for group in built.param_groups
     ):
@@ -114,7 +116,7 @@ class EscapeLaw:
     Attributes:
         rate: The learning rate η; for optimisers that scale their steps, η/ε.
         momentum: The momentum μ.
-        max_step: The approximate largest change of a weight in one step; infinite without a limit.
+        max_step: The approximate largest change of a weight in one step; infinite if unlimited.
         saturation_gradient: The gradient of a weight at which its step reaches `max_step`.
 
     Examples:
@@ -130,7 +132,7 @@ class EscapeLaw:
 
     @classmethod
     def of_optimizer(cls, optimizer: optim.Optimizer) -> EscapeLaw | None:
-        """Return the law of one of torch's optimisers; None if its options are not modelled.
+        """Return the law of an optimiser of torch; None if its options are not modelled.
 
         >>> weights = [torch.zeros(2, requires_grad=True)]
         >>> EscapeLaw.of_optimizer(optim.Adam(weights, lr=0.25, betas=(0.5, 0.9), eps=0.125))
@@ -162,7 +164,7 @@ class EscapeLaw:
         return 1 + self.growth_minus_one(curvature)
 
     def growth_minus_one(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-        """Compute ρ − 1 without a difference of close numbers."""
+        """Compute ρ − 1 without subtracting nearly equal numbers."""
         a = self.rate * curvature
         if not self.momentum:
             return a
@@ -190,7 +192,7 @@ class EscapeLaw:
             start: The absolute initial displacement along each unstable direction.
             curvature: The λ of each direction, the largest first.
             steepest: The unit vector v of the first direction.
-            radius: The Euclidean length that all displacements together have to reach.
+            radius: The Euclidean length that all displacements together must reach.
 
         Returns:
             The step, not rounded: NaN if `start` has NaN, infinite if nothing is displaced.
@@ -199,7 +201,7 @@ class EscapeLaw:
             return math.nan
         length = float(steepest.abs().sum())
         # The displacement at which the mean gradient of a weight along v reaches saturation. Below
-        # it displacements grow exponentially; above it they grow by the largest step.
+        # it, displacements grow exponentially; above it, they grow by the largest step.
         saturation_radius = (
             self.saturation_gradient * len(steepest) / (float(curvature[0]) * length)
         )
@@ -242,9 +244,9 @@ def step_ratio(
     """Compute the length of the optimiser's step, relative to half the weights' last place.
 
     The step is the one to which the optimiser settles if the gradient stays the same. It is
-    computed in float64 from weights of zero, so that nothing of it is rounded away. The last place
-    is the distance from a weight to the next number of its own format. Both are Euclidean lengths
-    over all weights. If the ratio is far below 1, rounding holds the weights for good.
+    computed in float64 from weights of zero, so that no part of it is lost to rounding. The last
+    place is the distance from a weight to the next number of its own format. Both are Euclidean
+    lengths over all weights. If the ratio is far below 1, rounding holds the weights permanently.
 
     Examples:
         >>> weights = [torch.ones(3)]

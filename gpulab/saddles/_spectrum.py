@@ -16,8 +16,8 @@ from gpulab.saddles._operators import Operator, check_square, check_symmetric, d
 
 Array = np.ndarray
 MAX_COUNTED_SIZE = 1_000  # up to this size, negative eigenvalues are counted in the whole matrix
-# In an estimate, eigenvalues count as zero if |λ| is below this share of the largest |λ|. Closer to
-# zero there are many eigenvalues, and some sixty steps of Lanczos cannot tell their signs.
+# In an estimate, eigenvalues count as zero if |λ| is below this share of the largest |λ|. Many
+# eigenvalues are closer to zero, and some sixty Lanczos steps cannot determine their signs.
 ZERO_SHARE = 1e-2
 
 
@@ -45,7 +45,7 @@ class Index(Estimate):
         exact: Whether the eigenvalues were counted.
         zero: The number of eigenvalues within `threshold` of zero. They count as neither negative
             nor positive.
-        size: The number of all eigenvalues.
+        size: The total number of eigenvalues.
         threshold: The distance from zero below which an eigenvalue counts as zero.
     """
 
@@ -65,7 +65,7 @@ class Index(Estimate):
         about = f"about {int(self):,} ± {max(self.error, 1.0):,.0f}"
         return (
             f"{about} of {self.size:,} eigenvalues are below -{self.threshold:.1e}; "
-            f"some {self.zero:,.0f} are closer to zero, and their signs are not known (estimated)"
+            f"some {self.zero:,.0f} are closer to zero, and their signs are unknown (estimated)"
         )
 
 
@@ -73,18 +73,18 @@ class Index(Estimate):
 class SpectralDensity:
     """An estimate of an operator's eigenvalue distribution: nodes and weights for each probe.
 
-    `gpulab.saddles.spectral_density` makes one. Nodes are positions on the axis of eigenvalues. For
-    a function f, the sum of weight × f(node) over the nodes of a probe estimates the mean of f over
-    all eigenvalues. Estimates are means over the probes, which are random, and their errors are the
+    `gpulab.saddles.spectral_density` returns one. Nodes are positions on the axis of eigenvalues.
+    For a function f, the sum of weight × f(node) over the nodes of a probe estimates the mean of f
+    over all eigenvalues. Estimates are means over the random probes, and their errors are the
     standard errors of these means. The outermost nodes approach the extreme eigenvalues from
-    inside.
+    within.
 
     Attributes:
         nodes: (probes, steps).
         weights: (probes, steps); the weights of a probe add up to one.
         size: The number of eigenvalues of the operator.
-        halfway: The estimate from the first half of the steps. Where it differs from this one, the
-            estimate has not converged. None if it was not kept.
+        halfway: The estimate from the first half of the steps. Where the two differ, this estimate
+            has not converged. None if it was not kept.
 
     Examples:
         >>> import torch
@@ -135,9 +135,9 @@ class SpectralDensity:
         """Estimate how many eigenvalues are negative: see `gpulab.saddles.index`.
 
         Returns:
-            The estimate, with the number of eigenvalues that are too close to zero to tell their
-            signs. Its error combines the standard error over the probes with the change since half
-            of the steps.
+            The estimate, with the number of eigenvalues that are too close to zero for their signs
+            to be determined. Its error combines the standard error over the probes with the change
+            in the second half of the steps.
 
         Examples:
             >>> nodes, weights = (
@@ -175,10 +175,9 @@ def spectral_density(
 ) -> SpectralDensity:
     """Estimate the spectral density of a symmetric operator by stochastic Lanczos quadrature.
 
-    It needs only products with the operator, `probes` times `steps` of them. All probes advance
-    together, and each needs memory for three vectors. The Lanczos vectors are not orthogonalised
-    again. In finite precision a node may therefore appear several times, but the quadrature stays
-    accurate.
+    It needs only `probes` times `steps` products with the operator. All probes advance together,
+    and each needs memory for three vectors. The Lanczos vectors are not reorthogonalised. In finite
+    precision a node may therefore appear several times, but the quadrature remains accurate.
 
     Args:
         H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and
@@ -193,9 +192,9 @@ def spectral_density(
         A `gpulab.saddles.SpectralDensity`.
 
     Raises:
-        UsageError: If the operator is not square, or not of float32 or float64, or if `probes` or
-            `steps` is not a positive integer.
-        DataError: If the operator is not symmetric (this is checked with two probes or more), or if
+        UsageError: If the operator is not square or not of type float32 or float64, or if `probes`
+            or `steps` is not a positive integer.
+        DataError: If the operator is not symmetric (checked only with two or more probes), or if
             products are not finite.
 
     Examples:
@@ -208,12 +207,12 @@ def spectral_density(
     References:
         Ubaru, Chen, Saad 2017, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*;
         Ghorbani, Krishnan, Xiao 2019 (arXiv 1901.10159) for Hessians of networks; Greenbaum 1989
-        and Chen, Trogdon, Ubaru 2021 (arXiv 2105.06595) on why orthogonalisation is not needed.
+        and Chen, Trogdon, Ubaru 2021 (arXiv 2105.06595) on why reorthogonalisation is not needed.
     """
     n = check_square(H)
     check_count("probes", probes)
     check_count("steps", steps)
-    # Sums over millions of numbers are computed in float64, where the device has it.
+    # Sums over millions of numbers are computed in float64 if the device supports it.
     dtype = torch.float32 if H.device.type == "mps" else torch.float64
     vector = random_signs(n, probes, H, seed) / math.sqrt(n)
     previous = torch.zeros((), dtype=H.dtype, device=H.device)
@@ -265,15 +264,15 @@ def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Array, Array]:
 def index(H: Operator, *, progress: bool = True) -> Index:
     """Count the negative eigenvalues of a symmetric operator: at a critical point, its index.
 
-    For an operator with at most 1,000 columns, the whole matrix is computed, by one product for
-    each column, and its negative eigenvalues are counted. For a larger operator the number is
+    If the operator has at most 1,000 columns, the whole matrix is computed, with one product for
+    each column, and its negative eigenvalues are counted. For a larger operator, the number is
     estimated by `gpulab.saddles.spectral_density` with 1,000 products. To estimate it with another
     number of products, call `spectral_density` and then the `index` method of its result.
 
-    An eigenvalue counts as zero if |λ| is below a share of the largest |λ|. In an exact count the
+    An eigenvalue counts as zero if |λ| is below a share of the largest |λ|. In an exact count, the
     share is n · eps of the operator's type. In an estimate it is 1e-2, because most eigenvalues of
-    a network are close to zero, and the signs of nodes there are random. So an estimate consists of
-    two numbers: the eigenvalues below −1e-2 of the largest |λ|, and those too close to zero for
+    a network are close to zero, where the signs of nodes are random. An estimate therefore consists
+    of two numbers: the eigenvalues below −1e-2 of the largest |λ|, and those too close to zero for
     their signs to be determined. Many more eigenvalues may be negative than the error suggests.
 
     Args:
@@ -281,17 +280,17 @@ def index(H: Operator, *, progress: bool = True) -> Index:
         progress: Whether an estimate shows a progress bar if it takes longer than two seconds.
 
     Returns:
-        An object with these attributes; `int` of it is the rounded number.
+        An object with these attributes; `int(…)` gives the rounded number.
 
         - `value`: The number of negative eigenvalues.
         - `error`: Its standard error. For a count it is 0. For an estimate it combines the spread
           over the probes with the change in the second half of the steps.
         - `zero`: The number of eigenvalues that count as zero.
         - `threshold`: The largest |λ| that counts as zero.
-        - `size`: The number of all eigenvalues.
+        - `size`: The total number of eigenvalues.
 
     Raises:
-        UsageError: If the operator is not square, or not of float32 or float64.
+        UsageError: If the operator is not square or not of type float32 or float64.
         DataError: If the operator is not symmetric, or products are not finite.
 
     Examples:

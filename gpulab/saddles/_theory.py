@@ -12,13 +12,13 @@ order by
 
     (‖(P Eᵀ + E Q) √λ‖² − 2 Σ_{i∉S} λ_i (P Q)_ii) / D,      E = Uᵀ U_S.
 
-This quadratic form is a sum of terms, each of which depends on one entry of the decoder and one of
-the encoder. So the Hessian consists of 2 × 2 blocks:
+This quadratic form is a sum of terms, each of which depends on one entry of the decoder and one
+entry of the encoder. The Hessian therefore consists of 2 × 2 blocks:
 
 - i ∉ S and the unit that holds s ∈ S: the block (2/D) [[λ_s, −λ_i], [−λ_i, λ_i]], which has one
   negative eigenvalue if λ_i > λ_s;
-- s, t ∈ S: the eigenvalues 4 λ_t / D and 0. The zero is the direction in which a component moves
-  from one unit to another and the network's function stays the same;
+- s, t ∈ S: the eigenvalues 4 λ_t / D and 0. The zero belongs to the direction in which a component
+  moves from one unit to another while the network's function stays the same;
 - i ∉ S and a unit that is zero: the eigenvalues ±2 λ_i / D;
 - t ∈ S and a unit that is zero: the eigenvalues 0 and 0.
 """
@@ -46,10 +46,10 @@ from gpulab.saddles._objectives import Objective
 class LinearAutoencoderSaddle(CriticalPoint):
     """A critical point of a linear autoencoder, whose Hessian is known in closed form.
 
-    `gpulab.saddles.linear_autoencoder_saddle` makes one. At this point the weights hold some of the
-    D principal components of the data. Eigenvalues, eigenvectors and index come from formulas, not
-    from the Hessian that torch computes. Vectors consist of all weights, flattened, in the order of
-    the model's parameters.
+    `gpulab.saddles.linear_autoencoder_saddle` returns one. At this point the weights hold some of
+    the D principal components of the data. Eigenvalues, eigenvectors and index come from formulas,
+    not from the Hessian that torch computes. Vectors consist of all weights, flattened, in the
+    order of the model's parameters.
 
     Attributes:
         model: The network at this point, a `gpulab.models.LinearAutoencoder` in float64. Unless the
@@ -57,7 +57,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
             component that is held, or zero.
         objective: The mean squared error as a function of a model, on the data (N, D), which are
             both inputs and targets.
-        components: The numbers of the components that are held; 0 is the first.
+        components: The indices of the components that are held, from 0.
         moments: The eigenvalues of XᵀX / N, (D,), in descending order.
         basis: The eigenvectors of XᵀX / N as columns, (D, D).
         mixing: An orthogonal matrix R (h, h) that mixes the h hidden units. It changes the weights,
@@ -155,7 +155,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
         """The entries a, b, c of the Hessian's 2 × 2 blocks [[a, b], [b, c]], and a c − b².
 
         There is a block for each component and hidden unit; each of the four tensors is (D, h). The
-        module's docstring lists the blocks. Known determinants are exactly zero.
+        module's docstring lists the blocks. Determinants known to be zero are exactly zero.
         """
         features = len(self.moments)
         hidden = len(self.mixing)
@@ -181,8 +181,8 @@ class LinearAutoencoderSaddle(CriticalPoint):
         """The lower and the higher eigenvalue of each block, (D, h)."""
         a, b, c, determinant = self._blocks
         high = (a + c) / 2 + torch.hypot((a - c) / 2, b)
-        # The lower eigenvalue is computed from the determinant, not as a difference of close
-        # numbers. So its sign is exact.
+        # The lower eigenvalue is computed from the determinant, not as a difference of nearly equal
+        # numbers, so its sign is exact.
         return torch.where(
             high > 0, determinant / high.clamp(min=torch.finfo(high.dtype).tiny), 0.0
         ), high
@@ -236,15 +236,15 @@ def linear_autoencoder_saddle(
 
     The components are the eigenvectors of XᵀX / N; the data are not centred. The point and its
     Hessian are known in closed form, and are computed in float64. The point is a saddle if a
-    component that is not held could lower the loss. This is so if its eigenvalue is larger than
-    that of a component that is held, or if its eigenvalue is above zero and a hidden unit is
+    component that is not held could lower the loss. This is the case if its eigenvalue is larger
+    than that of a component that is held, or if its eigenvalue is above zero and a hidden unit is
     unused. Otherwise the point is a minimum.
 
     Args:
         data: A matrix (N, D) of numbers, a row for each sample.
-        components: The numbers of the components to hold; 0 has the largest eigenvalue of XᵀX / N.
+        components: The indices of the components to hold; 0 has the largest eigenvalue of XᵀX / N.
             Components with equal eigenvalues are in an arbitrary order.
-        hidden: The number of hidden units; by default one for each component. Further units have
+        hidden: The number of hidden units; by default one for each component. Additional units have
             weights of zero.
 
     Returns:
@@ -278,7 +278,7 @@ def linear_autoencoder_saddle(
     for component in held_components:
         check_count("component", component, maximum=len(moments) - 1, minimum=0)
     if len(set(held_components)) < len(held_components):
-        raise UsageError(f"components={held_components}: each can be held once")
+        raise UsageError(f"components={held_components}: expected each component at most once")
     least = max(1, len(held_components))
     hidden = least if hidden is None else hidden
     check_count("hidden", hidden, minimum=least)
@@ -324,7 +324,7 @@ def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Ten
         ) from None
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise DataError(
-            f"data of shape {tuple(matrix.shape)}: expected (N, D), a row for each sample"
+            f"data of shape {tuple(matrix.shape)}: expected (N, D), with a row for each sample"
         )
     not_finite = int((~matrix.isfinite()).sum())
     if not_finite:

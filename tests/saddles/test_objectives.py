@@ -77,16 +77,16 @@ class RefusedBatch(NamedTuple):
 
 
 REFUSED_BATCHES = [
-    RefusedBatch("tensor", INPUTS, "loss=mse_loss needs targets, and the batch is a tensor"),
-    RefusedBatch("none", None, "loss=mse_loss takes arguments, and there is no batch"),
+    RefusedBatch("tensor", INPUTS, "loss=mse_loss needs targets, but the batch is a tensor"),
+    RefusedBatch("none", None, "loss=mse_loss takes arguments, but there is no batch"),
     RefusedBatch(
         "loss without arguments",
         (INPUTS, TARGETS),
         "loss=no_loss does not take outputs and targets",
         no_loss,
     ),
-    RefusedBatch("tuple of 3", (INPUTS, TARGETS, TARGETS), "batch is a tuple of 3"),
-    RefusedBatch("list of 1", loader(INPUTS), "batch is a list of 1"),
+    RefusedBatch("tuple of 3", (INPUTS, TARGETS, TARGETS), "got a tuple of 3"),
+    RefusedBatch("list of 1", loader(INPUTS), "got a list of 1"),
     RefusedBatch(
         "generator",
         (pair for pair in [(INPUTS, TARGETS)]),
@@ -97,9 +97,7 @@ REFUSED_BATCHES = [
         DataLoader([(torch.ones(8, 2), torch.ones(2, 1))] * 2, batch_size=None),
         r"tensors of \[2, 8\] rows",
     ),
-    RefusedBatch(
-        "pair as input", ((INPUTS, INPUTS), TARGETS), "Linear got a pair as its one input"
-    ),
+    RefusedBatch("pair as input", ((INPUTS, INPUTS), TARGETS), "Linear received a pair"),
 ]
 
 

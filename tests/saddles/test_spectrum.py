@@ -105,6 +105,6 @@ def test_extreme_eigenpairs_repeat_and_are_orthogonal():
 def test_extreme_eigenpairs_that_are_not_found_are_an_error(monkeypatch):
     monkeypatch.setattr("gpulab.saddles._eigenpairs.MAX_RESTARTS", 1)
     with pytest.raises(
-        gl.DataError, match=r"no eigenvector to a tolerance of 4e-11: .*; allow a larger one"
+        gl.DataError, match=r"no eigenvector to a tolerance of 4e-11: .*; use a larger tolerance"
     ):
         gl.saddles.extreme_eigenpairs(torch.diag(torch.linspace(0, 1, 500).double() ** 2))
