@@ -1,7 +1,7 @@
-"""The exercises of the notebooks: how answers are checked, and what is said of wrong ones.
+"""The exercises of the notebooks: checks of answers, with an explanation of what is wrong.
 
 The checks of each notebook are a module of this package. A check computes the right answer from
-recorded data or by doing the task itself, or looks it up in what was measured.
+recorded data or by doing the task itself, or looks it up in stored measurements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEVELS = {"1": "easy", "2": "experiment", "3": "open"}
 
 @dataclass(frozen=True, repr=False)
 class Checked(Report):
-    """What `check` says of an answer: `passed`, and in a sentence why (not)."""
+    """The result of `check`: whether an answer passed, and a sentence that explains why."""
 
     exercise: str
     passed: bool
@@ -46,11 +46,11 @@ class Checked(Report):
 
 
 def check(exercise: str, answer: Answer) -> Checked:
-    """Whether an answer to an exercise of a notebook is right; if it is not, what is wrong with it.
+    """Check an answer to an exercise of a notebook, and explain what is wrong with a wrong one.
 
-    `exercise` is a name such as "05-2", of notebook 05 the second. The answer is looked at, and
-    nothing in it is run. Of an open exercise only the form can pass, and then `Open` is said and
-    not `Right`.
+    `exercise` is a name such as "05-2", the second exercise of notebook 05. The answer is
+    inspected, but nothing in it is executed. For an open exercise only the form is checked, and
+    the result is `Open` instead of `Right`.
 
     >>> check("05-1", (210, 210)).passed
     False
@@ -61,12 +61,12 @@ def check(exercise: str, answer: Answer) -> Checked:
     try:
         need(
             answer is not None,
-            "this is None. A cell whose last line prints or assigns gives nothing back",
+            "this is None. Printing a value does not return it",
         )
         return Checked(exercise, True, printable(asked.check(answer)))
     except (WrongAnswerError, UsageError) as wrong:
         reason = str(wrong)
-    except Exception as error:  # whatever an answer does when it is looked at
-        reason = f"{shown(answer)} cannot be read ({type(error).__name__})"
+    except Exception as error:  # inspecting an arbitrary answer can fail in any way
+        reason = f"{shown(answer)} could not be checked ({type(error).__name__})"
     reason += " " if reason.endswith("?") else ". "
     return Checked(exercise, False, printable(f"{reason}The answer is {asked.form}."))

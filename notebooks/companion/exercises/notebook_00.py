@@ -9,11 +9,11 @@ from companion.findings import setting_in_text
 @exercise("00-1", "a number of seeds")
 def _fewest_seeds(answer: Answer) -> str:
     mistakes = {
-        7: "half a chance is missing: all may agree upwards, or downwards",
-        6: "the fewest for 5 %, not 1 %",
+        7: "half of the chance is missing: all seeds may move up, or all may move down",
+        6: "the smallest number for 5 %, not for 1 %",
     }
     near(answer, 8, mistakes, rel=1e-6)
-    return f"by luck alone 8 seeds agree with a probability of 2 in 256, {2 / 256:.3g}."
+    return f"by chance alone, 8 seeds agree with a probability of 2 in 256, or {2 / 256:.3g}."
 
 
 @exercise("00-2", "(calm, busy), two tables of runs from two stores")
@@ -24,34 +24,36 @@ def _under_load(answer: Answer) -> str:
     )
     need(
         not set(calm.path) & set(busy.path),
-        "both tables are of the same runs: a store gives back what it has",
+        "both tables contain the same runs: a store does not train a run again, so use two stores",
     )
     pairs = calm.merge(busy, on=["protocol", "setting", "seed"])
     need(
         pairs.seed.nunique() >= 3,
-        f"{pairs.seed.nunique()} seeds are in both, under the same setting: take three",
+        f"{pairs.seed.nunique()} seeds are in both tables under the same setting: use three",
     )
     same, slower = (
         (pairs.weights_x == pairs.weights_y).sum(),
         pairs.seconds_y.sum() / pairs.seconds_x.sum(),
     )
     return (
-        f"{same} of {len(pairs)} trainings have the same bits; under load they took {slower:.2g}"
-        " times as long."
+        f"{same} of {len(pairs)} trainings have the same bits; under load, training took"
+        f" {slower:.2g} times as long."
     )
 
 
-@exercise("00-3", "a table of runs, of two settings and three seeds at least, each with reruns")
+@exercise(
+    "00-3", "a table of runs with two or more settings and three or more seeds, each run twice"
+)
 def _reruns(answer: Answer) -> str:
     runs = table(answer, "setting", "seed", "rerun", "weights").groupby(["setting", "seed"])
-    need((runs["rerun"].nunique() >= 2).all(), "some seed was run once only: ask for reruns=2")
+    need((runs["rerun"].nunique() >= 2).all(), "a seed was run only once: use reruns=2")
     results = runs.weights.nunique().unstack("seed")
     settings, seeds = results.shape
-    need(settings >= 2, "one setting: the question is which of several repeat themselves")
-    need(seeds >= 3, f"{seeds} seeds: take three at least")
+    need(settings >= 2, "there is only one setting: compare at least two")
+    need(seeds >= 3, f"{seeds} seeds are too few: use at least three")
     others = ", ".join(map(setting_in_text, results.index[results.max(axis=1) > 1]))
-    outcome = f"other bits under {others}" if others else "the same bits"
+    outcome = f"different bits under {others}" if others else "the same bits"
     return (
-        f"{settings} settings were run twice, and the second time gave {outcome}. Nobody has a"
-        " complete list."
+        f"{settings} settings were run twice, and the second run gave {outcome}. Nobody has a"
+        " complete list of settings that do not repeat."
     )

@@ -22,23 +22,24 @@ def _intensity(answer: Answer) -> str:
         2 * 784 * 128 * images / (4 * (784 * 128 + images * (784 + 128))) for images in (1, 64)
     )
     mistakes = {
-        one: "that of one image, not of 64",
+        one: "this is the intensity for one image, not for 64",
         many / 2: (
-            "half of it. A multiplication with its addition counts as two, and a float32 has 4"
-            " bytes"
+            "half of it. A multiplication and its addition count as two operations, and a float32"
+            " has 4 bytes"
         ),
         4 * many: "four times too large: count bytes, not numbers",
     }
     near(answer, many, mistakes)
     return (
-        f"{many:.3g} flop per byte, {many / one:.0f} times that of one image: the weights are read"
-        " once."
+        f"{many:.3g} flop per byte, {many / one:.0f} times that of one image, because the weights"
+        " are read only once."
     )
 
 
 @exercise(
     "01-2",
-    "(table, 'memory') or (table, 'arithmetic'): both rooflines in one table, and what falls more",
+    "(table, 'memory') or (table, 'arithmetic'): both rooflines in one table, and the limit that"
+    " drops more",
 )
 def _ceilings(answer: Answer) -> str:
     frame, falls_more = pair(answer)
@@ -53,32 +54,32 @@ def _ceilings(answer: Answer) -> str:
         speed["cpu"] / speed["cpu:threads=1"] for speed in (memory, arithmetic)
     )
     numbers = (
-        f"with all threads {of_memory:.2f} times the memory and {of_arithmetic:.2f} times the"
-        " arithmetic of one"
+        f"with all threads, the memory limit is {of_memory:.2f} times and the arithmetic limit"
+        f" {of_arithmetic:.2f} times that of one thread"
     )
     right = "memory" if of_memory > of_arithmetic else "arithmetic"
     need(choice(falls_more, "memory", "arithmetic") == right, f"in this table, {numbers}")
-    return f"{numbers}. Cores compute alone and share the way to memory."
+    return f"{numbers}. Cores compute independently but share the path to memory."
 
 
 @exercise(
     "01-3",
-    "{'cpu': {'gflops': …, 'watts': …}, 'cuda': {'gflops': …, 'watts': …}}, of the autoencoder's"
-    " layer",
+    "{'cpu': {'gflops': …, 'watts': …}, 'cuda': {'gflops': …, 'watts': …}}, for the"
+    " autoencoder's layer",
 )
 def _per_joule(answer: Answer) -> str:
     per_joule = []
     for device in ("cpu", "cuda"):
         row = fields(fields(answer, "cpu", "cuda")[device], "gflops", "watts")
         rate, watts = number(row["gflops"]), number(row["watts"])
-        need(1 <= watts <= 2000, f"{device}: {watts:g} is no power in watts")
+        need(1 <= watts <= 2000, f"{device}: expected 1 to 2000 watts, got {watts:g}")
         per_joule.append(f"{rate / watts:.2g}")
     layer = recorded_rooflines().query("operation.str.startswith('autoencoder')").gflops.max()
     need(
         rate < 10 * layer,
-        f"{rate:g} Gflop/s is near the GPU's peak, and this layer was recorded at {layer:.3g}",
+        f"{rate:g} Gflop/s is near the GPU's peak, but this layer was recorded at {layer:.3g}",
     )
     return (
-        f"Gflop per joule: {' on the CPU, '.join(per_joule)} on the GPU. A data sheet's watts are"
-        " of full load."
+        f"Gflop per joule: {' on the CPU, '.join(per_joule)} on the GPU. The watts on a data sheet"
+        " are for full load."
     )

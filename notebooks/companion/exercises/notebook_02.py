@@ -19,7 +19,7 @@ from companion.exercises.answers import (
 )
 
 
-@exercise("02-1", "a number of orders, of the thousand")
+@exercise("02-1", "a number of orders out of the thousand")
 def _exact_orders(answer: Answer) -> str:
     def hits(x: np.ndarray) -> int:
         orders = np.random.default_rng(0)
@@ -29,17 +29,17 @@ def _exact_orders(answer: Answer) -> str:
     x = torch.rand(1000, generator=torch.Generator().manual_seed(0))
     of_x, right = hits(x.numpy()), hits((x * 1e4 - 5e3).numpy())
     mistakes = {
-        of_x: "those of x itself, and x * 1e4 - 5e3 is asked for",
-        0: "was the exact sum left in float64? Round it to float32 before you compare",
+        of_x: "this is the number for x itself, not for x * 1e4 - 5e3",
+        0: "is the exact sum still in float64? Round it to float32 before you compare",
     }
     near(answer, right, mistakes, rel=1e-6)
     return (
-        f"with x itself {of_x} do. On the way the sums are far larger than at the end, and last"
-        " digits are lost."
+        f"with x itself, {of_x} orders are exact. Here the intermediate sums are far larger than"
+        " the final one, whose last digits are lost."
     )
 
 
-@exercise("02-2", "a verdict on `distance` by `change`, at the last step, from six seeds at least")
+@exercise("02-2", "a verdict on `distance` by `change`, at the last step, from at least six seeds")
 def _grown(answer: Answer) -> str:
     distances = judged(answer, "change", metric="distance")
     levels = ", ".join(map(str, [distances.reference, *distances.decisions]))
@@ -47,9 +47,7 @@ def _grown(answer: Answer) -> str:
         "tf32" in levels.lower() and "bit" in levels,
         f"TF32 and one bit of one weight are not both among {levels}",
     )
-    need(
-        distances.runs.step.min() > 0, "this is the first step, before any training: take the last"
-    )
+    need(distances.runs.step.min() > 0, "this is the first step, before any training: use the last")
     return f"after {distances.runs.step.max()} updates, {decisions(distances)}."
 
 
@@ -60,14 +58,14 @@ def _one_bit_decides(answer: Answer) -> str:
     ulps = abs(int(np.float32(start).view(np.int32)) - int(np.float32(neighbour).view(np.int32)))
     need(
         ulps == 1,
-        f"{ulps} float32 numbers apart, and one bit of one weight is one: torch.nextafter finds it",
+        f"start and neighbour are {ulps} float32 numbers apart, not one: use torch.nextafter",
     )
     low, high = sorted(ends)
     need(
         high - low > 0.01 * abs(high),
-        f"{low:.6g} and {high:.6g} differ by less than 1 %: the bit decides nothing",
+        f"{low:.6g} and {high:.6g} differ by less than 1 %: the bit makes no difference",
     )
     return (
-        f"one bit decides between {low:.3g} and {high:.3g}. That such a start is ever drawn is"
-        " another matter."
+        f"one bit decides between {low:.3g} and {high:.3g}. Whether such a start is ever"
+        " drawn is another question."
     )
