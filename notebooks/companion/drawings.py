@@ -1,4 +1,4 @@
-"""Drawings of what the notebooks are about: the two networks, the published loop, and a saddle."""
+"""Drawings for the notebooks: the two networks, the published loop, and a saddle."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def draw_autoencoder() -> Picture:
             axes.text(2 * number - 1, 0, label, ha="center", va="center", color=INK, fontsize=8)
     return Picture(
         figure,
-        f"The autoencoder, five layers of {', '.join(map(str, widths))} numbers, with a matrix of"
-        " weights between each two. All layers but the last end in a ReLU, the last in a sigmoid."
-        " The middle one is the code.",
+        f"The autoencoder: five layers of {', '.join(map(str, widths))} numbers, with a matrix of"
+        " weights between neighbouring layers. Each matrix is followed by a ReLU, the last one by a"
+        " sigmoid. The middle layer is the code.",
     )
 
 
 def draw_prednet() -> Picture:
-    """Draw two of PredNet's layers at two frames, with what goes up, down and to the next frame."""
+    """Draw two of PredNet's layers at two frames, with the data that flow between them."""
     figure, axes = _blank_axes(7.6, 5.4, (-1.9, 11.2), (-1.5, 7.4))
     for time, left in enumerate((0.0, 6.2)):
         label = "frame t" if time == 0 else "frame t + 1"
@@ -82,7 +82,7 @@ def draw_prednet() -> Picture:
                 f"prediction P{_subscript(layer)}",
                 PREDICTION_COLOUR,
             )
-            # The error goes into the state of the same layer, and the prediction is made from it.
+            # The error goes into the state of the same layer, and the state makes the prediction.
             _draw_arrow(
                 axes, (left + 0.5, bottom + 0.43), (left + 1.95, bottom + 1.3), ERROR_COLOUR
             )
@@ -104,15 +104,15 @@ def draw_prednet() -> Picture:
     _label(axes, (-1.0, 5.0), "layer 1", INK, "right")
     return Picture(
         figure,
-        "PredNet at two frames. In each layer a state R, a convolutional LSTM, makes a prediction"
-        " P. At the next frame the prediction is compared with what is there: the difference is the"
-        " error E, which goes into the state of its layer, and up, where it is what the layer above"
-        " sees. States pass down to the layer below, and on to the next frame.",
+        "PredNet at two frames. In each layer, a state R, a convolutional LSTM, makes a prediction"
+        " P. At the next frame, the prediction is compared with the input of the layer. The"
+        " difference is the error E, which goes into the state of its layer and up to the layer"
+        " above as its input. States pass down to the layer below and on to the next frame.",
     )
 
 
 def draw_published_loop() -> Picture:
-    """Draw the memory of the published loop: one buffer that a CPU goes on using, a GPU copies."""
+    """Draw the memory of the published loop: a buffer that a CPU keeps using and a GPU copies."""
     figure, axes = _blank_axes(7.6, 4.4, (-0.2, 12.2), (-0.2, 7.2))
     _label(axes, (0, 6.75), "CPU: each tensor is the buffer itself", ON_CPU, "left")
     _label(axes, (0, 2.75), "GPU: each tensor is a copy", ON_GPU, "left")
@@ -129,7 +129,7 @@ def draw_published_loop() -> Picture:
     _label(
         axes,
         (0, 4.0),
-        "Going back, all three steps find frame 3 in the buffer: the gradients are wrong.",
+        "In the backward pass, all three steps find frame 3: the gradients are wrong.",
         ON_CPU,
         "left",
         "top",
@@ -137,16 +137,16 @@ def draw_published_loop() -> Picture:
     _label(
         axes,
         (0, 0.3),
-        "Going back, every step finds its own frame: the gradients are right.",
+        "In the backward pass, each step finds its own frame: the gradients are right.",
         ON_GPU,
         "left",
         "top",
     )
     return Picture(
         figure,
-        "The published loop writes each frame into one buffer. On a CPU the tensors of all time"
-        " steps are this buffer, so that the backward pass finds the last frame in each of them. On"
-        " a GPU every tensor is a copy, so that each step finds its own frame.",
+        "The published loop writes each frame into the same buffer. On a CPU, the tensors of all"
+        " time steps are this buffer, so the backward pass finds the last frame in each of them. On"
+        " a GPU, every tensor is a copy, so each step finds its own frame.",
     )
 
 
@@ -173,17 +173,16 @@ def draw_saddle() -> Picture:
     )
     return Picture(
         figure,
-        "The loss around a saddle, from above: it rises to two sides (dark) and falls to the two"
-        " others."
-        " A training that begins beside the saddle first moves towards it, and then leaves along"
-        " the descent direction, in steps that grow.",
+        "The loss around a saddle, seen from above: it rises in two directions (dark) and falls in"
+        " the two others. A training that begins near the saddle first moves towards it, and then"
+        " leaves along the descent direction in growing steps.",
     )
 
 
 def _blank_axes(
     width: float, height: float, x_limits: Point, y_limits: Point
 ) -> tuple[plt.Figure, Axes]:
-    """Make a figure whose axes are not shown."""
+    """Make a figure with hidden axes."""
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     axes.set(xlim=x_limits, ylim=y_limits)
     axes.axis("off")
@@ -193,7 +192,7 @@ def _blank_axes(
 def _draw_box(
     axes: Axes, centre: Point, width: float, height: float, text: str, colour: str
 ) -> None:
-    """Draw a box with rounded corners and a text in its middle."""
+    """Draw a box with rounded corners and a centred text."""
     corner = (centre[0] - width / 2, centre[1] - height / 2)
     style = "round,pad=0,rounding_size=0.12"
     box = FancyBboxPatch(
@@ -206,7 +205,7 @@ def _draw_box(
 def _draw_arrow(
     axes: Axes, start: Point, end: Point, colour: str, connection: str = "arc3,rad=0"
 ) -> None:
-    """Draw an arrow, straight or bent."""
+    """Draw a straight or curved arrow."""
     arrow = FancyArrowPatch(
         start,
         end,
@@ -229,12 +228,12 @@ def _label(
     horizontal: str,
     vertical: str = "center",
 ) -> None:
-    """Write a text beside what it explains."""
+    """Write a label."""
     axes.text(*place, text, ha=horizontal, va=vertical, color=colour, fontsize=9)
 
 
 def _subscript(number: int) -> str:
-    """A digit as an index.
+    """Return a digit as a subscript.
 
     >>> _subscript(1)
     '₁'

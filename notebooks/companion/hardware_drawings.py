@@ -1,4 +1,4 @@
-"""Drawings of notebooks 01 and 08: what is inside a CPU and a GPU, and how devices share work."""
+"""Drawings of notebook 01: what is inside a CPU and a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Description = Mapping[str, Any]  # as `companion.hardware.describe_devices` returns it
+Description = Mapping[str, Any]  # from `companion.hardware.describe_devices`
 MAX_DRAWN_CORES = 16
 CONTROL_COLOUR = "#E69F00"
 CACHE_COLOUR = "#56B4E9"
@@ -26,8 +26,8 @@ def draw_devices(cpu: Description, gpu: Description) -> Picture:
     """Draw a CPU and a GPU side by side, with the numbers of their descriptions.
 
     Args:
-        cpu: As `companion.hardware.describe_cpu` returns it.
-        gpu: As `companion.hardware.describe_gpu` returns it.
+        cpu: A description from `companion.hardware.describe_cpu`.
+        gpu: A description from `companion.hardware.describe_gpu`.
     """
     figure, axes = _blank_axes(7.6, 5.0, (-0.1, 12.4), (-1.0, 7.6))
     cores = int(cpu["physical_cores"])
@@ -59,15 +59,15 @@ def draw_devices(cpu: Description, gpu: Description) -> Picture:
     _draw_key(axes)
     cpu_words = f"{cores} cores" + _clock_words(cpu)
     gpu_words = f"{sms} SMs" + _clock_words(gpu)
-    drawn = "" if cores <= MAX_DRAWN_CORES else f", of which {MAX_DRAWN_CORES} are drawn"
+    drawn = "" if cores <= MAX_DRAWN_CORES else f" ({MAX_DRAWN_CORES} are drawn)"
     _label(axes, (0.0, 6.9), f"{cpu_words}{drawn}", INK, "left")
     _label(axes, (7.3, 6.9), gpu_words, INK, "left")
     return Picture(
         figure,
-        f"A CPU beside a GPU. The CPU, {cpu['name']}, has {cpu_words}: each is large, with much"
+        f"A CPU next to a GPU. The CPU, {cpu['name']}, has {cpu_words}: each is large, with much"
         f" control and cache and few arithmetic units. The GPU, {gpu['name']}, has {gpu_words}:"
-        " each is small and mostly arithmetic units. Both have a shared cache and a memory of their"
-        " own; a bus joins the two memories.",
+        " each is small and consists mostly of arithmetic units. Each device has a shared cache and"
+        " its own memory; a bus connects the two memories.",
     )
 
 
@@ -81,7 +81,7 @@ def _draw_chip(
 def _draw_cores(
     axes: Axes, corner: tuple[float, float], width: float, height: float, cores: int
 ) -> None:
-    """Draw the cores of a CPU: control, cache, and some arithmetic units in each."""
+    """Draw the cores of a CPU, each with control, cache and some arithmetic units."""
     columns = next(count for count in (1, 2, 4) if count * count >= cores or count == 4)
     rows = -(-cores // columns)
     for number in range(cores):
@@ -107,7 +107,7 @@ def _draw_cores(
 def _draw_multiprocessors(
     axes: Axes, corner: tuple[float, float], width: float, height: float, sms: int
 ) -> None:
-    """Draw the SMs of a GPU: a little control and cache, and many arithmetic units in each."""
+    """Draw the SMs of a GPU, each with little control and cache and many arithmetic units."""
     columns = max(1, round((sms * width / height) ** 0.5))
     rows = -(-sms // columns)
     for number in range(sms):
@@ -145,17 +145,17 @@ def _draw_key(axes: Axes) -> None:
 
 
 def _cache_words(device: Description, key: str, name: str) -> str:
-    """The name of a cache and its size, if it is known."""
+    """Return the name of a cache, with its size if known."""
     return f"{name}, {name_quantity(device[key], 'b')}" if key in device else name
 
 
 def _clock_words(device: Description) -> str:
-    """The clock of a device, if it is known."""
+    """Return the clock of a device, or an empty text if it is unknown."""
     return f" at {device['clock_hz'] / 1e9:.1f} GHz" if "clock_hz" in device else ""
 
 
 def _bus_words(gpu: Description) -> str:
-    """The bus between host and GPU, with its generation and lanes if they are known."""
+    """Return the name of the bus between host and GPU, with its generation and lanes if known."""
     if "pcie_generation" not in gpu or "pcie_lanes" not in gpu:
         return "bus"
     return f"PCIe {gpu['pcie_generation']:.0f},\n{gpu['pcie_lanes']:.0f} lanes"
