@@ -1,4 +1,4 @@
-"""What belongs to the notebooks: executing them, their widgets, tables, findings and figures."""
+"""Helpers for the notebooks: execution, widgets, tables, findings and figures."""
 
 import lazy_loader
 

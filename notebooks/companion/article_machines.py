@@ -1,4 +1,4 @@
-"""The twelve machines of the article and some newer GPUs, by the numbers of their makers.
+"""The twelve machines of the article and some newer GPUs, with their manufacturers' numbers.
 
 Sources: Intel's product specifications (ark.intel.com), AMD's product pages, NVIDIA's product pages
 and architecture white papers (Maxwell GM107 and GM204, Pascal GP104, Turing) and data sheets (V100,
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-FLOP_PER_CYCLE = 32  # of a core with AVX2: two instructions, each 8 multiplications and additions
-FLOP_PER_CORE = 2  # a CUDA core: one multiplication and addition in a cycle
-# Name, year, cores, threads, base clock in GHz, GB/s of the memory.
+FLOP_PER_CYCLE = 32  # of a core with AVX2: 2 instructions of 8 multiplications and additions
+FLOP_PER_CORE = 2  # per cycle of a CUDA core: one multiplication and one addition
+# Name, year, cores, threads, base clock in GHz, memory bandwidth in GB/s.
 PROCESSORS = [
     ("Intel i5-4590", 2014, 4, 4, 3.3, 25.6),
     ("Intel i7-6700K", 2015, 4, 8, 4.0, 34.1),
@@ -22,7 +22,7 @@ PROCESSORS = [
     ("Intel i5-9400", 2019, 6, 6, 2.9, 41.6),
     ("AMD Ryzen 5 3600", 2019, 6, 12, 3.6, 51.2),
 ]
-# Name, year, SMs, cores of an SM, boost clock in GHz, GB/s of the memory, its GB.
+# Name, year, SMs, cores per SM, boost clock in GHz, memory bandwidth in GB/s, memory in GB.
 GRAPHICS_CARDS = [
     ("GTX 750 Ti", 2014, 5, 128, 1.085, 86.4, 2),
     ("GTX 970", 2014, 13, 128, 1.178, 224.0, 4),
@@ -33,7 +33,7 @@ GRAPHICS_CARDS = [
     ("RTX 2060 Super", 2019, 34, 64, 1.650, 448.0, 8),
     ("RTX 2070 Super", 2019, 40, 64, 1.770, 448.0, 8),
 ]
-# The machines: CPU, threads that were used (0: not said), GPU or none.
+# The machines: CPU, number of threads used (0: not reported), and GPU, if any.
 MACHINES = [
     ("Intel i5-4590", 4, ""),
     ("Intel i7-6800K", 1, ""),
@@ -48,7 +48,7 @@ MACHINES = [
     ("AMD Ryzen 5 3600", 0, "RTX 2070 Super"),
     ("Intel i5-9400", 0, "Titan RTX"),
 ]
-# Name, year, GB/s, and TFLOP/s in float32 and for products on tensor cores, without sparsity.
+# Name, year, GB/s, and Tflop/s in float32 and on tensor cores (dense), with the latter's format.
 DATA_CENTRE_GPUS = [
     ("V100", 2017, 900, 15.7, 125.0, "float16"),
     ("A100", 2020, 2039, 19.5, 156.0, "TF32"),
@@ -59,13 +59,14 @@ DATA_CENTRE_GPUS = [
 
 
 def published_machines() -> pd.DataFrame:
-    """The article's twelve machines: the part that trained, and what its maker says of it.
+    """List the article's twelve machines with the specifications of the device that trained.
 
     Returns:
         A data frame with a row for each machine: `machine`, `trained on` (`CPU` or `GPU`), `year`,
-        `cores or SMs`, `threads used` (of a CPU, as the article says), `GB/s` of its memory, and
-        `Gflop/s` in float32. Of a CPU these are cores × base clock × 32 (two AVX2 instructions of
-        eight multiplications and additions in a cycle), of a GPU cores × boost clock × 2.
+        `cores or SMs`, `threads used` (of a CPU, as reported by the article), `GB/s` of its memory,
+        and `Gflop/s` in float32. For a CPU, the latter is cores × base clock × 32 (two AVX2
+        instructions of eight multiplications and additions per cycle); for a GPU, it is cores ×
+        boost clock × 2.
 
     Examples:
         >>> table = published_machines()
@@ -97,12 +98,12 @@ def published_machines() -> pd.DataFrame:
 
 
 def gpu_generations() -> pd.DataFrame:
-    """NVIDIA's data-centre GPUs by their data sheets, the newest last.
+    """List NVIDIA's data-centre GPUs with the numbers of their data sheets, the newest last.
 
     Returns:
         A data frame with `card`, `year`, `GB/s`, `Gflop/s` of products on tensor cores in
-        `format`, `Gflop/s, float32` without them, and `ridge`, the flop per byte from which on a
-        product on tensor cores is limited by arithmetic.
+        `format`, `Gflop/s, float32` without tensor cores, and `ridge`, the number of flop per byte
+        above which a product on tensor cores is limited by arithmetic.
 
     Examples:
         >>> gpu_generations().card.tolist()

@@ -1,4 +1,4 @@
-"""Single changes of arithmetic, library or device, and what they do to networks that learned."""
+"""Single changes of arithmetic, library or device, and their effect on networks that learned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 REFERENCE = "nothing"
 AGAIN = "nothing (a second run)"
-# What a setting changes, by the part in which it differs from the reference.
+# The name of a change, by the part of a setting that differs from the reference.
 _PARTS = {
     "deterministic=on": "deterministic",
     "cudnn=off": "without cuDNN",
@@ -29,14 +29,14 @@ _PARTS = {
     "order=split-4": "sums in four parts, emulated",
     "isa=avx2": "older instructions",
 }
-# The smallest movement that a logarithmic axis shows; seeds with the same bits stand there.
+# The smallest movement shown on the logarithmic axis; seeds with the same bits are drawn there.
 SAME_BITS = 1e-5
 COLUMNS = ["experiment", "profile", "machine", "change", "decision"]
 MIN_SEEDS = 6  # fewer pairs cannot show a difference at 5 %
 
 
 def name_changes(runs: pd.DataFrame) -> pd.DataFrame:
-    """Say in words what each run changes, compared with the reference of its device.
+    """Name what each run changes compared with the reference of its device.
 
     The references are `cuda:tf32=off` and `cpu:threads=1`.
 
@@ -76,8 +76,8 @@ def _describe_setting(text: str) -> str:
 def judge_changes(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Compare each change with the reference on the same seeds, for each network and machine.
 
-    Changes with fewer than six seeds are left out, because so few cannot show a difference. The
-    seeds that a change lacks are left out for this change alone.
+    Changes with fewer than six seeds are left out, because they cannot show a difference. Seeds
+    that are missing for one change are left out for this change alone.
 
     Args:
         runs: The result of `name_changes`.
@@ -112,10 +112,10 @@ def judge_changes(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def compare_changes(runs: pd.DataFrame) -> Verdict:
-    """Compare the changes of one network and machine with the reference, as `gpulab.verdict`.
+    """Compare the changes of one network and machine with the reference by `gpulab.verdict`.
 
     `gpulab.verdict` averages repeated runs of a seed. Here the second run of the reference is a
-    level of its own, so that it can be compared with the first.
+    separate level, so that it can be compared with the first.
     """
     columns = ["change", "seed", "status", "final_loss", "weights"]
     return gl.verdict(runs[columns], factor="change", reference=REFERENCE)
@@ -125,7 +125,7 @@ def describe_means(table: pd.DataFrame) -> str:
     """Say how many changes are shown to move the mean by less than the margin.
 
     Args:
-        table: The first result of `judge_changes`. A second run of the reference is not counted.
+        table: The first result of `judge_changes`. The second run of the reference is not counted.
     """
     table = table[table.change != AGAIN]
     within = table.decision.isin(["equivalent", "different but negligible"])
@@ -141,8 +141,8 @@ def draw_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str, str
     """Draw the mean and the single seeds of each change side by side, a row for each profile.
 
     Args:
-        table, seeds: The results of `judge_changes`, of one network and one kind of machine.
-        titles: The title of each profile, in the order of the rows.
+        table, seeds: The results of `judge_changes` for one network and one kind of machine.
+        titles: The titles of the profiles, in the order of the rows.
 
     Returns:
         A picture with alternative text. Its title counts the changes and seeds beyond the margin.
@@ -171,15 +171,15 @@ def draw_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str, str
         left.axvspan(-margin, margin, color="0.92", zorder=0)
         right.axvline(margin, color="0.5", linestyle=":", zorder=0)
         left.set_title(title, fontsize="small", loc="left")
-    axes[0, 1].set_title("dotted: margin; dashed: one sd", fontsize="x-small", color="0.35")
-    axes[-1, 0].set_xlabel("the mean over the seeds\n(grey: the margin)", fontsize="small")
-    axes[-1, 1].set_xlabel("how far each seed moves", fontsize="small")
+    axes[0, 1].set_title("dotted: margin; dashed: 1 sd", fontsize="x-small", color="0.35")
+    axes[-1, 0].set_xlabel("mean over the seeds\n(grey: margin)", fontsize="small")
+    axes[-1, 1].set_xlabel("movement of each seed", fontsize="small")
     figure.supxlabel(
         "change of the final loss, in standard deviations (sd) between seeds", fontsize="small"
     )
     title = title_of_changes(table, seeds)
     figure.suptitle(title, fontsize="medium", x=0.01, ha="left")
-    return Picture(figure, f"Change of the final loss by single changes. {title}.")
+    return Picture(figure, f"Change of the final loss by each factor. {title}.")
 
 
 def title_of_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
@@ -236,10 +236,10 @@ def _draw_seeds(axes: Axes, seeds: pd.DataFrame, positions: dict[str, int], colo
 
 
 def describe_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
-    """Say what single changes do to the mean and to single seeds, in two or three sentences.
+    """Describe in two or three sentences how changes move the mean and single seeds.
 
     Args:
-        table, seeds: The results of `judge_changes`, of one network and profile.
+        table, seeds: The results of `judge_changes` for one network and profile.
     """
     if table.empty:
         return f"Fewer than {MIN_SEEDS} seeds cannot show a difference."
@@ -250,13 +250,13 @@ def describe_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
         text += f" ({', '.join(undecided)}: inconclusive)"
     moves = seeds[seeds.change.isin(arithmetic.change)]
     if moves.move.max() == 0:
-        return f"{text}. Every seed keeps its loss."
+        return f"{text}. No seed's loss changes."
     furthest = moves.loc[moves.move.idxmax()]
     text += (
-        f". The furthest single seed moves by {furthest.move:.2g} standard deviations"
+        f". A single seed moves by up to {furthest.move:.2g} standard deviations"
         f" ({furthest.change})"
     )
     again = seeds.move[seeds.change == AGAIN]
     if len(again):
-        text += f"; in a second run of the same program, by {again.max():.2g}"
+        text += f", and by up to {again.max():.2g} in a second run of the same program"
     return f"{text}."

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# threads of a block in torch's kernels that draw; numbers that a thread draws at a time
+# Threads per block of torch's random kernels; numbers that a thread draws at a time.
 BLOCK, LANES = (
     256,
     4,
 )
-# How many threads a GPU runs, each with a random sequence of its own: multiprocessors, times the
-# most that each can run. A tensor with more numbers goes round, and from the second round on
-# another GPU's other thread fills a place.
+# The number of threads on a GPU, each with its own random sequence: the number of multiprocessors
+# times the largest number of threads on each. If a tensor has more elements, the threads draw
+# again, and from this second round on, a different GPU fills an element from a different thread.
 THREADS = {
     "T4": 40 * 1024,
     "V100": 80 * 2048,
@@ -29,9 +29,9 @@ THREADS = {
 def cuda_uniform(seed: int, shape: Sequence[int], card: str) -> Tensor:
     """Compute on a CPU what `torch.rand(shape, device="cuda")` draws after `torch.manual_seed`.
 
-    `card` is one of the models of GPU in `THREADS`. This follows torch's kernel thread by thread
-    (ATen/native/cuda/DistributionTemplates.h, torch 2.15), of at most 2^29 numbers. A thread draws
-    four numbers at a time, and cuRAND makes a float32 in (0, 1] of 32 random bits.
+    `card` is one of the GPU models in `THREADS`. This follows torch's kernel thread by thread
+    (ATen/native/cuda/DistributionTemplates.h, torch 2.15), for at most 2^29 numbers. A thread draws
+    four numbers at a time, and cuRAND converts 32 random bits to a float32 in (0, 1].
 
     >>> t4, h100 = cuda_uniform(0, (60_000,), "T4"), cuda_uniform(0, (60_000,), "H100")
     >>> bool((t4[:40_960] == h100[:40_960]).all()), bool((t4 == h100).all())
@@ -51,7 +51,7 @@ def cuda_uniform(seed: int, shape: Sequence[int], card: str) -> Tensor:
 def philox(counter: Sequence[np.ndarray | int], key: tuple[int, int]) -> list[np.ndarray]:
     """Philox 4×32-10: four uint32 arrays of random bits for four counters and two seed halves.
 
-    NumPy has Philox 4×64 alone. Source: Salmon, Moraes, Dror, Shaw 2011, *Parallel random numbers:
+    NumPy has only Philox 4×64. Source: Salmon, Moraes, Dror, Shaw 2011, *Parallel random numbers:
     as easy as 1, 2, 3*.
     """
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)

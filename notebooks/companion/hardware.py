@@ -1,4 +1,4 @@
-"""What a CPU and a GPU say about themselves: cores, caches, memory, clock (notebook 01)."""
+"""Hardware properties of CPUs and GPUs: cores, caches, memory, clock (notebook 01)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpulab.passports import passport
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-# Properties of torch, and what they are called here. Older versions of torch lack some.
+# Device properties of torch, and their names here. Older versions of torch lack some.
 GPU_PROPERTIES = {
     "name": "name",
     "multi_processor_count": "sms",
@@ -30,7 +30,7 @@ GPU_PROPERTIES = {
     "total_memory": "memory_bytes",
     "memory_bus_width": "memory_bus_bits",
 }
-# Fields of nvidia-smi: their names here, and the factor to the unit in that name.
+# Fields of nvidia-smi: their names here, and the factor that converts to the unit in the name.
 NVIDIA_SMI_FIELDS = {
     "clocks.max.sm": ("clock_hz", 1e6),
     "clocks.max.mem": ("memory_clock_hz", 1e6),
@@ -44,8 +44,8 @@ def describe_devices() -> dict[str, dict[str, Any]]:
     """Describe the CPU, and the current NVIDIA or AMD GPU if there is one.
 
     Returns:
-        A dictionary with the description `cpu`, and `cuda` if there is such a GPU. What cannot be
-        found out is left out.
+        A dictionary with the description `cpu`, and `cuda` if there is an NVIDIA or AMD GPU.
+        Unknown properties are left out.
 
     Examples:
         >>> describe_devices()["cpu"]["logical_cores"] >= 1
@@ -58,7 +58,7 @@ def describe_devices() -> dict[str, dict[str, Any]]:
 
 
 def describe_cpu() -> dict[str, Any]:
-    """Describe the CPU: model, cores, the cores that we may use, clock, caches and memory."""
+    """Describe the CPU: model, cores, usable cores, clock, caches and memory."""
     processor = passport()["cpu"]
     assert isinstance(processor, dict)
     found = {
@@ -75,7 +75,7 @@ def describe_cpu() -> dict[str, Any]:
 
 
 def count_vector_lanes(extensions: list[str]) -> int | None:
-    """How many float32 one instruction handles, by the widest vector extension of a CPU.
+    """Return how many float32 numbers an instruction handles, by the vector extensions of a CPU.
 
     Examples:
         >>> count_vector_lanes(["avx", "avx2", "avx512f"]), count_vector_lanes(["neon"])
@@ -86,9 +86,9 @@ def count_vector_lanes(extensions: list[str]) -> int | None:
 
 
 def read_cpu_clock() -> float | None:
-    """The highest clock of a core that the system knows, in Hz; the present one if it knows none.
+    """Return the maximum clock of a core in Hz, or the current clock if the maximum is unknown.
 
-    In a virtual machine it is often the nominal clock.
+    In a virtual machine, this is often the nominal clock.
     """
     frequency = psutil.cpu_freq()
     megahertz = (frequency.max or frequency.current) if frequency else None
@@ -96,9 +96,9 @@ def read_cpu_clock() -> float | None:
 
 
 def read_cpu_caches(folder: Path = CACHES) -> dict[str, int]:
-    """The sizes of the first core's caches in bytes, as Linux knows them.
+    """Return the sizes of the first core's caches in bytes, as Linux reports them.
 
-    A cache of level 2 or 3 may be shared: `l3_sharing_cores` says by how many logical cores.
+    `l3_sharing_cores` is the number of logical cores that share the L3 cache.
     """
     found = {}
     for index in sorted(folder.glob("index*")):
@@ -115,7 +115,7 @@ def read_cpu_caches(folder: Path = CACHES) -> dict[str, int]:
 
 
 def parse_size(text: str) -> int:
-    """A size such as `32K` in bytes.
+    """Convert a size such as `32K` to bytes.
 
     Examples:
         >>> parse_size("32K"), parse_size("1M")
@@ -128,7 +128,7 @@ def parse_size(text: str) -> int:
 
 
 def count_listed(text: str) -> int:
-    """How many numbers a list such as `0-3,8` has.
+    """Count the numbers in a list such as `0-3,8`.
 
     Examples:
         >>> count_listed("0-3,8")
@@ -152,7 +152,7 @@ def describe_gpu() -> dict[str, Any]:
 
 
 def read_nvidia_smi(number: int) -> dict[str, float]:
-    """Clock, bus and power limit of a GPU, as nvidia-smi knows them; empty without it."""
+    """Read clock, bus and power limit of a GPU from nvidia-smi; an empty dict without it."""
     query = [f"--query-gpu={','.join(NVIDIA_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(
@@ -168,7 +168,7 @@ def read_nvidia_smi(number: int) -> dict[str, float]:
 
 
 def parse_nvidia_smi(answer: str) -> dict[str, float]:
-    """The fields of one line of nvidia-smi; those that it does not know are left out.
+    """Parse one line of output from nvidia-smi; fields without a number are left out.
 
     Examples:
         >>> parse_nvidia_smi("1980, 3201, 5, 16, [N/A]")["clock_hz"]
@@ -186,34 +186,34 @@ def parse_nvidia_smi(answer: str) -> dict[str, float]:
 
 # --- a table --------------------------------------------------------------------------------------
 
-ROWS = {  # of the table, with the key of a description, and the unit: b bytes, g GHz, n a count
+ROWS = {  # label: key of a description, and unit (b: bytes, g: GHz, n: a number)
     "cores (CPU)": ("physical_cores", "n"),
-    "float32 numbers in one instruction (CPU)": ("numbers_per_instruction", "n"),
+    "float32 numbers per instruction (CPU)": ("numbers_per_instruction", "n"),
     "SMs (GPU)": ("sms", "n"),
-    "threads of a warp (GPU)": ("threads_per_warp", "n"),
-    "threads that an SM holds at a time (GPU)": ("threads_per_sm", "n"),
-    "registers of an SM, 4 bytes each (GPU)": ("registers_per_sm", "n"),
+    "threads per warp (GPU)": ("threads_per_warp", "n"),
+    "largest number of threads on an SM (GPU)": ("threads_per_sm", "n"),
+    "registers per SM, 4 bytes each (GPU)": ("registers_per_sm", "n"),
     "clock": ("clock_hz", "g"),
-    "L1 cache of a core": ("l1_cache_bytes", "b"),
-    "L1 cache and shared memory of an SM": ("shared_memory_per_sm_bytes", "b"),
+    "L1 cache per core": ("l1_cache_bytes", "b"),
+    "L1 cache and shared memory per SM": ("shared_memory_per_sm_bytes", "b"),
     "L2 cache": ("l2_cache_bytes", "b"),
     "L3 cache": ("l3_cache_bytes", "b"),
     "memory": ("memory_bytes", "b"),
-    "width of the memory's bus (bits)": ("memory_bus_bits", "n"),
-    "lanes of PCI Express to the host": ("pcie_lanes", "n"),
+    "width of the memory bus (bits)": ("memory_bus_bits", "n"),
+    "PCI Express lanes to the host": ("pcie_lanes", "n"),
     "power limit (W)": ("power_limit_watts", "n"),
 }
 
 
 def hardware_table(devices: dict[str, dict[str, Any]]) -> pd.DataFrame:
-    """What devices are made of, a column each.
+    """Make a table of hardware properties, with a column for each device.
 
     Args:
-        devices: Descriptions of `describe_devices`, by the heading of their column.
+        devices: Descriptions from `describe_devices`, by the heading of their column.
 
     Returns:
-        A data frame of texts with a row for each property that at least one device states. Where a
-        device does not state it, or has no such thing, the text is empty.
+        A data frame of texts with a row for each property that is known for at least one device.
+        The text is empty if a property is unknown for a device or does not apply to it.
 
     Examples:
         >>> hardware_table({"mine": {"physical_cores": 2, "l1_cache_bytes": 32768}})[
@@ -234,7 +234,7 @@ def hardware_table(devices: dict[str, dict[str, Any]]) -> pd.DataFrame:
 
 
 def name_quantity(value: float, unit: str) -> str:
-    """A number of a description in words: bytes (`b`), a clock (`g`) or a count (`n`).
+    """Format a number of a description: bytes (`b`), a clock rate (`g`) or a count (`n`).
 
     Examples:
         >>> name_quantity(50 * 2**20, "b"), name_quantity(1.98e9, "g"), name_quantity(65536, "n")

@@ -1,4 +1,4 @@
-"""Figures and sentences of notebook 01's microbenchmarks, measured here and recorded elsewhere."""
+"""Figures and sentences about the microbenchmarks of notebook 01, measured or recorded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from gpulab.store import recorded
 from gpulab.wording import setting_words
 
 DEVICES = {"cpu": "CPU", "cuda": "GPU", "mps": "GPU", "xpu": "GPU"}
-FLAT = 1.2  # a ratio below it is called no difference
+FLAT = 1.2  # ratios below it are reported as no difference
 
 
 def recorded_inside() -> pd.DataFrame:
     """Read the microbenchmarks that were recorded on other machines.
 
     Returns:
-        The columns of `companion.measure_inside`, and `machine`, `spread` and `recorded`.
+        A data frame with the columns of `companion.measure_inside`, and `machine`, `spread` and
+        `recorded`.
 
     Examples:
         >>> "machine" in recorded_inside()
@@ -38,7 +39,7 @@ def recorded_inside() -> pd.DataFrame:
 
 
 def recorded_hardware() -> dict[str, dict[str, dict[str, float]]]:
-    """Read the descriptions of the machines of `recorded_inside`, by the names of their chips."""
+    """Read the descriptions of the machines in `recorded_inside`, by the names of their chips."""
     return {
         document["machine"]: document["hardware"] for document in recorded.read_measured("inside")
     }
@@ -52,23 +53,23 @@ def label_places(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(device=kinds, where=frame.machine + ", " + words + elsewhere)
 
 
-# --- what a microbenchmark shows, in a sentence ---------------------------------------------------
+# --- sentences ------------------------------------------------------------------------------------
 
 
 def describe_memory(rows: pd.DataFrame) -> str:
-    """How much faster the fastest cache is than the memory."""
+    """Compare the speed of the fastest cache with that of the memory."""
     rates = (rows.amount / rows.seconds / 1e9).set_axis(rows.x)
     fast, slow = rates.max(), rates[rates.index.max()]
     if fast < FLAT * slow:
-        return f"reads {slow:,.0f} GB/s whatever the size of what is read"
+        return f"reads {slow:,.0f} GB/s whatever the size of the data"
     return (
         f"reads {fast / slow:.1f} times as fast from a cache as from memory"
-        f" ({fast:,.0f} against {slow:,.0f} GB/s)"
+        f" ({fast:,.0f} and {slow:,.0f} GB/s)"
     )
 
 
 def describe_access(rows: pd.DataFrame) -> str:
-    """How much slower numbers are read in random order than from neighbouring places."""
+    """Compare the time of reading numbers in random order with that of reading neighbours."""
     times = rows.set_index("x").seconds
     ratio = times[0] / times[1]
     if ratio < FLAT:
@@ -77,7 +78,7 @@ def describe_access(rows: pd.DataFrame) -> str:
 
 
 def describe_launch(rows: pd.DataFrame) -> str:
-    """What an operation on one number takes, and up to which size it takes no longer."""
+    """Say how long an operation on one number takes, and from which size on it takes longer."""
     times = rows[rows.case == "one by one"].sort_values("x").set_index("x").seconds
     single = times.iloc[0]
     is_slow = times > 1.5 * single
@@ -87,11 +88,11 @@ def describe_launch(rows: pd.DataFrame) -> str:
     if len(graphs):
         each = graphs.seconds.iloc[0] / graphs.amount.iloc[0]
         words += f" ({1e6 * each:.1f} µs in a CUDA graph)"
-    return words if end is None else f"{words}, and half as much again only for {end:,} numbers"
+    return words if end is None else f"{words}, and 1.5 times as long only from {end:,} numbers on"
 
 
 def describe_blocks(rows: pd.DataFrame) -> str:
-    """What one task more than there are cores or SMs costs."""
+    """Say what one more task than there are cores or SMs costs."""
     times = rows.sort_values("x").set_index("x").seconds
     unit = find_units(rows)
     ratio = times[unit + 1] / times[unit]
@@ -104,12 +105,12 @@ def describe_blocks(rows: pd.DataFrame) -> str:
 
 
 def find_units(rows: pd.DataFrame) -> int:
-    """The number of cores or SMs that the counts of `blocks_to_try` were chosen for."""
+    """Return the number of cores or SMs for which `blocks_to_try` chose the counts."""
     return (int(rows.x.max()) - 1) // 4
 
 
 def describe_branch(rows: pd.DataFrame) -> str:
-    """What a branch costs that half of the numbers, or of the threads of a warp, take."""
+    """Say what a branch costs if half of the numbers, or half of a warp's threads, take it."""
     mixed = rows[rows.case.isin(["shuffled", "threads of each warp"])].set_index("x").seconds
     sorted_case = rows[rows.case.isin(["in order", "whole warps"])].set_index("x").seconds
     ratio = mixed[0.5] / sorted_case[0.5]
@@ -118,17 +119,17 @@ def describe_branch(rows: pd.DataFrame) -> str:
     else:
         who = "when it cannot be predicted than when it can"
     if ratio < FLAT:
-        return "spends no more on a branch " + who
+        return "needs no more time for a branch " + who
     return f"takes {ratio:.1f} times as long for a branch {who}"
 
 
 def describe_threads(rows: pd.DataFrame) -> str:
-    """How many threads it takes to reach nine tenths of the fastest rate."""
+    """Say how many threads are needed to reach nine tenths of the highest rate."""
     rates = (rows.amount / rows.seconds).set_axis(rows.x).groupby(level=0).max().sort_index()
     enough = int(rates.index[rates >= 0.9 * rates.max()].min())
     one_warp = rates.max() / rates.iloc[0]
     return (
-        f"needs {enough:,} threads for nine tenths of its speed, which is {one_warp:,.0f} times"
+        f"needs {enough:,} threads for nine tenths of full speed, which is {one_warp:,.0f} times"
         f" that of {int(rates.index[0])} threads"
     )
 
@@ -144,16 +145,16 @@ DESCRIPTIONS: dict[str, Callable[[pd.DataFrame], str]] = {
 
 
 def describe_inside(frame: pd.DataFrame, benchmark: str) -> list[str]:
-    """What a microbenchmark shows: a sentence for each device.
+    """Describe what a microbenchmark shows, in a sentence for each device.
 
     Args:
-        frame: Of `companion.measure_inside` and `recorded_inside`, with `machine` and `recorded`.
-            Rows without `seconds` were withheld.
+        frame: Rows of `companion.measure_inside` and `recorded_inside`, with `machine` and
+            `recorded`. Rows without `seconds` were withheld.
         benchmark: One of `DESCRIPTIONS`.
 
     Returns:
-        The sentences. For a device that lacks the times that its sentence needs, the sentence says
-        that they were withheld.
+        The sentences. If times that a sentence needs were withheld, it says that the device was too
+        busy.
     """
     sentences = []
     rows = label_places(frame[frame.benchmark == benchmark])
@@ -182,49 +183,49 @@ class Look(NamedTuple):
 
 LOOKS = {
     "memory": Look(
-        "Bandwidth against what is read again and again",
-        "size of what is read (bytes)",
+        "Memory bandwidth against the size of the data",
+        "size of the data that is read repeatedly (bytes)",
         "bandwidth (GB/s)",
         "log2",
         "log",
     ),
     "access": Look(
-        "Time to read one number, against the distance to the next",
+        "Time to read one number, against the distance to the next one",
         "distance (numbers of four bytes)",
-        "time for a number (ns)",
+        "time per number (ns)",
         "log2",
         "log",
     ),
     "launch": Look(
-        "Time of one addition, against how many numbers it adds to",
-        "numbers",
+        "Time of one addition, against its size",
+        "numbers in the tensor",
         "time (µs)",
         "log2",
         "log",
     ),
     "blocks": Look(
-        "Time for equal tasks or blocks, against their number",
-        "tasks or blocks for each core or SM",
-        "time (that of one = 1)",
+        "Time of equal tasks or blocks, against their number",
+        "tasks per core, or blocks per SM",
+        "time (one task or block = 1)",
         "linear",
         "linear",
     ),
     "branch": Look(
-        "Time with a branch, against the share that takes it",
+        "Time of a branch, against the share that takes it",
         "share of numbers (CPU) or threads (GPU) that take the branch",
         "time (the slower side alone = 1)",
         "linear",
         "linear",
     ),
     "threads": Look(
-        "Arithmetic against the number of threads",
+        "Speed of arithmetic against the number of threads",
         "threads",
         "rate (Gflop/s)",
         "log2",
         "log",
     ),
 }
-DASHED = ("in a CUDA graph", "in order", "whole warps")  # the cases with a dashed line
+DASHED = ("in a CUDA graph", "in order", "whole warps")  # cases drawn with a dashed line
 
 
 @theme.with_theme
@@ -232,7 +233,7 @@ def draw_inside(frame: pd.DataFrame, benchmark: str) -> Picture:
     """Draw a microbenchmark of several devices; hollow points were recorded elsewhere.
 
     Args:
-        frame: As for `describe_inside`. Times that were withheld are not drawn.
+        frame: As for `describe_inside`. Withheld times are not drawn.
         benchmark: One of `LOOKS`.
     """
     look = LOOKS[benchmark]
@@ -247,7 +248,7 @@ def draw_inside(frame: pd.DataFrame, benchmark: str) -> Picture:
         several = rows.case.nunique() > 1 and case != "strided"
         label = f"{where}: {case}" if several else where
         if case == "random order":
-            label = "_"  # its place on the axis says what it is
+            label = "_"  # the label of the x axis names it
         axes.plot(x, y, line, marker=marker, ms=4.5, color=tint, mfc=face, label=label)
     if look.x_scale == "log2":
         axes.set_xscale("log", base=2)
@@ -266,7 +267,7 @@ def draw_inside(frame: pd.DataFrame, benchmark: str) -> Picture:
 def place_points(
     device: pd.DataFrame, rows: pd.DataFrame, benchmark: str
 ) -> tuple[pd.Series, pd.Series]:
-    """The coordinates of the points of one line of a microbenchmark's figure."""
+    """Return the coordinates of the points of one line in a microbenchmark's figure."""
     device = device.sort_values(["x", "seconds"]).drop_duplicates("x")  # the faster of two
     same_device = rows[rows["where"] == device["where"].iloc[0]]
     if benchmark in ("memory", "threads"):
@@ -283,7 +284,7 @@ def place_points(
 
 
 def name_size(value: float, is_bytes: bool) -> str:
-    """A power of two as the label of an axis.
+    """Format a power of two for the label of an axis.
 
     >>> name_size(2**20, True), name_size(2**20, False), name_size(16, False)
     ('1 MiB', '1 M', '16')

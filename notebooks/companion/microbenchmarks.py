@@ -2,20 +2,20 @@
 
 There are five, and two more where there is a GPU:
 
-- `memory`: one operation reads the same numbers again and again. The more memory they take, the
+- `memory`: one operation reads the same numbers again and again. The more memory they occupy, the
   fewer caches can hold them, so the bandwidth falls in steps.
-- `access`: the same count of numbers is read one after another, at a distance, or in random order.
-- `launch`: an addition of one number takes nearly as long as one of thousands, because starting an
-  operation has a cost of its own.
+- `access`: equally many numbers are read one after another, at a distance, or in random order.
+- `launch`: an addition of one number takes nearly as long as an addition of thousands, because
+  starting an operation has a fixed cost.
 - `blocks`: equal tasks are given to the cores of a CPU, equal blocks of threads to the SMs of a
-  GPU. With one task more than there are cores, the last one has to wait.
-- `branch`: on a CPU, a branch that cannot be predicted; on a GPU, one that only some of the 32
+  GPU. If there is one more task than there are cores, the last one has to wait.
+- `branch`: on a CPU, a branch that cannot be predicted; on a GPU, a branch that only some of the 32
   threads of a warp take.
-- `threads` (NVIDIA and AMD GPUs): the more threads, the more arithmetic in a second.
+- `threads` (NVIDIA and AMD GPUs): the more threads, the more arithmetic per second.
 - `bus` (GPUs): copies between the host and the GPU.
 
-On a CPU all but `blocks` use one thread. On a GPU, `memory`, `access`, `blocks`, `branch` and
-`threads` run the CUDA source `KERNELS`, because torch has no operation that shows only these.
+On a CPU, all but `blocks` use one thread. On a GPU, `memory`, `access`, `blocks`, `branch` and
+`threads` run the CUDA source `KERNELS`, because torch has no operations that isolate these effects.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from gpulab.settings import Setting
 
 MEASURED = ["memory", "access", "launch", "blocks", "branch", "threads", "bus"]
 CPU_BENCHMARKS = ["memory", "access", "launch", "blocks", "branch"]
-OTHER_BENCHMARKS = ["launch", "bus"]  # of a GPU for which KERNELS are not compiled: mps, xpu
-MIN_SECONDS = 0.004  # calls are repeated until they take this long together
+OTHER_BENCHMARKS = ["launch", "bus"]  # for GPUs without CUDA or ROCm: mps, xpu
+MIN_SECONDS = 0.004  # calls are repeated until they take this long in total
 STRIDES = (1, 2, 4, 8, 16, 32)
 MEMORY_SIZES = {  # bytes
     "cpu": [2**power for power in range(13, 28)],
@@ -57,7 +57,7 @@ GRAPH_LAUNCHES = 100
 
 KERNELS = r"""extern "C" {
 
-// Every block reads the numbers from a place of its own, and starts again at the end.
+// Every block reads the numbers from a different place, and starts again at the end.
 __global__ void __launch_bounds__(512)
 read_memory(const float4* __restrict__ numbers, int count, int reads, float* result) {
     int position = (int)((long long)blockIdx.x * count / gridDim.x) + threadIdx.x;
@@ -69,10 +69,10 @@ read_memory(const float4* __restrict__ numbers, int count, int reads, float* res
         sum += read.x + read.y + read.z + read.w;
         position += blockDim.x;
     }
-    if (sum == -1.0f) result[0] = sum;  // never true, but then the sum has to be computed
+    if (sum == -1.0f) result[0] = sum;  // never true, but forces the compiler to compute the sum
 }
 
-// Neighbouring threads read numbers that lie `stride` apart, or, with stride 0, anywhere.
+// Neighbouring threads read numbers that lie `stride` apart or, with stride 0, in random order.
 __global__ void __launch_bounds__(512)
 read_at(const float* __restrict__ numbers, int mask, int stride, int reads, float* result) {
     unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
@@ -93,7 +93,7 @@ read_at(const float* __restrict__ numbers, int mask, int stride, int reads, floa
     if (sum == -1.0f) result[0] = sum;
 }
 
-// `taking` of 32 take the first branch: threads of each warp, or whole warps.
+// `taking` out of 32 take the first branch: threads of each warp, or whole warps.
 __global__ void __launch_bounds__(1024)
 take_branch(int taking, int whole_warps, int steps, float* result) {
     int thread = blockIdx.x * blockDim.x + threadIdx.x;
@@ -114,7 +114,7 @@ take_branch(int taking, int whole_warps, int steps, float* result) {
 
 
 class Probe(NamedTuple):
-    """One point of a microbenchmark: what is called, and what it is plotted against.
+    """One point of a microbenchmark: what is called, and its place on the x axis.
 
     Attributes:
         benchmark: One of `MEASURED`.
@@ -124,7 +124,7 @@ class Probe(NamedTuple):
             (`branch`), threads (`threads`).
         amount: What one call does: bytes (`memory`, `bus`), numbers (`access`, `branch` on a CPU),
             operations of torch (`launch`), tasks (`blocks`), flop (`threads`, `branch` on a GPU).
-        call: Does it once.
+        call: Performs one call.
     """
 
     benchmark: str
@@ -142,13 +142,13 @@ def measure_inside(
 ) -> pd.DataFrame:
     """Measure the microbenchmarks of a device.
 
-    All points of a microbenchmark take turns in each round, so a machine that slows down for a
-    while favours none of them.
+    All points of a microbenchmark take turns in each round, so a temporary slowdown of the machine
+    affects all of them.
 
     Args:
-        setting: Of the device, such as `cpu` or `cuda:tf32=off`.
-        benchmarks: Some of `MEASURED`; by default all that the device allows.
-        rounds: How often each point is timed, at least 2.
+        setting: The setting of the device, such as `cpu` or `cuda:tf32=off`.
+        benchmarks: Some of `MEASURED`; by default, all that are available on the device.
+        rounds: The number of times that each point is timed, at least 2.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -158,7 +158,8 @@ def measure_inside(
         `setting`.
 
     Raises:
-        UsageError: For a microbenchmark that the device does not allow, or fewer than 2 rounds.
+        UsageError: For a microbenchmark that is not available on the device, or fewer than 2
+            rounds.
 
     Examples:
         >>> frame = measure_inside("cpu", ["launch"], rounds=2, progress=False)
@@ -181,17 +182,17 @@ def measure_inside(
             times = time_in_rounds([probe.call for probe in probes], parsed.kind, rounds)
             for probe, seconds in zip(probes, times, strict=True):
                 rows.append({**describe_probe(probe), **summarise_rounds(seconds)})
-            del probes  # of a GPU these are gigabytes
+            del probes  # on a GPU they hold gigabytes
     return pd.DataFrame(rows).assign(setting=str(parsed))
 
 
 def allowed_benchmarks(kind: str) -> list[str]:
-    """The microbenchmarks that a kind of device allows: `cpu`, `cuda`, `mps` or `xpu`."""
+    """List the microbenchmarks available on a kind of device: `cpu`, `cuda`, `mps` or `xpu`."""
     return {"cpu": CPU_BENCHMARKS, "cuda": MEASURED}.get(kind, OTHER_BENCHMARKS)
 
 
 def describe_probe(probe: Probe) -> dict[str, Any]:
-    """The columns of a probe: all of its fields but the call."""
+    """Return the columns of a probe, which are all of its fields except `call`."""
     return {
         "benchmark": probe.benchmark,
         "case": probe.case,
@@ -205,7 +206,7 @@ def describe_probe(probe: Probe) -> dict[str, Any]:
 
 @contextmanager
 def one_thread_on_cpu(kind: str) -> Iterator[None]:
-    """Let torch use one thread within it on a CPU; on other devices nothing changes."""
+    """Restrict torch to one thread in this context on a CPU; do nothing on other devices."""
     threads = torch.get_num_threads()
     if kind == "cpu":
         torch.set_num_threads(1)
@@ -224,11 +225,11 @@ def time_in_rounds(
     """Time several calls that take turns.
 
     Args:
-        calls: What is timed. Each is called at least twice before.
-        kind: Of the device whose work is waited for, such as `cuda`.
-        rounds: How many turns each has.
-        min_seconds: A call is repeated until this many seconds are over, and the time is divided by
-            the number of calls.
+        calls: The functions to time. Each is called at least twice beforehand.
+        kind: The kind of the device whose work is waited for, such as `cuda`.
+        rounds: The number of times that each is timed.
+        min_seconds: A call is repeated until this many seconds have passed, and the time is divided
+            by the number of calls.
 
     Returns:
         For each call its seconds in each round.
@@ -246,7 +247,7 @@ def time_in_rounds(
 
 
 def time_calls(call: Callable[[], Any], kind: str, count: int) -> float:
-    """The seconds of one call, the mean of `count` calls that the device has completed."""
+    """Return the seconds of one call: the mean of `count` calls that the device completed."""
     wait_for(kind)
     started = time.perf_counter()
     for _ in range(count):
@@ -261,7 +262,7 @@ def wait_for(kind: str) -> None:
 
 
 def summarise_rounds(seconds: Sequence[float]) -> dict[str, float]:
-    """The median, extremes and quartiles of the times of several rounds."""
+    """Return the median, extremes and quartiles of the times of several rounds."""
     lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
     return {
         "seconds": median,
@@ -277,7 +278,7 @@ def summarise_rounds(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def probe_memory(kind: str) -> Iterator[Probe]:
-    """Read as many bytes as ever from a working set that grows."""
+    """Read a constant number of bytes from a growing working set."""
     if kind == "cuda":
         yield from probe_gpu_memory()
         return
@@ -285,13 +286,13 @@ def probe_memory(kind: str) -> Iterator[Probe]:
     for size in MEMORY_SIZES[kind]:
         count = size // 4
         sweeps = max(1, MEMORY_TRAFFIC[kind] // size)
-        # Expanding copies nothing: each of the rows is the same memory.
+        # Expanding copies nothing: all rows share the same memory.
         rows = numbers[:count].expand(sweeps, count)
         yield Probe("memory", "read", size, sweeps * size, partial(rows.sum, dim=1))
 
 
 def probe_gpu_memory() -> Iterator[Probe]:
-    """Read from a working set that grows, with all SMs of a GPU."""
+    """Read from a growing working set, with all SMs of a GPU."""
     free = torch.cuda.mem_get_info()[0]
     sizes = [size for size in MEMORY_SIZES["cuda"] if size < free / 2]
     numbers = torch.zeros(max(sizes) // 4, device="cuda")
@@ -305,11 +306,11 @@ def probe_gpu_memory() -> Iterator[Probe]:
 
 
 def probe_access(kind: str) -> Iterator[Probe]:
-    """Read the same count of numbers, one after another, at a distance, or in random order."""
+    """Read equally many numbers, one after another, at a distance, or in random order."""
     if kind == "cuda":
         yield from probe_gpu_access()
         return
-    numbers = torch.ones(2**25)  # 128 MiB, more than a cache holds
+    numbers = torch.ones(2**25)  # 128 MiB, larger than a cache
     count = len(numbers) // max(STRIDES)
     result = torch.empty(count)
     orders = {stride: stride * torch.arange(count) for stride in STRIDES}
@@ -320,7 +321,7 @@ def probe_access(kind: str) -> Iterator[Probe]:
 
 
 def probe_gpu_access() -> Iterator[Probe]:
-    """Read the same count of numbers in several orders, with all SMs of a GPU."""
+    """Read equally many numbers in several orders, with all SMs of a GPU."""
     free = torch.cuda.mem_get_info()[0]
     length = 2**30  # numbers
     while 4 * length > free / 4:
@@ -337,7 +338,7 @@ def probe_gpu_access() -> Iterator[Probe]:
 
 
 def probe_launch(kind: str) -> Iterator[Probe]:
-    """Add 1 to more and more numbers: one call of torch each, and on CUDA in a graph."""
+    """Add 1 to more and more numbers: in one call of torch each, and on CUDA also in a graph."""
     largest = 22 if kind == "cpu" else 26
     numbers = torch.zeros(2**largest, device=kind)
     for power in range(0, largest + 1, 2):
@@ -349,7 +350,7 @@ def probe_launch(kind: str) -> Iterator[Probe]:
 
 
 def capture_additions(numbers: torch.Tensor) -> Callable[[], None]:
-    """A CUDA graph of `GRAPH_LAUNCHES` additions, which one call starts together."""
+    """Capture `GRAPH_LAUNCHES` additions in a CUDA graph, which one call launches."""
     numbers.add_(1.0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -377,7 +378,7 @@ def probe_blocks(kind: str) -> Iterator[Probe]:
 
 
 def blocks_to_try(units: int, waves: int = 4, points: int = 32) -> list[int]:
-    """Counts up to `waves` times as many as there are units, those beside each multiple too."""
+    """Choose counts up to `waves` times the units, including each multiple and the count after."""
     step = max(1, units * waves // points)
     counts = {1, *range(step, units * waves + 1, step)}
     for wave in range(1, waves + 1):
@@ -386,12 +387,12 @@ def blocks_to_try(units: int, waves: int = 4, points: int = 32) -> list[int]:
 
 
 def do_tasks(pool: ThreadPoolExecutor, tasks: int) -> None:
-    """Compute as many equal tasks as are asked for, and wait for the last."""
+    """Compute a number of equal tasks, and wait for the last one."""
     list(pool.map(do_task, range(tasks)))
 
 
 def do_task(_: int) -> None:
-    """Some milliseconds of arithmetic on one core. NumPy lets other threads run meanwhile."""
+    """Compute for some milliseconds on one core. NumPy releases the lock for other threads."""
     values = np.linspace(0.0, 1.0, 100_000)
     for _ in range(12):
         np.exp(values, out=values)
@@ -400,7 +401,7 @@ def do_task(_: int) -> None:
 
 
 def probe_branch(kind: str) -> Iterator[Probe]:
-    """A branch that a share takes: mixed, or in order."""
+    """Take a branch with a given share of numbers or threads: mixed, or in order."""
     if kind == "cuda":
         result = torch.zeros(1, device="cuda")
         kernel = compile_kernel("take_branch")
@@ -464,11 +465,11 @@ PROBES: dict[str, Callable[[str], Iterator[Probe]]] = {
 def compile_kernel(name: str) -> Callable[..., None]:
     """Compile one of `KERNELS` for the current GPU.
 
-    torch compiles it if it can, otherwise CuPy does if it is installed.
+    If torch cannot compile it, CuPy is used if it is installed.
 
     Returns:
-        A function of the number of blocks, of the threads of each, and of the kernel's arguments,
-        which are tensors and integers.
+        A function of the number of blocks, the threads per block, and the kernel's arguments, which
+        are tensors and integers.
 
     Raises:
         UsageError: If neither can compile it.
@@ -485,13 +486,13 @@ def compile_kernel(name: str) -> Callable[..., None]:
 
 
 def compile_with_cupy(name: str, problem: Exception) -> Callable[..., None]:
-    """The same with CuPy, after torch failed with `problem`."""
+    """Compile a kernel with CuPy, after torch failed with `problem`."""
     try:
         import cupy  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise UsageError(
-            f"the kernel {name} could not be compiled by torch ({problem}); install CuPy to"
-            " compile it, or measure without it"
+            f"torch could not compile the kernel {name} ({problem}); install CuPy, or leave out the"
+            " microbenchmark"
         ) from problem
     kernel = cupy.RawKernel(KERNELS, name)
 
@@ -508,13 +509,13 @@ def compile_with_cupy(name: str, problem: Exception) -> Callable[..., None]:
 
 
 def count_sms() -> int:
-    """The number of streaming multiprocessors of the current GPU."""
+    """Return the number of streaming multiprocessors of the current GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return int(properties.multi_processor_count)
 
 
 def count_cores() -> int:
-    """The number of logical cores that this process may use."""
+    """Return the number of logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Timings that can be trusted: rounds, their spread, and no number where the rounds disagree."""
+"""Trustworthy timings: measured in rounds, and withheld if the rounds disagree."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pandas as pd
 from companion.microbenchmarks import count_cores, summarise_rounds, time_in_rounds
 from gpulab.settings import Setting
 
-MAX_SPREAD = 0.2  # of the interquartile range over the median: above it, rounds disagree
-MIN_SHARE_OF_CORES = 0.85  # of the processor time that a quiet machine gives
+MAX_SPREAD = 0.2  # interquartile range over median; above it, the rounds disagree
+MIN_SHARE_OF_CORES = 0.85  # share of the processor time available on a quiet machine
 HASHED = bytes(2**20)
 BUSY = "This machine is too busy to measure"
 
@@ -22,12 +22,12 @@ BUSY = "This machine is too busy to measure"
 def time_rounds(
     calls: Mapping[str, Callable[[], Any]], setting: Setting | str, rounds: int = 7
 ) -> pd.DataFrame:
-    """Time calls that take turns, under a setting that is applied already.
+    """Time calls that take turns, under the setting that is already applied.
 
     Args:
-        calls: What is timed, by name. Each is called twice before.
-        setting: Of the device whose work is waited for, such as `cpu`.
-        rounds: How many turns each has, at least 2.
+        calls: The functions to time, by name. Each is called twice beforehand.
+        setting: The setting of the device whose work is waited for, such as `cpu`.
+        rounds: The number of times that each is timed, at least 2.
 
     Returns:
         A row for each call, with its name as the index: `seconds`, the median over the rounds;
@@ -58,13 +58,13 @@ def withhold(
     """Replace times that cannot be trusted by missing numbers.
 
     Args:
-        table: With the columns of `time_rounds`.
-        share: Of its cores that the machine gave us, as `share_of_cores` measures it. Below 0.85
-            all times are withheld.
-        max_spread: The largest spread with which a time is kept.
+        table: A table with the columns of `time_rounds`.
+        share: The share of its cores that this process got, as measured by `share_of_cores`. Below
+            0.85, all times are withheld.
+        max_spread: The largest spread at which a time is kept.
 
     Returns:
-        The table, with a missing number in `seconds` where a time is withheld. `spread` stays.
+        The table, with a missing number in `seconds` where a time is withheld. `spread` is kept.
 
     Examples:
         >>> table = pd.DataFrame({"seconds": [1.0, 1.0], "spread": [0.05, 0.6]})
@@ -76,10 +76,11 @@ def withhold(
 
 
 def share_of_cores(seconds: float = 0.3) -> float:
-    """Measure how much of its cores this process gets: less than 1 beside other programs.
+    """Measure the share of its cores that this process gets: less than 1 if other programs run.
 
-    For a moment all cores that the process may use are kept busy, and the processor time that was
-    spent is divided by what they could have given. A quota, as in a container, counts as well.
+    For a moment, all cores that the process may use are kept busy. The processor time that was used
+    is divided by the time that these cores could have provided, so a quota, as in a container,
+    lowers the share as well.
 
     Examples:
         >>> 0 < share_of_cores(0.02) < 1.5
@@ -94,7 +95,7 @@ def share_of_cores(seconds: float = 0.3) -> float:
 
 
 def keep_busy(until: float) -> None:
-    """Compute until a time of `time.perf_counter`. Other threads run meanwhile."""
+    """Compute until `time.perf_counter` reaches a time, without blocking other threads."""
     while time.perf_counter() < until:
         hashlib.sha256(HASHED).digest()
 
@@ -103,28 +104,28 @@ def describe_trust(table: pd.DataFrame, share: float, max_spread: float = MAX_SP
     """Say in a sentence or two whether the times of a table can be trusted.
 
     Args:
-        table: With a column `spread`.
+        table: A table with a column `spread`.
         share: As `share_of_cores` returns it.
         max_spread: As for `withhold`.
     """
     disagree = int((table.spread > max_spread).sum())
-    middle = f"Rounds differ by {table.spread.median():.0%} in the middle"
+    middle = f"The median spread of the rounds is {table.spread.median():.0%}"
     if share < MIN_SHARE_OF_CORES:
         return (
-            f"{BUSY}: other programs leave us {share:.0%} of the cores. {middle}. Trust what was"
-            " recorded."
+            f"{BUSY}: other programs leave us {share:.0%} of the cores. {middle}. Use the recorded"
+            " times."
         )
     if disagree > len(table) / 2:
-        return f"{BUSY}: {disagree} of {len(table)} times are withheld. Trust what was recorded."
+        return f"{BUSY}: {disagree} of {len(table)} times are withheld. Use the recorded times."
     if disagree:
         return (
-            f"{middle}. Withheld, because their rounds disagree by more than {max_spread:.0%}:"
-            f" {disagree} of {len(table)} times."
+            f"{middle}. {disagree} of {len(table)} times are withheld, because their rounds differ"
+            f" by more than {max_spread:.0%}."
         )
-    return f"{middle}, and by {table.spread.max():.0%} at most: these times can be trusted."
+    return f"{middle}, and the largest {table.spread.max():.0%}. These times can be trusted."
 
 
 def is_trusted(table: pd.DataFrame, share: float, max_spread: float = MAX_SPREAD) -> bool:
-    """Whether the machine gave us its cores, and the rounds of at least half of the times agree."""
+    """Whether we got enough of the cores, and the rounds of at least half of the times agree."""
     agree = float((table.spread <= max_spread).mean())
     return share >= MIN_SHARE_OF_CORES and agree >= 0.5
