@@ -1,5 +1,5 @@
-"""The public names and where they come from: for editors, type checkers and `__init__.py`, which
-imports them late.
+"""The public names and where they are defined, for editors, type checkers and `__init__.py`, which
+imports them on first use.
 """
 
 from . import audits as audits

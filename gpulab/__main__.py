@@ -1,6 +1,6 @@
 """The command line, `gpulab` or `python -m gpulab`.
 
-Ctrl-C ends it with a message of one line, also during its imports.
+Ctrl-C ends it with a one-line message, even during its imports.
 """
 
 import sys

@@ -43,7 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# --- what is printed ------------------------------------------------------------------------------
+# --- printing -------------------------------------------------------------------------------------
 
 
 def echo(text: object, to: IO[str] | None = None) -> None:
@@ -52,7 +52,7 @@ def echo(text: object, to: IO[str] | None = None) -> None:
 
 
 def echo_runs(frame: pd.DataFrame, store_note: str = "") -> None:
-    """Print a table of runs: their factors that differ, and the metrics of functions."""
+    """Print a table of runs, with the factors that differ and the metrics of functions."""
     from gpulab.store import _tables as tables
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
@@ -71,22 +71,22 @@ def echo_runs(frame: pd.DataFrame, store_note: str = "") -> None:
 
 
 def save_plot(result: Report, file: Path | None) -> None:
-    """Draw a result into a file, if one was requested, and say so on standard error."""
+    """Draw a result into a file, if one was requested, and report the file on standard error."""
     if file:
         result.plot().save(file)
-        echo(f"picture in {file}", sys.stderr)
+        echo(f"picture written to {file}", sys.stderr)
 
 
 # --- options that several commands have -----------------------------------------------------------
 
 
 def option(words: str, default: str | bool = True, flag: str = "", **parameters: Any) -> OptionInfo:
-    """Declare an option; `default` describes its default where the value alone does not."""
+    """Declare an option; `default` describes its default if the value alone is not clear."""
     return typer.Option(*filter(None, [flag]), help=words, show_default=default, **parameters)
 
 
 def argument(words: str, default: str | bool = False, **parameters: Any) -> ArgumentInfo:
-    """Declare an argument; `default` describes what holds if it is omitted."""
+    """Declare an argument; `default` describes what is used if it is omitted."""
     return typer.Argument(help=words, show_default=default, **parameters)
 
 
@@ -106,58 +106,59 @@ def parse_and_prepare(setting: str) -> str:
     return setting
 
 
-STEP_HELP = "module:name or file.py:name of a gpulab.Step or a function of one step"
+STEP_HELP = "module:name or file.py:name of a gpulab.Step or of a function that computes one step"
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN_HELP = (
-    "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for yes and no a share,"
-    " such as 0.1"
+    "largest difference that would not matter, such as 0.25sd, 1% or 0.001; for a yes/no metric, a"
+    " share of the seeds, such as 0.1"
 )
 TABLE_HELP = (
-    "a .csv, .tsv or .parquet, a store, packed runs, or a folder of logs or a pattern, such as"
+    "a .csv, .tsv or .parquet file, a store, packed runs, a folder of logs, or a pattern such as"
     " 'logs/*/metrics.csv'"
 )
 LAST_HELP = (
-    "the column that counts epochs or steps: the last row of each run counts, such as --last epoch"
+    "the column that counts epochs or steps, such as --last epoch; the last row of each run is"
+    " compared"
 )
 LOOKS_HELP = (
-    "how often you ask this at most as seeds come in, this time included: decisions hold for all of"
-    " them"
+    "the largest number of times that you compute this verdict while seeds are added, including"
+    " this time; the error rates hold for all of these together"
 )
-STORE_HELP = "folder in which runs are kept, or a file of packed runs"
+STORE_HELP = "folder in which runs are stored, or a file of packed runs"
 DEFAULT_STORE_HELP = "$GPULAB_STORE or ./runs"
 PROFILE_HELP = (
-    "smoke (seconds), quick (a laptop), paper (as published), prednet's motion; a function of yours"
-    " has none"
+    "smoke (seconds), quick (on a laptop), paper (as published); for prednet also motion; your own"
+    " functions have no profiles"
 )
 REGISTERED_HELP = (
-    "file written before the runs, with the question and how it will be answered; its digest is"
-    " kept"
+    "file written before the runs that states the question and the planned analysis; its digest is"
+    " recorded"
 )
 NETWORK_OPTION_NAMES = ", ".join(
     name for name, run_option in RUN_OPTIONS.items() if run_option.help
 )
 OPTION_HELP = (
-    "NAME=VALUE of the run, such as frames=40; several times. Networks take"
-    f" {NETWORK_OPTION_NAMES}; a function what it has"
+    "option of the run as NAME=VALUE, such as frames=40; may be repeated. Networks take"
+    f" {NETWORK_OPTION_NAMES}; a function takes its own parameters"
 )
 
 OneSetting = Annotated[str, option(SETTING_HELP, callback=parse_and_prepare)]
 Store = Annotated[Path | None, option(STORE_HELP, DEFAULT_STORE_HELP, readable=False)]
 Picture = Annotated[
     Path | None,
-    option("draw every run and difference into this PNG file", callback=check_writable_path),
+    option("draw every run and every difference into this PNG file", callback=check_writable_path),
 ]
 Looks = Annotated[int, option(LOOKS_HELP, min=1)]
-WhereOption = Annotated[list[str] | None, option("only runs with column=value; several times")]
+WhereOption = Annotated[list[str] | None, option("only runs with COLUMN=VALUE; may be repeated")]
 # Options of a run.
 Training = Annotated[
-    str, argument("autoencoder, prednet or whitener; or file.py:name, a training of your own")
+    str, argument("autoencoder, prednet or whitener; or file.py:name, your own training function")
 ]
 Profile = Annotated[str, option(PROFILE_HELP)]
 Registered = Annotated[Path | None, option(REGISTERED_HELP)]
 Options = Annotated[list[str] | None, option(OPTION_HELP, flag="--option")]
 DataOptions = Annotated[
-    list[str] | None, option("an option of the data, such as seed=3; several times")
+    list[str] | None, option("option of the data, such as seed=3; may be repeated")
 ]
 
 # --- parsing of options and arguments -------------------------------------------------------------
@@ -170,7 +171,8 @@ def train_arguments(
     if ":" in model:
         if data_options:
             raise UsageError(
-                f"--data-option {data_options[0]}: a function takes what it has as --option"
+                f"--data-option {data_options[0]}: a training function has no data options; use"
+                " --option"
             )
         return {"model_options": read_options(options)}
     grouped: dict[str, dict[str, Any]] = {
@@ -250,16 +252,16 @@ def devices() -> None:
 def train(
     model: Training,
     setting: OneSetting = "cpu",
-    seed: Annotated[int, option("draws the initial weights and the order of images", min=0)] = 0,
-    rerun: Annotated[int, option("numbers repetitions of the same run", min=0)] = 0,
+    seed: Annotated[int, option("seed of the initial weights and the order of images", min=0)] = 0,
+    rerun: Annotated[int, option("number of the repetition of the same run", min=0)] = 0,
     profile: Profile = "quick",
     store: Store = None,
     registered: Registered = None,
     options: Options = None,
     data_option: DataOptions = None,
 ) -> None:
-    """Train once, from one seed under one setting. A network of gpulab's that is interrupted
-    resumes when run again.
+    """Train once, from one seed under one setting. If the training of one of gpulab's networks is
+    interrupted, the same command resumes it.
     """
     from gpulab.store import _run_store as stores
     from gpulab.training._run import train as train_one
@@ -267,7 +269,7 @@ def train(
     run_arguments = train_arguments(model, options, data_option)
     run_arguments |= {"rerun": rerun, "store": stores.store_folder(store), "registered": registered}
     run = train_one(model, setting=setting, seed=seed, profile=profile, **run_arguments)
-    echo(f"{run}\nkept in {run.path}")
+    echo(f"{run}\nstored in {run.path}")
 
 
 @app.command()
@@ -275,12 +277,12 @@ def experiment(
     model: Training,
     setting: Annotated[list[str], option(f"{SETTING_HELP}; give it several times")],
     seeds: Annotated[
-        str | None, option("how many (10), or which (0,1,7)", "the profile's, or 10")
+        str | None, option("number of seeds (10), or the seeds (0,1,7)", "the profile's, or 10")
     ] = None,
     workers: Annotated[
-        int, option("runs at the same time; on a CUDA GPU they share it", min=1)
+        int, option("number of runs at the same time; on a CUDA GPU, they share the GPU", min=1)
     ] = 1,
-    metric: Annotated[str, option("what the verdict compares")] = "final_loss",
+    metric: Annotated[str, option("the metric that the verdict compares")] = "final_loss",
     looks: Looks = 1,
     picture: Picture = None,
     profile: Profile = "quick",
@@ -289,7 +291,9 @@ def experiment(
     options: Options = None,
     data_option: DataOptions = None,
 ) -> None:
-    """Train every seed under every setting, and compare. What is done already is skipped."""
+    """Train from every seed under every setting, and compare the settings. Runs that the store
+    already has are skipped.
+    """
     from gpulab.stats._verdict import verdict as compare
     from gpulab.training._experiment import Experiment
 
@@ -309,7 +313,7 @@ def experiment(
         registered=registered,
     )
     frame = exp.run()
-    echo_runs(frame, f", kept in {exp.folder}")
+    echo_runs(frame, f", stored in {exp.folder}")
     answer = compare(frame, metric, looks=looks)
     save_plot(answer, picture)
     echo(answer)
@@ -322,19 +326,19 @@ def verdict(
         str, option("the column that is compared: numbers, or true and false")
     ] = "final_loss",
     factor: Annotated[str, option("the column whose levels are compared")] = "setting",
-    block: Annotated[str, option("the column that says which rows are pairs")] = "seed",
+    block: Annotated[str, option("the column by which runs are paired")] = "seed",
     reference: Annotated[
-        str | None, option("what others are compared with", "cpu, or else the first")
+        str | None, option("the level that others are compared with", "cpu, or else the first")
     ] = None,
     margin: Annotated[str | None, option(MARGIN_HELP, "0.25sd, or 0.1")] = None,
     alpha: Annotated[float, option("the level of significance")] = 0.05,
     looks: Looks = 1,
     last: Annotated[str | None, option(LAST_HELP, False)] = None,
     best: Annotated[
-        str | None, option("in place of --last: the column whose best row counts", False)
+        str | None, option("instead of --last: the column whose best row is compared", False)
     ] = None,
     mode: Annotated[
-        str | None, option("min or max: which value of --best is the best", "by its name")
+        str | None, option("min or max: which value of --best is the best", "from its name")
     ] = None,
     where: WhereOption = None,
     picture: Picture = None,
@@ -343,12 +347,12 @@ def verdict(
         option("write the whole report to this HTML file", callback=check_writable_path),
     ] = None,
 ) -> None:
-    """Say whether the levels of a factor differ, such as two settings: from any table of runs, or a
-    folder of logs.
+    """Decide whether the levels of a factor, such as two settings, differ, from any table of runs
+    or folder of logs.
 
-    A run that finished with NaN or infinity diverged, which is counted. One whose `status` is
-    neither `finished` nor `diverged`, or whose cell is empty, is left out, which is said. Of a
-    table with a row for each epoch, --last or --best says which counts.
+    A run that finished with NaN or infinity counts as diverged. A run whose `status` is neither
+    `finished` nor `diverged`, or whose cell is empty, is left out with a note. If the table has a
+    row for each epoch, --last or --best chooses the row that is compared.
     """
     from gpulab.stats._pairs import select_rows
     from gpulab.stats._verdict import verdict as compare
@@ -372,7 +376,7 @@ def verdict(
     save_plot(answer, picture)
     if html:
         answer.save(html)
-        echo(f"report in {html}")
+        echo(f"report written to {html}")
 
 
 @app.command()
@@ -392,7 +396,7 @@ def runs(
         is_there = recorded or folder.exists()
     if not is_there:
         raise GpulabError(
-            f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one"
+            f"{folder}: no such folder; `gpulab train` and `gpulab experiment` create one"
         )
     frame = select_rows(
         tables.recorded_runs() if recorded else tables.runs(folder), split_options(where)
@@ -407,23 +411,23 @@ def runs(
 
 @app.command()
 def record(
-    step: Annotated[str, argument(f"{STEP_HELP}; with --at-step, a script as it is")],
+    step: Annotated[str, argument(f"{STEP_HELP}; with --at-step, an unchanged script")],
     trace_file: Annotated[
         Path, argument("the file to write, such as here.trace", callback=check_writable_path)
     ],
     arguments: Annotated[
-        list[str] | None, argument("what the script of --at-step is given", "nothing")
+        list[str] | None, argument("arguments of the script that --at-step runs", "none")
     ] = None,
     setting: OneSetting = "cpu",
     at_step: Annotated[
         int | None, option("run STEP as a script, and record this step of its training", "none")
     ] = None,
 ) -> None:
-    """Record what every operation of a training step computes, to be compared with another
-    machine's.
+    """Record what every operation of a training step computes, for comparison with another
+    machine.
     """
     if at_step is None and arguments:
-        raise UsageError(f"{arguments[0]}: only a script that --at-step runs has arguments")
+        raise UsageError(f"{arguments[0]}: arguments are only for a script that --at-step runs")
     if at_step is not None:
         trace = _record_script(step, trace_file, arguments or [], setting, at_step)
     else:
@@ -431,7 +435,7 @@ def record(
         from gpulab.user_code import find_function
 
         trace = recording.record(find_function(step, "step"), setting, trace_file)
-    echo(f"{trace}\nkept in {trace_file}", None if at_step is None else sys.stderr)
+    echo(f"{trace}\nstored in {trace_file}", None if at_step is None else sys.stderr)
 
 
 def _record_script(
@@ -441,7 +445,7 @@ def _record_script(
     check_count("--at-step", at_step)
     if setting != "cpu":
         raise UsageError(
-            f"--setting {setting}: a script chooses its device itself; leave --setting out"
+            f"--setting {setting}: a script chooses its own device; leave out --setting"
         )
     if not Path(script).is_file():
         raise UsageError(f"{script}: no such script")
@@ -456,24 +460,24 @@ def _record_script(
 def audit(
     compared: Annotated[
         list[str],
-        argument(f"two traces from `gpulab record`; or a step, {STEP_HELP}, and two settings"),
+        argument(f"two traces from `gpulab record`; or a step ({STEP_HELP}) and two settings"),
     ],
     html: Annotated[
         Path | None,
         option("write the whole report to this HTML file", callback=check_writable_path),
     ] = None,
-    as_json: Annotated[bool, option("print the answer for a program", flag="--json")] = False,
+    as_json: Annotated[bool, option("print the result as JSON", flag="--json")] = False,
     markdown: Annotated[
-        bool, option("print what one pastes into an issue", flag="--markdown")
+        bool, option("print the result as Markdown, to paste into an issue", flag="--markdown")
     ] = False,
     fail_on: Annotated[
-        list[str] | None, option("a kind of finding that counts as a fault, too", "none")
+        list[str] | None, option("a further kind of finding that counts as a fault", "none")
     ] = None,
 ) -> None:
-    """Compare two traces, or a step under two settings: what differs, how far, why.
+    """Compare two traces, or a step under two settings: what differs, by how much, and why.
 
-    Exit status 0: rounding, or what a correct device may do; 1: a fault, or a kind given with
-    --fail-on; 2: could not.
+    Exit status 0: rounding, or a difference that a correct device may show; 1: a fault, or a
+    finding of a kind given with --fail-on; 2: no comparison was possible.
     """
     if len(compared) not in (2, 3):
         raise UsageError(
@@ -506,7 +510,7 @@ def audit(
         echo(report)
     if html:
         report.save(html)
-        echo(f"report in {html}", sys.stderr if as_json or markdown else None)
+        echo(f"report written to {html}", sys.stderr if as_json or markdown else None)
     if report.faulty or any(finding.kind in (fail_on or ()) for finding in report.findings):
         raise typer.Exit(1)
 
@@ -516,21 +520,26 @@ def audit(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 def guard_script(
-    script: Annotated[str, argument("a Python script, which knows nothing of gpulab")],
-    arguments: Annotated[list[str] | None, argument("what the script is given", "nothing")] = None,
+    script: Annotated[str, argument("a Python script, which need not use gpulab")],
+    arguments: Annotated[list[str] | None, argument("arguments of the script", "none")] = None,
     is_module: Annotated[
         bool, option("SCRIPT is the name of a module, as for python -m", flag="-m")
     ] = False,
     reads: Annotated[
-        str, option("any: every later read of shared memory; backward: what autograd saved")
+        str,
+        option(
+            "reads that are checked; any: every later read of shared memory; backward: reads of"
+            " tensors that autograd saved"
+        ),
     ] = "any",
     stop: Annotated[bool, option("end the script at the first finding", flag="--stop")] = False,
 ) -> None:
-    """Run a script or module, and tell which tensors were overwritten before they were used. Exit
-    status 1 if one was.
+    """Run a script or module, and report tensors that were overwritten before they were used. The
+    exit status is 1 if there were any.
 
-    A script that ends with an error or a status of its own ends so. With --reads any, torch.compile
-    is switched off; that, and what was not watched, is said at the end.
+    If the script ends with an error or with its own exit status, so does the command. With --reads
+    any, torch.compile is switched off. The report at the end says so, and names what was not
+    watched.
     """
     from gpulab.guards import _guard as guards
     from gpulab.guards import _scripts as scripts
@@ -561,7 +570,7 @@ def _error_line(error: GpulabError | OSError) -> str:
 
 
 def main(commands: typer.Typer = app) -> None:
-    """Run the command line; report an error of gpulab's own in one line and an exit status."""
+    """Run the command line; report gpulab's own errors in one line, with an exit status."""
     with contextlib.suppress(AttributeError):  # a terminal may lack the character ×
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.formatwarning = lambda message, *_, **__: printable(f"gpulab: {message}\n")

@@ -205,8 +205,8 @@ DISTRIBUTIONS = {
 def extra(name: str) -> Iterator[None]:
     """Wrap imports of optional libraries; the error for a missing one names the extra to install.
 
-    The error is different for a library that gpulab always needs, and names another extra if that
-    one contains the library.
+    If gpulab always needs the library, the message says so instead. If another extra contains the
+    library, the message names that one.
 
     Raises:
         GpulabError: If a library is missing.
@@ -253,7 +253,7 @@ def _extras_of(distribution: str) -> list[str]:
     """
     try:
         requirements = importlib.metadata.requires(__package__) or []
-    except importlib.metadata.PackageNotFoundError:  # gpulab's folder was copied, and not installed
+    except importlib.metadata.PackageNotFoundError:  # gpulab's folder was copied, not installed
         requirements = []
     extras = []
     for requirement in requirements:

@@ -90,7 +90,7 @@ def check_writable(file: str | Path) -> None:
     file = Path(file).absolute()
     with convert_write_errors(file):
         if file.exists() and not file.is_file():
-            raise OSError(errno.EISDIR, "not a file, but a folder, a pipe or a device")
+            raise OSError(errno.EISDIR, "it is a folder, a pipe or a device, not a regular file")
         scratch = next(folder for folder in file.parents if folder.exists()) / scratch_name()
         # Permissions are not enough: root has them all, and /proc accepts no files.
         scratch.touch()
@@ -118,7 +118,9 @@ def status_of(file: str | Path) -> os.stat_result:
     with convert_read_errors(file):
         status = os.stat(file)
     if not stat.S_ISREG(status.st_mode):  # reading a pipe without a writer would never return
-        raise DataError(f"{file}: cannot be read: not a file, but a folder, a pipe or a device")
+        raise DataError(
+            f"{file}: cannot be read: it is a folder, a pipe or a device, not a regular file"
+        )
     return status
 
 
@@ -131,7 +133,7 @@ def read(file: str | Path, max_size: int = MAX_FILE_BYTES) -> bytes:
     """
     size = status_of(file).st_size
     if size > max_size:
-        raise DataError(f"{file}: cannot be read: it has {size:,} bytes, and may have {max_size:,}")
+        raise DataError(f"{file}: cannot be read: it has {size:,} bytes; the limit is {max_size:,}")
     with convert_read_errors(file), open(file, "rb") as stream:
         return stream.read()
 
@@ -141,7 +143,7 @@ def read_json(file: str | Path, content: bytes) -> JSON:
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: cannot be read: not whole JSON: {error}") from None
+        raise DataError(f"{file}: cannot be read: incomplete or invalid JSON: {error}") from None
 
 
 def check_table_size(
@@ -149,7 +151,7 @@ def check_table_size(
 ) -> None:
     """Raise `DataError` for a Parquet file whose columns are too large when uncompressed.
 
-    The limit is `max_size` numbers in a column, or the same number of 8-byte values.
+    A column may have at most `max_size` numbers and 8 · `max_size` bytes.
     """
     for number in range(metadata.num_columns):
         chunks = [
@@ -166,7 +168,8 @@ def check_table_size(
 def find_shipped(file: str | Path) -> Path:
     """Return the path of a file, or of its copy in the installed package.
 
-    The copy is used for example files in `data/` that do not exist, as without a checkout.
+    The copy is used for example files in `data/` that do not exist, for instance without a
+    checkout.
     """
     folder, *subpath = Path(file).parts or (".",)
     copy = PACKAGE.joinpath("recorded", *subpath)
@@ -179,10 +182,10 @@ def find_shipped(file: str | Path) -> Path:
 
 
 def seal(content: bytes) -> bytes:
-    """Return the content with its last `UNSEALED` replaced by the checksum of the content."""
+    """Return the content, with the last `UNSEALED` in it replaced by the content's checksum."""
     start = content.rfind(SEAL) + len(SEAL)
     placeholder = content[start - len(SEAL) : start + SEAL_DIGITS]
-    assert placeholder == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
+    assert placeholder == UNSEALED.encode(), "the last seal must be UNSEALED"
     return (
         content[:start]
         + xxhash.xxh3_128_hexdigest(content).encode()
@@ -197,7 +200,7 @@ def check_seal(file: str | Path, content: bytes) -> None:
         raise DataError(f"{file}: damaged: its checksum is missing")
     if seal(content[:start] + SEAL_DIGITS * b"0" + content[start + SEAL_DIGITS :]) != content:
         raise DataError(
-            f"{file}: damaged: its checksum is that of another content (a flipped bit, or cut"
+            f"{file}: damaged: its checksum does not match its content (a flipped bit, or cut"
             " short?)"
         )
 

@@ -9,9 +9,9 @@ import sys
 import threading
 import types
 
-INTERRUPTED_EXIT_STATUS = 130  # the exit status of a shell's command that Ctrl-C has ended
-IMPORTLIB_FILE = "<frozen importlib._bootstrap>"  # the file of the frames that import a module
-INTERRUPTION_MESSAGE = "gpulab: interrupted; run the same command again to go on"
+INTERRUPTED_EXIT_STATUS = 130  # as shells report for a command ended by Ctrl-C
+IMPORTLIB_FILE = "<frozen importlib._bootstrap>"  # the file of frames that import a module
+INTERRUPTION_MESSAGE = "gpulab: interrupted; run the same command again to continue"
 
 
 def exit_on_interrupted_import() -> None:
@@ -35,16 +35,16 @@ def restore_default_handler() -> None:
 
 
 def report_interruption() -> None:
-    """Print to the standard error that the command was interrupted."""
+    """Report on standard error that the command was interrupted."""
     print(INTERRUPTION_MESSAGE, file=sys.stderr, flush=True)
 
 
 def prevent_exit_by_signal() -> None:
-    """Reset a flag of Python's, so that the process exits with the status that it chose.
+    """Reset a flag inside Python, so that the process exits with the status that it chose.
 
     If Ctrl-C arrives while a string is executed as code, as `dataclasses` does, Python remembers
     this. Under `python -m` it then ends by sending itself the signal of Ctrl-C. Executing another
-    string, here an empty one, clears the memory.
+    string, here an empty one, resets the flag.
     """
     exec("")
 

@@ -1,6 +1,6 @@
-"""The common parts of the pages of audits and verdicts: tables, badges, and the lines below titles.
+"""Common parts of the HTML pages of audits and verdicts: tables, badges and lines below titles.
 
-The classes of CSS are defined in `templates/result.css`.
+The CSS classes are defined in `templates/result.css`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table: its text and its classes of CSS."""
+    """A cell of the table: its text and its CSS classes."""
 
     text: str | Markup
     css_class: str = ""

@@ -17,7 +17,7 @@ from gpulab import __version__
 from gpulab.files import JSON
 
 PASSPORT_FORMAT = 1
-# The first four run the published network; the others train as well
+# The first four run the published network. The others are further frameworks for training
 # (`benchmarks/peers/frameworks.py`).
 OTHER_PACKAGES = [
     "chainer",
@@ -73,7 +73,7 @@ Software = dict[str, str | None]  # versions by name; None where there is no suc
 class Passport(dict[str, JSON]):
     """The description of a machine that `gpulab.passport` returns, a JSON-ready dictionary.
 
-    `print` shows it in lines, a notebook shows it as a table.
+    `print` shows it as lines of text, and a notebook as a table.
     """
 
     def rows(self) -> list[tuple[str, str]]:
@@ -138,16 +138,16 @@ def passport() -> Passport:
     The first call takes about a second.
 
     Returns:
-        A `Passport`, which is a dictionary that JSON can carry. It prints in lines, and `summary()`
-        gives one line. Its keys are:
+        A `Passport`, a dictionary that JSON can represent. `print` shows it as several lines, and
+        `summary()` returns one line. Its keys are:
 
         - `format`: The version of this layout.
         - `cpu`: `model`, `architecture`, `physical_cores`, `logical_cores`, and `vector_extensions`
           (a list of names such as `avx2`).
         - `memory_bytes`: The machine's memory.
         - `gpus`: A list with a dictionary for each GPU that torch can use: `kind` (`cuda`, `mps` or
-          `xpu`), `name`, and what torch knows of `compute_capability`, `multiprocessors`,
-          `memory_bytes` and `driver`.
+          `xpu`), `name`, and those of `compute_capability`, `multiprocessors`, `memory_bytes` and
+          `driver` that torch reports.
         - `software`: The versions of `torch`, `cuda`, `rocm`, `cudnn`, `blas`, `onednn`, `python`,
           `os` and `gpulab`, each None where there is none; the `commit` of the checkout that gpulab
           runs from; and the versions of NumPy, and of JAX, Keras, TensorFlow and Chainer where they

@@ -1,7 +1,7 @@
 """The options of a run that `gpulab.train` and the commands accept besides the setting.
 
 The store, the command line and experiments all read `RUN_OPTIONS`. A new option or factor needs one
-entry here, and the line of code in which it takes effect.
+entry here, and the code in which it takes effect.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RunOption:
 RUN_OPTIONS: dict[str, RunOption] = {
     "data": RunOption("digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR"),
     "frames": RunOption("how many frames, or images, to train on", int),
-    "window": RunOption("frames, or images, between two looks at the loss", int),
+    "window": RunOption("frames, or images, in a window, for which one loss is recorded", int),
     "size": RunOption(
         "height and width of the frames, such as [48,64]", whole_numbers, argument_group="model"
     ),
@@ -74,10 +74,10 @@ RUN_OPTIONS: dict[str, RunOption] = {
     "grey": RunOption(
         "read a video or a folder in grey, as one channel", bool, argument_group="data"
     ),
-    "learning_rate": RunOption("Adam's", float),
+    "learning_rate": RunOption("learning rate of Adam", float),
     "loader": RunOption(
-        "how frames reach the device: window (at once); or one by one through a buffer, copied,"
-        " reused or imitated",
+        "how frames are copied to the device: window (all at once), or one by one through a buffer"
+        " (copied, reused or imitated)",
         default="window",
         factor=True,
         choices=LOADERS,
@@ -85,26 +85,26 @@ RUN_OPTIONS: dict[str, RunOption] = {
     # Only recorded runs have it. They were made with an earlier version, in which frames could be
     # encoded as JPEG and decoded with a choice of decoders.
     "decoder": RunOption("", argument_group="data", factor=True),
-    "flip": RunOption(
-        "which initial weight, by its number, has its last bit changed", int, factor=True
-    ),
+    "flip": RunOption("number of the initial weight whose last bit is changed", int, factor=True),
     "fast": RunOption(
-        "compute gradients in fewer operations where that can be done, equal up to rounding",
+        "compute gradients in fewer operations if possible; they are equal up to rounding",
         bool,
         default=True,
         factor=True,
         choices=(True, False),
     ),
     "draws": RunOption(
-        "whose generator draws the initial weights: cpu or device",
+        "the generator that draws the initial weights: cpu or device",
         default="cpu",
         factor=True,
         choices=("cpu", "device"),
     ),
-    "covariance": RunOption("how the whitener computes it", argument_group="model", factor=True),
-    # Records without this entry were made when the gradient was always cut off at the whole state.
+    "covariance": RunOption(
+        "how the whitener computes the covariance", argument_group="model", factor=True
+    ),
+    # Records without this entry are older: the gradient was then always truncated at the state.
     "truncation": RunOption(
-        "what PredNet's backpropagation through time is cut off from: loss or state",
+        "where PredNet's backpropagation through time is truncated: loss or state",
         argument_group="model",
         default="state",
         factor=True,
@@ -132,7 +132,7 @@ def check_option(name: str, value: OptionValue) -> OptionValue:
         return float(value)
     if value is not None and type(value) is not option.parse:
         raise UsageError(
-            f"{name} {value!r}: expected {option.parse.__name__}, not {type(value).__name__}"
+            f"{name} {value!r}: expected {option.parse.__name__}, got {type(value).__name__}"
         )
     return value
 
@@ -160,5 +160,5 @@ def factors_of_run(**values: OptionValue) -> dict[str, OptionValue]:
     }
     unknown = sorted(values.keys() - factors.keys())
     if unknown:
-        raise UsageError(f"no option {unknown[0]!r}; there are {', '.join(arguments)}")
+        raise UsageError(f"no option {unknown[0]!r}; the options are {', '.join(arguments)}")
     return factors | {name: check_option(name, value) for name, value in values.items()}

@@ -132,7 +132,7 @@ def _choice(devices: tuple[str, ...], choices: Iterable[str]) -> str | None:
 
 def _switch(*devices: str) -> bool | None:
     """Declare an option with the values `on` and `off`."""
-    return _option(devices, "on|off", "must be one of on, off", "on".__eq__)
+    return _option(devices, "on|off", "must be on or off", "on".__eq__)
 
 
 def _arithmetic() -> str | None:
@@ -144,15 +144,15 @@ def _arithmetic() -> str | None:
 class Setting:
     """Where and how to compute: what may change the arithmetic but should not change the result.
 
-    A setting is mostly written as text, `device:option=value,option=value`, such as
+    A setting is usually written as text, `device:option=value,option=value`, such as
     `cuda:1:tf32=off`. `Setting.parse` reads it and checks every option; `str(setting)` writes it.
-    An option that is None leaves the flag as the process has it. `gpulab.setting` computes under a
-    setting.
+    An option that is None leaves the flag of the process unchanged. `gpulab.setting` computes under
+    a setting.
 
     Attributes:
         device: `cpu`, `cuda` (NVIDIA, or AMD with ROCm), `mps` (Apple) or `xpu` (Intel); `cuda:1`
             is the second GPU.
-        threads: On a CPU, how many threads compute, 1 to 9999.
+        threads: On a CPU, the number of threads that compute, 1 to 9999.
         isa: On a CPU, the newest vector instructions that may be used: `sse4`, `avx2` or `avx512`.
             A process chooses them when it starts, so this needs a process started with
             `environment()`. `gpulab.Experiment` and the `gpulab` command start one.
@@ -203,8 +203,8 @@ class Setting:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
             raise UsageError(
-                f"device {self.device!r}: Setting.parse({str(self.device)!r}) reads a text with"
-                " options"
+                f"device {self.device!r}: expected cpu, cuda, cuda:1, mps or xpu; to read a text"
+                f" with options, use Setting.parse({str(self.device)!r})"
             )
         for name, text in self._options():
             OPTIONS[name].parse(name, text)
@@ -220,7 +220,7 @@ class Setting:
             The setting, with its options in a fixed order.
 
         Raises:
-            UsageError: If the device or an option is unknown, if an option has no meaning on the
+            UsageError: If the device or an option is unknown, if an option is not valid on the
                 device, is given twice or has an invalid value, or if options exclude each other.
                 The values of `emulate` and `order` are checked when the setting is applied.
         """
@@ -237,8 +237,8 @@ class Setting:
         match = re.fullmatch(r"\s*(cpu|mps|xpu|cuda)(?:(?<=cuda):(\d+))?\s*(?::(.+))?", text)
         if not match:
             raise UsageError(
-                "expected a device (cpu, cuda, cuda:0, mps, xpu) and, after a colon, options such"
-                " as cpu:threads=1 or cuda:tf32=off,cudnn=off"
+                "expected a device (cpu, cuda, cuda:0, mps, xpu), with any options after a colon,"
+                " such as cpu:threads=1 or cuda:tf32=off,cudnn=off"
             )
         kind, index, options = match.groups()
         # Each value has the type of its field, which mypy cannot infer from a name.
@@ -248,32 +248,31 @@ class Setting:
             if name in values:
                 raise UsageError(f"{name!r} is given twice")
             if name not in OPTIONS:
-                raise UsageError(f"no option {name!r}; there are {', '.join(OPTIONS)}")
+                raise UsageError(f"no option {name!r}; the options are {', '.join(OPTIONS)}")
             values[name] = OPTIONS[name].parse(name, value)
         for name in values:
-            # `tf32` has a meaning on every device if a card with TF32 is emulated.
+            # `tf32` is valid on every device if a card with TF32 is emulated.
             emulated = name == "tf32" and values.get("emulate") in TF32_CARDS
             if kind not in OPTIONS[name].devices and not emulated:
                 emulation_hint = (
                     f", and with emulate={' or '.join(TF32_CARDS)}" if name == "tf32" else ""
                 )
                 raise UsageError(
-                    f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)}"
-                    f" only{emulation_hint}"
+                    f"{name!r} is valid on {', '.join(OPTIONS[name].devices)} only{emulation_hint}"
                 )
         if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
             raise UsageError(
-                "what is emulated is the arithmetic of float32 numbers: leave precision out"
+                "emulate and order imitate the arithmetic of float32 numbers: leave out precision"
             )
         if "autocast" in values and {"precision", "emulate", "order"} & set(values):
             raise UsageError(
-                "autocast rounds float32 numbers in its own way: leave precision, emulate and"
-                " order out"
+                "autocast does its own rounding of float32 numbers: leave out precision, emulate"
+                " and order"
             )
         if "compile" in values and {"isa", "emulate", "order"} & set(values):
             raise UsageError(
-                "compiled code chooses its instructions itself, and hides its operations from an"
-                " emulation"
+                "compiled code chooses its own instructions, and hides its operations from an"
+                " emulation: leave out isa, emulate and order"
             )
         return cls(f"{kind}:{int(index)}" if index else kind, **values)
 
@@ -349,7 +348,7 @@ class Setting:
             "no Apple GPU (mps)": is_mps and not torch.backends.mps.is_available(),
             "no float64 on its Apple GPU": is_mps and self.precision == "float64",
             "no Intel GPU (xpu)": self.kind == "xpu" and not torch.xpu.is_available(),
-            "no C++ compiler for Inductor, g++ or what $CXX names": uses_inductor
+            "no C++ compiler for Inductor (g++, or the one that $CXX names)": uses_inductor
             and not is_gpu
             and not compiler,
             "no Triton for Inductor": uses_inductor and is_gpu and find_spec("triton") is None,
@@ -369,7 +368,7 @@ class Setting:
             backends = torch.compiler.list_backends(exclude_tags=())
             if self.compile not in backends:
                 raise UsageError(
-                    f"setting {str(self)!r}: torch has no such backend; it has"
+                    f"setting {str(self)!r}: torch.compile has no such backend; it has"
                     f" {', '.join(backends)}"
                 )
         needed_variables = {
@@ -514,8 +513,8 @@ def available_settings(device: str = "auto") -> list[str]:
         device: The kind of device, `cpu`, `cuda`, `mps` or `xpu`; or `auto` for all kinds.
 
     Returns:
-        The settings as texts. If the CPU is among the devices, the list begins with `cpu`, with
-        which verdicts compare the others by default. Two settings are listed only on some CPUs:
+        The settings as texts. If the CPU is among the devices, the list begins with `cpu`, the
+        default reference of verdicts. Two settings are listed only on some CPUs:
 
         - `cpu:threads=1`, if torch uses more than one thread. Otherwise it is the same as `cpu`.
         - `cpu:isa=avx2`, on a CPU with AVX-512. It needs a process that was started for it:
@@ -540,7 +539,7 @@ def available_settings(device: str = "auto") -> list[str]:
         if device in ("auto", candidate.kind) and _runs_here(candidate)
     ]
     if not texts:
-        raise GpulabError(f"device {device!r}: this machine has none")
+        raise GpulabError(f"device {device!r}: this machine has no such device")
     return texts
 
 
@@ -554,7 +553,7 @@ def _runs_here(candidate: Setting) -> bool:
         return candidate.isa == "avx2" and {"avx2", "avx512f"} <= set(cpu_description()["flags"])
     try:
         candidate.check()
-        # With torch's present number of threads, the setting would be the same as `cpu`.
+        # With torch's current number of threads, the setting would be the same as `cpu`.
         return candidate.threads != torch.get_num_threads()
     except GpulabError:
         return False

@@ -31,8 +31,8 @@ VALUES |= {
 
 
 def denormal_products():
-    """The share of a long tensor in which numbers below 1.2e-38 are kept; each thread computes a
-    part of it.
+    """The share of the elements of a long tensor that keep values below 1.2e-38; each thread
+    computes a part of the tensor.
     """
     return float((torch.full((1 << 22,), 1e-30, dtype=torch.float32) * 1e-10).ne(0).double().mean())
 
@@ -43,7 +43,7 @@ def flags():
     def read(what):
         try:
             return what()
-        except RuntimeError:  # torch refuses to read the old interface once the new one was used
+        except RuntimeError:  # torch cannot read the old interface once the new one was used
             return "refused"
 
     b = torch.backends
@@ -122,11 +122,11 @@ def test_setting_and_its_text_are_inverse(device, data):
             ["'colour'", "threads, isa, tf32, cudnn, denormals, deterministic, precision"],
         ),
         ("cpu:tf32=off,emulate=tf32", ["'tf32'", "cuda only", "emulate=ampere or hopper"]),
-        ("cpu:precision=bfloat16,order=pairwise", ["float32", "leave precision out"]),
+        ("cpu:precision=bfloat16,order=pairwise", ["float32", "leave out precision"]),
         ("cpu:compile=", ["''", "inductor"]),
-        ("cpu:compile=inductor,emulate=tf32", ["hides its operations"]),
+        ("cpu:compile=inductor,emulate=tf32", ["compiled code", "emulate"]),
         ("cpu:compile=inductor,isa=avx2", ["instructions"]),
-        ("cpu:autocast=bfloat16,precision=float64", ["leave precision"]),
+        ("cpu:autocast=bfloat16,precision=float64", ["leave out precision"]),
     ],
 )
 def test_setting_refuses_a_malformed_text_naming_the_value(text, named):
@@ -156,8 +156,8 @@ def test_setting_environment_is_what_a_process_reads_when_it_starts():
 
 @pytest.fixture(params=["as a process begins", "unusual"])
 def users_flags(request, monkeypatch):
-    """Those of this process; or flags that are nobody's default, so that a restored default
-    would be seen.
+    """Leave the flags of this process as they are, or set them to values that are not a default
+    anywhere, so that the test notices if a default is restored instead of the user's value.
     """
     before, cudnn, matmul = flags(), torch.backends.cudnn, torch.backends.cuda.matmul
     if request.param == "unusual":
@@ -205,7 +205,7 @@ def test_setting_restores_every_flag_also_after_an_exception(text):
     before = flags() | {"denormals": denormal_products()}
     with contextlib.suppress(ZeroDivisionError), gl.setting(text) as inside:
         assert str(inside) == text
-        torch.set_num_threads(4)  # what somebody does inside is undone, too
+        torch.set_num_threads(4)  # changes made inside the context are undone as well
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = False
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:2"
@@ -250,10 +250,8 @@ def test_setting_denormals_holds_in_every_thread_forward_and_backward(threads):
 def test_setting_denormals_names_threads_that_it_cannot_switch(monkeypatch):
     monkeypatch.setattr("threadpoolctl.threadpool_info", list)
     with gl.setting("cpu:threads=3"):
-        denormal_products()  # now the threads are there
-        with pytest.raises(
-            gl.GpulabError, match=r"cannot switch denormal numbers off in all of its \d+ threads"
-        ):
+        denormal_products()  # starts the threads
+        with pytest.raises(gl.GpulabError, match=r"denormal.* \d+ threads"):
             gl.setting("cpu:denormals=off").__enter__()
         assert denormal_products() == 1
 
@@ -266,7 +264,7 @@ def test_setting_autocast_sees_weights_that_an_optimizer_has_changed():
         torch.optim.SGD(layer.parameters(), lr=1.0).step()
         after = layer(x)
     assert (before.dtype, layer.weight.dtype) == (torch.bfloat16, torch.float32)
-    assert (after < before - 4).all(), "a cast that was kept would give the same again"
+    assert (after < before - 4).all(), "a cached cast would give the same result again"
 
 
 def test_setting_compiled_uses_its_backend_or_leaves_the_function():
@@ -295,7 +293,7 @@ def test_setting_compile_refuses_unknown_backends_and_a_missing_compiler(monkeyp
             pass
 
 
-# --- TF32 by both interfaces, in processes of their own: the new one makes the old one unreadable f
+# --- TF32 through both interfaces, in separate processes: using the new one disables the old one --
 
 USED_BEFORE = [
     "pass",
@@ -313,7 +311,7 @@ import torch
 import gpulab as gl
 
 {inspect.getsource(flags)}
-torch.use_deterministic_algorithms(False)  # loads much of torch, here once for all
+torch.use_deterministic_algorithms(False)  # loads much of torch, once for all forks
 for used in json.loads(os.environ["USED_BEFORE"]):
     if os.fork():
         os.wait()
@@ -321,7 +319,7 @@ for used in json.loads(os.environ["USED_BEFORE"]):
     exec(used)
     before = flags()
     with gl.setting("cpu:deterministic=on"):
-        # As a setting of a GPU would:
+        # as a setting of a GPU would do
         if "refused" not in (*before["old"], before["old precision"]):
             torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
             torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
@@ -352,7 +350,7 @@ def test_setting_restores_tf32_whichever_interface_was_used_before(python):
     ).stdout.splitlines()
     assert [json.loads(answer) for answer in answers] == [[used, True] for used in USED_BEFORE]
     assert after == without, (
-        "backends follow the precision of all backends as they would without a setting"
+        "each backend still follows the global precision, as it does without a setting"
     )
 
 

@@ -105,7 +105,7 @@ MALFORMED = [
     ),
     ("sound.wav", write_sound, "no video"),
     ("missing.mp4", lambda _: None, "No such file"),
-    ("folder", os.mkdir, "not a file, but a folder"),
+    ("folder", os.mkdir, "a folder"),
 ]
 if hasattr(os, "mkfifo"):  # Windows has no pipes in folders
     MALFORMED += [("a pipe", os.mkfifo, "a pipe"), ("005.png", os.mkfifo, "a pipe")]

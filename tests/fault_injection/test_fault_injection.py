@@ -123,7 +123,7 @@ def test_train_command_killed_interrupted_or_out_of_space_at_any_write_loses_not
         status, said = run(folder, line, act, at, lasting)
         assert "Traceback" not in said, (at, said)
         assert act == "kill" or status in (0, 1, 130), (at, status, said)
-        assert status != 130 or "interrupted; run the same command again to go on" in said, (
+        assert status != 130 or "interrupted; run the same command again to continue" in said, (
             at,
             said,
         )
