@@ -30,7 +30,7 @@ SIZES = {
     "motion": "profile motion",
 }
 SAME = "the same bits"
-SUMMARY = "In short"  # the heading of what a notebook shows in place of all other sentences
+SUMMARY = "In short"  # under this heading is the text that a notebook shows in place of the rest
 METRIC_WORDS = {
     "final_loss": "loss",
     "heldout_loss": "held-out loss",
@@ -40,7 +40,7 @@ METRIC_WORDS |= {
     "index_fraction": "share of descent directions",
     "time upright (steps)": "time upright",
 }
-# of a `learning_table`
+# Columns of a `learning_table` that are printed as statistics.
 NUMBERS = [
     "metric",
     "speed",
@@ -55,19 +55,18 @@ NUMBERS = [
 
 @dataclass(frozen=True, eq=False)
 class CheckedSentences(Report):
-    """What was found, by heading.
+    """Findings under headings.
 
-    `print` says it in sentences. A notebook shows what stands under the heading "In short", and
-    a table with a row for each verdict: what was asked, on how many seeds, and the answer. All
-    other sentences and the statistics are behind folds. Without that heading, a notebook shows
-    every heading that is a sentence already.
+    `print` shows them as sentences. A notebook shows the text under the heading "In short", and a
+    table with the question, the number of seeds and the answer of each verdict. All other sentences
+    and the statistics are folded. Without that heading, a notebook shows all parts that are text.
     """
 
     parts: Sequence[tuple[str, Part]]
-    numbers: Sequence[str] = ()  # lines of statistics, beside those of verdicts and tables
+    numbers: Sequence[str] = ()  # lines of statistics, in addition to those of verdicts and tables
 
     def sentences(self) -> list[tuple[str, list[str]]]:
-        """Each heading, and the sentences below it."""
+        """Return each heading with its sentences."""
         return [(heading, in_words(result)) for heading, result in self.parts]
 
     def __str__(self) -> str:
@@ -82,7 +81,7 @@ class CheckedSentences(Report):
         return "\n".join(lines)
 
     def words(self) -> Markup:
-        """The answers, and the sentences and statistics in elements that unfold."""
+        """Return the answers as HTML, with the sentences and statistics folded."""
         visible, hidden = self._paragraphs()
         page = visible + self._answer_table()
         fold = Markup("<details><summary>{}</summary>{}</details>")
@@ -96,7 +95,7 @@ class CheckedSentences(Report):
         return page
 
     def _paragraphs(self) -> tuple[Markup, Markup]:
-        """A paragraph for each heading: those that a notebook shows, and those that it folds."""
+        """Return the visible and the folded paragraphs, one for each heading."""
         visible, hidden = Markup(), Markup()
         has_summary = any(heading == SUMMARY for heading, _ in self.parts)
         for (heading, result), (_, sentences) in zip(self.parts, self.sentences(), strict=True):
@@ -137,7 +136,7 @@ class CheckedSentences(Report):
         return [(question, *short_answer(results)) for question, results in questions.items()]
 
     def statistics(self) -> list[str]:
-        """What stands behind the fold, line by line."""
+        """Return the lines of the folded statistics."""
         lines = []
         for heading, result in self.parts:
             if isinstance(result, Verdict):
@@ -153,10 +152,10 @@ def finding(
     parts: Mapping[str, Part] | Iterable[tuple[str, Part]],
     numbers: Sequence[str] = (),
 ) -> CheckedSentences:
-    """A sentence for each of several results, each with a heading; `numbers` are folded away.
+    """Collect results under headings, and describe each in a sentence; `numbers` are folded.
 
-    A part is a verdict, a table of `learning_table`, or a sentence or several, said as they are; an
-    empty list of them is left out.
+    A part is a verdict, a table from `learning_table`, or one or more sentences, which are shown
+    unchanged. An empty list of sentences is left out.
 
     >>> import gpulab as gl
     >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
@@ -174,7 +173,7 @@ def finding(
 
 
 def in_words(result: Part) -> list[str]:
-    """A result in a sentence, or in one for each family of a table."""
+    """Describe a verdict in a sentence, or a table in one sentence for each family."""
     if isinstance(result, Verdict):
         levels = names_in_text([result.reference, *result.table[result.factor]], result.factor)
         return [" ".join(result.sentences(levels | METRIC_WORDS))]
@@ -186,7 +185,7 @@ def in_words(result: Part) -> list[str]:
 
 
 def in_short(parts: Mapping[str, Part]) -> str:
-    """How many comparisons of the final loss came to which decision, over verdicts and tables.
+    """Count the decisions on the final loss over verdicts and tables.
 
     >>> import gpulab as gl
     >>> runs = gl.recorded_runs().query(
@@ -269,7 +268,7 @@ def _comparison_words(row: pd.Series) -> str:
 
 
 def by_decision(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The rows of a table for each decision, from the same bits to different."""
+    """Yield the rows of a table with each decision, from the same bits to different."""
     same_bits = (table.same_bits == table.seeds) & (table.seeds > 0)
     decisions = table.decision.mask(same_bits, SAME)
     for decision in (SAME, *reversed(DECISIONS)):
@@ -278,12 +277,12 @@ def by_decision(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def names_in_text(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
-    """The name of each level of a factor inside a sentence with commas: `GPU (TF32)`."""
+    """Return a name without commas for each level of a factor: `GPU (TF32)`."""
     return {level: _bracketed(words) for level, words in label_levels(levels, factor).items()}
 
 
 def setting_in_text(setting: str) -> str:
-    """A setting within a sentence: `CPU (one thread)`."""
+    """Return the name of a setting without commas: `CPU (one thread)`."""
     return _bracketed(setting_words(setting))
 
 
@@ -293,7 +292,7 @@ def _bracketed(words: str) -> str:
 
 
 def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
-    """A network under one setting or loader, against its reference, at every speed."""
+    """Compare a network under one setting or loader with its reference, at every speed."""
     experiment, size, setting, loader = key
     losses, learned, shares = (rows[rows.metric == metric] for metric in (ALL, LEARNED, BEAT))
     reference = rows.reference.iloc[0]
@@ -302,10 +301,10 @@ def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     narrower = len(learned) and learned.margin.sum() < losses.margin.sum()
     none_matters = set(losses.decision) <= {"equivalent", "different but negligible"}
     if narrower and none_matters and (losses.same_bits < losses.seeds).any():
-        # Seeds that do not learn widen the margin of all, so what holds within the narrow one is
-        # said first.
+        # Seeds that do not learn widen the margin over all seeds, so the result for the narrower
+        # margin comes first.
         wide = (
-            f"over all {span(losses.seeds)} seeds, less than the margin of"
+            f"over all {span(losses.seeds)} seeds, the mean differs by less than the margin of"
             f" {_per_cent(losses.margin_relative)}"
         )
         clauses = [
@@ -334,7 +333,7 @@ def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
 
 
 def _loss_clauses(rows: pd.DataFrame, reference_name: str) -> list[str]:
-    """What is said of one loss at every speed, against the usual level."""
+    """Describe one loss at every speed, compared with that of the reference."""
     clauses = []
     for decision, decided in by_decision(rows):
         speeds = (
@@ -344,14 +343,14 @@ def _loss_clauses(rows: pd.DataFrame, reference_name: str) -> list[str]:
         )
         seeds = f"{span(decided.seeds)} seeds"
         if decision == SAME:
-            words = f"the same bits in every seed{speeds}"
+            words = f"the same bits for every seed{speeds}"
         elif decision == "different":
             words = (
                 f"the loss is {listed(f'{1 + relative:.3g}' for relative in decided.relative)}"
                 f" times as high{speeds}"
             )
         elif decision == "inconclusive":
-            words = f"{seeds} do not decide{speeds}"
+            words = f"{seeds} are not enough to decide{speeds}"
         else:
             effect = (
                 f"the loss differs by {_per_cent(decided.relative.abs())} on average from that with"
@@ -369,18 +368,18 @@ def _per_cent(shares: pd.Series) -> str:
 
 
 def span(numbers: Iterable[float], form: str = ".0f") -> str:
-    """Numbers from the least to the largest, or the one that there is."""
+    """Format the range of numbers, or the number if all are equal."""
     values = sorted(numbers)
     least, most = format(values[0], form), format(values[-1], form)
     return least if least == most else f"{least} to {most}"
 
 
 def listed(words: Iterable[object]) -> str:
-    """Words as in a sentence: a, b and c."""
+    """Join words as in a sentence: a, b and c."""
     *most, last = map(str, words)
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def network_words(network: str) -> str:
-    """A network at the beginning of a sentence: `PredNet`, `Autoencoder`."""
+    """Return the capitalised name of a network: `PredNet`, `Autoencoder`."""
     return "PredNet" if network == "prednet" else network[:1].upper() + network[1:]

@@ -1,7 +1,7 @@
-"""What has a network learned, and does a factor change it?
+"""What networks have learned, and whether a factor changes it.
 
-A network is compared with predictions that need no learning, or no learning of motion; `films`
-computes their losses.
+Networks are compared with predictions that need no learning, or no learning of motion; `films`
+computes the losses of these predictions.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from gpulab.store.recorded import recorded_folder
 from gpulab.wording import condition_words
 
 ALPHA = 0.05
-# What runs are judged by. All but the first, which needs no threshold of ours, were planned in
-# data/README.md before the runs on the anomaly were made; for a CPU against a GPU they were not.
+# The metrics of the comparisons. All but the first, which needs no threshold chosen by us, were
+# planned in data/README.md before the runs on the anomaly were made. They were not planned for
+# comparisons of a CPU with a GPU.
 BEAT = "share of seeds that beat repeating the last frame"
 ALL, STUCK = "final loss of all seeds", "share of seeds that did not learn"
 LEARNED = "final loss of the seeds that learned"
@@ -56,10 +57,10 @@ COLUMNS = (
 def learning_verdicts(
     frame: pd.DataFrame, factor: str, reference: str, plateau: float, repeat: float = math.nan
 ) -> dict[str, Verdict]:
-    """The verdicts on what runs of one size and film learned, for each applicable metric.
+    """Return a verdict for each applicable metric of what runs of one size and film learned.
 
-    A run whose final loss is not below the `plateau`, or that diverged, did not learn. `repeat` is
-    the loss of repeating the last frame; NaN, or an infinite plateau, where there is none.
+    A run did not learn if it diverged or if its final loss is not below the `plateau`. `repeat` is
+    the loss of repeating the last frame. It is NaN, and the plateau infinite, if there is none.
     """
     stuck = ~(frame.final_loss < plateau)
     learned = frame[~stuck.groupby(frame.seed).transform("any")]
@@ -75,18 +76,19 @@ def learning_verdicts(
 
 
 def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataFrame:
-    """`learning_verdicts` for every experiment, size, setting, loader and speed in a frame of runs.
+    """Apply `learning_verdicts` to each experiment, size, setting, loader and speed in a table.
 
-    The metrics and speeds of one experiment, size, setting and loader are one family: its p values
-    have Holm's correction, those of differences and those of equivalence each for themselves. A row
-    each: `metric`, `seeds`, `decision` after the correction, `difference` (level minus reference)
-    with its interval `low`, `high`; `margin`; both over the reference's mean (`relative`,
-    `margin_relative`); `p`, `p_holm`; `uncorrected`, the decision without the correction;
-    `registered`, that against the margin as it was registered, a quarter of the sample's standard
-    deviation itself (`registered_margin`); `worse` (seeds whose metric is higher), `same_bits`
-    (seeds whose trained weights are identical), `beat` and `beat_reference` (runs that beat
-    repeating the last frame: all, and the reference's); `reference`; `condition`, whether frames
-    were copied or overwritten.
+    The metrics and speeds of one experiment, size, setting and loader form a family, within which
+    Holm's correction is applied to the p values of differences and, separately, to those of
+    equivalence. There is a row for each comparison, with these columns: `metric`, `seeds`,
+    `decision` after the correction, `difference` (level minus reference) with its interval `low`,
+    `high`; `margin`; both divided by the reference's mean (`relative`, `margin_relative`); `p`,
+    `p_holm`; `uncorrected`, the decision without the correction; `registered`, the decision for the
+    margin as registered, which is a quarter of the sample's standard deviation without a cautious
+    estimate (`registered_margin`); `worse` (seeds whose metric is higher), `same_bits` (seeds whose
+    trained weights are identical), `beat` and `beat_reference` (runs that beat repeating the last
+    frame: all of them, and those of the reference); `reference`; `condition`, whether frames were
+    copied or overwritten.
     """
     rows, fixed_columns = [], [name for name in FAMILY if name != factor]
     groups = list(frame.groupby([*fixed_columns, "data", "speed"], dropna=False))
@@ -110,7 +112,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
 
 
 def corrected(table: pd.DataFrame, family: list[str]) -> pd.DataFrame:
-    """Levels of verdicts with Holm's correction in each family, and the decisions after it."""
+    """Apply Holm's correction to the levels of verdicts in each family, and decide again."""
     families = table.groupby(family, dropna=False)
     holm_of = {
         f"p_{name}_holm": families[f"p_{name}"].transform(holm)
@@ -122,7 +124,7 @@ def corrected(table: pd.DataFrame, family: list[str]) -> pd.DataFrame:
 
 
 def _levels(judged: Verdict) -> list[dict[str, object]]:
-    """The levels of a verdict with their decisions, ignoring the uncertainty of the sd."""
+    """Return the levels of a verdict, with a decision that ignores the uncertainty of the sd."""
     table = judged.table.rename(columns={"decision": "uncorrected"}).assign(
         registered=judged.table.decision
     )
@@ -144,56 +146,51 @@ def _levels(judged: Verdict) -> list[dict[str, object]]:
 
 
 def false_alarms(families: int) -> str:
-    """The chance that luck makes any of several corrected families of tests say `different`."""
+    """Return the probability that at least one of several corrected families of tests errs."""
     independent, most = 1 - (1 - ALPHA) ** families, min(1.0, families * ALPHA)
     return (
         f"{families} families of tests at alpha {ALPHA:.0%}. If nothing differed anywhere, at least"
-        f" one of them would still say so with a\nprobability of {independent:.0%} where they are"
-        f" independent, and of at most {most:.0%} in any case."
+        f" one of them would still report a\ndifference with a probability of {independent:.0%} if"
+        f" they are independent, and of at most {most:.0%} in any case."
     ).replace("%", " %")
 
 
 def repeat_losses(frame: pd.DataFrame) -> pd.Series:
-    """For each run, the loss of repeating the last frame on the frames behind its `final_loss`.
+    """Return for each run the loss of repeating the last frame, on the frames of `final_loss`.
 
-    Mean squared errors of frames in [0, 1]; NaN where no film was rendered.
+    The losses are mean squared errors of frames in [0, 1]; NaN for runs without a rendered film.
     """
     return _film_losses(frame, Film.repeat_loss)
 
 
 def blurred_losses(frame: pd.DataFrame) -> pd.Series:
-    """For each run, the loss of repeating the last frame with the best blur, without motion."""
+    """Return for each run the loss of repeating the last frame with the best blur."""
     return _film_losses(frame, Film.blurred_loss)
 
 
 def missing_colour_losses(frame: pd.DataFrame) -> pd.Series:
-    """For each run, the least loss with a dead colour; infinite if no film was rendered."""
+    """Return for each run the lowest loss with a dead colour; infinite without a rendered film."""
     return _film_losses(frame, Film.missing_colour_loss).fillna(math.inf)
 
 
 def motion_finding(frame: pd.DataFrame) -> str:
-    """How many of these runs beat repeating the last frame, in a sentence.
+    """Say in a sentence how many of these runs beat repeating the last frame.
 
     >>> from gpulab.store import recorded_runs
     >>> print(motion_finding(recorded_runs().query("experiment == 'autoencoder'")))
-    No run here predicts frames of a rendered film.
+    None of these runs predicts frames of a rendered film.
     """
     repeating = repeat_losses(frame)
     beat_repeating, beat_blurred = (
         int((frame.final_loss < limit).sum()) for limit in (repeating, blurred_losses(frame))
     )
     if not (run_count := int(repeating.notna().sum())):
-        return "No run here predicts frames of a rendered film."
+        return "None of these runs predicts frames of a rendered film."
     if run_count == 1:
         if not beat_repeating:
-            return (
-                "The one network here does not beat repeating the last frame: it has not learned"
-                " motion."
-            )
+            return "The network does not beat repeating the last frame: it has not learned motion."
         blurred = "and" if beat_blurred else "but not"
-        return (
-            f"The one network here beats repeating the last frame, {blurred} repeating it blurred."
-        )
+        return f"The network beats repeating the last frame, {blurred} repeating it blurred."
     if not beat_repeating:
         return (
             f"None of {run_count} networks beats repeating the last frame: none has learned motion."
@@ -205,7 +202,7 @@ def motion_finding(frame: pd.DataFrame) -> str:
 
 
 def conditions(frame: pd.DataFrame) -> pd.Series:
-    """The condition of each run of gpulab's networks in words: copied or overwritten frames.
+    """Return the condition of each run in words: copied or overwritten frames.
 
     >>> from gpulab.store import recorded_runs
     >>> sorted(set(conditions(recorded_runs())))
@@ -216,17 +213,18 @@ def conditions(frame: pd.DataFrame) -> pd.Series:
 
 
 def atlas() -> pd.DataFrame:
-    """The runs shipped with gpulab and those contributed to `data/atlas`, as `gpulab.runs`."""
+    """Return the runs shipped with gpulab and those in `data/atlas`, as `gpulab.runs` does."""
     contributed = runs(recorded_folder("atlas")).assign(recorded=True)
     return pd.concat([recorded_runs(), contributed], ignore_index=True).drop_duplicates("id")
 
 
 def title_runs() -> pd.DataFrame:
-    """Recorded runs at the published size on CPUs of one kind and on a GPU, for the title question.
+    """Return recorded runs at the published size on CPUs of one kind and on a GPU.
 
-    What was run again has a setting of its own, such as `cuda:tf32=off again`, so that it can be
-    compared with the first time. `gradients` is None for those that autograd computed. PredNet's
-    seeds from 27 on were run on a CPU under the registration that `registered` names.
+    They answer the question in the title. Repeated runs have a separate setting, such as
+    `cuda:tf32=off again`, so that they can be compared with the first runs. `gradients` is None if
+    autograd computed them. PredNet's seeds from 27 on were run on a CPU under the registration that
+    `registered` names.
     """
     frame = pd.concat(
         [recorded_runs("title"), recorded_runs("stuck").query("device == 'cpu'")], ignore_index=True
@@ -235,6 +233,6 @@ def title_runs() -> pd.DataFrame:
 
 
 def _film_losses(frame: pd.DataFrame, film_loss: Callable[[Film], float]) -> pd.Series:
-    """For each run a loss of the film that it was trained on; NaN where none was rendered."""
+    """Return for each run a loss of its film; NaN for runs without a rendered film."""
     losses = [math.nan if film is None else film_loss(film) for film in films_of_runs(frame)]
     return pd.Series(losses, frame.index, dtype=float)

@@ -1,4 +1,4 @@
-"""Things to touch: with a kernel they answer, without one they are a picture."""
+"""Interactive widgets, which are still pictures on pages without a kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpulab.saddles import Landscape
 
 SHOWN = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#B84D00", "#007A59", "#0072B2"  # dark enough for white letters
-# of float32, as in the picture
+# The colours and numbers of bits of the parts of float32.
 PARTS = {
     "sign": (SIGN, 1),
     "exponent": (EXPONENT, 8),
@@ -29,7 +29,7 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Explorer(ipywidgets.VBox):
-    """Widgets with a still `picture` for where no kernel runs; `draw` shows it in `image`."""
+    """Widgets with a still `picture` for pages without a kernel; `draw` shows it in `image`."""
 
     image: ipywidgets.HTML
 
@@ -40,17 +40,17 @@ class Explorer(ipywidgets.VBox):
         self.image.value = image(png.getvalue(), picture.alt, PAGE_DPI)
 
     def picture(self) -> Picture:
-        """What stands there without a kernel."""
+        """Return the picture that is shown without a kernel."""
         raise NotImplementedError
 
     def _ipython_display_(self) -> None:
-        """The widget, and the picture for those who cannot run it."""
+        """Show the widget, or the picture where the widget cannot run."""
         view = "application/vnd.jupyter.widget-view+json"
         self.picture().show(**{view: self._repr_mimebundle_()[view]})
 
 
 def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple[str, str, str]:
-    """Sign, exponent and fraction of a number rounded by a mode of `gpulab.numerics.round_to`.
+    """Return the sign, exponent and fraction of a number rounded by `gpulab.numerics.round_to`.
 
     >>> format_bits(-0.1, "float16")
     ('1', '01011', '1001100110')
@@ -69,9 +69,9 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
 
 @theme.with_theme
 def bits_figure(x: float) -> Picture:
-    """A number's bits in float32 and after rounding to other formats; filled boxes are 1.
+    """Draw a number's bits in float32 and after rounding to other formats; filled boxes are 1.
 
-    The fractions begin in one column, so that what a format drops is missing on the right.
+    The fractions are aligned, so the bits that a format drops are missing on the right.
     """
     figure, (axes,) = theme.canvas(height=0.7 + 0.4 * len(SHOWN))
     axes.set_axis_off()
@@ -110,7 +110,7 @@ def bits_figure(x: float) -> Picture:
 
 
 class BitExplorer(Explorer):
-    """The bits of a number, to be clicked; below them what a format makes of it by a rounding.
+    """The bits of a number, which can be clicked, and below them the number after rounding.
 
     >>> explorer = BitExplorer(1.0)
     >>> explorer.bits[-1].click()
@@ -153,7 +153,7 @@ class BitExplorer(Explorer):
         self._typed()
 
     def picture(self) -> Picture:
-        """The number in all formats."""
+        """Draw the number in all formats."""
         return bits_figure(self.x)
 
     def _typed(self, _: object = None) -> None:
@@ -164,7 +164,7 @@ class BitExplorer(Explorer):
         clicked.description = "10"[int(clicked.description)]
         pattern = int("".join(bit.description for bit in self.bits), 2)
         (self.x,) = struct.unpack("f", struct.pack("I", pattern))
-        if math.isfinite(self.x):  # infinity and NaN are no numbers that a page could be sent
+        if math.isfinite(self.x):  # infinity and NaN cannot be sent to a page
             self.number.value = self.x
         self._show()
 
@@ -201,11 +201,11 @@ def _style(field: str) -> str:
 
 
 def _in_words(sign: str, exponent: str, fraction: str) -> tuple[str, str, str]:
-    """What the bits of a float32 mean: `−`, `× 2⁻⁴` and `1.6`."""
+    """Return the meaning of the bits of a float32: `−`, `× 2⁻⁴` and `1.6`."""
     power, rest = int(exponent, 2), int(fraction, 2) / 2**23
     if power == 255:
         return "+−"[int(sign)], "not finite", "NaN" if rest else "infinity"
-    first = int(power > 0)  # what is below the least power has no leading one
+    first = int(power > 0)  # subnormal numbers have no leading one
     return (
         "+−"[int(sign)],
         f"× 2{str(max(power, 1) - 127).translate(RAISED)}",
@@ -214,12 +214,10 @@ def _in_words(sign: str, exponent: str, fraction: str) -> tuple[str, str, str]:
 
 
 class SliceExplorer(Explorer):
-    """The loss along a line through a network's weights; a slider turns its direction.
+    """The loss along a line through a network's weights in a `gpulab.saddles.landscape`.
 
-    The direction turns from the steepest descent to the steepest ascent.
-
-    Of a `gpulab.saddles.landscape`. Sliders are `angle`, in degrees, and `reach`, a multiple of the
-    landscape's extent.
+    The slider `angle`, in degrees, turns the line from the direction of the least curvature to that
+    of the greatest. The slider `reach` sets the length as a multiple of the landscape's extent.
     """
 
     def __init__(self, landscape: Landscape) -> None:
@@ -238,7 +236,7 @@ class SliceExplorer(Explorer):
 
     @theme.with_theme
     def picture(self) -> Picture:
-        """The slice that the sliders ask for."""
+        """Draw the slice that the sliders select."""
         landscape, angle = self.landscape, self.angle.value
         line = landscape.slice(angle, self.reach.value * landscape.extent)
         curvature, low, high = (
@@ -260,15 +258,15 @@ class SliceExplorer(Explorer):
             color=INK,
             lw=0.9,
             ls="--",
-            label="slope and curvature alone",
+            label="quadratic approximation",
         )
         axes.plot(0, landscape.loss, "o", ms=7, color="white", mec=INK, label="the network")
         axes.set_ylim(low - 0.25 * (high - low), high + 0.1 * (high - low))
-        axes.set(xlabel="distance of the weights from the network's", ylabel="loss")
+        axes.set(xlabel="distance from the network's weights", ylabel="loss")
         gain = 1 - line.loss.min() / landscape.loss
         headline = (
             f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is"
-            f" {gain:.1%} lower"
+            f" {gain:.1%} below the network's"
         )
         return theme.finish_figure(
             figure, headline, "The loss along a line through the weights.", columns=3
