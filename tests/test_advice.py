@@ -1028,7 +1028,7 @@ VERDICTS = {
         verdict_of(SCORES, metric="score_of_it", best="score_of_it", mode="max"),
     ),
     "last and best together": (
-        "expected one of the two",
+        "expected only one of the two",
         verdict_of(EPOCHS, last="epoch", best="final_loss"),
         verdict_of(EPOCHS, best="final_loss"),
     ),
@@ -1043,7 +1043,7 @@ VERDICTS = {
         verdict_of(EPOCHS, best="final_loss", mode="min"),
     ),
     "an unknown counting column": (
-        "no such column; there are .*epoch",
+        "no such column; the columns are .*epoch",
         verdict_of(EPOCHS, last="epochs"),
         verdict_of(EPOCHS, last="epoch"),
     ),
@@ -1058,7 +1058,7 @@ VERDICTS = {
         verdict_of(HOLES.fillna({"epoch": 1}), last="epoch"),
     ),
     "a run without the best column, left out": (
-        "has no val_loss: leave it out",
+        "has no val_loss: leave out the run",
         verdict_of(WITHOUT_BEST, best="val_loss"),
         verdict_of(WITHOUT_BEST[WITHOUT_BEST.seed != 3], best="val_loss"),
     ),
@@ -1078,7 +1078,7 @@ VERDICTS = {
         verdict_of(AT_ANOTHER_EPOCH, best="acc"),
     ),
     "rows of two kinds of runs": (
-        "with another lr; keep the rows of one",
+        "with different lr; keep the rows of one",
         verdict_of(TWICE),
         verdict_of(TWICE[TWICE.lr == "1e-3"]),
     ),
@@ -1093,12 +1093,12 @@ VERDICTS = {
         verdict_of(RUNS),
     ),
     "an unknown column": (
-        "say which by metric=, factor= and block=",
+        "choose the columns by metric=, factor= and block=",
         verdict_of(UNNAMED),
         verdict_of(UNNAMED, factor="optimizer"),
     ),
     "a column for each level": (
-        "pandas.melt makes rows of a column for each level",
+        "if each level is a column, pandas.melt turns it into rows",
         verdict_of(WIDE),
         verdict_of(pd.melt(WIDE, "seed", var_name="setting", value_name="final_loss")),
     ),
@@ -1123,7 +1123,7 @@ VERDICTS = {
         verdict_of(INFINITE.assign(status=INFINITE.status.mask(INFINITE.index == 0, "diverged"))),
     ),
     "a huge metric, left out": (
-        "leave their seeds out",
+        "leave out their seeds",
         verdict_of(INFINITE),
         verdict_of(INFINITE[INFINITE.seed > 0]),
     ),
@@ -1139,19 +1139,19 @@ VERDICTS = {
         verdict_of(FRAMES[FRAMES.frames == 100]),
     ),
     "two protocols, without the column": (
-        "or drop columns that do not tell protocols apart",
+        "or drop columns that do not distinguish protocols",
         verdict_of(FRAMES),
         verdict_of(FRAMES.drop(columns="frames")),
     ),
     "seeds of several types": (
-        "write them in one way",
+        "write them in the same way",
         verdict_of(TEXT_SEEDS),
         verdict_of(
             TEXT_SEEDS.assign(seed=[str(seed).removeprefix("s") for seed in TEXT_SEEDS.seed])
         ),
     ),
     "an unknown reference": (
-        "there are .'cpu', 'cuda'",
+        "the levels are .'cpu', 'cuda'",
         verdict_of(RUNS, reference="mps"),
         verdict_of(RUNS, reference="cuda"),
     ),

@@ -36,7 +36,7 @@ def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
         [0, 1, 0, 1]
         >>> unify_types(table.replace({"seed": {"0": "x", "1": "y"}}), "setting", "seed")
         Traceback (most recent call last):
-        gpulab.errors.UsageError: seed is numbers under a (0, 1) and text under b ('x', 'y'); ...
+        gpulab.errors.UsageError: seed has numbers under a (0, 1) and text under b ('x', 'y'); ...
     """
     frame = frame.assign(**{factor: _unify_numbers(frame[factor])})
     frame = frame.assign(**{block: _unify_numbers(frame[block], frame[factor])})
@@ -52,7 +52,7 @@ def unify_types(frame: pd.DataFrame, factor: str, block: str) -> pd.DataFrame:
             _describe_types(frame, factor, block, level, types_by_level[level])
             for level in shown_levels
         ]
-        raise UsageError(f"{block} is {' and '.join(descriptions)}; write them in one way")
+        raise UsageError(f"{block} has {' and '.join(descriptions)}; write them in the same way")
     return frame
 
 
@@ -80,7 +80,7 @@ def _type_name(value: object) -> str:
         return "numbers"
     if isinstance(value, str):
         return "text"
-    return "dates" if isinstance(value, datetime.date) else f"of type {type(value).__name__}"
+    return "dates" if isinstance(value, datetime.date) else f"values of type {type(value).__name__}"
 
 
 def _unify_numbers(column: pd.Series, levels: pd.Series | None = None) -> pd.Series:
@@ -129,7 +129,7 @@ def _has_duplicate_spellings(
 def _parse_number(value: object) -> int | float | None:
     """Return a number, or the number that a text spells; None for anything else.
 
-    A text such as "3.0" is an integer. Texts that begin with a sign or have spaces around them are
+    A text such as "3.0" is an integer. Texts that begin with a sign or are surrounded by spaces are
     numbers, too.
     """
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Reading of the configurations that Hydra and Lightning store beside a run's tables.
+"""Read the configurations that Hydra and Lightning store next to a run's tables.
 
 Files are read as plain data. A YAML tag for a Python object, such as `!!python/tuple`, is ignored:
 its value is read as a list, dictionary or text. Nothing is imported or called.
@@ -18,8 +18,7 @@ from gpulab.errors import DataError
 if TYPE_CHECKING:
     import yaml
 
-# In the order of precedence: first the overrides from Hydra's command line, then whole
-# configurations.
+# In order of precedence: first the overrides from Hydra's command line, then whole configurations.
 OVERRIDES = ".hydra/overrides.yaml"
 CONFIG_FILES = (OVERRIDES, ".hydra/config.yaml", "hparams.yaml", "config.yaml")
 MAX_CONFIG_BYTES = 1 << 20
@@ -92,7 +91,7 @@ def load_yaml(content: bytes | str) -> Node:
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
             super().flatten_mapping(node)
-            # Merging mappings that were merged themselves can make the number grow exponentially.
+            # Merging mappings that are themselves merged can make the number grow exponentially.
             if len(node.value) > MAX_SETTINGS:
                 raise ValueError(f"more than {MAX_SETTINGS:,} settings")
 
@@ -110,10 +109,11 @@ def load_yaml(content: bytes | str) -> Node:
 def _flatten(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
     """Yield each setting of nested mappings with its full name, such as `optimizer.lr`.
 
-    Metadata of Weights & Biases (`_wandb`) are left out.
+    Metadata of Weights & Biases (`_wandb`) is left out.
 
     Raises:
-        ValueError: If there are more than `MAX_SETTINGS` settings, or levels than `MAX_NESTING`.
+        ValueError: If there are more than `MAX_SETTINGS` settings, or more than `MAX_NESTING`
+            levels.
     """
     pending: list[tuple[str, Node, int]] = [("", settings, 0)]
     for _ in range(MAX_SETTINGS):
@@ -180,7 +180,7 @@ def parse_value(text: str) -> Value:
 
 
 def _resolve_references(settings: dict[str, Value]) -> dict[str, Value]:
-    """Replace settings that are a reference, such as `${optimizer.lr}`, by the setting they name.
+    """Replace each reference, such as `${optimizer.lr}`, by the value of the setting that it names.
 
     The dictionary is changed in place and returned.
     """

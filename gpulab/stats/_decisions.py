@@ -64,21 +64,21 @@ class LevelDecision:
     The default values are those of a level that has no seed in common with the reference.
 
     Attributes:
-        level: The level, as it stands in the factor's column.
+        level: The level, as it appears in the factor's column.
         decision: What was decided about the level.
         seeds: The number of pairs that finished under both levels.
         difference: The mean difference from the reference, in the metric's units.
         low: The lower end of the interval of the difference.
-        high: The upper end of it.
-        confidence: The confidence level of it.
+        high: Its upper end.
+        confidence: Its confidence level.
         p_different: The p value of the test that there is no difference; NaN without a test.
         p_different_holm: The same after Holm's correction.
         p_equivalent: The p value of the test that the difference is beyond the margin; NaN without
             a test.
         p_equivalent_holm: The same after Holm's correction.
         equivalent_low: The lower end of the interval of the test of equivalence.
-        equivalent_high: The upper end of it.
-        equivalent_confidence: The confidence level of it.
+        equivalent_high: Its upper end.
+        equivalent_confidence: Its confidence level.
         margin: The margin, in the metric's units; NaN where there is none.
         margin_relative: The margin over the absolute mean of the pairs under the reference.
         largest_difference: The largest absolute difference.
@@ -87,7 +87,7 @@ class LevelDecision:
             a margin.
         diverged: The number of pairs that diverged under this level.
         reference_diverged: The number of pairs that diverged under the reference.
-        discordant_diverged: The number of pairs that diverged under one of the two only.
+        discordant_diverged: The number of pairs that diverged under only one of the two.
         discordant_diverged_upper: The upper 95 % limit of the share of such pairs.
         p_diverged: The p value of the test that runs diverge equally often under both.
         p_diverged_holm: The same after Holm's correction.

@@ -1,6 +1,6 @@
 """Tests and intervals on paired differences.
 
-Where scipy has a function and it is not used, a comment says why.
+If SciPy has a function that is not used here, a comment says why.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mean_p(differences: ArrayLike) -> float:
         >>> values = [-4.0, 2.0, 2.5, 3.0, 2.0, 3.0, 2.5, 3.0, 2.0, 2.5]
         >>> round(mean_p(values), 3), round(sign_flip_p(values), 3)
         (0.104, 0.027)
-        >>> # 2 of 128: an outlier does not hide what all say
+        >>> # 2 of 128: an outlier does not hide that all are positive
         >>> mean_p([2.9, 2.8, 2.9, 2.7, 2.8, 2.8, 1.6])
         0.015625
     """
@@ -63,8 +63,8 @@ def mean_p(differences: ArrayLike) -> float:
 def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
     """Compute the 1 − alpha confidence interval of the mean that belongs to `mean_p`.
 
-    The interval holds the shifts that `mean_p` does not reject. It is (NaN, NaN) if there are too
-    few differences to bound the mean.
+    The interval contains the shifts that `mean_p` does not reject. It is (NaN, NaN) if there are
+    too few differences to bound the mean.
 
     Examples:
         >>> low, high = mean_interval([-4.0, 2.0, 2.5, 3.0, 2.0, 3.0, 2.5, 3.0, 2.0, 2.5])
@@ -156,7 +156,7 @@ def skewed_t(mean: float | Floats, skewness: float | Floats, n: int) -> float | 
 def _skew_correction(sign: float | Floats, skewness: float | Floats, n: int) -> float | Floats:
     """Compute |skewness| / √n if the longer tail points towards zero, and 0 otherwise.
 
-    Only the sign of `sign`, which is that of the mean, is used.
+    `sign` may be the mean, or any number with the same sign.
     """
     return np.maximum(-np.sign(sign) * skewness, 0) / np.sqrt(n)
 
@@ -197,12 +197,12 @@ def sign_flip_p(differences: ArrayLike) -> float:
     Examples:
         >>> sign_flip_p([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # 2 of 64
         0.03125
-        >>> # 0.1 + 0.2 is 0.3
+        >>> # 0.1 + 0.2 counts as 0.3
         >>> [sign_flip_p([0.1 * unit, 0.2 * unit, 0.3 * unit, -0.3 * unit]) for unit in (1.0, 1e15)]
         [0.75, 0.75]
         >>> sign_flip_p([3.0, 2.0, -1.0])  # |sum| is 4 or more for ±(3, 2, −1) and ±(3, 2, 1)
         0.5
-        >>> # A difference of nothing has no sign
+        >>> # Zero differences are ignored
         >>> (
         ...     sign_flip_p([0.0, 1.0, 2.0, 4.0, 0.0]),
         ...     sign_flip_p([1.0, 2.0, -4.0]),
@@ -210,9 +210,9 @@ def sign_flip_p(differences: ArrayLike) -> float:
         (0.25, 1.0)
         >>> sign_flip_p([0.0] * 5), sign_flip_p([0.1, 0.2, -0.3])  # the sum is 5.6e-17, not 0
         (1.0, 1.0)
-        >>> round(sign_flip_p([1] * 15 + [-1] * 5 + [0] * 100), 4)  # of one size: McNemar's test
+        >>> round(sign_flip_p([1] * 15 + [-1] * 5 + [0] * 100), 4)  # McNemar's test
         0.0414
-        >>> sign_flip_p(np.arange(1.0, 61))  # (1 + 0) / (1 + 9999): what is drawn never gives zero
+        >>> sign_flip_p(np.arange(1.0, 61))  # (1 + 0) / (1 + 9999): never zero
         0.0001
     """
     values = np.sort(np.asarray(differences, float))
@@ -366,8 +366,8 @@ def sd_lower_limit(values: ArrayLike) -> float:
 
     The limit is s · exp(−t · √((κ − 1) / (n − 1)) / 2), where t is a quantile of Student's t and κ
     the kurtosis of the sample, but at least 3. It comes from the delta method for ln s (as in
-    Bonett 2006). It was found to be valid for heavy tails and two modes, too (at most 6 % errors),
-    unlike the usual limit from the χ² distribution. The result is NaN if all values are equal.
+    Bonett 2006). Unlike the usual limit from the χ² distribution, it was found to be valid for
+    heavy tails and two modes, too (at most 6 % errors). The result is NaN if all values are equal.
 
     >>> [
     ...     round(sd_lower_limit(sample), 4)

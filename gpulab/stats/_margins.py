@@ -36,7 +36,7 @@ def parse_margin(margin: str | float) -> tuple[float, str]:
         number = float(margin)
     if not 0 < number < math.inf:
         raise UsageError(
-            f"margin {margin!r}: expected a number above 0, or such as '0.25sd' or '1%'"
+            f"margin {margin!r}: expected a number above 0, or a text such as '0.25sd' or '1%'"
         )
     return number, unit_match[2] if unit_match else ""
 
@@ -63,7 +63,7 @@ def margin_size(
     True
     >>> margin_size(1, np.array([0.0, 1.0]), is_binary=True)
     Traceback (most recent call last):
-    gpulab.errors.UsageError: margin 1: of yes and no it is a share of the seeds below 1, ...
+    gpulab.errors.UsageError: margin 1: for a yes/no metric, expected a share of the seeds ...
     """
     return float(margin_sizes(margin, losses, len(losses), is_binary, confidence))
 
@@ -80,7 +80,7 @@ def margin_sizes(
     Only a margin in standard deviations depends on n. A margin in percent is NaN if all losses are
     zero.
 
-    >>> # Wider with more seeds
+    >>> # The margin is wider with more seeds
     >>> margin_sizes("0.5sd", np.arange(12.0), n=[10, 12, 14]).round(4).tolist()
     [1.0577, 1.1276, 1.1802]
     >>> margin_sizes(0.5, np.arange(12.0), n=[10, 12, 14]).tolist()
@@ -91,8 +91,8 @@ def margin_sizes(
     if is_binary and (unit == "sd" or share >= 1):
         example = DEFAULT_BINARY_MARGIN
         raise UsageError(
-            f"margin {margin!r}: of yes and no it is a share of the seeds below 1, such as"
-            f" {example}"
+            f"margin {margin!r}: for a yes/no metric, expected a share of the seeds below 1, such"
+            f" as {example}"
         )
     if unit == "sd":
         return number * inference.sd_lower_limits(losses, n, confidence)

@@ -1,7 +1,7 @@
 """The page of a verdict: what was compared, the decision, the levels, a figure, and the text.
 
-A notebook shows the same as the file that `save` writes. Everything on the page is also in the text
-of `print` or in the verdict's `table`.
+A notebook shows the same content as the file that `save` writes. Everything on the page is also in
+the text of `print` or in the verdict's `table`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ MAX_TITLE_LEVELS = 3  # the largest number of levels that the title names
 SHARED_COLUMNS = ("machine", "torch", "gpulab")  # columns whose values are shown below the title
 TABLE_NOTE = (
     "The difference is the level's metric minus the reference's, averaged over the seeds that both"
-    " have. Its interval leaves out zero where the decision is different; the interval of"
-    " equivalence lies within the margin where the decision is equivalent. p values and intervals"
-    " are corrected for the number of levels."
+    " have. Its interval excludes zero if the decision is different; the interval of equivalence"
+    " lies within the margin if the decision is equivalent. p values and intervals are corrected"
+    " for the number of levels."
 )
 FIGURE_CAPTION = (
-    "First every run, the same seed joined by a line; then how far each seed is from the reference."
+    "First every run, with a line joining the runs of each seed; then how far each seed is from the"
+    " reference."
 )
 
 
 class VerdictPage(Decisions, Report):
-    """A decision that a notebook and an HTML file show as a page."""
+    """Decisions that are shown as a page, in a notebook or an HTML file."""
 
     def words(self) -> Markup:
         """Render the verdict as HTML, without the figure."""

@@ -30,8 +30,8 @@ RESERVED_COLUMNS = (
 MAX_METRIC = 1e75
 # The advice for a table whose columns have other names.
 COLUMN_ADVICE = (
-    "; say which by metric=, factor= and block= (--metric …); pandas.melt makes rows of a column"
-    " for each level"
+    "; choose the columns by metric=, factor= and block= (--metric …); if each level is a column,"
+    " pandas.melt turns it into rows"
 )
 
 
@@ -66,7 +66,7 @@ class PairedRuns:
         other_levels = dict.fromkeys(
             level for level in self.runs[self.factor] if level != self.reference
         )
-        # Levels get a common type, as in a table column: 1 becomes 1.0 beside 2.5.
+        # Levels get a common type, as in a table column: 1 becomes 1.0 if there is a 2.5.
         levels = pd.Series([*other_levels]).tolist()
         return {level: self.pairs[self.pairs[self.factor] == level] for level in levels}
 
@@ -137,14 +137,14 @@ def _missing_run_notes(
     n_damaged = checked_runs.attrs.get("damaged", 0)
     if n_damaged:
         runs_text = "1 damaged run" if n_damaged == 1 else f"{n_damaged} damaged runs"
-        yield f"{runs_text} cannot be read, and may be missing from this."
+        yield f"{runs_text} cannot be read, and may be missing from this comparison."
     if len(unfinished_runs):
         counts = unfinished_runs.groupby([factor, "status"]).size()
         counts_text = ", ".join(
             f"{level_text(level, factor)} {count} {status}"
             for (level, status), count in counts.items()
         )
-        bias = f"if it was the {factor} that stopped them, what is left flatters it"
+        bias = f"if the {factor} stopped them, the remaining runs are biased in its favour"
         yield (
             f"Left out, because they did not finish: {len(unfinished_runs)} ({counts_text});"
             f" {bias}."
@@ -153,8 +153,8 @@ def _missing_run_notes(
             "has_ambiguous_nan"
         ):
             yield (
-                "An empty cell or NaN counts as missing; `diverged` in a column `status` says that"
-                " runs diverged."
+                "An empty cell or NaN counts as missing; to mark runs as diverged, write `diverged`"
+                " into a column `status`."
             )
 
 
@@ -165,16 +165,16 @@ def _averaged_row_notes(
     if len(runs) < len(first_runs):
         names = _differing_columns(first_runs, metric, factor, block)
         counts = (
-            f"{len(first_runs):,} rows were averaged to {len(runs):,} first, one for each {factor}"
+            f"{len(first_runs):,} rows were first averaged to {len(runs):,}, one for each {factor}"
             f" and {block}"
         )
-        yield f"{counts}; those of one {block} differ in {', '.join(names) or 'no column'}."
+        yield f"{counts}; rows of the same {block} differ in {', '.join(names) or 'no column'}."
         counting_columns = growing_columns(first_runs, factor, block, names)
         if counting_columns:
             choices = f"last={counting_columns[0]!r} or best= takes one row of each run"
             yield (
-                f"If {counting_columns[0]!r} counts along a training, the mean says nothing about"
-                f" its end: {choices}."
+                f"If {counting_columns[0]!r} counts the steps of a training, the mean says nothing"
+                f" about its end: {choices}."
             )
 
 
@@ -215,7 +215,8 @@ def _average_repeated_rows(
         run_text += f" {block} {repeated[block].iloc[0]}"
         columns_text = ", ".join(word_columns[:3])
         raise UsageError(
-            f"{run_text} was run more than once, with another {columns_text}; keep the rows of one"
+            f"{run_text} was run more than once, with different {columns_text}; keep the rows of"
+            " one of these runs"
         )
     groups = runs.groupby([factor, block], sort=False)
     has_diverged = (
@@ -244,15 +245,15 @@ def _find_reference(
     """Find the level that others are compared with: the given one, or else `cpu`, or the first.
 
     Raises:
-        UsageError: If there are no levels, or none that is written like the given one.
+        UsageError: If there are no levels, or none has the name of the given one.
     """
     if not levels:
         statuses = sorted(set(unfinished["status"]))
         reason = "the table has no rows"
         if statuses:
             reason = (
-                f"none is finished or diverged, but {statuses}; write 'finished' into `status` of"
-                " those that did"
+                f"the statuses are {statuses}, none is finished or diverged; write 'finished' into"
+                " `status` for runs that finished"
             )
         raise UsageError(f"no runs to compare: {reason}")
     if reference is None:
@@ -265,7 +266,7 @@ def _find_reference(
         ):
             return level
     raise UsageError(
-        f"no runs under {reference!r}; there are"
+        f"no runs under {reference!r}; the levels are"
         f" {sorted(level_text(level, factor) for level in levels)}"
     )
 
@@ -311,7 +312,7 @@ def check_runs(
     """
     if not isinstance(frame, pd.DataFrame):
         raise UsageError(
-            f"expected a pandas data frame, a row per run; got a {type(frame).__name__}"
+            f"expected a pandas data frame with a row for each run, got a {type(frame).__name__}"
         )
     frame = frame.reset_index(allow_duplicates=True) if any(frame.index.names) else frame.copy()
     duplicates = sorted(set(map(str, frame.columns[frame.columns.duplicated()])))
@@ -322,7 +323,7 @@ def check_runs(
     check_columns(frame, (metric, factor, block), COLUMN_ADVICE)
     if len({metric, factor, block, *RESERVED_COLUMNS}) < 3 + len(RESERVED_COLUMNS):
         raise UsageError(
-            "metric, factor and block: expected three columns, and none of"
+            "metric, factor and block: expected three different columns, and none of"
             f" {', '.join(RESERVED_COLUMNS)}; rename yours"
         )
     frame = frame.assign(**{name: _as_plain_levels(frame[name]) for name in (factor, block)})
@@ -383,8 +384,8 @@ def _parse_metric(column: pd.Series) -> MetricColumn:
     if len(unparsed):
         first_cell = f"index {unparsed.index[0]!r} has {unparsed.iloc[0]!r}"
         raise UsageError(
-            f"metric {column.name!r} is not of numbers or booleans: {first_cell}; leave cells"
-            " without a number empty, or choose another metric="
+            f"metric {column.name!r} has cells other than numbers or booleans: {first_cell}; leave"
+            " cells without a number empty, or choose another metric="
         )
     values = numbers.to_numpy(float)
     return MetricColumn(
@@ -401,7 +402,7 @@ def _check_numbers(finished: pd.Series, metric: str) -> None:
             f"{count} finished run(s) have no {metric} that is finite and below {MAX_METRIC:.0e}:"
             " index"
         )
-        advice = "mark them as diverged, leave their seeds out, or choose another metric="
+        advice = "mark them as diverged, leave out their seeds, or choose another metric="
         raise UsageError(f"{problem} {unusable_values.index[:3].tolist()}; {advice}")
 
 
@@ -420,13 +421,13 @@ def check_columns(frame: pd.DataFrame, names: Iterable[str], advice: str = "") -
     for name in names:
         if name not in frame:
             columns = textwrap.shorten(", ".join(map(str, frame.columns)) or "none", 900)
-            raise UsageError(f"no column {name!r}; there are {columns}{advice}")
+            raise UsageError(f"no column {name!r}; the columns are {columns}{advice}")
 
 
 def check_one_protocol(frame: pd.DataFrame, ignored_columns: Collection[str] = ()) -> None:
     """Raise `UsageError` if runs differ in what they learned, or for how long.
 
-    Differences in `ignored_columns` are allowed, also where these are names of options.
+    Differences in `ignored_columns` are allowed, even if these are names of options.
     """
     names = ("experiment", "profile", "frames", "protocol", "options")
     columns = [name for name in names if name in frame and name not in ignored_columns]
@@ -437,11 +438,12 @@ def check_one_protocol(frame: pd.DataFrame, ignored_columns: Collection[str] = (
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
         advice = (
-            "compare runs of one protocol at a time, or drop columns that do not tell protocols"
-            " apart"
+            "compare runs of one protocol at a time, or drop columns that do not distinguish"
+            " protocols"
         )
         raise UsageError(
-            f"the frame mixes {len(protocols)}: {protocols[:3].to_dict('records')}; {advice}"
+            f"the frame mixes {len(protocols)} protocols: {protocols[:3].to_dict('records')};"
+            f" {advice}"
         )
 
 

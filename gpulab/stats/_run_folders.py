@@ -1,4 +1,4 @@
-"""Reading of folders of runs, as Hydra, Lightning and TensorBoard write them, into one table."""
+"""Read folders of runs, as Hydra, Lightning and TensorBoard write them, into one table."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ TENSORBOARD_COLUMNS = ("Wall time", "Step", "Value")
 TENSORBOARD_FILE_PATTERN = re.compile(r"run-(?P<run>.*)-tag-(?P<tag>.+)")
 SEED_PATTERN = re.compile(r"(?<![a-z])seed[ _=-]?(\d+)", re.IGNORECASE)
 MAX_TABLES = 100_000
-MAX_NAMED_FILES = 5  # files in one sentence
-MAX_NAMED_SETTINGS = 12  # settings in one sentence
+MAX_NAMED_FILES = 5  # the largest number of files in one sentence
+MAX_NAMED_SETTINGS = 12  # the largest number of settings in one sentence
 
 TableReader = Callable[[Path], tuple[pd.DataFrame, list[str]]]  # a table, and notes on it
 
@@ -61,8 +61,8 @@ def read_runs(
         The table, and sentences on what was read and where settings come from.
 
     Raises:
-        DataError: If there are no tables, if none can be read, or if a folder has tables of several
-            names.
+        DataError: If there are no tables, if none can be read, or if a folder has tables with
+            different names.
     """
     # Each table has a folder at which the search for its settings stops.
     roots: dict[Path, Path] = {}
@@ -76,7 +76,7 @@ def read_runs(
     if not roots:
         names_text = ", ".join(map(str, names))
         expected = f"expected files such as {USUAL_TABLE_NAMES[0]}"
-        raise DataError(f"{names_text}: neither runs of gpulab nor tables in it; {expected}")
+        raise DataError(f"{names_text}: contains neither runs of gpulab nor tables; {expected}")
     base = _common_folder(roots.values())
     # Several names are usually a pattern that a shell has expanded, so settings are searched for up
     # to the common folder.
@@ -117,12 +117,12 @@ def read_runs(
         frame = add_settings_from_names(frame)
         new_columns = [name for name in frame if name not in known_columns]
         if new_columns:
-            origin = f"{', '.join(new_columns)}: from the names of folders and files"
-            sentences.append(f"No configuration files were found; {origin}.")
+            origin = f"the names of folders and files: {', '.join(new_columns)}"
+            sentences.append(f"No configuration files were found. Settings are from {origin}.")
     if empty_folders:
         folder_names = [os.path.relpath(folder, base) for folder in empty_folders]
         folders_text = _shorten_list(folder_names, MAX_NAMED_FILES)
-        sentences.append(f"Without a table, and so left out: {folders_text}.")
+        sentences.append(f"Left out, because there is no table: {folders_text}.")
     if read_errors:
         unread_text = "; ".join(read_errors[:MAX_NAMED_FILES])
         if len(read_errors) > MAX_NAMED_FILES:
@@ -252,7 +252,7 @@ def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:
     if len(counts) <= 1 or max(counts.values()) == 1:
         return tables
     raise DataError(
-        f"{folder}: tables of several names ({_count_names(table.name for table in tables)}); "
+        f"{folder}: tables with different names ({_count_names(table.name for table in tables)}); "
         f"give a pattern such as '{folder}/**/{counts.most_common(1)[0][0]}'"
     )
 
@@ -342,7 +342,7 @@ def _add_seed(frame: pd.DataFrame, origins: dict[str, set[str]], notes: list[str
     if len(seed_columns) != 1:
         return frame
     origins["seed"] = origins.get(seed_columns[0], set())
-    notes.append(f"The column seed is {seed_columns[0]}.")
+    notes.append(f"The column seed is a copy of {seed_columns[0]}.")
     return frame.assign(seed=frame[seed_columns[0]])
 
 

@@ -2,7 +2,7 @@
 
 Loggers write such tables. The rows of one run are not repetitions, so their mean says nothing about
 what the run learned. The user chooses the last or the best row of each run; without a choice the
-table is refused.
+table is rejected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ COUNTER_WORDS = word_set(
     "epoch epochs step steps iteration iterations iter iters itr timestep timesteps update updates"
     " round rounds generation generations"
 )
-# A name with one of these words counts only if it also has one of `SEEN_WORDS`: `frames_seen`.
+# A name with one of these words is a counter only if it also has one of `SEEN_WORDS`, as
+# `frames_seen` has.
 AMOUNT_WORDS = word_set("frames images samples examples tokens sequences batches")
 SEEN_WORDS = word_set("seen processed consumed")
 # Further words that the name of a counting column may have. No others are allowed.
@@ -94,20 +95,24 @@ class RowChoice:
     def check(self, frame: pd.DataFrame) -> None:
         """Raise `UsageError` if the choice contradicts itself or names a column that is missing."""
         if self.last is not None and self.best is not None:
-            raise UsageError(f"last={self.last!r} and best={self.best!r}: expected one of the two")
+            raise UsageError(
+                f"last={self.last!r} and best={self.best!r}: expected only one of the two"
+            )
         if self.mode is not None and self.mode not in MODES:
             raise UsageError(
-                f"mode={self.mode!r}: expected 'min' or 'max', which of the values of best= is the"
-                " best"
+                f"mode={self.mode!r}: expected 'min' or 'max', depending on which value of best= is"
+                " the best"
             )
         if self.mode is not None and self.best is None:
             raise UsageError(
-                f"mode={self.mode!r} says which value is the best: give the column by best="
+                f"mode={self.mode!r} is only for a choice by best=: give the column by best="
             )
         for argument, column in (("last", self.last), ("best", self.best)):
             if column is not None and column not in frame:
                 columns = ", ".join(map(str, frame.columns))
-                raise UsageError(f"{argument}={column!r}: no such column; there are {columns:.900}")
+                raise UsageError(
+                    f"{argument}={column!r}: no such column; the columns are {columns:.900}"
+                )
 
 
 ALL_ROWS = RowChoice()
@@ -185,8 +190,8 @@ def choose_rows(
     table.check_one_run_each(filled_rows)
     if not table.is_repeated(filled_rows):
         note = (
-            f"{len(frame):,} rows, of which each {factor} and {block} has one that has {metric},"
-            " were read."
+            f"{len(frame):,} rows were read. For each {factor} and {block}, one of them has"
+            f" {metric}."
         )
         return ChosenRows(filled_rows, is_diverged[filled_rows], (note,))
     if choice.best is not None:
@@ -388,7 +393,7 @@ class _RunTable:
         chosen_rows = chosen_rows[
             ~(is_empty & pd.Series(self.runs[chosen_rows]).duplicated(keep="last").to_numpy())
         ]
-        description = f"the last {last} that has {self.metric}"
+        description = f"the last {last} with {self.metric}"
         note = self._describe_choice(
             description, last, counts, chosen_rows, is_diverged[chosen_rows]
         )
@@ -497,7 +502,7 @@ class _RunTable:
             chosen_rows.append(rows_at_best)
         positions = np.sort(np.concatenate(chosen_rows))
         superlative, comparative = DIRECTIONS[mode]
-        reason = "" if given_mode else f" ({comparative} is better, by its name)"
+        reason = "" if given_mode else f" ({comparative} is better, judging by its name)"
         description = f"the row with the {superlative} {best}{reason}"
         counter = counters[0] if counters else ""
         counts = self.numbers(counter) if counter else None
@@ -513,7 +518,8 @@ class _RunTable:
         """Raise `UsageError` if a run without values of `best` has a metric and did not diverge."""
         if not has_diverged and np.isfinite(self.column.values[row]).all():
             raise UsageError(
-                f"{self._run_text(row[0])} has no {best}: leave it out, or take the last by last="
+                f"{self._run_text(row[0])} has no {best}: leave out the run, or take the last by"
+                " last="
             )
 
     def _rows_at(
@@ -549,7 +555,7 @@ class _RunTable:
         is no counting column.
         """
         text = (
-            f"Of {len(self.frame):,} rows {description} was taken for each {self.factor} and"
+            f"From {len(self.frame):,} rows, {description} was taken for each {self.factor} and"
             f" {self.block}"
         )
         if counts is None or not np.isfinite(counts[positions]).any():
@@ -702,7 +708,7 @@ def _choose_direction(best: str, mode: str | None) -> Mode:
     direction = valid_mode or direction_of(best)
     if direction is None:
         raise UsageError(
-            f"best={best!r}: its name does not tell whether lower or higher is better; "
+            f"best={best!r}: its name does not show whether lower or higher is better; "
             "give mode='min' or mode='max' (--mode min)"
         )
     return direction

@@ -29,25 +29,25 @@ WANDB_CHART = re.compile(r"(?P<run>.+) - (?P<metric>.+?)(?P<bound>__MIN|__MAX)?"
 def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
     r"""Read a table of runs for `gpulab.verdict`, with a row for each run, epoch or step.
 
-    The columns of a text file may be separated by commas, tabs or semicolons. With semicolons,
-    decimals have a comma. Columns keep their names. An empty cell is a missing value, which is not
-    the same as NaN.
+    The columns of a text file may be separated by commas, tabs or semicolons. If they are separated
+    by semicolons, numbers have a decimal comma. Columns keep their names. An empty cell is a
+    missing value, which is not the same as NaN.
 
-    A folder of runs, or a pattern such as `outputs/*/metrics.csv`, is read in the form in which
-    Hydra and Lightning write it. Each file is the table of one run, and the name of the run becomes
-    the column `run`. Settings and seeds are read from `.hydra/overrides.yaml`,
+    A folder of runs, or a pattern such as `outputs/*/metrics.csv`, is read as Hydra and Lightning
+    write it. Each file is the table of one run, and the name of the run becomes the column `run`.
+    Settings and seeds are read from `.hydra/overrides.yaml`,
     `.hydra/config.yaml`, `hparams.yaml` and `config.yaml` in the folders of the run, up to the
     given folder. Nested settings become columns such as `optimizer.lr`. If there are no such files,
     settings are read from the names of folders and files, such as `optimizer=adam,seed=3` and
     `seed_3`.
 
-    From Weights & Biases, exported tables of runs and of charts can be read. From TensorBoard, CSV
-    files downloaded from its page can be read, whose names contain the run and the tag.
+    Tables of runs and of charts exported from Weights & Biases can be read, and so can CSV files
+    downloaded from TensorBoard's page, whose names contain the run and the tag.
 
     Args:
         file: A Parquet file (`.parquet`), or a text file in UTF-8 with a header, such as an export
             of Weights & Biases or the output of `mlflow.search_runs().to_csv` or `mlflow
-            experiments csv`. Or a folder, a pattern, or a list of these.
+            experiments csv`. It may also be a folder, a pattern, or a list of these.
 
     Returns:
         A data frame. Its `attrs["source"]` names what was read. Its `attrs["notes"]` has sentences
@@ -55,7 +55,7 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
 
     Raises:
         DataError: If a file cannot be read, is empty or has two columns of the same name, and if a
-            folder has no tables or tables of several names.
+            folder has no tables or tables with different names.
         UsageError: If a column `State` has words that are not states of Weights & Biases.
 
     Examples:
@@ -99,7 +99,7 @@ def read_file(file: Path) -> pd.DataFrame:
             else _read_text(content.decode("utf-8-sig"))
         )
     if frame.empty:
-        raise DataError(f"{file}: no runs in it; expected a header and a row per run")
+        raise DataError(f"{file}: contains no runs; expected a header and a row for each run")
     return frame
 
 
@@ -126,12 +126,12 @@ def _rename_state(
         return table_and_notes
     if not states <= WANDB_STATES:
         raise UsageError(
-            f"{file}: column 'State' has runs that did not finish: rename it to 'status', which"
-            " says so"
+            f"{file}: column 'State' has words that are not states of Weights & Biases; if it says"
+            " which runs finished, rename it to 'status'"
         )
     return frame.rename(columns={"State": "status"}), [
         *notes,
-        "How runs ended is from the column State.",
+        "The status of each run is from the column State.",
     ]
 
 

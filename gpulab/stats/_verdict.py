@@ -65,8 +65,8 @@ class Verdict(VerdictPage):
     - `seeds`: The number of pairs that finished under both levels.
     - `difference`: The mean over these pairs of the level's metric minus the reference's.
     - `low`, `high`: The ends of the confidence interval of the difference. The interval contains
-      zero exactly if `p_different_holm` > alpha. The ends are NaN if there are too few seeds for
-      any significant result, which means fewer than six at alpha = 0.05.
+      zero if and only if `p_different_holm` > alpha. The ends are NaN if there are too few seeds
+      for any significant result, which means fewer than six at alpha = 0.05.
     - `confidence`: The confidence level of this interval, 1 − alpha / (k · looks). Here k is the
       number of tests that Holm's method does not reject, at least 1.
     - `p_different`: The p value of the test that the mean difference is zero. NaN for fewer than
@@ -74,7 +74,7 @@ class Verdict(VerdictPage):
     - `p_equivalent`: The p value of the test that the mean difference is outside ± the margin. NaN
       in the same cases, and if `margin` is NaN.
     - `equivalent_low`, `equivalent_high`: The ends of the interval that belongs to the test of
-      equivalence. It lies within ± the margin exactly if `p_equivalent_holm` <= alpha.
+      equivalence. It lies within ± the margin if and only if `p_equivalent_holm` <= alpha.
     - `equivalent_confidence`: The confidence level of this interval, 1 − 2 alpha / (k · looks),
       where k counts the tests of equivalence.
     - `margin`: The margin in the metric's units. NaN if it was given in standard deviations and the
@@ -189,7 +189,7 @@ def verdict(
             of shares, such as that of seeds which jump, are not corrected for several looks.
         last: For a table with a row for each epoch or step: the column that counts them, such as
             `epoch`. For each run, the last row that has the metric is compared. Such a table is
-            refused without `last` or `best`.
+            rejected without `last` or `best`.
         best: Instead of `last`, a column such as `val_loss`. For each run, the row with the best
             value is compared; if this row has no metric, the last row of the same epoch.
         mode: Whether the lowest (`min`) or the highest (`max`) value of `best` is the best. By
@@ -202,7 +202,7 @@ def verdict(
         UsageError: If the frame is not a table of runs or lacks a column; if `margin`, `alpha` or
             `looks` is out of range, or the reference is unknown; if runs have different learning
             tasks or lengths; if a finished run has no finite metric; if first runs of the same seed
-            and level differ in other columns than numbers; if there are several epochs or steps
+            and level differ in columns that are not numeric; if there are several epochs or steps
             without `last` or `best`; and if seeds are text under one level and other numbers under
             another.
 
@@ -222,7 +222,7 @@ def verdict(
 
         >>> epochs = pd.concat([pd.concat([cpu, cuda]).assign(epoch=epoch) for epoch in range(3)])
         >>> print(gl.verdict(epochs, last="epoch").notes[0])
-        Of 36 rows the last epoch that has final_loss was taken for each setting and seed: epoch 2.
+        From 36 rows, the last epoch with final_loss was taken for each setting and seed: epoch 2.
 
     References:
         The difference is tested by sign flips (Fisher 1935, *The design of experiments*). If

@@ -17,12 +17,13 @@ LOGS = {"metric": "val_loss", "factor": "optimizer"}
 def test_verdict_refuses_a_row_for_each_epoch_and_names_last_and_best():
     with pytest.raises(gl.UsageError) as error:
         gl.verdict(logged(), **LOGS)
-    assert (
-        str(error.value)
-        == "optimizer adam seed 0 has 6 rows, which differ in 'epoch' and step, and are not"
-        " averaged: take the last by last='epoch' (--last epoch), or the best by best='val_loss'"
-        " (--best val_loss)"
-    )
+    for named in (
+        "optimizer adam seed 0 has 6 rows",
+        "'epoch' and step",
+        "last='epoch' (--last epoch)",
+        "best='val_loss' (--best val_loss)",
+    ):
+        assert named in str(error.value)
 
 
 @pytest.mark.parametrize("last", ["epoch", "step"])
@@ -34,7 +35,7 @@ def test_verdict_last_takes_the_last_row_of_each_run_with_the_metric(last):
         (ends.sgd - ends.adam).mean() * (-1) ** (verdict.reference == "sgd")
     )
     assert verdict.notes[0].startswith(
-        f"Of 216 rows the last {last} that has val_loss was taken for each optimizer and"
+        f"From 216 rows, the last {last} with val_loss was taken for each optimizer and"
     )
     assert verdict.table[["seeds", "diverged", "unpaired"]].values.tolist() == [[6, 0, 0]]
 
@@ -63,7 +64,7 @@ def test_verdict_best_takes_the_row_that_is_best_in_the_column():
     at_best = train.loc[lowest.set_index("epoch", append=True).index].droplevel("epoch")
     other = gl.verdict(table, "train_loss", "optimizer", best="val_loss", reference="adam")
     assert other.table.difference[0] == pytest.approx((at_best.sgd - at_best.adam).mean())
-    assert "lowest val_loss (lower is better, by its name)" in str(other)
+    assert "lowest val_loss (lower is better, judging by its name)" in str(other)
     highest = gl.verdict(table, **LOGS, best="val_loss", mode="max", reference="adam")
     assert highest.table.difference[0] > 0
     assert "by its name" not in str(highest)
@@ -100,11 +101,9 @@ def test_verdict_averages_other_repetitions_and_says_so(name):
         .rename(columns={"epoch": name})[["optimizer", "seed", name, "val_loss"]]
     )
     text = str(gl.verdict(table, **LOGS))
-    assert "72 rows were averaged to 12 first" in text
-    assert (
-        f"If {name!r} counts along a training, the mean says nothing about its end:"
-        f" last={name!r} or" in text
-    )
+    assert "72 rows were first averaged to 12" in text
+    assert f"If {name!r} counts" in text
+    assert f"last={name!r} or best=" in text
     assert gl.verdict(table, **LOGS, last=name).table.seeds[0] == 6
 
 
@@ -265,8 +264,8 @@ def test_verdict_counts_an_empty_cell_as_missing_whoever_reads_it(tmp_path):
     for verdict in (mine, theirs):
         assert "did not finish: 1 (cuda 1 missing)" in str(verdict)
         assert "Missing: seed 3 under cuda." in str(verdict)
-    assert "`diverged` in a column `status` says that runs diverged" in str(theirs), (
-        "pandas cannot tell the two apart"
+    assert "write `diverged` into a column `status`" in str(theirs), (
+        "pandas cannot distinguish the two"
     )
 
 
@@ -301,11 +300,8 @@ def test_verdict_names_seeds_of_several_types_that_are_not_the_same_numbers():
     other = BASE.assign(setting="b", seed="run " + BASE.seed.astype(str))
     with pytest.raises(gl.UsageError) as error:
         gl.verdict(pd.concat([BASE, other]))
-    words = (
-        "seed is numbers under a (0, 1, 2) and text under b ('run 0', 'run 1', 'run 2'); write them"
-        " in one way"
-    )
-    assert str(error.value) == words
+    for named in ("seed", "numbers under a (0, 1, 2)", "text under b ('run 0', 'run 1', 'run 2')"):
+        assert named in str(error.value)
 
 
 def test_verdict_keeps_seeds_apart_whose_names_only_look_like_numbers():
@@ -325,8 +321,6 @@ def test_verdict_writes_truth_values_with_their_factor():
     assert str(gl.verdict(runs, factor="amp", reference="amp=True")).startswith(
         "amp=False against amp=True"
     )
-    with pytest.raises(
-        gl.UsageError, match=r"^amp=True seed 0 was run more than once, with another day"
-    ):
+    with pytest.raises(gl.UsageError, match=r"^amp=True seed 0 was run more than once, .*day"):
         gl.verdict(pd.concat([runs.assign(day="a"), runs[runs.amp].assign(day="b")]), factor="amp")
     assert "np." not in text

@@ -73,7 +73,7 @@ def test_verdict_never_contradicts_itself(part):
             try:
                 verdict = gl.verdict(frame, margin=margin, alpha=alpha)
             except gl.UsageError as error:
-                assert re.search("no runs|of yes and no", str(error))  # noqa: PT017
+                assert re.search("no runs|yes/no metric", str(error))  # noqa: PT017
                 continue
             text = str(verdict)
         assert "nan" not in text
@@ -122,7 +122,7 @@ def test_verdict_compares_several_protocols_by_protocol_or_not_at_all(name):
         other.table.rename(columns={name: "setting"}), gl.verdict(frame).table
     )
     with pytest.raises(
-        gl.UsageError, match=r"mixes 20: .*; compare runs of one protocol at a time, or drop"
+        gl.UsageError, match=r"mixes 20 protocols: .*; compare runs of one protocol at a time"
     ):
         gl.verdict(frame.assign(**{name: range(20)}))
 
@@ -139,7 +139,7 @@ def test_verdict_leaves_out_unfinished_runs_and_says_so():
         [frame, frame[frame.status == "crashed"].assign(final_loss=0.5, status="finished")]
     )
     assert gl.verdict(retried).table.seeds[0] == 9, "a run that was started again counts"
-    with pytest.raises(gl.UsageError, match=r"none is finished or diverged, but \['killed'\]"):
+    with pytest.raises(gl.UsageError, match=r"\['killed'\].* write 'finished'"):
         gl.verdict(frame.assign(status="killed"))
     with pytest.raises(gl.UsageError, match="no runs to compare: the table has no rows"):
         gl.verdict(frame[:0])
@@ -213,12 +213,12 @@ INVALID_INPUTS = [
     ),
     InvalidInput(
         "unknown metric",
-        "no column 'finalloss'; there are setting, seed, final_loss; .* pandas.melt",
+        "no column 'finalloss'; .* setting, seed, final_loss; .* pandas.melt",
         options={"metric": "finalloss"},
     ),
     InvalidInput(
         "one column twice",
-        "expected three columns, and none of status, rerun, weights",
+        "expected three different columns, and none of status, rerun, weights",
         options={"block": "setting"},
     ),
     InvalidInput("weights as metric", "none of status, rerun", with_weights, {"metric": "weights"}),
@@ -231,11 +231,11 @@ INVALID_INPUTS = [
     InvalidInput("seeds twice", "more than one column is called seed", with_seeds_twice),
     InvalidInput(
         "unknown reference",
-        "no runs under 'mps'; there are .*cpu.*cuda",
+        "no runs under 'mps'; .*cpu.*cuda",
         options={"reference": "mps"},
     ),
     InvalidInput("empty settings", "'setting' is empty in 2 rows", with_empty_settings),
-    InvalidInput("two machines", "with another mach", from_two_machines),
+    InvalidInput("two machines", "more than once, .* machine", from_two_machines),
     *(
         InvalidInput(
             f"margin {margin!r}",
