@@ -37,7 +37,7 @@ class _RequiredRecord(TypedDict):
 
 
 class RunRecord(_RequiredRecord, total=False):
-    """The stored record of a run, besides its history and weights.
+    """The stored record of a run, without its history and weights.
 
     It also has a key for each factor (`gpulab.run_options.FACTORS`) whose value is not the default.
     """

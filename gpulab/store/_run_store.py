@@ -2,15 +2,15 @@
 
 A store is a folder, and each run in it is a folder with two files. `run.json` is the record: what
 was run, and its results. `results.safetensors` holds the history and, if they are kept, the
-weights. A checkpoint has the same format as the latter.
+weights. A checkpoint has the format of this second file.
 
-A run is written to a scratch folder, which is then renamed in one step. So several writers need no
+A run is written to a scratch folder, which is then renamed in one step, so several writers need no
 lock. The first one to finish a run stores it. The copies of other writers differ from it only in
 the measured times, and are discarded. A damaged run is detected when it is read. It is then
 quarantined and trained again.
 
-Runs can be packed into one Parquet file to be shared (`gpulab.store.pack`). Such a file can be read
-like a store, and a store may contain such files beside its folders.
+Runs can be packed into one Parquet file for sharing (`gpulab.store.pack`). Such a file can be read
+like a store, and a store may contain such files in addition to its folders.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def store_folder(store: str | Path | None = None) -> Path:
     is_address = re.match(r"[a-z0-9]{2,}:[/\\]", str(store))
     if not isinstance(store, str | Path) or is_address:
         raise UsageError(
-            f"store {str(store)!r}: expected a folder; copy what lies elsewhere into one first"
+            f"store {str(store)!r}: expected a folder; copy runs from elsewhere into one first"
         )
     try:
         str(store).encode()
     except UnicodeEncodeError:  # a table of runs could not hold their paths
         raise UsageError(
-            f"{store}: this name is not UTF-8, and cannot be written down: rename it"
+            f"{store}: this name is not UTF-8, and cannot be written into a table: rename it"
         ) from None
     return Path(store)
 
@@ -147,7 +147,7 @@ def read_entry(path: str) -> list[RunEntry]:
     record = check_record(file, recorded.read_document(file, MAX_RECORD_BYTES))
     if record["id"] != os.path.basename(path):
         raise DataError(
-            f"{file}: is of the run {record['id']}, in a folder of another name: a copy?"
+            f"{file}: belongs to the run {record['id']}, but its folder has another name (a copy?)"
         )
     results = os.path.join(path, RESULTS_FILE)
     if not os.path.isfile(results):
@@ -185,7 +185,8 @@ def find_run(store: Path, identity: Identity) -> StoredRun | None:
         quarantined = quarantine(store, folder)
         if quarantined:
             warnings.warn(
-                f"{error}; the run is trained again (set aside in {quarantined})", stacklevel=3
+                f"{error}; the run is trained again (damaged one moved to {quarantined})",
+                stacklevel=3,
             )
         return None
 
@@ -263,7 +264,7 @@ def _add_weights(folder: Path, run: StoredRun, weights: Tensors) -> None:
         write_results(folder, folder.name, run.history, weights)
     else:
         warnings.warn(
-            f"{folder}: trained again, it ended with other weights, which are not kept",
+            f"{folder}: trained again, the run ended with different weights, which are not stored",
             stacklevel=4,
         )
 

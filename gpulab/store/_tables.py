@@ -85,8 +85,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
           method by which gradients were computed; None if it was not recorded), `diverged_at` (the
           update whose loss was not finite).
         - `registered`: The name and the SHA-256 of the file that the run was registered with.
-        - The machine: `machine` (the chip that computed), `cpu`, `gpu`, and the versions `torch`
-          and `gpulab`.
+        - The machine: `machine` (the chip that trained the run), `cpu`, `gpu`, and the versions
+          `torch` and `gpulab`.
         - The data: `data` (the name), `frame_size` (height×width), `scene_seed` and `speed` (of a
           rendered scene), `frames` (the number of frames that were trained on).
         - `protocol`: A digest of model, data, length and learning rate. Runs can be compared if it
@@ -297,7 +297,7 @@ def read_histories(frame: pd.DataFrame) -> Iterator[tuple[RunRecord, pyarrow.Tab
             yield entry.record, entry.read_history()
         except DataError as error:
             raise DataError(
-                f"{error}; doing the same experiment again sets a damaged run aside"
+                f"{error}; run the same experiment again to replace a damaged run"
             ) from None
 
 
@@ -327,7 +327,8 @@ def _build_frame(paths: list[str]) -> pd.DataFrame:
         if len(damaged) > MAX_NAMED_RUNS:
             damaged_text += "; …"
         message = (
-            f"{len(damaged)} damaged run(s) skipped, which are mended if done again: {damaged_text}"
+            f"{len(damaged)} damaged run(s) skipped; run the experiment again to replace them:"
+            f" {damaged_text}"
         )
         warnings.warn(message, stacklevel=3)
     function_columns = dict.fromkeys(

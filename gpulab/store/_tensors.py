@@ -37,7 +37,7 @@ def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
     from safetensors.torch import load
 
     content = files.read(file)
-    with files.convert_read_errors(file, "not tensors"):
+    with files.convert_read_errors(file, "not a file of tensors"):
         # The file begins with the length of the header in 8 bytes, followed by the header as JSON.
         header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
         notes = recorded.check_document(

@@ -67,7 +67,9 @@ def check_document(file: str | Path, notes: object, content: bytes) -> dict[str,
     """
     version = notes.pop("format", None) if isinstance(notes, dict) else notes
     if not isinstance(notes, dict) or version != FORMAT_VERSION:
-        raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads {FORMAT_VERSION}")
+        raise DataError(
+            f"{file}: format {str(version)[:20]!r}; this version of gpulab reads {FORMAT_VERSION}"
+        )
     files.check_seal(file, content)
     notes.pop("seal", None)
     return notes
@@ -76,7 +78,7 @@ def check_document(file: str | Path, notes: object, content: bytes) -> dict[str,
 def make_measurement(device: str, **tables: Any) -> dict[str, Any]:
     """Build the document of a measurement on this machine.
 
-    It is meant for `write_document`, to the file `measured/KIND-MACHINE.json`.
+    Write it with `write_document` to the file `measured/KIND-MACHINE.json`.
 
     Args:
         device: The kind of the device, such as `cpu`.
@@ -119,7 +121,7 @@ def recorded_table(kind: str, table: str = "rows") -> pd.DataFrame:
 
 
 def write_document(file: Path, document: Mapping[str, Any]) -> None:
-    """Write a document with its format and seal atomically, and make its folder if needed."""
+    """Write a document atomically, with its format and seal; create its folder if necessary."""
     sealed = {**document, "format": FORMAT_VERSION, "seal": files.UNSEALED}
     files.write(file, files.seal(json.dumps(sealed, indent=1).encode() + b"\n"))
 
@@ -168,7 +170,7 @@ def read_rows(file: Path) -> tuple[pyarrow.Table, dict[str, Any]]:
     ):
         notes = (parquet_file.metadata.metadata or {}).get(b"gpulab")
         if notes is None:
-            raise DataError(f"{file}: not a recording of gpulab's")
+            raise DataError(f"{file}: not a recording made by gpulab")
         record = check_document(file, files.read_json(file, notes), content)
         files.check_table_size(file, parquet_file.metadata)
         # For files of this size, starting threads takes longer than they save.

@@ -9,7 +9,7 @@ from gpulab._torch_internals import adam
 
 
 class Adam:
-    """Adam (Kingma, Ba 2014) with its default constants, by torch's fused kernel.
+    """Adam (Kingma, Ba 2014) with its default constants, using torch's fused kernel.
 
     The results are bitwise those of `torch.optim.Adam(fused=True)`. That class is not used because
     it imports torch's compiler, which takes 150 MB and two seconds in every process.

@@ -129,7 +129,10 @@ def resume_checkpoint(training: Training, file: Path | None) -> bool:
     except GpulabError as error:
         problem = f"{file}: a damaged checkpoint, or not one of this run ({error!r:.300})"
         quarantined = quarantine(file.parents[1], file)
-        warnings.warn(f"{problem}: the run starts anew (set aside in {quarantined})", stacklevel=5)
+        warnings.warn(
+            f"{problem}: the run starts from the beginning (checkpoint moved to {quarantined})",
+            stacklevel=5,
+        )
         return False
     checkpoint.restore(training)
     return True

@@ -19,7 +19,7 @@ from gpulab.training.loop import BatchEngine, ModelState
 class EvaluationEngine(BatchEngine):
     """An engine that computes the losses of a window's frames without updating the weights.
 
-    It has no optimiser and computes no gradients. So a faster engine, which only differs in how
+    It has no optimiser and computes no gradients, so a faster engine, which differs only in how
     gradients are computed, gives the same losses.
     """
 
@@ -43,7 +43,7 @@ class EvaluationEngine(BatchEngine):
 def heldout_loss(
     model: Trainable, data: Data, window: int, setting: Setting, fast: bool = True
 ) -> float:
-    """Return the mean squared error per held-out frame; leaves the model in eval mode.
+    """Return the mean squared error per held-out frame, and leave the model in eval mode.
 
     The frames are predicted in windows of `window` frames.
 

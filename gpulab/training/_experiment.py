@@ -49,8 +49,8 @@ class Experiment:
 
     Args:
         model: A custom training function, `train(seed, setting)` or `"my_training.py:train"`, as
-            `gpulab.train` describes it. It may start processes, such as those of a `DataLoader`. Or
-            one of gpulab's networks: `autoencoder`, `prednet` or `whitener`.
+            `gpulab.train` describes it, which may start processes, such as those of a `DataLoader`;
+            or one of gpulab's networks: `autoencoder`, `prednet` or `whitener`.
         settings: The settings to compare, as texts.
         seeds: The number of seeds, which are then counted from 0, or the seeds themselves. By
             default the number that the profile gives, and 10 for a custom training function.
@@ -121,7 +121,7 @@ class Experiment:
         check_count("workers", workers)
         if not (self.settings and self.seeds and self.variants):
             request = f"settings={self.settings}, seeds={seeds!r}, variants={self.variants}"
-            raise UsageError(f"{request}: an experiment needs one of each at least")
+            raise UsageError(f"{request}: expected at least one of each")
 
     def __repr__(self) -> str:
         name = self.function.name if self.function else self.model
@@ -165,8 +165,8 @@ class Experiment:
 
         After an interruption, a new call resumes the experiment. If a run fails, the others are
         still trained, and an error at the end names the failures. Several processes may run the
-        same experiment at the same time, also on different machines that share the store. Each run
-        is then trained by one of them only, and all of them wait for the last run.
+        same experiment at the same time, even on different machines that share the store. Each run
+        is then trained by only one of them, and all of them wait for the last run.
 
         Args:
             progress: Whether to show a progress bar.
@@ -183,8 +183,8 @@ class Experiment:
         """
         if WORKER_VARIABLE in os.environ:
             raise UsageError(
-                "an experiment began as a worker imported its file: put it under __name__ =="
-                " '__main__'"
+                "Experiment.run() was called while a worker imported this file: put the call under"
+                " if __name__ == '__main__':"
             )
         with end_on_signals():
             finished = self._train_missing(self.jobs(), progress)
@@ -274,8 +274,9 @@ class Experiment:
                 update_progress()
         if failures:
             raise GpulabError(
-                f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder};"
-                f" run again to try those: {'; '.join(failures.values())}"
+                f"{len(failures)} of {len(jobs)} runs failed; the others are stored in"
+                f" {self.folder}. Run again to retry those that failed:"
+                f" {'; '.join(failures.values())}"
             )
         return [identity.id for identity in identities]
 

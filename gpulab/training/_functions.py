@@ -1,8 +1,8 @@
 """Custom training functions, which are called with a seed and whose metrics are stored as a run.
 
 The identity of the run depends on the function's options and on its source: the text of its file
-and of the modules beside it that it imports. After any edit, even of a comment, the same seeds are
-new runs. The runs of the old text stay in the store.
+and of the modules in the same folder or package that it imports. After any edit, even of a comment,
+the same seeds give new runs. The runs of the old text stay in the store.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class TrainingFunction:
         path of an existing file.
 
         Raises:
-            UsageError: For an option that the function does not have, or that JSON cannot carry.
+            UsageError: For an option that the function does not have, or that JSON cannot
+                represent.
         """
         for name, value in options.items():
             if name not in self.options:
@@ -112,7 +113,8 @@ class TrainingFunction:
                 json.dumps(value)
             except (TypeError, ValueError):
                 raise UsageError(
-                    f"{self.name}: option {name}={value!r:.80} is nothing that JSON can carry"
+                    f"{self.name}: option {name}={value!r:.80}: expected a value that JSON can"
+                    " represent"
                 ) from None
         values: dict[str, Any] = {**self.options, **options}
         json_options = {name: json.loads(as_json(value)) for name, value in values.items()}
@@ -170,7 +172,8 @@ class FunctionRun(PlannedRun):
         """Check the arguments of a training by a function.
 
         Raises:
-            UsageError: For an option that the function does not have, or that JSON cannot carry.
+            UsageError: For an option that the function does not have, or that JSON cannot
+                represent.
         """
         seed, rerun = check_repetition(seed, rerun)
         json_options, contents = function.describe_options(options)
@@ -218,9 +221,10 @@ class FunctionRun(PlannedRun):
         started = time.perf_counter()
         metrics = self.function(self.setting, self.seed, self.options)
         if n_allocations is not None and _count_allocations(self.setting) == n_allocations:
-            problem = f"{self.function.name} left {self.setting.device} alone"
+            problem = f"{self.function.name} allocated no memory on {self.setting.device}"
             warnings.warn(
-                f"{problem}: a setting moves nothing, tensor.to(setting.device) does", stacklevel=3
+                f"{problem}: a setting moves no tensors; use tensor.to(setting.device)",
+                stacklevel=3,
             )
         self._check_metric_names(metrics)
         seconds = time.perf_counter() - started
@@ -240,7 +244,8 @@ class FunctionRun(PlannedRun):
         clashes = reserved & metrics.keys()
         if clashes:
             problem = (
-                f"a metric cannot be called {min(clashes)!r}, a column of gpulab.runs or an option"
+                f"a metric cannot be called {min(clashes)!r}, which is a column of gpulab.runs or"
+                " an option"
             )
             raise GpulabError(f"{problem}; give it another name")
 
@@ -304,7 +309,7 @@ def _parse_metrics(value: object) -> dict[str, Any]:
     except (TypeError, ValueError, RuntimeError):
         # torch raises a `RuntimeError` for a tensor with several elements.
         raise GpulabError(
-            f"it gave {value!r:.200}; expected a number, or a dict of numbers by name"
+            f"the function returned {value!r:.200}; expected a number, or a dict of numbers by name"
         ) from None
 
 
@@ -327,10 +332,10 @@ def _check_parameters(train: Callable[..., Any], name: str) -> dict[str, inspect
     if required_parameters or "seed" not in parameters:
         problem = "it takes no seed"
         if required_parameters:
-            problem = f"{required_parameters[0]} without a default, which says what was trained"
+            problem = f"{required_parameters[0]} has no default"
         raise UsageError(
-            f"train {name}{signature}: {problem}; expected, by name and in any order, seed, where"
-            " wanted setting, and options"
+            f"train {name}{signature}: {problem}; expected a parameter seed, optionally setting,"
+            " and options with defaults, in any order"
         )
     reserved = {*RUN_COLUMNS, "options"} - OVERRIDABLE_COLUMNS
     clashes = reserved & (parameters.keys() - set(FILLED_PARAMETERS))

@@ -358,8 +358,8 @@ def _check_net(net: object, model_options: Options) -> Trainable | str:
         return net
     raise UsageError(
         f"net is a {type(net).__name__}, model_options={model_options}: expected one of"
-        f" {', '.join(MODELS)}, a network of these kinds without options, or the function that"
-        " trains yours, train(seed, setting)"
+        f" {', '.join(MODELS)}, a network of these kinds without options, or your own training"
+        " function, train(seed, setting)"
     )
 
 
@@ -378,8 +378,8 @@ def _check_loader(loader: str, model: Trainable) -> None:
     batch_size = getattr(model, "batch_size", 1)
     if loader != "window" and batch_size > 1:
         raise UsageError(
-            f"loader {loader!r} hands over one frame after another, and {type(model).__name__} sees"
-            f" {batch_size} at a time: give it batch_size=1, or loader 'window'"
+            f"loader {loader!r} passes one frame at a time, but {type(model).__name__} takes"
+            f" {batch_size} at a time: use batch_size=1, or loader 'window'"
         )
 
 
@@ -449,7 +449,8 @@ def _load_data(
             raise UsageError(f"data_options {options}: {error}") from None
     elif options:
         raise UsageError(
-            f"data_options {options} go with the name of a data set, not with one that is loaded"
+            f"data_options {options}: expected the name of a data set, got loaded data; pass the"
+            " options to gpulab.load"
         )
     if data.sequential != model.sequential:
         kinds = {True: "a sequence of frames", False: "a set of images"}
@@ -467,5 +468,5 @@ def _load_data(
         shortage = (
             f"{data.name}: {len(data)} frames to train on, fewer than the {frames} of this training"
         )
-        warnings.warn(f"{shortage}: they are passed over again", stacklevel=5)
+        warnings.warn(f"{shortage}: they are used more than once", stacklevel=5)
     return data

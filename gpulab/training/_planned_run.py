@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gpulab.models._base import Trainable
 
 Watch = Callable[["Trainable", int], None]  # called with the model and the number of updates so far
-Options = dict[str, Any]  # by name, with values of any type that JSON can carry
+Options = dict[str, Any]  # by name, with values of any type that JSON can represent
 
 
 @dataclass
@@ -140,7 +140,7 @@ class PlannedRun(ABC):
         """
         if is_stored and self.unknown_content:
             reason = (
-                "its content cannot be known, so that a store might take another run for this one"
+                "its content cannot be determined, so a store might confuse this run with another"
             )
             raise UsageError(f"{self.unknown_content}: {reason}; train it without a store")
         requested = {
@@ -181,7 +181,7 @@ class PlannedRun(ABC):
 
 
 def check_repetition(seed: int, rerun: int) -> tuple[int, int]:
-    """Return a seed and the number of a repetition as Python integers, which JSON can carry.
+    """Return a seed and the number of a repetition as Python integers, which JSON can represent.
 
     Raises:
         UsageError: Unless both are whole numbers from 0.

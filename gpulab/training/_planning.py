@@ -1,4 +1,4 @@
-"""From the arguments of `gpulab.train` to a planned run of a network or of a function."""
+"""Plan a run of a network or of a function from the arguments of `gpulab.train`."""
 
 from __future__ import annotations
 

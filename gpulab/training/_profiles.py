@@ -42,8 +42,8 @@ PROTOCOLS = {
     ("autoencoder", "paper"): Protocol("mnist", 60_000, 20, 10, (28, 28), {"hidden": [128, 32]}),
     ("prednet", "smoke"): Protocol("walk", 200, 20, 2, (24, 32), {"channels": [3, 8, 16]}),
     ("prednet", "quick"): Protocol("walk", 1_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}),
-    # Longer than `quick`, at a faster walk and a higher rate: most seeds beat repeating the last
-    # frame.
+    # Longer than `quick`, with a faster walk and a higher learning rate: most seeds beat repeating
+    # the last frame.
     ("prednet", "motion"): Protocol(
         "walk", 3_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}, 3e-3, {"speed": 4.0}
     ),
@@ -94,7 +94,7 @@ def protocol(model: str, name: str) -> Protocol:
     if (model, name) not in PROTOCOLS:
         protocols = ", ".join(f"{model} ({name})" for model, name in PROTOCOLS)
         raise UsageError(
-            f"model {model!r}, profile {name!r}: expected one of {protocols}, or my.py:train, one"
-            " of yours"
+            f"model {model!r}, profile {name!r}: expected one of {protocols}, or your own training"
+            " function, such as my.py:train"
         )
     return PROTOCOLS[model, name]

@@ -131,11 +131,11 @@ class Run:
         """
         if self.model is None or self.data is None:
             reason = (
-                "gpulab does not know that of your own function, and a store keeps one only with"
-                " keep_weights=True"
+                "your own training function gives gpulab no network, and a store keeps weights"
+                " only with keep_weights=True"
             )
             raise UsageError(
-                f"{self.record['experiment']}: no network is left to predict: {reason}"
+                f"{self.record['experiment']}: this run has no network to predict with: {reason}"
             )
         model = copy.deepcopy(self.model).float().eval()
         length = self.record["configuration"]["window"]
@@ -154,7 +154,9 @@ class Run:
             step = record.get("diverged_at")  # a function does not say
             n_later = record.get("windows_after_divergence")
             computed = (
-                f" ({n_later} more windows were computed before it was noticed)" if n_later else ""
+                f" ({n_later} more windows were computed before this was noticed)"
+                if n_later
+                else ""
             )
             place = f" at step {step}" if step else ""
             return f"{identity}: diverged{place}{computed}"
@@ -201,7 +203,7 @@ def train(
     each window. If a loss is not finite, the training ends, and the status of the run is
     `diverged`.
 
-    **A custom training function** is a function `train(seed, setting)`, or a text such as
+    **A custom training function** is a function `train(seed, setting)`, or a string such as
     `"my_training.py:train"`. The protocol above does not apply to it. Arguments are passed by name,
     so the parameters may stand in any order:
 
@@ -226,7 +228,7 @@ def train(
     Args:
         net: The name of one of gpulab's networks, a network of these classes, or a custom training
             function. The weights of a new network are drawn from `seed`. A network that has loaded
-            weights starts from these. A network is copied, and the original is not changed.
+            weights starts from them. A network is copied, and the original is not changed.
         data: The data to train on: a name that `gpulab.load` knows, or loaded data. By default
             those of the profile.
         setting: Where and how to compute, such as `cuda:tf32=off`.
@@ -242,7 +244,7 @@ def train(
         model_options: Options of a network given by name, or of a custom training function. The
             latter may also be given as keyword arguments.
         rerun: The number of the repetition, from 0. A repetition has the same arguments as the
-            first run and is stored beside it.
+            first run and is stored separately.
         store: The folder in which the run is stored. By default it is not stored.
         keep_weights: Whether the trained weights are stored.
         watch: A function that is called with the model and the number of updates so far, before the
@@ -306,7 +308,7 @@ def train(
         **factors,
     )
     if watch is not None and not planned.can_be_watched:
-        raise UsageError("watch goes with gpulab's own networks")
+        raise UsageError("watch is only for gpulab's own networks; leave it out")
     folder = None if store is None else store_folder(store)
     notes = {"command": planned.command()}
     if registered:

@@ -1,7 +1,7 @@
 """Functions that a worker process calls before its first run, between runs, and at its end.
 
 A training may start processes: a `DataLoader`, a pool, `torch.multiprocessing.spawn`, a program.
-For this a worker process of loky needs three preparations:
+For this, a worker process of loky needs three preparations:
 
 - `multiprocessing` would use loky's start method, which only works for loky's own processes. The
   start method of the user's program is set again.

@@ -149,7 +149,7 @@ class Workers(contextlib.AbstractContextManager):
         """Return this thread's pool for a setting; it is created on first use.
 
         The pool has one process, with the environment of the setting. If the process dies, no other
-        run is affected. The thread's process for another setting ends before, because both need
+        run is affected. The thread's process for another setting is ended first, because both need
         half a gigabyte, and jobs are ordered by setting.
         """
         key = threading.get_ident(), setting
@@ -243,7 +243,7 @@ class Reaper:
 
 @contextlib.contextmanager
 def share_gpu(setting: str) -> Iterator[Callable[[], None]]:
-    """Activate a setting for the threads of a block, which keep rendered frames in common.
+    """Activate a setting for the threads of a block, which share rendered frames.
 
     Yields a function that each thread must call first. It gives the thread its own CUDA stream.
     """

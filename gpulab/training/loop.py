@@ -118,12 +118,12 @@ def train(
     engine: Engine,
     after_window: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train on one window after another, until the last, or a loss that is not finite.
+    """Train on one window after another, until the last one or until a loss is not finite.
 
     Args:
         training: What is trained; it is at the end of the last window whenever `after_window` is
             called.
-        windows: What is left to train on.
+        windows: The windows that are left to train on.
         engine: Computes the updates of a window.
         after_window: Called after a window, when it and all windows before it are in the history.
     """
@@ -208,7 +208,7 @@ class AutogradEngine(BatchEngine):
         for batch in batches:
             per_frame, state = self.gradients(batch, state)
             self.optimizer.step()
-            if per_frame.device.type != "mps":  # which has no float64
+            if per_frame.device.type != "mps":  # MPS has no float64
                 per_frame = per_frame.double()
             losses.append(per_frame.mean())
         return torch.stack(losses), state
@@ -217,12 +217,12 @@ class AutogradEngine(BatchEngine):
         """Put the gradients of a batch's loss into `.grad`.
 
         Returns:
-            The loss of each frame; and the state after it, detached from the graph, because
+            The loss of each frame; and the state after the batch, detached from the graph, because
             backpropagation through time goes no further back than a window.
         """
         self.model.zero_grad()
         loss, per_frame, state = self.model.training_loss(batch, state)
-        # torch advises to leave autocast for the backward pass, which follows the casts back.
+        # torch recommends running `backward`, which follows the casts back, outside autocast.
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
         return per_frame, state

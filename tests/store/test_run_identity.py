@@ -46,7 +46,7 @@ def test_store_refuses_data_whose_content_cannot_be_known(tmp_path):
     digits = gl.load("digits")
     own = Brighter("digits", digits.train, digits.heldout_images)
     with pytest.raises(
-        gl.UsageError, match=r"data .digits.: its content cannot be known.*train it without a store"
+        gl.UsageError, match=r"data .digits.: its content cannot be .*train it without a store"
     ):
         gl.train("autoencoder", own, store=tmp_path, frames=20, **SMALL)
     assert gl.train("autoencoder", own, frames=20, **SMALL).status == "finished"

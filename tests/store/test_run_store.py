@@ -92,7 +92,7 @@ def test_run_store_reads_back_what_was_written_packed_or_not_and_keeps_it_once(
 
 def test_run_store_does_not_add_weights_that_are_not_those_of_the_run(written, tmp_path):
     folder = written(tmp_path, 1)
-    with pytest.warns(UserWarning, match="run-1: trained again, it ended with other weights"):
+    with pytest.warns(UserWarning, match="run-1: trained again, .* different weights"):
         written(tmp_path, 1, weights={"a": torch.zeros(3)})
     assert stores.read_run(folder).weights is None
 
@@ -222,7 +222,7 @@ def test_read_tensors_gives_back_what_was_written_unless_the_format_differs(tmp_
     assert notes == {"step": 2}
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     monkeypatch.setattr(recorded, "FORMAT_VERSION", 99)
-    with pytest.raises(gl.DataError, match="format '3'; this gpulab reads 99"):
+    with pytest.raises(gl.DataError, match=r"format '3'; .* reads 99"):
         read_tensors(file)
 
 

@@ -133,7 +133,8 @@ def test_train_keeps_a_function_run_that_is_not_finite_as_diverged(value, tmp_pa
 )
 def test_train_refuses_a_result_that_is_no_number_or_names_a_column_of_runs(value):
     with pytest.raises(
-        gl.GpulabError, match=r"(?s)^it gave .*; expected a number|'width', a column of gpulab.runs"
+        gl.GpulabError,
+        match=r"(?s)returned .*; expected a number|'width', .* column of gpulab",
     ):
         gl.train(lambda seed, width=3, loss="mse": value, **QUIET)
 
@@ -170,7 +171,7 @@ def test_experiment_names_seeds_that_fail_with_the_line_and_keeps_the_others(tmp
 def test_experiment_refuses_a_file_that_begins_an_experiment_when_imported(write):
     begins = "gl.Experiment(train, ['cpu'], 1, store='runs').run()"
     write(bare=f"import gpulab as gl\n\ndef train(seed):\n    return seed\n\n{begins}\n")
-    with pytest.raises(gl.UsageError, match="put it under __name__ == '__main__'"):
+    with pytest.raises(gl.UsageError, match="if __name__ == '__main__'"):
         gl.Experiment("bare.py:train", [ONE], 1, store="runs")
 
 
@@ -202,9 +203,7 @@ def test_train_refuses_options_that_a_function_does_not_have(given):
 
 
 def test_train_refuses_an_option_that_json_cannot_carry_with_its_value():
-    with pytest.raises(
-        gl.UsageError, match=r"option width=tensor\(\[1\., 1\.\]\) is nothing that JSON can carry"
-    ):
+    with pytest.raises(gl.UsageError, match=r"option width=tensor\(\[1\., 1\.\]\): .* JSON"):
         gl.train(lambda seed, width=3: 0.0, width=torch.ones(2), **QUIET)
 
 

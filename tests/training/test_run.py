@@ -159,7 +159,7 @@ def test_train_records_how_many_windows_were_computed_after_it_diverged(monkeypa
     assert run.record["windows_after_divergence"] == 8
     assert len(run.history) == 2
     assert str(run).endswith(
-        "diverged at step 2 (8 more windows were computed before it was noticed)"
+        "diverged at step 2 (8 more windows were computed before this was noticed)"
     )
 
 
@@ -213,7 +213,7 @@ def test_checkpoint_with_state_of_another_shape_is_set_aside(tmp_path):
         name: tensor[..., :1] for name, tensor in tensors.items() if name.startswith("state.")
     }
     write_tensors(file, tensors, notes)
-    with pytest.warns(UserWarning, match="a state of the shapes .* the run starts anew") as warned:
+    with pytest.warns(UserWarning, match="state with shapes .* from the beginning") as warned:
         assert same(trained(store=tmp_path), reference())
     assert [warning.filename for warning in warned] == [__file__]
 
@@ -252,7 +252,7 @@ def test_train_returns_a_finished_run_without_training(tmp_path):
 def test_predict_refuses_a_network_whose_weights_were_not_kept(tmp_path):
     options = {"store": tmp_path, "frames": 20, "keep_weights": False}
     trained(**options)
-    with pytest.raises(gl.UsageError, match="a store keeps one only with keep_weights=True"):
+    with pytest.raises(gl.UsageError, match="weights only with keep_weights=True"):
         trained(**options).predict()
     expected = trained(**options | {"keep_weights": True}).predict()
     assert torch.equal(trained(**options).predict()[1], expected[1]), "kept now, and loaded"
@@ -307,10 +307,9 @@ def test_train_warns_of_a_sequence_shorter_than_the_training(there, said):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         trained("prednet", data=data, data_options=None)
-    words = [
-        "walk: 40 frames to train on, fewer than the 200 of this training: they are passed over"
-        " again"
-    ]
-    assert [str(warning.message) for warning in heard] == words * said
+    messages = [str(warning.message) for warning in heard]
+    assert len(messages) == said
+    for named in ("walk: 40 frames", "200 of this training"):
+        assert all(named in message for message in messages)
     # The warning points to the caller of `gl.train`: here that is the helper of these tests.
     assert all(warning.filename == __file__ for warning in heard)
