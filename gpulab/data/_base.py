@@ -17,8 +17,8 @@ from gpulab.files import JSON, Stamps, check_unchanged, content_digest
 
 Bytes = npt.NDArray[np.uint8]
 
-HELD_OUT = 10  # for each ten frames to train on, one frame is held out
-HELDOUT_WINDOW = 20  # the window's length for reference losses on held-out frames
+HELD_OUT = 10  # one frame is held out for every ten frames to train on
+HELDOUT_WINDOW = 20  # the length of the windows for reference losses on held-out frames
 
 
 def check_folder(folder: Path, expected: str) -> None:
@@ -47,7 +47,7 @@ class Data(ABC):
         name: The name of the data.
         channels: The number of channels of a frame.
         size: The height and width of a frame.
-        sequential: Whether the frames are a sequence, or else a set of images.
+        sequential: Whether the frames are a sequence rather than a set of images.
         threads: The number of threads that may prepare frames in advance.
         stamps: The stamps of the source files when the data were loaded.
     """

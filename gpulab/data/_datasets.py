@@ -1,4 +1,4 @@
-"""Loading of data sets by name: rendered scenes, images, films and folders of images."""
+"""Load data sets by name: rendered scenes, images, films and folders of images."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class OptionGroup(NamedTuple):
     purpose: str
 
 
-RENDERING = OptionGroup({"seed": 0, "speed": 1.0}, "are for what is rendered")
-READING = OptionGroup({"grey": False}, "is for frames of your own")
+RENDERING = OptionGroup({"seed": 0, "speed": 1.0}, "are only for rendered scenes")
+READING = OptionGroup({"grey": False}, "is only for your own frames")
 
 
 class Rendered(Sequence):
@@ -147,10 +147,10 @@ def load(
     - `video:FILE`: Your own film.
     - `frames:DIR`: Your own folder of images, ordered by name (2.png before 10.png).
 
-    Frames of your own are rotated as their file requires, and the centre is cropped to the aspect
-    ratio of `size` and scaled to it. Images whose colours are not defined are refused: images with
-    transparent pixels, whose background is unknown; images in CMYK; and images whose numbers are
-    neither from 0 to 255 nor of 16 bits.
+    Your own frames are rotated as their file requires, cropped around the centre to the aspect
+    ratio of `size`, and scaled to it. Images whose colours are not defined are rejected: images
+    with transparent pixels, whose background is unknown; images in CMYK; and images whose numbers
+    are neither from 0 to 255 nor of 16 bits.
 
     Args:
         name: One of these names.
@@ -164,7 +164,7 @@ def load(
         speed: The speed of a rendered scene, as a multiple of its usual speed. Only valid for
             rendered scenes.
         grey: Whether to read your own frames with one channel. If it is false, grey frames are
-            refused, so that they are not taken for colour. Only valid for your own frames.
+            rejected, so that they are not mistaken for colour. Only valid for your own frames.
 
     Returns:
         The data. `data.windows(length)` yields windows of the training part without end, and
@@ -175,7 +175,7 @@ def load(
 
     Raises:
         UsageError: If the name is unknown, or an option is invalid.
-        DataError: If a file or folder is missing, damaged or of another kind, if frames are grey
+        DataError: If a file or folder is missing, damaged or of the wrong kind, if frames are grey
             without `grey`, if their colours are not defined, or if a download fails.
         GpulabError: If a library that reads the data is not installed.
 
@@ -216,7 +216,7 @@ def load(
 
 
 def _check_options(name: str, data_kind: Kind, options: Mapping[str, float]) -> None:
-    """Raise `UsageError` if an option that this kind does not take has not its default value."""
+    """Raise `UsageError` if an option that this kind does not take is not at its default value."""
     for group in (RENDERING, READING):
         option_values = {option: options[option] for option in group.defaults}
         if group != data_kind.options and option_values != group.defaults:

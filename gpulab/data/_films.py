@@ -35,11 +35,11 @@ VIDEO_FORMATS = (
 )
 NOT_A_VIDEO = "not a video that can be read"
 DEMUXER_OPTIONS = {"protocol_whitelist": "file", "format_whitelist": VIDEO_FORMATS}
-GREY_REMEDY = "ask for grey=True (--option grey=true) to read one channel"
+GREY_REMEDY = "use grey=True (--option grey=true) to read one channel"
 ALPHA_NOT_READ = (
     "which is not read; put a background behind the frames and save the film without transparency"
 )
-TRANSPARENT = "has transparent places, and nothing says what is behind them;"
+TRANSPARENT = "has transparent pixels, and their background is unknown;"
 TRANSPARENT_FILM = (
     f"{TRANSPARENT} put a background behind the frames and save the film without transparency"
 )
@@ -52,7 +52,8 @@ SIXTEEN_BITS = {"I;16", "I;16L", "I;16B", "I;16N"}  # Pillow's modes for 16-bit 
 GREY_MODES = {"1", "L", "LA", "La", "I", "F"}  # Pillow's modes for grey, up to a semicolon
 UNREADABLE_MODES = {  # Pillow's modes whose numbers do not determine a colour on a screen
     "CMYK": (
-        "holds amounts of ink (CMYK), and a screen's colours depend on the printer; save it as RGB"
+        "holds amounts of ink (CMYK), whose colours on a screen depend on the printer; save it as"
+        " RGB"
     ),
     "LAB": "holds colours as L*a*b*; save it as RGB",
     "HSV": "holds colours as hue, saturation and value; save it as RGB",
@@ -125,7 +126,8 @@ def _inspect_film(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG00
     with _open_film(file) as film:
         if film.streams.video[0].metadata.get("alpha_mode", "0") != "0":
             raise DataError(
-                f"{file}: says beside its frames what is transparent (alpha_mode), {ALPHA_NOT_READ}"
+                f"{file}: stores transparency separately from its frames (alpha_mode),"
+                f" {ALPHA_NOT_READ}"
             )
         for frame in film.decode(video=0):
             if _has_alpha(frame.format) and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
@@ -133,7 +135,7 @@ def _inspect_film(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG00
             if frame.is_corrupt:
                 raise DataError(
                     f"{file}: frame {count} is damaged or incomplete; cut the film before it, or"
-                    " mend it"
+                    " repair it"
                 )
             count += 1
             if not grey_pixels and _is_grey(frame.format):
@@ -153,7 +155,7 @@ def _is_grey(pixels: av.VideoFormat) -> bool:
 
 
 def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
-    """Rotate or mirror a frame as its display matrix says.
+    """Rotate or mirror a frame as its display matrix requires.
 
     Phones record their orientation in this matrix and do not rotate the pixels.
 
@@ -175,7 +177,7 @@ def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
             d = b
         elif b or c:
             raise DataError(
-                f"{file}: is to be shown turned by {frame.rotation}°; quarter turns can be read"
+                f"{file}: is displayed rotated by {frame.rotation}°; only quarter turns can be read"
             )
         pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
     return Image.fromarray(np.ascontiguousarray(pixels))
@@ -199,10 +201,10 @@ def _open_film(file: Path) -> Iterator[av.container.InputContainer]:
     ):
         codec = film.streams.video[0].codec_context if film.streams.video else None
         if not codec:
-            raise DataError(f"{file}: holds no video, or none whose codec is known here")
+            raise DataError(f"{file}: holds no video, or none with a supported codec")
         pixels = codec.width * codec.height
         if pixels > MAX_PIXELS:
-            raise DataError(f"{file}: frames of {pixels:,} pixels; they may have {MAX_PIXELS:,}")
+            raise DataError(f"{file}: frames of {pixels:,} pixels; the limit is {MAX_PIXELS:,}")
         codec.options = {"max_pixels": str(MAX_PIXELS)}
         yield film
 
@@ -257,7 +259,7 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
             if shown_size != size:
                 raise DataError(
                     f"{file}: is {shown_size} pixels, the images before it {size}; all must have"
-                    " one size"
+                    " the same size"
                 )
             mode = image.mode.partition(";")[0]
             if mode in UNREADABLE_MODES:
@@ -282,8 +284,8 @@ def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
     if (1 < highest <= 255 and lowest >= 0) or not shades.any():
         return
     raise DataError(
-        f"{file}: holds numbers ({shades.dtype}) from {lowest:.3g} to {highest:.3g}, and nothing"
-        " says which is white; save it with 8 or 16 bits, or with numbers from 0 to 255"
+        f"{file}: holds numbers ({shades.dtype}) from {lowest:.3g} to {highest:.3g}, and it is"
+        " unknown which is white; save it with 8 or 16 bits, or with numbers from 0 to 255"
     )
 
 
@@ -319,8 +321,8 @@ def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
     """
     from PIL import Image
 
-    not_an_image = f"not a whole image of a known format ({', '.join(IMAGE_FORMATS)})"
-    # Pillow warns of large images, also below `MAX_PIXELS`, and of unusual metadata.
+    not_an_image = f"not a complete image of a known format ({', '.join(IMAGE_FORMATS)})"
+    # Pillow warns of large images, even below `MAX_PIXELS`, and of unusual metadata.
     no_warnings = warnings.catch_warnings(action="ignore")
     with (
         convert_read_errors(file, not_an_image),
@@ -329,17 +331,17 @@ def _open_image(file: Path) -> Iterator[PIL.Image.Image]:
     ):
         if image.width * image.height > MAX_PIXELS:
             raise DataError(
-                f"{file}: has {image.width:,}×{image.height:,} pixels; it may have {MAX_PIXELS:,}"
+                f"{file}: has {image.width:,}×{image.height:,} pixels; the limit is {MAX_PIXELS:,}"
             )
         # In a photograph (MPO) further pictures are previews, or come from another lens.
         count = getattr(image, "n_frames", 1)
         if image.format != "MPO" and count > 1:
-            raise DataError(f"{file}: holds {count} pictures; save each as a file of its own")
+            raise DataError(f"{file}: holds {count} pictures; save each as a separate file")
         yield image
 
 
 def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
-    """Return the width and height of an image after the rotation that its Exif data state.
+    """Return the width and height of an image after the rotation that its Exif data require.
 
     The pixels are not read.
     """
@@ -352,7 +354,7 @@ def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
 
 
 def _crop_and_scale(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
-    """Crop the centre of the displayed image to the shape of `size` and scale it to (C, H, W)."""
+    """Crop the displayed image around its centre to the shape of `size`; scale it to (C, H, W)."""
     from PIL import Image, ImageOps
 
     is_negative = False

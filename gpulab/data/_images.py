@@ -56,7 +56,7 @@ class Images(Data):
         return len(self.train)
 
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
-        """Yield windows of `length` images without end; each pass has another random order."""
+        """Yield windows of `length` images without end; each pass has a different random order."""
         import torch
 
         # Each pass has its own generator, so that a resumed training can begin at any window. The
@@ -121,7 +121,7 @@ def mnist(folder: str) -> Images:
         parts = np.split(parts[0], [-heldout_count])
     if len(parts[0]) == 0 or parts[0].shape[1:] != parts[1].shape[1:]:
         raise DataError(
-            f"{files[-1]}: a single image, or images of another size than in {files[0]}"
+            f"{files[-1]}: a single image, or images of a different size than in {files[0]}"
         )
     return Images("mnist", *parts)
 
@@ -185,15 +185,15 @@ def _read_idx(file: Path) -> Bytes:
     with convert_read_errors(file, "cannot be unpacked"), open_file(file, "rb") as stream:
         magic, count, height, width = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
         size = count * height * width
-        promise = f"promises {count} images of {height}×{width}"
+        promise = f"declares {count} images of {height}×{width}"
         if magic != 2051 or not 0 < size <= MAX_UNPACKED_BYTES:
             header = (
                 f"begins with {magic} (expected 2051) and {promise} (1 to {MAX_UNPACKED_BYTES:,}"
                 " bytes are read)"
             )
-            raise DataError(f"{file}: no IDX file of images that can be read: {header}")
+            raise DataError(f"{file}: not an IDX file of images that can be read: {header}")
         content = stream.read(size + 1)  # one byte more, to detect a file that is too long
     if len(content) != size:
         length_found = f"{len(content):,} bytes" if len(content) < size else "more"
-        raise DataError(f"{file}: {promise} and holds {length_found}")
+        raise DataError(f"{file}: {promise} but holds {length_found}")
     return np.frombuffer(content, np.uint8).reshape(count, 1, height, width)

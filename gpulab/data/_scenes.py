@@ -1,10 +1,10 @@
 """Two scenes of any length, rendered from a seed: a walk through a town, and moving digits.
 
 The bytes are the same on every platform. For this, floating-point numbers are computed only by
-elementwise operations that IEEE 754 rounds exactly: + − × ÷, square roots and comparisons. There
-are no sums over an axis and no matrix products. The sine is computed here, since those of C
-libraries differ. Random numbers are the raw output of PCG64, which NumPy guarantees never to
-change.
+elementwise operations whose rounding IEEE 754 prescribes: + − × ÷, square roots and comparisons.
+There are no sums over an axis and no matrix products. The sine is computed here, because C
+libraries compute different sines. Random numbers are the raw output of PCG64, which NumPy
+guarantees never to change.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Walk:
         walks_away = np.repeat([0, 1], 3)
         pace = np.repeat([-0.6, 0.45], 3)
         spacing = np.repeat([3.7, 6.1], 3)
-        distances = distance[:, None]  # (frames, 1), beside six people
+        distances = distance[:, None]  # (frames, 1), to be combined with six people
         encounter = (
             np.floor((distances * (1.0 - pace) + 0.3) / spacing).astype(np.int64)
             + 1

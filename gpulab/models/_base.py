@@ -166,7 +166,9 @@ def flip_bit(model: Model, weight: int = 0) -> Model:
             break
         weight -= parameter.numel()
     if parameter.dtype != torch.float32:
-        raise UsageError(f"a bit is flipped in float32 weights, and these are {parameter.dtype}")
+        raise UsageError(
+            f"flip_bit: expected float32 weights, got {parameter.dtype}; convert the model first"
+        )
     position = torch.unravel_index(torch.tensor(weight), parameter.shape)
     parameter.detach().view(torch.int32)[position] ^= 1
     return model

@@ -1,6 +1,6 @@
-"""Reading of the `.model` files of the authors' Chainer code.
+"""Read the `.model` files of the authors' Chainer code.
 
-They are NumPy archives with an array for each parameter.
+These are NumPy archives with an array for each parameter.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
         names_found = ", ".join(sorted(arrays)[:4]) or "nothing"
         raise DataError(
-            f"{file}: not a PredNet of the authors, it holds {names_found}, …:"
+            f"{file}: not a PredNet of the authors; it contains {names_found}, …:"
             f" {describe_error(error)}"
         ) from None
     expected_views = chainer_views(empty_net, lambda parameter: parameter)
@@ -75,8 +75,8 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
     )
     if mismatched:
         raise DataError(
-            f"{file}: not a PredNet of {len(channels)} layers: of its arrays these are missing,"
-            f" unknown or of another shape: {', '.join(mismatched)}"
+            f"{file}: not a PredNet of {len(channels)} layers: these arrays are missing, unknown"
+            f" or of the wrong shape: {', '.join(mismatched)}"
         )
     net = network(channels, (height, width))
     for name, view in chainer_views(net, lambda parameter: parameter.data).items():

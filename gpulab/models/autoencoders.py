@@ -262,10 +262,10 @@ class Whitener(_Images):
 
     References:
         Huang, Yang, Lang, Deng 2018, *Decorrelated batch normalization* (CVPR, arXiv 1804.08450).
-        By Cholesky: Siarohin, Sangineto, Sebe 2019, *Whitening and coloring batch transform for
-        GANs* (ICLR, arXiv 1806.00420); Ermolov et al. 2021, *Whitening for self-supervised
-        representation learning* (ICML, arXiv 2007.06346). On one pass and its dangers: Chan, Golub,
-        LeVeque 1983, *Algorithms for computing the sample variance*.
+        With the Cholesky decomposition: Siarohin, Sangineto, Sebe 2019, *Whitening and coloring
+        batch transform for GANs* (ICLR, arXiv 1806.00420); Ermolov et al. 2021, *Whitening for
+        self-supervised representation learning* (ICML, arXiv 2007.06346). On the dangers of the
+        one-pass formula: Chan, Golub, LeVeque 1983, *Algorithms for computing the sample variance*.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Whitener(_Images):
             check_count(name, count)
         if batch_size <= code:
             raise UsageError(
-                f"batch_size={batch_size!r}: to whiten {code} numbers takes more than {code} images"
+                f"batch_size={batch_size!r}: whitening {code} numbers takes more than {code} images"
             )
         height, width = check_counts("size", size, ("height", "width"))
         self.size = (height, width)
@@ -325,7 +325,7 @@ class Whitener(_Images):
         return self.encoder(self.flat(images))
 
     def whitened(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b k"]:
-        """Compute the codes of images, made uncorrelated and of variance one over these images.
+        """Compute codes that are uncorrelated and have unit variance over these images.
 
         Args:
             images: (B, 1, height, width), numbers in [0, 1].

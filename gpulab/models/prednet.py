@@ -59,9 +59,9 @@ class PredNet(Trainable):
             with n layers they must be multiples of 2 to the power of n − 1.
         truncation: Where backpropagation through time is truncated between two windows. `loss` is
             the published way, Chainer's `loss.unchain_backward()`. It cuts off everything that the
-            loss of a window depends on. The last predictions of the layers above the lowest are not
-            among this, so the gradient of the next window still reaches the convolutions that made
-            them. `state` cuts off the whole state.
+            loss of a window depends on. This does not include the last predictions of the layers
+            above the lowest, so the gradient of the next window still reaches the convolutions
+            that made them. `state` cuts off the whole state.
 
     Attributes:
         channels: The number of channels of each layer.
@@ -134,7 +134,8 @@ class PredNet(Trainable):
             The network. A training starts from its weights.
 
         Raises:
-            DataError: If the file is missing or damaged, or has no PredNet of the authors.
+            DataError: If the file is missing or damaged, or does not contain a PredNet of the
+                authors.
         """
         return read_chainer(file, cls)
 
@@ -225,7 +226,7 @@ class PredNet(Trainable):
             for layer, channels in enumerate(self.channels)
         ]
         if shapes != expected:
-            raise UsageError(f"a state of the shapes {shapes}: expected {expected}")
+            raise UsageError(f"state with shapes {shapes}: expected {expected}")
 
     def step(self, frame: Frame, state: PredNetState) -> PredNetState:
         """Process one frame: bottom-up comparison with the predictions, then top-down prediction.

@@ -94,7 +94,7 @@ def test_load_refuses_invalid_arguments_by_name(name, options):
 @given(frames=st.integers(1, 40), length=st.integers(1, 40), start=st.integers(0, 50))
 @example(frames=5000, length=20, start=0)  # the published protocol: 250 windows
 def test_windows_follow_each_other_and_read_no_frame_early(frames, length, start):
-    """A short sequence is passed over again, and to start at a window is to skip those before."""
+    """A short sequence is repeated, and starting at a window skips the windows before it."""
     data, in_a_pass = Counter(frames), frames // length
     if in_a_pass == 0:
         with pytest.raises(

@@ -64,7 +64,7 @@ def test_loader_on_a_gpu_gives_the_same_numbers_from_bytes(setting):
 @pytest.mark.parametrize(("net", "options"), [("whitener", {}), ("autoencoder", {"batch_size": 2})])
 def test_loader_copied_is_refused_where_an_update_sees_several_frames(net, options):
     with pytest.raises(
-        gl.UsageError, match=r"loader 'copied' hands over one frame after another, and .* sees"
+        gl.UsageError, match=r"loader 'copied' passes one frame at a time, but .* batch_size=1"
     ):
         plan_run(net, profile="smoke", loader="copied", model_options=options)
 

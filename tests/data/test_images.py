@@ -122,7 +122,7 @@ TRANSPARENT = {
 def test_images_with_transparent_places_are_refused(tmp_path, kind):
     write, suffix, options = TRANSPARENT[kind]
     with pytest.raises(
-        gl.DataError, match=rf"0\.{suffix}: has transparent places, and nothing says what is behind"
+        gl.DataError, match=rf"0\.{suffix}: has transparent pixels, and their background"
     ):
         load_images(tmp_path, write, suffix, **options)
 
@@ -190,19 +190,19 @@ UNREADABLE = {
         tiff(np.float32(GREY) / 65535),
         "tiff",
         {"grey": True},
-        r"\(float32\) from 0 to 1, and nothing says",
+        r"\(float32\) from 0 to 1, .* 8 or 16 bits",
     ),
     "above 255": (
         tiff(np.float32(GREY)),
         "tiff",
         {"grey": True},
-        r"\(float32\) from 0 to 6.55e\+04, and nothing says",
+        r"\(float32\) from 0 to 6.55e\+04, .* 8 or 16 bits",
     ),
     "below 0": (
         tiff(np.float32(GREY) / 300 - 9),
         "tiff",
         {"grey": True},
-        r"\(float32\) from -9 to 209, and nothing",
+        r"\(float32\) from -9 to 209, ",
     ),
     "not a number": (
         tiff(np.full(SMALL, np.nan, np.float32)),
@@ -280,25 +280,21 @@ FILMS = {
 @pytest.mark.parametrize("kind", FILMS)
 def test_films_with_transparent_places_are_refused_and_opaque_ones_read(tmp_path, kind):
     file = write_film(tmp_path / kind, *FILMS[kind], HIDDEN)
-    with pytest.raises(
-        gl.DataError, match="frame 0 has transparent places, and nothing says what is behind them"
-    ):
+    with pytest.raises(gl.DataError, match="frame 0 has transparent pixels, and their background"):
         gl.load(f"video:{file}", size=SMALL)
     film = gl.load(f"video:{write_film(tmp_path / kind, *FILMS[kind], OPAQUE)}", size=(96, 128))
     assert np.array_equal(every_frame(film)[0][:, ::4, ::4], PICTURE.transpose(2, 0, 1))
 
 
 def test_gif_with_transparent_places_is_refused_and_an_opaque_one_read(tmp_path):
-    with pytest.raises(gl.DataError, match="has transparent places"):
+    with pytest.raises(gl.DataError, match="has transparent pixels"):
         gl.load(f"video:{write_gif(tmp_path / 'a.gif', HIDDEN)}")
     assert len(every_frame(gl.load(f"video:{write_gif(tmp_path / 'b.gif', OPAQUE)}"))) == 6
 
 
 def test_film_whose_transparency_lies_beside_its_frames_is_refused(tmp_path):
     file = write_film(tmp_path / "a.webm", "libvpx-vp9", "yuva420p", HIDDEN, {"auto-alt-ref": "0"})
-    with pytest.raises(
-        gl.DataError, match=r"what is transparent \(alpha_mode\), which is not read"
-    ):
+    with pytest.raises(gl.DataError, match=r"transparency .*\(alpha_mode\), which is not read"):
         gl.load(f"video:{file}")
 
 
@@ -309,6 +305,6 @@ def test_grey_films_of_every_format_must_be_asked_for_in_grey(tmp_path, codec, p
     file = write_film(
         tmp_path / "a.mov" if codec == "png" else tmp_path / "a.mkv", codec, pixels, OPAQUE
     )
-    with pytest.raises(gl.DataError, match=rf"is grey \({pixels}\); ask for grey=True"):
+    with pytest.raises(gl.DataError, match=rf"is grey \({pixels}\); use grey=True"):
         gl.load(f"video:{file}")
     assert gl.load(f"video:{file}", grey=True).channels == 1

@@ -30,7 +30,7 @@ PACKED = gzip.compress(WHOLE, mtime=0)
 IMAGE = encoded(noise(24, 32, 3))
 TRAIN, TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
 PROSE = b"Call me Ishmael.\n" * 100
-NO_IMAGE = "not a whole image"
+NO_IMAGE = "not a complete image"
 
 
 def damaged(content, place, by=b"\xff\xff\xff\xff"):
@@ -101,7 +101,7 @@ MALFORMED = [
     (
         "grey.mkv",
         lambda file: write_video(file, noise(20, 45, 61), pixels="gray"),
-        "is grey (gray); ask for grey=True",
+        "is grey (gray); use grey=True",
     ),
     ("sound.wav", write_sound, "no video"),
     ("missing.mp4", lambda _: None, "No such file"),
@@ -178,7 +178,7 @@ def test_malformed_file_damaged_or_cut_anywhere_never_loads_as_another(valid, da
     assert (str(file) in said and "\n" not in said) if said else np.array_equal(found, expected)
 
 
-OTHER_SIZE = f"{TEST}: a single image, or images of another size"
+OTHER_SIZE = f"{TEST}: a single image, or images of a different size"
 FOLDERS = [  # what lies in one
     ("frames:{}/missing", {}, "missing: no such folder"),
     ("frames:{}", {}, "holds no images"),
@@ -217,7 +217,7 @@ def test_malformed_archive_of_small_size_does_not_use_much_memory(tmp_path):
     (tmp_path / f"{TEST}.gz").write_bytes(gzip.compress(WHOLE[:16] + bytes(100 << 20)))
     tracemalloc.start()
     try:
-        with pytest.raises(gl.DataError, match=r"promises 30 images of 28×28 and holds more"):
+        with pytest.raises(gl.DataError, match=r"declares 30 images of 28×28 but holds more"):
             gl.load(f"mnist:{tmp_path}")
         assert tracemalloc.get_traced_memory()[1] < 20 << 20
     finally:
