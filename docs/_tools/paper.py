@@ -17,7 +17,7 @@ PAPERS = (PAPER, PAPER.with_name("rescience.md"), PAPER.with_name("metadata.yaml
 
 
 def minutes():
-    """How many minutes all notebooks take in the smallest profile, as the page of costs has it."""
+    """Return the minutes that all notebooks take in the smallest profile, from the page of costs."""
     costs = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
     ((whole, seconds),) = re.findall(
         r"^\| `python -m companion`, smoke: .+?\| (\d+) min (\d+) s", costs, re.MULTILINE
@@ -27,7 +27,7 @@ def minutes():
 
 @functools.cache
 def numbers():
-    """What the paper says of the recorded runs, by the name that it has in `paper.md.in`."""
+    """Return what the papers state about the recorded runs, by its name in the templates."""
     pairs = answer.counted(answer.pairs())
     studies = {
         path.stem.partition("-")[0] for path in (ROOT / "data" / "studies").glob("*.parquet")
@@ -50,8 +50,8 @@ def numbers():
 
 
 def compared(condition, reference):
-    """Two conditions, such as `GPU, overwritten frames`, of which only the device or only the
-    frames differ.
+    """Describe the comparison of two conditions, such as `GPU, overwritten frames`, that differ
+    only in the device or only in the frames.
     """
     (device, frames), (other_device, other_frames) = (
         each.split(", ") for each in (condition, reference)
@@ -62,8 +62,8 @@ def compared(condition, reference):
 
 
 def replication():
-    """What is said of the authors' code: its comparisons, the first gradients, and the round
-    trip.
+    """Return what the papers state about the authors' code: its comparisons, the first gradients,
+    and the round trip.
     """
     runs = companion.published_runs()
     table = companion.published_table(runs)
@@ -89,13 +89,13 @@ def replication():
 
 
 def share(number, digits=1):
-    """A share in per cent, as it stands in a text."""
+    """Format a share in per cent for a text."""
     return f"{number:.{digits}%}".replace("%", " %").replace("-", "−")
 
 
 def rows_of(table):
-    """What is compared, on which film, and the rows of its two endpoints: the final loss and the
-    share.
+    """Yield, for each comparison, its description, its film, and the rows of its two endpoints,
+    the final loss and the share.
     """
     for _, pair in table.groupby(["family", "film", "size", "condition", "reference"], sort=False):
         loss, beats = (
@@ -111,13 +111,13 @@ def rows_of(table):
 
 
 def in_markdown(heads, widths, rows):
-    """A table whose columns have these widths on a page, against each other."""
+    """Return a table in Markdown; the widths of its columns are relative to each other."""
     lines = [f"| {heads} |", f"|{'|'.join('-' * width for width in widths)}|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def comparisons(table):
-    """A row for each comparison: how many seeds end higher, by how much, and what is decided."""
+    """Return a row for each comparison: how many seeds end higher, by how much, the decisions."""
     rows = [
         [
             *(what, film, f"{loss.worse} of {loss.seeds}", f"{loss.ratio:.2f}", loss.decision),
@@ -130,7 +130,7 @@ def comparisons(table):
 
 
 def statistics(table, runs):
-    """A row for each comparison: difference and margin of the loss in per cent, and the p
+    """Return a row for each comparison: difference and margin of the loss in per cent, and the p
     values.
     """
     rows = []
@@ -156,8 +156,8 @@ def statistics(table, runs):
 
 
 def counts(full, half, runs):
-    """A row for each size and device: pairs that differ in the condition alone, and whether a
-    test was planned.
+    """Return a row for each size and device: the pairs that differ only in the condition, and
+    whether a test was planned.
     """
     on_gpu = full[full.endpoint == "final loss"]
     on_cpu = half[(half.endpoint == "final loss") & (half.reference == "CPU, copied frames")]
@@ -184,14 +184,14 @@ def counts(full, half, runs):
 
 
 def losses_by_condition(runs):
-    """The final loss at half the size, a row for each seed and a column for each condition."""
+    """Return the final loss at half the size, with one row per seed and one column per condition."""
     return runs[runs["size"] == "80x56"].pivot_table(
         index="seed", columns="condition", values="final_loss"
     )
 
 
 def devices_apart(half, runs):
-    """What a CPU and a GPU have in common at half the size, and what the line does there."""
+    """Return how a CPU and a GPU compare at half the size, and the effect of the line there."""
     losses = losses_by_condition(runs)
     own = losses["CPU, copied frames"] / losses["GPU, copied frames"] - 1
     direct = losses["CPU, overwritten frames"] / losses["GPU, copied frames"]
@@ -218,7 +218,7 @@ def devices_apart(half, runs):
 
 
 def paper(file=PAPER):
-    """The text of a paper."""
+    """Return the text of a paper."""
     return file.with_name(f"{file.name}.in").read_text(encoding="utf-8").format(**numbers())
 
 
