@@ -15,24 +15,23 @@ import pytest
 from filelock import FileLock
 from nbval.plugin import IPyNbCell
 
-# the kernels of the notebooks inherit it and train small
+# The kernels of the notebooks inherit this and train small networks.
 os.environ.setdefault("GPULAB_PROFILE", "smoke")
-# A thread for each test process: what is trained here is so small that a second one would only be
-# waited for.
+# One thread per test process: the trainings are so small that a second thread only adds waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Threads that wait by spinning starve the other test processes.
+# Threads that spin while they wait would starve the other test processes.
 os.environ["GOMP_SPINCOUNT"] = "0"
 ROOT = Path(__file__).parents[1]
 
-# Of the notebooks, `make test` executes those that daily work breaks; `make test-all` the others.
+# `make test` executes the notebooks that daily work is likely to break, `make test-all` the others.
 EVERY_DAY = ("00_start_here", "03_autoencoder", "05_the_anomaly", "10_verdict")
 OTHER_NOTEBOOKS = pytest.mark.slow("a notebook that daily work seldom breaks")
 
 
 @pytest.fixture(scope="module")
 def two_threads():
-    """`cpu` leaves the number of threads as it is: on a machine with one core too, it shall not
-    be that of B.
+    """Use two threads. The setting `cpu` does not change the number of threads; with this fixture
+    it differs from `cpu:threads=1` even on a machine with one core.
     """
     import torch
 
@@ -43,8 +42,8 @@ def two_threads():
 
 
 def pytest_collection_modifyitems(items):
-    """A test that `make test` leaves to `make test-all` says why: `@pytest.mark.slow("starts a
-    server")`.
+    """Mark slow notebooks, and require a reason for each test that only `make test-all` runs, such
+    as `@pytest.mark.slow("starts a server")`.
     """
     for item in items:
         if isinstance(item, IPyNbCell) and item.path.stem not in EVERY_DAY:
@@ -52,20 +51,21 @@ def pytest_collection_modifyitems(items):
         for mark in item.iter_markers("slow"):
             if not mark.args:
                 raise pytest.UsageError(
-                    f"{item.nodeid}: say why it is slow, in a few words: slow('starts a server')."
+                    f"{item.nodeid}: expected a reason why the test is slow, such as"
+                    " slow('starts a server')"
                 )
 
 
 @pytest.fixture(scope="session")
 def real_data():
-    """A function that finds a file of real data, or skips the test. CONTRIBUTING.md lists the
-    files.
+    """A function that returns the path of a file of real data, or skips the test. CONTRIBUTING.md
+    lists the files.
     """
     folder = os.environ.get("GPULAB_REAL_DATA")
 
     def find(name):
         if not folder:
-            pytest.skip(f"needs {name}: GPULAB_REAL_DATA names no folder of real data")
+            pytest.skip(f"needs {name}: GPULAB_REAL_DATA is not set to a folder of real data")
         if not Path(folder).is_dir():
             pytest.fail(
                 f"GPULAB_REAL_DATA={folder!r}: expected a folder; unset it to skip the tests on"
@@ -73,7 +73,7 @@ def real_data():
             )
         file = Path(folder).resolve() / name
         if not file.is_file():
-            pytest.skip(f"needs {name}: the folder that GPULAB_REAL_DATA names does not hold it")
+            pytest.skip(f"needs {name}: it is not in the folder that GPULAB_REAL_DATA names")
         return file
 
     return find
@@ -81,7 +81,7 @@ def real_data():
 
 @pytest.fixture(scope="session")
 def python():
-    """Run a piece of Python in a process of its own, with variables added to the environment."""
+    """Run Python code in a separate process, with variables added to the environment."""
 
     def run(code, *arguments, check=True, timeout=400, **environment):
         done = subprocess.run(
@@ -98,7 +98,7 @@ def python():
 
 
 def build_once(tmp_path_factory, name, build):
-    """A folder that the first test process fills by `build`, while the others wait for it."""
+    """A folder that the first test process fills by calling `build` while the others wait."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
@@ -112,7 +112,7 @@ def build_once(tmp_path_factory, name, build):
 
 
 def require_site_extra():
-    """Skip what needs the extra `site` where it is not installed."""
+    """Skip a test that needs the extra `site` if the extra is not installed."""
     for library in ("sphinx", "myst_nb", "furo", "sphinx_revealjs"):
         pytest.importorskip(library, reason=f"{library} is not installed: pip install gpulab[site]")
 
@@ -151,7 +151,7 @@ def slides(tmp_path_factory):
 
 
 class ExplorerServer:
-    """The process that serves the pages without code on a port of this machine."""
+    """The process that serves the pages without code on a local port."""
 
     def __init__(self, process, port):
         self.process, self.port = process, port
@@ -170,7 +170,7 @@ class ExplorerServer:
 
 @pytest.fixture(scope="module")
 def explorer_server(tmp_path_factory):
-    """`python -m companion explore`, once it listens."""
+    """`python -m companion explore`, after it has started to listen."""
     pytest.importorskip("voila", reason="voila is not installed: pip install gpulab[notebooks]")
     home = tmp_path_factory.mktemp("explore")
     with socket.socket() as free:
@@ -194,7 +194,7 @@ def explorer_server(tmp_path_factory):
 
 @pytest.fixture
 def outputs_of():
-    """What a notebook's cell puts out that ends with this value."""
+    """A function that returns the outputs of a notebook cell that ends with a given value."""
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.display import display
     from IPython.utils.capture import capture_output
@@ -219,18 +219,17 @@ def numbers_in(lines):
 
 @pytest.fixture
 def as_recorded(request):
-    """Compare lines with those that somebody has looked at, in a JSON file with the name of the
-    test's.
+    """Compare lines with reviewed ones, which are in a JSON file named after the test file.
 
-    `GPULAB_RECORD=1 pytest tests/plots/test_figures.py` writes them anew, after a change that is
-    meant; the diff says what moved. The words are compared exactly, the numbers to `rtol`; and only
-    with the library that they come from, since another version may choose other kernels or places
-    of ticks.
+    After an intended change, `GPULAB_RECORD=1 pytest tests/plots/test_figures.py` rewrites the
+    file; the diff shows what changed. Words are compared exactly, numbers to a relative tolerance
+    `rtol`. The comparison is skipped if the version of the library differs from the recorded one,
+    because another version may choose different kernels or positions of ticks.
     """
     file = request.path.with_suffix(".json")
 
     def check(name, lines, library, rtol=0.01):
-        # where a line stands moves with those before it
+        # line numbers change whenever the lines above change
         lines = [re.sub(r"\.py:\d+", ".py", line) for line in lines]
         version = importlib.metadata.version(library).rpartition(".")[0]
         recorded = json.loads(file.read_text()) if file.exists() else {}
@@ -240,10 +239,10 @@ def as_recorded(request):
                 json.dumps(recorded, indent=0, ensure_ascii=False, sort_keys=True) + "\n"
             )
         assert name in recorded, (
-            f"{name} is not in {file.name} yet: look at it, and write it with GPULAB_RECORD=1"
+            f"{name} is not in {file.name} yet; review it, then record it with GPULAB_RECORD=1"
         )
         if recorded[library] != version:
-            pytest.skip(f"recorded with {library} {recorded[library]}, and this is {version}")
+            pytest.skip(f"recorded with {library} {recorded[library]}, got {version}")
         assert [NUMBER.sub("#", line) for line in lines] == [
             NUMBER.sub("#", line) for line in recorded[name]
         ]

@@ -1,4 +1,4 @@
-"""The pages without code: they are served, one opens, and no other machine reaches them."""
+"""The pages without code are served, one can be opened, and no other machine can reach them."""
 
 import urllib.request
 

@@ -1,5 +1,5 @@
-"""Every public function refuses nonsense: an error of `errors.py` that names the value, and
-never another one.
+"""Every public function rejects nonsense with an error from `errors.py` that names the value, and
+never with any other error.
 """
 
 import inspect
@@ -25,11 +25,11 @@ TABLE = pd.DataFrame(
 
 
 def own(seed):
-    """A training of one's own."""
+    """A custom training function."""
     return float(seed)
 
 
-# A right call of each; each text and each number in it is replaced by nonsense, one at a time.
+# A valid call of each function; its texts and numbers are replaced by nonsense, one at a time.
 CALLS = {
     gl.load: {"name": "walk", "frames": 20, "size": (24, 32), "speed": 1.0},
     gl.audit: {"step": STEP, "a": "cpu", "b": "cpu:threads=1"},

@@ -41,7 +41,7 @@ def test_passport_has_the_values_of_torch_psutil_and_platform(here):
 
 @pytest.mark.skipif(
     not os.path.exists("/proc/cpuinfo") or platform.machine() != "x86_64",
-    reason="x86-64 Linux alone tells the model",
+    reason="only x86-64 Linux reports the model",
 )
 def test_passport_cpu_is_the_kernels_also_when_cpuinfo_is_killed(here, monkeypatch):
     with open("/proc/cpuinfo") as lines:

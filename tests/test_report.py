@@ -1,4 +1,4 @@
-"""Every page that is made shows what strangers wrote as text, whatever it says."""
+"""Every generated page shows untrusted input as text, whatever it contains."""
 
 import dataclasses
 import html.parser
@@ -35,9 +35,7 @@ class Page(html.parser.HTMLParser):
 
 
 def assert_harmless(text, styles=0):
-    """Nothing that a stranger wrote is an element or an attribute of its own, and it stands
-    there as text.
-    """
+    """Check that untrusted input creates no elements or attributes, and that it appears as text."""
     page = Page(text)
     tags = [tag for tag, _ in page.elements]
     assert "script" not in tags
@@ -52,7 +50,7 @@ def assert_harmless(text, styles=0):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """HTML files with hostile words wherever a trace, a run or a notebook has any."""
+    """HTML files with hostile text in every text field of a trace or a run."""
     folder = tmp_path_factory.mktemp("pages")
     step = Step(torch.nn.Linear(4, 2), torch.ones(3, 4))
     traces = []

@@ -1,6 +1,6 @@
-"""The site of `make site`, opened from disk: its links and words; the slides.
+"""The site that `make site` builds, opened from disk: links and alternative texts; the slides.
 
-Without the extra `site` all of this is skipped.
+These tests are skipped if the extra `site` is not installed.
 """
 
 import html.parser

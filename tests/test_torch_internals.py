@@ -1,8 +1,8 @@
-"""`gpulab/_torch_internals.py`: it alone touches torch's private API, and torch still has what each
-entry needs.
+"""Only `gpulab/_torch_internals.py` uses torch's private API, and torch still has what each of its
+entries needs.
 
-The tests use no fixture of this folder, so that they run with any torch: `pytest --noconftest` is
-enough.
+The tests use no fixtures from this folder, so that they run with any torch: `pytest --noconftest`
+is enough.
 """
 
 import ast
@@ -34,9 +34,9 @@ needs_cuda_build = pytest.mark.skipif(
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
-# --- no other file touches the private API --------------------------------------------------------
+# --- no other file uses the private API -----------------------------------------------------------
 
-# Modules and names of torch without an underscore that its documentation does not describe.
+# Modules and names of torch that have no underscore and are not documented.
 UNDOCUMENTED = (
     "torch.multiprocessing.reductions",
     "torch.nn.parameter.is_lazy",
@@ -46,15 +46,15 @@ UNDOCUMENTED = (
     "torch.utils.flop_counter",
     "torch.utils.weak",
 )
-# Attributes with an underscore that are not torch's.
+# Attributes that have an underscore and do not belong to torch.
 ALLOWED = {
     "_asdict": "a documented method of named tuples",
     "_replace": "a documented method of named tuples",
     "os._exit": "a documented function of Python",
     "sys._current_frames": "a documented function of Python",
     "sys._getframe": "a documented function of Python",
-    "pool._processes": "loky's: a pool's processes, to end them",
-    "process_executor._MAX_MEMORY_LEAK_SIZE": "loky's: when it replaces a process",
+    "pool._processes": "loky: the processes of a pool, to end them",
+    "process_executor._MAX_MEMORY_LEAK_SIZE": "loky: the leak at which it replaces a process",
 }
 
 
@@ -87,7 +87,7 @@ def own_names(tree):
 
 
 def uses_of_private_api(source):
-    """The lines of a source that touch torch's private API, as far as the syntax shows it."""
+    """The lines of a source that use torch's private API, as far as the syntax shows."""
     tree = ast.parse(source)
     own = own_names(tree)
     for node in ast.walk(tree):
@@ -172,7 +172,7 @@ def test_uses_of_private_api_do_not_include_other_code(line):
 
 
 def entries():
-    """The public names that the module defines, each with its docstring."""
+    """Yield each public name that the module defines, with its docstring."""
     body = ast.parse(FILE.read_text(encoding="utf-8")).body
     for node, following in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -215,7 +215,7 @@ assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)
 
 
 class Recording(internals.UncompiledDispatchMode):
-    """Keeps every operation that it sees, with its types and arguments."""
+    """Keeps every operation that is dispatched, with its types and arguments."""
 
     def __init__(self):
         super().__init__()

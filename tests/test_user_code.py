@@ -25,8 +25,8 @@ def test_find_function_by_module_and_by_file(tmp_path, monkeypatch):
 
 
 def test_find_function_by_the_former_file_of_the_example_steps(tmp_path, monkeypatch):
-    """Recorded commands name `benchmarks/networks.py`, which a file of the user's with this name
-    precedes.
+    """Recorded commands name `benchmarks/networks.py`; a user's file of this name takes
+    precedence.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
@@ -61,7 +61,7 @@ def test_source_of_names_the_library_as_before_its_modules_became_private():
     }
 
 
-# --- the text of one ------------------------------------------------------------------------------
+# --- the source text of a function ----------------------------------------------------------------
 
 PACKAGE = {
     "__init__": "",
@@ -88,7 +88,7 @@ def test_source_of_a_function_in_a_file_is_all_that_it_imports_from_beside(tmp_p
 
 
 def test_source_of_a_function_in_a_notebook_is_what_was_typed(monkeypatch):
-    """Text in no file; an edit of what it calls makes another."""
+    """The text is in no file; editing anything that the function calls changes its source."""
     typed = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", typed)
     net = "class Net:\n    def __init__(self):\n        self.loss = WIDTH\n"

@@ -1,14 +1,14 @@
-"""What a reader finds broken in a page: a browser opens it, and the faults are collected."""
+"""Open a page in a browser and collect everything that a reader would find broken."""
 
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 from urllib.request import url2pathname
 
 LOCAL_SCHEMES = {"about", "blob", "data", "file"}
-PHONE_WIDTH = 600  # pixels; a narrower window is that of a phone
+PHONE_WIDTH = 600  # pixels; a narrower window counts as a phone
 TIMEOUT = 60_000  # milliseconds; a page of Voilà starts a kernel, which takes ten seconds
 
-# `decode` waits until a picture is there, and rejects if it cannot be shown.
+# `decode` waits until a picture is loaded, and rejects if it cannot be shown.
 MISSING_PICTURES = """async () => {
     const pictures = [...document.images];
     pictures.forEach(picture => picture.loading = "eager");
@@ -27,9 +27,9 @@ PAGE_WIDTH = "() => Math.max(document.documentElement.scrollWidth, document.body
 
 
 def needs_anchor(fragment):
-    """Whether an element of the page has to have this name.
+    """Whether the page has to contain an element of this name.
 
-    Every browser reads `#top` as the top of the page, and reveal.js `#/3` as the number of a slide.
+    Browsers read `#top` as the top of the page, and reveal.js reads `#/3` as the number of a slide.
     """
     return fragment not in ("", "top") and not fragment.startswith("/")
 
@@ -63,7 +63,7 @@ class OpenedPage:
         self.window.close()
 
     def is_foreign(self, address):
-        """Whether an address is neither on this disk nor on the server that the page comes from."""
+        """Whether an address is neither on this disk nor on the server of the page."""
         parts = urlsplit(address)
         return parts.scheme not in LOCAL_SCHEMES and parts.netloc != self.host
 
@@ -87,7 +87,7 @@ class OpenedPage:
         return [f"missing picture: {tag}" for tag in self.tab.evaluate(MISSING_PICTURES)]
 
     def broken_links(self):
-        """The links to files, or pages of the same server, that are missing or lack the anchor."""
+        """The links to local files or pages that do not exist or lack the linked anchor."""
         scheme = urlsplit(self.address).scheme
         anchors = {urldefrag(self.tab.url).url: self.tab.evaluate(ANCHORS, None)}
         broken = []
@@ -105,7 +105,7 @@ class OpenedPage:
         return broken
 
     def read(self, address):
-        """The text at an address; None where there is no file, or the status is not 200."""
+        """The text at an address; None if there is no file or the status is not 200."""
         parts = urlsplit(address)
         if parts.scheme == "file":
             file = Path(url2pathname(parts.path))
@@ -114,13 +114,13 @@ class OpenedPage:
         return answer.text() if answer.status == 200 else None
 
     def overflow(self):
-        """A fault if the page is wider than its window, so that a reader has to scroll sideways."""
+        """A fault if the page is wider than its window and has to be scrolled sideways."""
         width = self.tab.evaluate(PAGE_WIDTH)
         if width <= self.width + 1:
             return []
         return [f"scrolls sideways: {width} pixels in a window of {self.width}"]
 
     def faults(self):
-        """All that is broken."""
+        """All faults of the page."""
         found = [*self.missing_pictures(), *self.broken_links(), *self.overflow()]
         return [*self.errors, *found]

@@ -1,4 +1,6 @@
-"""Pages in a real browser, as wide as a desktop and a phone: no errors, all pictures and links."""
+"""Pages in a real browser, at desktop and phone width: no errors, no missing pictures, no broken
+links.
+"""
 
 import functools
 import http.server
@@ -24,11 +26,11 @@ pytestmark = pytest.mark.slow("opens pages in a browser")
 ROOT = Path(__file__).parents[2]
 DESKTOP, PHONE = 1280, 390  # pixels
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# A browser of the tests looks for no updates, and opens no connection of its own.
+# The browser must not look for updates or open connections by itself.
 ARGUMENTS = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 ARGUMENTS += ["--disable-component-update", "--disable-sync"]
 AS_ROOT = ["--no-sandbox"]  # Chromium refuses to start in its sandbox as root
-# Goes through a deck, answers included, and lists the slides with something outside of the window.
+# Steps through a deck, including answers, and lists the slides that do not fit in the window.
 OVERFULL_SLIDES = """() => {
     const overfull = new Set();
     const isOutside = element => {
@@ -60,7 +62,7 @@ PICTURE_CHANGED = "source => document.querySelector('.widget-html img').src !== 
 
 @pytest.fixture(scope="module")
 def browser():
-    """The system's Chromium or Chrome, or what the environment variable `GPULAB_BROWSER` names."""
+    """The installed Chromium or Chrome, or the browser that `GPULAB_BROWSER` names."""
     missing = "Playwright is not installed: pip install playwright"
     api = pytest.importorskip("playwright.sync_api", reason=missing)
     installed = filter(None, map(shutil.which, BROWSERS))
@@ -80,7 +82,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The report of a notebook that is executed now."""
+    """The report of a notebook that this fixture executes."""
     folder = tmp_path_factory.mktemp("build")
     command = [sys.executable, "-m", "companion", "--profile", "smoke", "--only", "10"]
     command += ["--output", folder]
@@ -91,7 +93,7 @@ def report(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report_of_all_notebooks(tmp_path_factory):
-    """The report of all notebooks as they are committed, with the figures of each."""
+    """The report of all notebooks as committed, with their figures."""
     folder = tmp_path_factory.mktemp("build")
     (folder / "notebooks").mkdir()
     results = []
@@ -128,7 +130,7 @@ def report_of_an_audit(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report_of_a_verdict(tmp_path_factory):
-    """The page of a verdict with long settings, a run that diverged, and seeds that are missing."""
+    """The page of a verdict with long settings, a diverged run and missing seeds."""
     settings = [
         "cpu",
         "cpu:threads=1,denormals=off,emulate=tf32,order=pairwise",
@@ -202,7 +204,7 @@ def test_explorer_page_is_whole_and_a_slider_changes_its_picture(browser, explor
 HEAD = """<!doctype html><meta name="viewport" content="width=device-width">
 <link rel="icon" href="data:,">"""
 WHOLE = "<h1 id='here'>A page</h1> <a href='#here'>here</a> <a href='other.html#there'>there</a>"
-# What is added to the whole page, and how each fault that it makes begins.
+# For each case: what is added to the page, and how the faults begin that this should cause.
 PLANTED = {
     "nothing": ("", []),
     "error": ("<script>console.error('planted')</script>", ["console error: planted"]),
@@ -223,7 +225,7 @@ PLANTED = {
 
 @pytest.fixture
 def folder_server(tmp_path):
-    """The address of a server of a temporary folder."""
+    """The address of a server that serves a temporary folder."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):

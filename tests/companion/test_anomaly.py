@@ -1,4 +1,4 @@
-"""What overwritten frames do: the first window, and the verdicts on what is learned."""
+"""The effect of overwritten frames: the first window, and the verdicts on what is learned."""
 
 import pandas as pd
 import pytest
@@ -46,12 +46,12 @@ def test_learning_verdicts_answer_four_questions():
     verdicts = learning.learning_verdicts(both, "loader", "copied", plateau=0.05, repeat=0.0125)
     assert list(verdicts) == list(learning.METRICS)
     assert verdicts[learning.BEAT].table.difference[0] == pytest.approx(-5 / 8), (
-        "none with overwritten frames"
+        "no network with overwritten frames beats the repetition"
     )
     assert verdicts[learning.STUCK].table.difference[0] == 0
     assert verdicts[learning.BEAT].margin == verdicts[learning.STUCK].margin == 0.1
     assert verdicts[learning.LEARNED].decision == "different"
-    assert verdicts[learning.LEARNED].table.seeds[0] == 7, "the seed on the plateau did not learn"
+    assert verdicts[learning.LEARNED].table.seeds[0] == 7, "one seed stays on the plateau"
 
 
 def test_learning_table_has_every_decision_corrected_uncorrected_and_by_registered_margin():

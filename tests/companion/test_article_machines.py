@@ -1,4 +1,4 @@
-"""The makers' numbers of the article's machines and of newer GPUs."""
+"""The manufacturers' figures for the machines of the article and for newer GPUs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Single changes on networks that learned: their names, the comparison and the figure's title."""
+"""Single changes on networks that learned: their names, the comparison and the title of the figure."""
 
 import pandas as pd
 import pytest
@@ -79,7 +79,7 @@ def test_draw_changes_shows_each_change_and_each_seed(judged):
         table.sort_values("median_move").change
     )
     assert len(right.collections[0].get_offsets()) == len(seeds)
-    assert "of 2 changes" in picture.alt  # a second run of the reference is no change
+    assert "of 2 changes" in picture.alt  # a second run of the reference is not a change
     assert f"of {len(seeds)} seeds" in picture.alt
 
 

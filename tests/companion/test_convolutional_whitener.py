@@ -1,4 +1,4 @@
-"""The whitener with a convolution, whose kernels and strides notebook 09 retunes."""
+"""The convolutional whitener, whose kernels and strides are retuned in notebook 09."""
 
 import math
 

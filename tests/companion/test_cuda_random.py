@@ -1,4 +1,4 @@
-"""What a GPU draws from a seed, computed on a CPU."""
+"""The random numbers that a GPU draws from a seed, computed on a CPU."""
 
 import pytest
 
@@ -19,8 +19,8 @@ def test_philox_known_answers(given):
 
 
 def test_cuda_uniform_published_numbers():
-    """`torch.manual_seed(0); torch.rand(12, device="cuda")`, as a test of TensorRT-LLM holds it,
-    among others.
+    """The numbers of `torch.manual_seed(0); torch.rand(12, device="cuda")` as published, for
+    example, in a test of TensorRT-LLM.
     """
     known = [
         0.3990,
@@ -47,4 +47,4 @@ def test_cuda_uniform_differs_from_where_a_thread_draws_again(card, other, count
     equal = cuda_uniform(3, (count,), card) == cuda_uniform(3, (count,), other)
     same = count if THREADS[card] == THREADS[other] else min(count, THREADS[card], THREADS[other])
     assert equal[:same].all()
-    assert equal[same:].sum() <= 2, "more than by chance"
+    assert equal[same:].sum() <= 2, "more equal numbers than by chance"

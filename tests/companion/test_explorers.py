@@ -1,4 +1,4 @@
-"""The widgets: what is moved changes what is said and drawn."""
+"""The widgets: moving a control changes the text and the drawing."""
 
 import math
 
@@ -15,7 +15,7 @@ LOSS = torch.nn.functional.mse_loss
 
 
 def changes(explorer, control, value, part="image"):
-    """Whether a widget shows something else once a control has another value."""
+    """Whether a widget shows something different after a control is set to a value."""
     before = getattr(explorer, part).value
     control.value = value
     return getattr(explorer, part).value != before
@@ -143,7 +143,7 @@ def test_seed_explorer_has_the_verdict_of_all_runs_for_every_comparison(seeds, n
     assert seeds.verdicts[seeds.seeds.max].table.equals(whole.table)
 
 
-# --- the buffer that is written over --------------------------------------------------------------
+# --- the buffer that is overwritten ---------------------------------------------------------------
 
 
 def test_buffer_explorer_shows_which_number_the_gradient_finds():
@@ -154,4 +154,5 @@ def test_buffer_explorer_shows_which_number_the_gradient_finds():
     assert changes(buffer, buffer.copy, True)
     assert buffer.seen()["the gradient finds"].tolist() == [4, 5, 7]
     buffer.numbers.value = "4 and"
-    assert buffer.image.value == "Type numbers with spaces between them."
+    assert "numbers" in buffer.image.value
+    assert "<table" not in buffer.image.value

@@ -1,5 +1,5 @@
-"""The library as a factor: JAX and Keras do what torch does, from the same weights, and refuse
-what they cannot.
+"""The library as a factor: JAX and Keras compute what torch computes, from the same weights, and
+refuse settings that they do not support.
 """
 
 import pytest
@@ -14,7 +14,7 @@ LIBRARIES = pytest.mark.slow("trains in other frameworks")
 
 @pytest.fixture(params=[pytest.param(name, marks=LIBRARIES) for name in frameworks.LIBRARIES])
 def library(request):
-    """The module of a library that is installed here."""
+    """The benchmark module of a library, if the library is installed."""
     pytest.importorskip({"keras": "tensorflow"}.get(request.param, request.param))
     return benchmark(f"peers/in_{request.param}")
 
@@ -24,7 +24,7 @@ def name_of(library):
 
 
 def training(library, net):
-    """As `gpulab.train` and `gpulab.Experiment` know it."""
+    """The name of a training function, as `gpulab.train` and `gpulab.Experiment` take it."""
     return f"{library.__file__}:{net}"
 
 
@@ -42,10 +42,11 @@ def test_frameworks_one_step_agrees_with_torch_to_rounding(library, net):
 
 @pytest.mark.parametrize("what", ["autoencoder", "prednet", "prednet truncation=state"])
 def test_frameworks_training_follows_that_of_torch(library, what):
-    """In float64, where what is left of a difference is the protocol's, and what Keras keeps in
-    float32 of Adam.
+    """In float64 a remaining difference comes from the protocol, or from what Keras keeps in
+    float32 for Adam.
 
-    A later window follows only where it is cut off from the one before at the same place.
+    A later window agrees only if both libraries cut it off from the previous window at the same
+    place.
     """
     net, _, truncation = what.partition(" truncation=")
     options = {"truncation": truncation} if truncation else {}
@@ -78,8 +79,8 @@ def test_frameworks_refuse_a_setting_that_only_torch_has(option):
 
 
 def test_frameworks_use_as_many_threads_as_asked_or_refuse(library, python):
-    """Counted are the threads that compute, which both libraries name `tf_...`; threads that
-    compile are left out.
+    """Count the threads that compute, which both libraries name `tf_...`, but not the threads that
+    compile.
     """
     code = f"""
     import pathlib

@@ -1,4 +1,4 @@
-"""What a CPU and a GPU say about themselves."""
+"""The properties that a CPU and a GPU report."""
 
 import types
 
@@ -73,4 +73,4 @@ def test_describe_gpu_reads_what_torch_has(monkeypatch):
     assert found["registers_per_sm"] == 65536
     assert found["compute_capability"] == "9.0"
     assert found["clock_hz"] == 1.98e9
-    assert "l2_cache_bytes" not in found  # this torch does not know it
+    assert "l2_cache_bytes" not in found  # this torch does not report it

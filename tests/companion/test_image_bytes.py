@@ -1,4 +1,4 @@
-"""Notebook 09: what several decoders make of one JPEG file."""
+"""Notebook 09: the pixels that several decoders read from one JPEG file."""
 
 import io
 
@@ -37,5 +37,5 @@ def test_jpeg_decoders_ffmpeg_and_pillow_differ_for_halved_colours():
     decoders, file = jpeg_decoders(), encode_jpeg(FRAMES[0])
     assert {"pillow", "torchvision", "av"} <= set(decoders)
     assert (decoders["av"](file) != decoders["pillow"](file)).any(), (
-        "otherwise there is no factor to speak of"
+        "the choice of the decoder would have no effect"
     )

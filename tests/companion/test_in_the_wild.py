@@ -1,4 +1,4 @@
-"""Notebook 11: CartPole with overwritten and with copied frames, and public questions."""
+"""Notebook 11: CartPole with overwritten and with copied frames, and questions asked in public."""
 
 import companion
 import gpulab as gl

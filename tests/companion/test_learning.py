@@ -1,4 +1,4 @@
-"""What networks have learned, and findings, a sentence each."""
+"""What networks have learned, and findings in one sentence each."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_repeat_losses_are_those_of_the_film_that_the_final_loss_is_of(frame):
             frames = np.stack(list(film.stream(0, 200))) / 255
             errors = np.square(np.diff(frames, axis=0)).mean((1, 2, 3))  # of frames 1 to 199
             assert loss == pytest.approx(errors[-40:].mean()), "the last two of ten windows of 20"
-    assert losses.dropna().nunique() == 3, "each film and speed has its own"
+    assert losses.dropna().nunique() == 3, "each film and speed has a different loss"
 
 
 @pytest.mark.slow("renders films")

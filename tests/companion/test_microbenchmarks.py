@@ -22,7 +22,7 @@ from gpulab.store import recorded
 
 @pytest.fixture
 def small(monkeypatch):
-    """Sizes with which the probes take milliseconds."""
+    """Use sizes for which the probes take milliseconds."""
     monkeypatch.setattr(microbenchmarks, "MEMORY_SIZES", {"cpu": [2**13, 2**15]})
     monkeypatch.setattr(microbenchmarks, "MEMORY_TRAFFIC", {"cpu": 2**16})
     monkeypatch.setattr(microbenchmarks, "MIN_SECONDS", 1e-5)
@@ -112,7 +112,7 @@ def test_time_in_rounds_takes_turns():
     calls = []
     times = time_in_rounds([lambda: calls.append("a"), lambda: calls.append("b")], "cpu", 3, 1e-9)
     assert [len(seconds) for seconds in times] == [3, 3]
-    # Each is called twice before, and then they take turns.
+    # Each function is first called twice; then they take turns.
     assert "".join(calls) == "aabb" + "ab" * 3
 
 
@@ -123,7 +123,7 @@ def test_summarise_rounds():
 
 
 def test_kernels_compile_and_keep_their_branch():
-    """NVRTC needs no GPU: a kernel that does not compile is found on any machine that has it."""
+    """NVRTC needs no GPU, so a kernel that does not compile is found on any machine with NVRTC."""
     compile_source = pytest.importorskip("torch.cuda._utils")._nvrtc_compile
     try:
         compiled = [
@@ -133,12 +133,12 @@ def test_kernels_compile_and_keep_their_branch():
     except (OSError, RuntimeError) as problem:
         if "nvrtc" not in str(problem).lower() or "error:" in str(problem):
             raise
-        pytest.skip(f"no NVRTC here: {problem}")
+        pytest.skip(f"needs NVRTC: {problem}")
     assert all(len(binary) > 1_000 for binary, _ in compiled)
 
 
 def test_hash_of_read_at_is_a_permutation():
-    """In random order each number is read once: the kernel's hash maps no two places to one."""
+    """In random order each number is read once: the kernel's hash never maps two places to one."""
     place = np.arange(2**20, dtype=np.uint32)
     with np.errstate(over="ignore"):
         place = (place ^ (place >> np.uint32(16))) * np.uint32(0x85EBCA6B)
@@ -153,7 +153,7 @@ def test_measure_inside_cuda():
     assert set(frame.benchmark) == set(MEASURED)
     branch = frame[(frame.benchmark == "branch") & (frame.case == "threads of each warp")]
     times = branch.set_index("x").seconds
-    assert times[0.5] > 1.5 * times[1.0]  # both sides are computed one after the other
+    assert times[0.5] > 1.5 * times[1.0]  # the two sides are computed one after the other
 
 
 @pytest.mark.usefixtures("small")

@@ -1,4 +1,4 @@
-"""The authors' network at the published size on a CPU, beside the runs on a GPU."""
+"""The authors' network at the published size on a CPU, compared with the runs on a GPU."""
 
 from pathlib import Path
 
@@ -80,8 +80,10 @@ def test_pages_say_what_the_comparison_found(losses):
     imitation = table.loc[("CPU, as published", "GPU, overwriting imitated")]
     assert imitation.largest_distance < 0.03
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "higher than on a GPU in all of them" in readme
-    assert f"{primary.higher} of {primary.pairs} seeds" in readme
+    counted = f"{primary.higher} of {primary.pairs} seeds"
+    (sentence,) = (sentence for sentence in readme.split(". ") if counted in sentence)
+    assert "within 3 %" in sentence
+    assert "higher than on a GPU" in sentence
     replication = (ROOT / "docs/paper/rescience.md").read_text(encoding="utf-8")
     assert f"median {primary.median_ratio - 1:.0%}".replace("%", " %") in replication
     assert f"p = {primary.p:.3f}" in replication

@@ -45,10 +45,10 @@ def test_report_holds_findings_figures_and_the_error_of_executed_notebooks(noteb
     page = write_report([result], tmp_path / "build", "smoke")
     text = page.read_text()
     assert "smoke smoke True" in text
-    assert "&lt;bar&gt;" not in text, "what goes to stderr is no finding"
+    assert "&lt;bar&gt;" not in text, "text on stderr is not part of the finding"
     assert 'alt="Roofline:' in text
     caption = re.search(r"<p>Roofline: [^<]+</p>", text)
-    assert caption, "a sentence stands below every figure"
+    assert caption, "every figure has a caption"
     assert 'href="../notebooks/01_one.ipynb"' in text
     contents = text.partition('id="Contents"')[2].partition("</ul>")[0]
     anchors = re.findall(r'href="#([^"]+)"', contents)
@@ -56,7 +56,7 @@ def test_report_holds_findings_figures_and_the_error_of_executed_notebooks(noteb
     ids = set(map(html.unescape, re.findall(r'id="([^"]+)"', text)))
     assert {unquote(html.unescape(anchor)) for anchor in anchors} <= ids
     assert "no such thing" in text
-    assert text.count('href="verdict.md') == 0, "a letter has no files beside it"
+    assert text.count('href="verdict.md') == 0, "the report is one file, without others next to it"
     assert "default-src 'none'" in text
     assert "<script" not in text
     (row,) = json.loads((page.parent / "results.json").read_text())
@@ -80,7 +80,7 @@ def test_copy_without_outputs_is_made_once(notebooks, tmp_path):
     assert re.search(r"<details><summary>.*</summary>\n\n\*\*In short:\*\*", top.source)
     assert top.source.endswith("</details>\n\nRead on.")
     original = nbformat.read(notebooks / "03_three.ipynb", 4).cells[0].source
-    assert "<details>" not in original, "only the copy is folded"
+    assert "<details>" not in original, "the original must not change"
     assert answers.cell_type == "code"
     assert (cell.outputs, cell.execution_count, cell.metadata.tags) == ([], None, ["finding"])
     assert (

@@ -1,4 +1,4 @@
-"""What notebook 08 says of its programs, from invented numbers."""
+"""What notebook 08 says about its programs, for made-up numbers."""
 
 import pandas as pd
 import pytest
@@ -9,7 +9,7 @@ from companion.scale_out import describe_lock_free
 
 
 def descents(lost, speed, shift=0.0):
-    """Lock-free and synchronous descents from eight seeds, for each repetition."""
+    """Lock-free and synchronous trainings from eight seeds, for each repetition."""
     rows = []
     for repetition, (share, updates) in enumerate(zip(lost, speed, strict=True)):
         for seed in range(8):

@@ -1,4 +1,8 @@
-"""What is said of the speed of the two networks, from numbers that would refute it."""
+"""What is said about the speed of the two networks, also for numbers that contradict the usual
+result.
+"""
+
+import re
 
 import numpy as np
 import pandas as pd
@@ -17,27 +21,27 @@ from companion.training_speed import (
 @pytest.mark.parametrize(
     ("cpu", "gpu", "words"),
     [
-        ([1, 1, 9, 9], [2, 2, 2, 2], "The CPU is faster up to width 64, the GPU from 256 on"),
-        ([1, 1, 1, 1], [2, 2, 2, 2], "The CPU is faster at every width"),
-        ([3, 3, 3, 3], [2, 2, 2, 2], "The GPU is faster at every width"),
-        ([1, 3, 1, 3], [2, 2, 2, 2], "at 2 of 4 sizes: the lines cross 3 times"),
-        # A GPU that is faster at small sizes only: the title must not claim the usual order.
-        ([3, 1, 1, 1], [2, 2, 2, 2], "at 1 of 4 sizes: the lines cross 1 times"),
-        ([1, 1, 1, np.nan], [2, 2, 2, 2], "The CPU is faster at every width"),
+        ([1, 1, 9, 9], [2, 2, 2, 2], r"CPU .*\bwidth 64\b.* GPU .*\b256\b"),
+        ([1, 1, 1, 1], [2, 2, 2, 2], "^The CPU is faster at every width"),
+        ([3, 3, 3, 3], [2, 2, 2, 2], "^The GPU is faster at every width"),
+        ([1, 3, 1, 3], [2, 2, 2, 2], r"\b2 of 4 sizes\b.*\b3 times"),
+        # A GPU that is faster only at small sizes: the title must not claim the usual order.
+        ([3, 1, 1, 1], [2, 2, 2, 2], r"\b1 of 4 sizes\b.*\b(1 times|once)"),
+        ([1, 1, 1, np.nan], [2, 2, 2, 2], "^The CPU is faster at every width"),
     ],
 )
 def test_describe_crossing_says_what_the_lines_do(cpu, gpu, words):
     seconds = pd.DataFrame({"CPU": cpu, "GPU": gpu}, index=[16, 64, 256, 1024], dtype=float)
-    assert words in describe_crossing(seconds, "width")
+    assert re.search(words, describe_crossing(seconds, "width"))
 
 
 def test_describe_crossing_without_times():
     empty = pd.DataFrame({"CPU": [np.nan], "GPU": [1.0]}, index=[16])
-    assert "No width was timed on both" in describe_crossing(empty, "width")
+    assert "No width" in describe_crossing(empty, "width")
 
 
 def rates(values, network="prednet", size="quick"):
-    """A row for each (setting, way) with its rate."""
+    """Make a table with a row for each (setting, way) and its rate."""
     rows = [
         {"setting": setting, "way": way, "per_second": rate, "lower": rate, "upper": rate}
         for (setting, way), rate in values.items()
@@ -58,8 +62,7 @@ def test_describe_training_compares_each_way_with_the_fastest_cpu():
         }
     )
     (words,) = describe_training(frame)
-    assert "0.5 times as fast, which is slower, as everybody writes it" in words
-    assert "20 times as fast in gpulab" in words
+    assert re.search(r"\b0\.5 times as fast.*\bslower\b.*\b20 times as fast\b.*\bgpulab\b", words)
 
 
 def test_describe_training_leaves_out_what_was_withheld_or_has_no_other_side():
@@ -96,7 +99,7 @@ def test_draw_training_has_a_panel_for_each_network_and_a_point_for_each_row():
 
 
 def test_network_window_trains_on(monkeypatch):
-    """Two calls train further: the second window's losses are others."""
+    """The second call continues the training with the state of the first."""
     from companion import training_speed
 
     seen = []
