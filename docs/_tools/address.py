@@ -2,8 +2,8 @@
 github.com/OWNER/NAME`.
 
 The README gets buttons that open the notebooks in Binder and Colab, CITATION.cff and pyproject.toml
-get the address, and each notebook gets a cell below its title. The cell acts on Colab only: it
-fetches the files beside the notebook and installs gpulab, with the installed torch if that is new
+get the address, and each notebook gets a cell below its title. The cell has an effect only on
+Colab: it fetches the repository and installs gpulab, and keeps the installed torch if that is new
 enough.
 """
 
@@ -25,7 +25,7 @@ if "google.colab" in sys.modules:
 
 
 def settle(address, root=ROOT):
-    """Write the address into all files that name it, in place of an earlier one."""
+    """Write the address into all files that name it, replacing any earlier one."""
     found = re.fullmatch(r"(?:https://)?github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?", address)
     if not found:
         raise SystemExit(f"{address!r}: expected an address such as github.com/OWNER/NAME")
@@ -57,7 +57,7 @@ def _buttons(name):
 
 
 def _urls(name):
-    """The lines of pyproject.toml's `[project.urls]` that name the repository."""
+    """Return the lines of `[project.urls]` in pyproject.toml that name the repository."""
     address = f"https://github.com/{name}"
     urls = {
         "Repository": address,

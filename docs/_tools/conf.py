@@ -1,5 +1,5 @@
-"""The site: `make site`. Sphinx reads what this gathers in its source folder; nothing of that is
-written by hand.
+"""Configuration of the site: `make site`. Sphinx reads the files that this module gathers in its
+source folder; none of them is written by hand.
 """
 
 import base64
@@ -26,7 +26,7 @@ LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")
 ADDRESS = re.search(
     r'^repository-code: "(.+)"$', (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
 )
-PROJECT = ["docs/releasing"]  # pages of docs/ that the part about the project lists
+PROJECT = ["docs/releasing"]  # pages of docs/ that belong to the part "Project"
 PAGES = [f"docs/{page.stem}" for page in sorted((ROOT / "docs").glob("*.md"))]
 CONTENTS = "\n```{toctree}\n:hidden:\n:glob:\n%s\n```\n"
 PARTS = {
@@ -46,7 +46,7 @@ nb_merge_streams = True
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 myst_title_to_header = True
-default_role = "py:obj"  # in docstrings `Setting` is a link, and what is no public name is code
+default_role = "py:obj"  # in docstrings, public names such as `Setting` become links, others code
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
 napoleon_use_ivar = True
@@ -56,14 +56,14 @@ html_css_files = ["site.css"]
 html_domain_indices = html_copy_source = html_show_copyright = html_show_sphinx = False
 html_math_renderer = "mathml"
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
-# What the search finds is shown with its words around it, where the browser may read other pages:
-# not from a file.
+# The search shows its results in context only if the browser can read other pages, which is not
+# the case for pages opened as local files.
 _words = "if (location.protocol === 'file:') DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false"
 html_js_files = [(None, {"body": _words})]
 
 
 def found(waiting):
-    """The pages that can be reached from these by links, and their pictures."""
+    """Return the pages that links from these pages reach, directly or not, and their pictures."""
     pages, kinds = set(waiting), (".md", ".ipynb", ".svg", ".png")
     while waiting:
         if (page := waiting.pop()).suffix in (".md", ".ipynb"):
@@ -79,12 +79,15 @@ def found(waiting):
 
 
 def slug(heading):
-    """A heading as an anchor, as GitHub has it."""
+    """Return a heading as an anchor, in GitHub's style."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def adapted(page, pages):
-    """A page's text. Its links lead to the site's pages, else to the repository, else nowhere."""
+    """Return the text of a page, with links to the site's pages, or else to the repository.
+
+    If the repository has no address, such links become plain text.
+    """
 
     def link(match):
         words, path, anchor = match.groups(default="")
@@ -92,7 +95,7 @@ def adapted(page, pages):
         if target in pages:
             return f"[{words}]({path.replace('README.md', 'index.md')}{anchor[:1]}{slug(anchor)})"
         if not target.exists():
-            return match[0]  # dead: Sphinx says so
+            return match[0]  # a dead link, which Sphinx reports
         return (
             f"[{words}]({ADDRESS[1]}/blob/HEAD/{target.relative_to(ROOT).as_posix()})"
             if ADDRESS
@@ -114,11 +117,11 @@ def adapted(page, pages):
 
 
 def gallery(source):
-    """Write a page with every figure of the notebooks, small; and add to the atlas, in full,
-    what leads there.
+    """Write a page with every figure of the notebooks as a thumbnail, and add the figures whose
+    text links to the page of the atlas to that page, in full size.
     """
     page, folder = (
-        "# Gallery\n\nEvery figure of the notebooks. Each leads to the section that draws it.\n",
+        "# Gallery\n\nAll figures of the notebooks. Each links to the section that draws it.\n",
         source / "gallery",
     )
     folder.mkdir(exist_ok=True)
@@ -152,9 +155,7 @@ def gallery(source):
 
 
 def name_pictures(source):
-    """Give each figure of a notebook its words as alternative text, which myst-nb leaves out of
-    an `image/png`.
-    """
+    """Give each figure of a notebook its alternative text, which myst-nb omits for `image/png`."""
     for file in (source / "notebooks").rglob("*.ipynb"):
         notebook = nbformat.read(file, 4)
         for output in itertools.chain.from_iterable(
@@ -169,8 +170,8 @@ def name_pictures(source):
 
 
 def documented_members(kind):
-    """The public methods and properties of a class that have a docstring, those of gpulab's base
-    classes included.
+    """Return the public methods and properties of a class that have a docstring, including those
+    of gpulab's base classes.
     """
     described = (types.FunctionType, property, functools.cached_property, staticmethod, classmethod)
     members = {}
@@ -185,8 +186,9 @@ def documented_members(kind):
 
 
 def reference(source):
-    """Write a page for each package, with an entry for each public name, in full where the name
-    comes first.
+    """Write a page for each package, with an entry for each public name.
+
+    A name that several packages export has a full entry in the first of them.
     """
     seen, folder = {}, source / "reference"
     folder.mkdir(exist_ok=True)
@@ -205,7 +207,7 @@ def reference(source):
                 page += f".. automodule:: {value.__name__}\n   :members:\n{here}"
             elif kind == "data":
                 page += (
-                    f".. py:data:: {public}\n\n   Of"
+                    f".. py:data:: {public}\n\n   Contains"
                     f" {', '.join(f'``{key}``' for key in value)}.\n\n"
                 )
             else:
@@ -235,17 +237,17 @@ def gather(source):
 def setup(app):
     """Gather the sources and register the adaptations; Sphinx calls this function."""
 
-    def docstring(*arguments):  # a bar is one, and opens no substitution
+    def docstring(*arguments):  # escape bars, which would begin a substitution
         lines = arguments[-1]
         lines[:] = [
             line if line.lstrip().startswith((">>>", "...")) else line.replace("|", r"\|")
             for line in lines
         ]
 
-    def signature(*arguments):  # of a dataclass: what is no Python is not broken into lines
+    def signature(*arguments):  # `<factory>` of dataclasses is not Python, and would not wrap
         return (arguments[-2] or "").replace("<factory>", "...") or None, arguments[-1]
 
-    def formula(block):  # as MathML, which needs no script
+    def formula(block):  # render formulas as MathML, which needs no script
         def visit(writer, node):
             writer.body.append(tex2mathml(node.astext(), as_block=block))
             raise SkipNode

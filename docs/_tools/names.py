@@ -1,4 +1,6 @@
-"""Write the public names into `public_names.md`: `python docs/_tools/names.py`. A test compares."""
+"""Write the public names into `public_names.md`, which a test compares with the code: `python
+docs/_tools/names.py`.
+"""
 
 import inspect
 from pathlib import Path
@@ -9,16 +11,16 @@ PAGE = Path(__file__).parents[1] / "public_names.md"
 MADE = ("Experiment", "Step", "Autoencoder", "LinearAutoencoder", "PredNet", "Whitener")
 HEAD = (
     "# Public names\n\n"
-    "From 1.0 on, these names stay, and so do the names of their parameters. One that has to go"
-    " is kept for a year, in which it warns and says what takes its place. New parameters come"
-    " after the others, with a default. Everything else may change: modules that are not named"
-    " here, what is printed, `notebooks/companion`, `benchmarks`.\n\n`python"
+    "From 1.0 on, these names and the names of their parameters are stable. A name that has to be"
+    " removed still works for a year, during which it warns and names its replacement. New"
+    " parameters are added after the others, with a default. Everything else can change: modules"
+    " that are not named here, printed text, `notebooks/companion`, `benchmarks`.\n\n`python"
     " docs/_tools/names.py` writes this page, and a test compares it with the code.\n"
 )
 
 
 def signature(thing):
-    """What a function takes, or a class that people make objects of; empty for anything else."""
+    """Return the parameters of a function, or of a class that users instantiate; else ""."""
     if not callable(thing) or (inspect.isclass(thing) and thing.__name__ not in MADE):
         return ""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
@@ -27,7 +29,7 @@ def signature(thing):
 
 
 def page():
-    """The page: a list for each package."""
+    """Return the page, which has a list for each package."""
     text = HEAD
     for package in (gl, *(getattr(gl, name) for name in gl.PACKAGES)):
         own = [

@@ -17,7 +17,7 @@ PAPERS = (PAPER, PAPER.with_name("rescience.md"), PAPER.with_name("metadata.yaml
 
 
 def minutes():
-    """Return the minutes that all notebooks take in the smallest profile, from the page of costs."""
+    """Return the minutes that all notebooks take in the smallest profile, by the page of costs."""
     costs = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
     ((whole, seconds),) = re.findall(
         r"^\| `python -m companion`, smoke: .+?\| (\d+) min (\d+) s", costs, re.MULTILINE
@@ -121,7 +121,7 @@ def comparisons(table):
     rows = [
         [
             *(what, film, f"{loss.worse} of {loss.seeds}", f"{loss.ratio:.2f}", loss.decision),
-            *(f"{beats.beat} for {beats.beat_reference}", beats.decision),
+            *(f"{beats.beat} and {beats.beat_reference}", beats.decision),
         ]
         for what, film, loss, beats in rows_of(table)
     ]
@@ -184,7 +184,7 @@ def counts(full, half, runs):
 
 
 def losses_by_condition(runs):
-    """Return the final loss at half the size, with one row per seed and one column per condition."""
+    """Return the final loss at half the size: one row per seed, one column per condition."""
     return runs[runs["size"] == "80x56"].pivot_table(
         index="seed", columns="condition", values="final_loss"
     )
