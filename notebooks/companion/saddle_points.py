@@ -1,4 +1,4 @@
-"""Does rounding help networks past saddle points? What escapes and curvature say of this claim."""
+"""Does rounding help networks past saddle points? The evidence from escapes and curvature."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gpulab.wording import optimizer_words
 
 ALPHA = 0.05
 PUBLISHED = "adam"  # the optimiser of the paper, which decides the answer
-# the share of pairs from which on the answer is yes; chosen after the recorded escapes were seen
+# share of pairs required for the answer yes; chosen after the recorded escapes were seen
 CLEAR = 0.9
-# how a setting begins: its arithmetics are compared on the same device
+# the beginning of a setting's name; settings are compared on the same device
 DEVICE = r"^(cuda|cpu:threads=1|cpu)"
 
 
@@ -27,9 +27,9 @@ def saddle_finding(
     Args:
         escapes: The `table` of `gpulab.saddles.escape_table`, or several of them.
         related: A row for each network, with the correlation of the loss with the share of descent
-            directions `over the training`, and the `p` of that at one step.
-        verdicts: Of each network, whether a setting changes the share of descent directions at the
-            end of training.
+            directions `over the training`, and the `p` of the correlation at one step.
+        verdicts: For each network, the verdict on whether a setting changes the share of descent
+            directions at the end of training.
     """
     full_batch, unpushed = escapes.batch_size == 0, escapes.perturbation == 0
     masters = escapes.master_weights.astype(bool)
@@ -37,7 +37,7 @@ def saddle_finding(
     pairs = against_float64(plain)
     decisions = pd.concat([judged.table for judged in verdicts.values()], ignore_index=True)
     fewer = int(((decisions.decision == "different") & (decisions.difference < 0)).sum())
-    ends = "comparisons of trainings ended with fewer descent directions"
+    ends = "comparisons found fewer descent directions at the end of training"
     sections: dict[str, Part] = {
         SUMMARY: _summary(pairs),
         "Does rounding help": [
@@ -46,8 +46,10 @@ def saddle_finding(
             _whether(pairs[pairs.optimizer == PUBLISHED], f". {fewer} of {len(decisions)} {ends}"),
             _with_minibatches(escapes[~full_batch]),
         ],
-        "When rounding holds a network": _held(plain, escapes[full_batch & unpushed & masters]),
-        "Along trainings": _along_trainings(related, decisions),
+        "When rounding keeps a network at the saddle": _held(
+            plain, escapes[full_batch & unpushed & masters]
+        ),
+        "During training": _along_trainings(related, decisions),
     }
     pushed = escapes[full_batch & ~unpushed]
     numbers = [f"Pushed off the saddle: {pushed.escaped.sum()} of {len(pushed)} left."]
@@ -62,9 +64,9 @@ def saddle_finding(
 
 
 def against_float64(escapes: pd.DataFrame) -> pd.DataFrame:
-    """Each escape beside that of float64 on the same device, seed and learning rate.
+    """Pair each escape with that in float64 on the same device, seed and learning rate.
 
-    `times` is how many times as many steps it took; NaN where one of the two never left.
+    `times` is the ratio of their numbers of steps; NaN if one of the two never left.
     """
     keys = ["device", "optimizer", "learning_rate", "seed"]
     escapes = escapes.assign(device=escapes.setting.str.extract(DEVICE, expand=False))
@@ -77,42 +79,47 @@ def against_float64(escapes: pd.DataFrame) -> pd.DataFrame:
 
 
 def _summary(pairs: pd.DataFrame) -> str:
-    """How often coarser arithmetic left sooner than float64, with each of three optimisers."""
+    """How often networks left sooner in coarser arithmetic than in float64, by optimiser."""
     counts = []
     for optimizer in ("sgd", "momentum", PUBLISHED):
         times = pairs.times[pairs.optimizer == optimizer].dropna()
         name = optimizer_words(optimizer)
         if optimizer == PUBLISHED:
-            name += ", the optimiser of the paper,"
-        counts.append(f"with {name} in {(times < 1).sum()} of {len(times)} pairs of trainings")
-    summary = f"Coarser arithmetic left the saddle sooner than float64 {listed(counts)}."
+            name += ", the optimiser of the paper"
+        trainings = " pairs of trainings" if not counts else ""
+        counts.append(f"in {(times < 1).sum()} of {len(times)}{trainings} with {name}")
+    summary = (
+        "Networks left the saddle sooner in coarser arithmetic than in float64"
+        f" {'; '.join(counts)}."
+    )
     later, others = (times > 1).sum(), (times == 1).sum()
     if later > (times < 1).sum():
         summary += (
-            f" In {later} of these {len(times)} it left later, and in {others} after as many steps."
+            f" In {later} of these {len(times)} they left later, and in {others} after the same"
+            " number of steps."
         )
     return summary
 
 
 def _whether(pairs: pd.DataFrame, also: str = "") -> str:
-    """Whether coarser arithmetic left the saddle sooner than float64: yes, or not shown."""
+    """Whether networks left the saddle sooner in coarser arithmetic: yes, or not shown."""
     name = optimizer_words(pairs.optimizer.iloc[0])
     who = f"{name}, the optimiser of the paper" if pairs.optimizer.iloc[0] == PUBLISHED else name
     times, held = pairs.times.dropna(), (~pairs.escaped).sum()
     sooner, later = (times < 1).sum(), (times > 1).sum()
     answer = "not shown"
     if sooner >= CLEAR * len(times):
-        answer = "yes, unless rounding holds the network there" if held else "yes"
+        answer = "yes, unless rounding keeps the network there" if held else "yes"
     stayed = f"; {held} never left, with weights in {_formats_held(pairs)}" if held else ""
     return (
-        f"With {who}: {answer}. Of {len(times)} pairs of trainings that both left the saddle,"
-        f" coarser arithmetic left sooner than float64 in {sooner} and later in {later}"
-        f" ({times.median():.2f} times as many steps in the median){stayed}{also}."
+        f"With {who}: {answer}. In {len(times)} pairs both trainings left the saddle; the one in"
+        f" coarser arithmetic left sooner than float64 in {sooner} and later in {later} pairs"
+        f" (median ratio of steps {times.median():.2f}){stayed}{also}."
     )
 
 
 def _formats_held(escapes: pd.DataFrame) -> str:
-    """The formats of the weights of those that never left."""
+    """The formats of the weights of the networks that never left."""
     return listed(
         sorted(
             {
@@ -124,7 +131,7 @@ def _formats_held(escapes: pd.DataFrame) -> str:
 
 
 def curvature_title(related: pd.DataFrame) -> str:
-    """Say where seeds with a higher loss have more descent directions at the same step.
+    """Say in which networks a higher loss goes with more descent directions at the same step.
 
     Args:
         related: A row for each network, with the correlation of the loss with the share of descent
@@ -134,11 +141,11 @@ def curvature_title(related: pd.DataFrame) -> str:
     >>> print(curvature_title(related))
     At the same step, a higher loss goes with more descent directions in B
     >>> print(curvature_title(related[:1]))
-    At the same step, no link of loss and descent directions is shown
+    At the same step, no link between loss and descent directions is shown
     """
     shown = related[related.p <= ALPHA]
     if shown.empty:
-        return "At the same step, no link of loss and descent directions is shown"
+        return "At the same step, no link between loss and descent directions is shown"
     clauses = []
     for sign, words in ((1, "more"), (-1, "fewer")):
         networks = shown.index[sign * shown["at one step"] > 0]
@@ -148,8 +155,8 @@ def curvature_title(related: pd.DataFrame) -> str:
 
 
 def _with_minibatches(escapes: pd.DataFrame) -> str:
-    """How far arithmetics differ that get the same minibatches, and how far seeds do."""
-    # of those that left
+    """How much the arithmetic matters with the same minibatches, and how much the seed does."""
+    # only of trainings that left
     steps = escapes.pivot_table(index=["optimizer", "seed"], columns="setting", values="steps")
     arithmetic, by_optimizer = steps.max(axis=1) / steps.min(axis=1) - 1, steps.groupby("optimizer")
     seeds = (by_optimizer.max() / by_optimizer.min() - 1).stack()
@@ -167,11 +174,11 @@ def _with_minibatches(escapes: pd.DataFrame) -> str:
 
 
 def _held(plain: pd.DataFrame, masters: pd.DataFrame) -> list[str]:
-    """What the length of a step says of who leaves, and what weights of more digits change."""
+    """Which trainings leave, by the length of a step, and what weights with more digits change."""
     measured = plain[plain.step_ratio.notna()]
     longer, shorter = (measured[measured.step_ratio > 1], measured[measured.step_ratio <= 1])
     sentences = [
-        "Where a step is longer than half the distance from a weight to the next number of its"
+        "Where a step is longer than half the distance from a weight to the next number in its"
         f" format, {longer.escaped.sum()} of {len(longer)} trainings left the saddle; where it is"
         f" shorter, {shorter.escaped.sum()} of {len(shorter)}."
     ]
@@ -183,8 +190,8 @@ def _held(plain: pd.DataFrame, masters: pd.DataFrame) -> list[str]:
             ": what is rounded away is the update, not the gradient" if freed.escaped.all() else ""
         )
         sentences.append(
-            f"With the same gradients, but weights in float64, {freed.escaped.sum()} of"
-            f" {len(freed)} of those that were held left after all{conclusion}."
+            f"With the same gradients but weights in float64, {freed.escaped.sum()} of the"
+            f" {len(freed)} trainings that had not left the saddle did leave it{conclusion}."
         )
     return sentences
 
@@ -195,11 +202,11 @@ def _along_trainings(related: pd.DataFrame, decisions: pd.DataFrame) -> list[str
     return [
         (
             f"Over a whole training, a lower loss goes with fewer descent directions in {falls} of"
-            f" {len(related)} groups of trainings. Between seeds at the same step this is shown in"
-            f" {shown} of them; where it is not, both may simply change with the time of training."
+            f" {len(related)} groups of trainings. Between seeds at the same step, this is shown in"
+            f" {shown} of them; in the others, both may simply change in the course of training."
         ),
         (
-            "Comparing settings by the share of descent directions at the end of training, the"
-            f" verdicts are: {listed(f'{count} {decision}' for decision, count in counts.items())}."
+            "The verdicts on settings, by the share of descent directions at the end of training,"
+            f" are: {listed(f'{count} {decision}' for decision, count in counts.items())}."
         ),
     ]
