@@ -16,8 +16,8 @@ from markupsafe import Markup
 
 from companion.run import KERNEL
 
-HOST = "127.0.0.1"  # which no other machine reaches
-TEMPLATE = "explore"  # in the folder `voila/templates` of the following data directory of Jupyter
+HOST = "127.0.0.1"  # not reachable from other machines
+TEMPLATE = "explore"  # a folder of `voila/templates` in the following Jupyter data directory
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -32,7 +32,7 @@ class Page:
     notebook: str
 
     def source(self) -> nbformat.NotebookNode:
-        """The page as Voilà wants it: a notebook of a text and one cell."""
+        """The page as a notebook for Voilà: a text and one code cell."""
         text = (
             f"# {self.title}\n\n{self.move} {self.see}\n\nThe notebook `{self.notebook}`"
             " explains it."
@@ -47,37 +47,37 @@ class Page:
 
 PAGES = {
     "buffer": Page(
-        "The buffer that is written over",
+        "The overwritten buffer",
         "buffer_explorer",
-        "Type numbers: each is a frame, written into one buffer over the one before. Then tick"
-        " *copy each frame*.",
-        "Each loss is right, because it is computed while its frame is there. Watch which frame the"
-        " gradient finds.",
+        "Type numbers. Each stands for a frame, which is written into one buffer over the previous"
+        " frame. Then tick *copy each frame*.",
+        "Each loss is right, because it is computed while its frame is in the buffer. Watch which"
+        " frame the gradient finds.",
         "05_the_anomaly",
     ),
     "bits": Page(
         "The bits of a number",
         "bit_explorer",
         "Type a number, or click a bit, and choose the format that it is rounded to.",
-        "Below the bits stands what is left of the number, and by how much that is off.",
+        "Below the bits you see the rounded number and its error.",
         "02_floating_point",
     ),
     "saddle": Page(
         "A ball on a saddle",
         "saddle_explorer",
-        "Choose an optimiser and an arithmetic, press play to let the ball roll, and turn the"
+        "Choose an optimiser and an arithmetic, press play to let the ball roll, and rotate the"
         " saddle.",
-        "The surface is the whole loss of a network of two weights; where every step is rounded"
+        "The surface is the whole loss of a network with two weights. If every step is rounded"
         " away, the ball stays.",
         "06_saddle_points",
     ),
     "seeds": Page(
         "The verdict, seed by seed",
         "seeds_explorer",
-        "Press play: recorded runs come in one seed at a time, in the order you choose, with a"
-        " verdict each time.",
-        "An interval without zero shows a difference; see which differences are still there when"
-        " all seeds are in.",
+        "Press play: recorded runs are added one seed at a time, in the order that you choose, with"
+        " a new verdict each time.",
+        "An interval that excludes zero shows a difference. Which differences remain when all seeds"
+        " have been added?",
         "04_prednet",
     ),
 }
@@ -103,7 +103,7 @@ ENTRY = Markup(
 
 
 def landing_page() -> str:
-    """The page that lists the others, and says of each what one moves and what one sees."""
+    """The page that lists the others, with what to move and what to see on each."""
     entries = []
     for name, page in PAGES.items():
         sentence = page.move.replace("*", "")
@@ -136,5 +136,5 @@ def serve(port: int) -> int:
         signal.signal(signal.SIGTERM, lambda *_: voila.terminate())
         try:
             return voila.wait()
-        except KeyboardInterrupt:  # Voilà has it, too, and ends its kernels
+        except KeyboardInterrupt:  # Voilà receives it, too, and ends its kernels
             return voila.wait()

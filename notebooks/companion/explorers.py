@@ -1,4 +1,4 @@
-"""The widgets of the pages without code which compute: a buffer, a ball on a saddle, and seeds."""
+"""Widgets that compute, for pages without code: a buffer, a ball on a saddle, and seeds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMATS = {
 PUSHES = [("none", 0.0), ("1e-6", 1e-6), ("0.001", 1e-3), ("0.1", 0.1)]
 STEPS = 200
 ROLLED = 5  # steps at a time
-FILL_SECONDS = 0.2  # in which verdicts of fewer seeds than are in are made, too
+FILL_SECONDS = 0.2  # for computing verdicts on fewer seeds as well
 GPU = "cuda:tf32=off,deterministic=on"
 # Recorded runs with two levels of one factor: a query, the factor, and its levels, the reference
 # first.
@@ -64,8 +64,8 @@ COMPARISONS = {
     ),
 }
 ALONE = (
-    "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed"
-    " for."
+    "This verdict answers a single question. If several are asked at once, as in the notebooks,"
+    " verdicts are corrected for their number."
 )
 
 
@@ -74,7 +74,7 @@ def _row(*widgets: ipywidgets.Widget) -> ipywidgets.HBox:
 
 
 def _player(slider: ipywidgets.IntSlider, step: int = 1, interval: int = 250) -> ipywidgets.Play:
-    """What moves a slider by itself."""
+    """A player that moves a slider automatically."""
     play = ipywidgets.Play(
         min=slider.min, max=slider.max, step=step, interval=interval, show_repeat=False
     )
@@ -84,7 +84,7 @@ def _player(slider: ipywidgets.IntSlider, step: int = 1, interval: int = 250) ->
 
 
 class BufferExplorer(ipywidgets.VBox):
-    """Numbers that are written into one buffer frame by frame, and those that the gradient sees.
+    """Numbers that are written into one buffer frame by frame, and those that the gradient finds.
 
     >>> explorer = BufferExplorer()
     >>> explorer.seen()["the gradient finds"].tolist()
@@ -104,14 +104,14 @@ class BufferExplorer(ipywidgets.VBox):
         self._show()
 
     def seen(self) -> pd.DataFrame:
-        """A row for each frame: its loss at w = 0, (w − frame)², and what the gradient sees.
+        """A row for each frame: its loss at w = 0, (w − frame)², and what the gradient finds.
 
         The gradient of that loss is −2 × frame.
         """
         weight, buffer, losses = torch.zeros((), requires_grad=True), np.zeros((), np.float32), []
         frames = [float(number) for number in self.numbers.value.replace(",", " ").split()]
         for number in frames:
-            buffer[...] = number  # over the frame before
+            buffer[...] = number  # over the previous frame
             frame = torch.as_tensor(buffer.copy() if self.copy.value else buffer)
             losses.append(nn.functional.mse_loss(weight, frame))
         found = [-torch.autograd.grad(loss, weight)[0].item() / 2 for loss in losses]
@@ -121,7 +121,7 @@ class BufferExplorer(ipywidgets.VBox):
         )
 
     def _ipython_display_(self) -> None:
-        """Show the widget, and the table for those who cannot run it."""
+        """Show the widget, or the table where no kernel runs."""
         view = "application/vnd.jupyter.widget-view+json"
         widget_data = self._repr_mimebundle_()[view]
         words = f"The buffer explorer, with the frames {self.numbers.value}."
@@ -132,11 +132,11 @@ class BufferExplorer(ipywidgets.VBox):
         try:
             self.image.value = table(self.seen())
         except ValueError:
-            self.image.value = "Type numbers with spaces between them."
+            self.image.value = "Type numbers separated by spaces."
 
 
 class _TwoWeights(nn.Module):
-    """One unit with two weights, a principal component, whose whole loss can be drawn."""
+    """One unit with two weights that learns a principal component; its whole loss can be drawn."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -149,9 +149,8 @@ class _TwoWeights(nn.Module):
 def small_saddle() -> CriticalPoint:
     """A saddle of a network with two weights, at the smaller of two principal components.
 
-    Their second moments are 4 and 1.
-
-    The larger one is at an angle of 0.7, for at others the weights would round otherwise.
+    The second moments of the components are 4 and 1. The larger component is at an angle of 0.7;
+    at other angles the weights would be rounded differently.
     """
     cosine, sine = math.cos(0.7), math.sin(0.7)
     large, small = torch.tensor([[cosine, sine], [-sine, cosine]], dtype=torch.float64)
@@ -166,8 +165,8 @@ def trajectory(
 ) -> pd.DataFrame:
     """An optimiser's path from a saddle in the plane of extreme curvatures, a row for each step.
 
-    Columns are the signed distances `along` and `across`, and the `loss`. It ends where they become
-    infinite or NaN.
+    Columns are the signed distances `along` and `across`, and the `loss`. The path ends where they
+    become infinite or NaN.
     """
     rows: list[list[float]] = []
     with Setting.parse(setting).apply() as parsed:
@@ -184,7 +183,7 @@ def trajectory(
 
 
 class SaddleExplorer(Explorer):
-    """A ball that an optimiser rolls down from a saddle, on a surface that can be turned.
+    """A ball that an optimiser rolls down from a saddle, on a surface that can be rotated.
 
     >>> explorer = SaddleExplorer()
     >>> explorer.step.value = 200
@@ -224,7 +223,7 @@ class SaddleExplorer(Explorer):
         self._roll()
 
     def picture(self) -> Picture:
-        """The ball where the sliders say."""
+        """Draw the ball at the step and from the angles that the sliders give."""
         push = f"a push of {self.push.label}" if self.push.value else "no push"
         title = f"{self.optimizer.label}, {self.format.value}, rate {self.rate.value}, {push}"
         return saddle_path(
@@ -238,7 +237,7 @@ class SaddleExplorer(Explorer):
 
 
 class SeedsExplorer(Explorer):
-    """Recorded runs that come in one seed at a time, and the verdict on those that are in.
+    """Recorded runs, added one seed at a time, and the verdict on those added so far.
 
     >>> explorer = SeedsExplorer()
     >>> explorer.seeds.value = 10
@@ -264,7 +263,7 @@ class SeedsExplorer(Explorer):
         self._restart()
 
     def picture(self) -> Picture:
-        """The verdicts so far."""
+        """Draw the verdicts so far."""
         return seed_by_seed(
             {
                 count: partial_verdict
@@ -274,7 +273,7 @@ class SeedsExplorer(Explorer):
         )
 
     def _restart(self, _: object = None) -> None:
-        """The runs of a comparison in an order: 0 is as they were recorded, others are shuffled."""
+        """Start a comparison anew: in order 0 the seeds are ascending, in the others shuffled."""
         query, self.factor, levels = COMPARISONS[self.which.value]
         runs = self.runs.query(f"rerun == 0 and {query}")
         self.chosen, self.reference = runs[runs[self.factor].isin(levels)], levels[0]
@@ -287,7 +286,7 @@ class SeedsExplorer(Explorer):
         self.verdicts: dict[int, Verdict] = {}
         self.seeds.max = len(seeds)
         if self.seeds.value > 2:
-            self.seeds.value = 2  # which shows it
+            self.seeds.value = 2  # this calls `_show`
         else:
             self._show()
 
@@ -310,7 +309,7 @@ class SeedsExplorer(Explorer):
 
 @theme.with_theme
 def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
-    """The difference and its interval against the number of seeds, coloured by the decision."""
+    """Draw the difference and its interval against the number of seeds, coloured by decision."""
     counts = sorted(verdicts)
     rows = pd.concat([verdicts[count].table for count in counts]).assign(count=counts)
     figure, (axes,) = theme.canvas()
@@ -336,7 +335,7 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
             "label": decision,
         }
         axes.plot(decision_rows["count"], decision_rows.difference, zorder=3, **style)
-    # of the margin what there is room for
+    # as much of the margin as there is room for
     reach = 1.2 * np.nanmax(rows[["low", "high", "difference"]].abs())
     axes.set(xlim=(0.5, max(counts[-1], 10) + 0.5), ylim=(-reach, reach) if reach > 0 else None)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -351,10 +350,10 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
 def saddle_path(
     surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, title: str
 ) -> Picture:
-    """The path of a ball up to a step on the loss around a saddle, seen from `turn` and `tilt`."""
+    """Draw a ball's path on the loss around a saddle up to a step, seen from `turn` and `tilt`."""
     path_so_far = path[: step + 1]
     ball, top = path_so_far.iloc[-1], 1.8 * surface.loss
-    # what rises further would hide the rest
+    # what rises higher would hide the rest
     low = surface.losses[:, len(surface.along) // 2] <= 1.3 * surface.loss
     figure = Figure(figsize=(7.2, 4.8))
     # Matplotlib has no types for its axes in three dimensions.
@@ -392,7 +391,7 @@ def saddle_path(
     # In one line the title would be wider than the figure.
     headline = f"{title}:\nafter {len(path_so_far) - 1} steps the ball is {ball_words}"
     return theme.finish_figure(
-        figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}."
+        figure, headline, f"The loss around a saddle, and the path of a ball on it. {headline}."
     )
 
 

@@ -2,7 +2,7 @@
 
 A network that learned hardly anything is no better than the best prediction without one of the
 colours. A network that learned motion predicts the next frame better than repeating the last one
-does; but the last frame blurred may do so, too, without any motion.
+does; but a blurred copy of the last frame can do so, too, without any motion.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpulab.store.recorded import recorded_table
 from gpulab.training._profiles import FINAL_LOSS_DIVISOR, protocol
 
 RENDERED = ("walk", "moving-digits")
-# of a table of runs: the fields of a film
+# the columns of a table of runs that describe its film
 COLUMNS = (
     "data",
     "frames",
@@ -45,13 +45,13 @@ BLUR_WIDTHS = (
 
 @dataclass(frozen=True)
 class Film:
-    """What the frames of a rendered film depend on.
+    """The parameters that determine the frames of a rendered film.
 
     Attributes:
         data: The name of the scene, `walk` or `moving-digits`.
         frames: How many frames a run is trained on.
         frame_size: Height and width in pixels, such as `48x64`.
-        scene_seed: What the scene is drawn from.
+        scene_seed: The seed from which the scene is drawn.
         speed: How fast it moves, as a multiple of its usual speed.
 
     Examples:
@@ -71,7 +71,7 @@ class Film:
         return losses_of(self).repeat
 
     def blurred_loss(self) -> float:
-        """The same for the last frame blurred, by the Gaussian that gives the smallest loss."""
+        """The same for the last frame, blurred by the Gaussian that gives the smallest loss."""
         return losses_of(self).blurred
 
     def missing_colour_loss(self) -> float:
@@ -80,13 +80,13 @@ class Film:
 
 
 def films_of_runs(runs: pd.DataFrame) -> list[Film | None]:
-    """The film that each run was trained on; None where it was not a rendered one."""
+    """The film that each run was trained on; None if that was not a rendered one."""
     rows = zip(*(runs[name] for name in COLUMNS), strict=True)
     return [_film(*row) if row[0] in RENDERED else None for row in rows]
 
 
 def _film(data: str, frames: float, frame_size: str, scene_seed: float, speed: float) -> Film:
-    # Where some runs of a table have no frames or no seed, pandas holds these columns as floats.
+    # If some runs of a table have no frames or no seed, pandas holds these columns as floats.
     return Film(data, int(frames), frame_size, int(scene_seed), float(speed))
 
 
@@ -94,7 +94,7 @@ def _film(data: str, frames: float, frame_size: str, scene_seed: float, speed: f
 
 
 class RecordedLosses(NamedTuple):
-    """The losses of a film as they were recorded."""
+    """The recorded losses of a film."""
 
     repeat: float
     blurred: float
@@ -124,7 +124,7 @@ class RenderedLosses:
 
     @functools.cached_property
     def blurred(self) -> float:
-        """The loss of repeating the last frame blurred, estimated on every fifth frame."""
+        """The loss of repeating the blurred last frame, estimated on every fifth frame."""
         pairs = [(frames[:-1:5].copy(), frames[1::5].copy()) for frames in self._last_windows()]
         last_frames, next_frames = zip(*pairs, strict=True)
         return best_blurred_loss(np.concatenate(last_frames), np.concatenate(next_frames))
@@ -162,7 +162,7 @@ def recorded_losses() -> dict[Film, RecordedLosses]:
 
 
 def best_blurred_loss(frames: np.ndarray, next_frames: np.ndarray) -> float:
-    """The mean squared error of predicting frames by the previous ones under the best blur."""
+    """The mean squared error of predicting each frame by the previous one under the best blur."""
     from scipy.ndimage import gaussian_filter
 
     widths = frames.shape[-1] / 64 * np.array(BLUR_WIDTHS)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class FirstWindow:
     """A step on a training's first window, whose frames a `loader` provides: see `gpulab.data`.
 
-    For `gpulab.audit` and `gpulab.record` it is a step like any other; nothing is updated. `net` is
-    a name, whose weights are drawn from `seed`, or a trained network. `frames` cuts the window
-    short. `options` are those of `gpulab.train` that change what the step begins with: `data`,
-    `data_options`, `flip`, `draws`, and the `setting` whose device draws.
+    `gpulab.audit` and `gpulab.record` accept it as a step; it updates nothing. `net` is the name of
+    a network, whose weights are drawn from `seed`, or a trained network. `frames` limits the length
+    of the window. `options` are the options of `gpulab.train` that affect the start of a training:
+    `data`, `data_options`, `flip`, `draws`, and the `setting` whose device draws the weights.
 
     >>> FirstWindow("autoencoder", "reused", profile="smoke").gradient("cpu").losses.shape
     torch.Size([20])
@@ -50,7 +50,10 @@ class FirstWindow:
 
     @contextlib.contextmanager
     def prepared(self, setting: gl.Setting) -> Iterator[Callable[[], Computed]]:
-        """The step with its model in place, so that audits do not see the copying; call it once."""
+        """Yield the step with its model on the device, so that audits do not trace the copying.
+
+        The step can be called once.
+        """
         model = copy.deepcopy(self.spec.model).to(setting.device, setting.dtype)
         setattr(model, model.compiled_part, setting.compiled(getattr(model, model.compiled_part)))
         batches = Loader(self.loader, setting).batches(model, self.frames)
@@ -67,7 +70,7 @@ class FirstWindow:
         yield once
 
     def __call__(self, setting: gl.Setting) -> Computed:
-        """Do the step."""
+        """Run the step."""
         with self.prepared(setting) as once:
             return once()
 
@@ -82,13 +85,13 @@ class FirstWindow:
 
 @dataclass(frozen=True)
 class Computed:
-    """`losses`, one a frame (t,), and the `gradient` of each parameter by name."""
+    """The `losses`, one per frame (t,), and the `gradient` of each parameter by name."""
 
     losses: Tensor
     gradient: dict[str, Tensor]
 
     def against(self, other: Computed) -> dict[str, float]:
-        """The differences from another step: losses' bits, gradients' distance and cosine."""
+        """Compare with another step: equal losses, and distance and cosine of the gradients."""
         own_gradient, other_gradient = (
             torch.cat([gradient[name].reshape(-1) for name in other.gradient])
             for gradient in (self.gradient, other.gradient)
@@ -106,9 +109,10 @@ class Computed:
 
 
 def recorded_windows() -> pd.DataFrame:
-    """What `benchmarks/record.py published` (commit 6aece191) recorded, with the `machine`.
+    """The windows that `benchmarks/record.py published` (commit 6aece191) recorded.
 
-    In words: `gradient`, whose it is, and `compared_with`, whose it is compared with.
+    More columns: the `machine`; in words, the device and condition of the `gradient`, and those of
+    the gradient that it is `compared_with`.
     """
     windows = recorded_table("windows").drop(columns="recorded")
     return windows.assign(
@@ -122,7 +126,7 @@ def _in_words(cell: str) -> str:
     words = {
         "cpu copied": f"CPU, {COPIED}",
         "cpu reused": f"CPU, {OVERWRITTEN}",
-        "cuda copied": f"GPU, {COPIED} by .copy(), too",
+        "cuda copied": f"GPU, {COPIED}, also by .copy()",
         "cuda reused": f"GPU, {COPIED}",
         "cuda shared": f"GPU, {OVERWRITTEN}",
     }

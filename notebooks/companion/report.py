@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 HERE, RECORDED, BOTH = "here", "recorded", "both"  # where the numbers of a finding were made
 SECTIONS = {
     HERE: "Found here\n\nOn this machine, when this report was made.",
-    RECORDED: "Recorded elsewhere\n\nOn other machines, by runs that come with gpulab.",
+    RECORDED: "Recorded elsewhere\n\nOn other machines, in runs that come with gpulab.",
     BOTH: (
-        "Here and elsewhere\n\nNumbers made here, beside recorded ones; the notebooks say which are"
-        " which."
+        "Here and elsewhere\n\nNumbers computed here, with recorded ones; the notebooks say"
+        " which are which."
     ),
 }
 CLONE = Path(__file__).parents[2]
@@ -37,17 +37,17 @@ SECTION = re.compile(r"^#{2,3} (.*)$", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 INTRODUCTION = """# Does the device change what a network learns?
 
-gpulab answers this with evidence, in notebooks and with a small library. A
+gpulab answers this question with evidence, in notebooks and with a small library. A
 [paper of 2021](https://arxiv.org/abs/2109.01451), since retracted, reported that a network learns
-better on a GPU than on a CPU. A line of its published loop writes each frame over the one before,
-and a CPU goes on using that memory, so that the gradients are wrong; a GPU is given a copy. The
-figure shows what this line does: each line in it is one seed, recorded elsewhere.
+better on a GPU than on a CPU. One line of its published loop writes each frame over the previous
+one. A CPU goes on using that memory, so its gradients are wrong; a GPU is given a copy. The figure
+shows the effect of this line of code: each line in it is one seed, recorded elsewhere.
 
 <img alt="Every seed with copied and with overwritten frames"
  src="data:image/svg+xml;base64,{figure}">
 
-{outcome} Below is what the notebooks found on this machine and on others, then their figures, the
-words that they use, and the passport of this machine.
+{outcome} Below are the findings of the notebooks on this machine and on others, followed by their
+figures, the words that they use, and the passport of this machine.
 
 gpulab {version}, {profile} profile, {when}, {machine}
 
@@ -58,10 +58,10 @@ gpulab {version}, {profile} profile, {when}, {machine}
 
 
 def write_report(results: list[Result], output: Path, profile: str) -> Path:
-    """Write `output`/report/index.html, and the measurements as `results.json` beside it.
+    """Write `output`/report/index.html, and the measurements to `results.json` in its folder.
 
-    The page says what gpulab is, what was found here and elsewhere, and what failed; then come
-    figures and passport.
+    The page says what gpulab is, what was found here and elsewhere, and what failed; figures and
+    passport follow.
     """
     from nbconvert import HTMLExporter
 
@@ -177,7 +177,7 @@ def title(notebook: NotebookNode) -> str:
 
 
 def origin_of_finding(cell: NotebookNode) -> str | None:
-    """Where the numbers of a cell's finding were made; None where the cell has no finding."""
+    """Where the numbers of a cell's finding were made; None if the cell has no finding."""
     tags = cell.metadata.get("tags", [])
     return (
         next((tag for tag in tags if tag in (HERE, RECORDED)), BOTH) if "finding" in tags else None
@@ -196,7 +196,7 @@ def figure_of(output: NotebookNode) -> dict[str, str] | None:
 def glossary() -> str:
     """The glossary of the findings, without the links of its page to neighbouring files."""
     page = CLONE / "docs" / "glossary.md"
-    if not page.is_file():  # the notebooks lie outside of a clone
+    if not page.is_file():  # the notebooks are outside a clone
         return ""
     text = page.read_text(encoding="utf-8")
     return "## Words\n\n" + LINK.sub(r"\1", text.partition("\n\n")[2])
