@@ -1,4 +1,4 @@
-"""Claims of two blogs on the speed of GPUs beside measurements, and the finding of notebook 07."""
+"""Two blogs' claims on the speed of GPUs compared with measurements; the finding of notebook 07."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from companion.findings import SIZES, CheckedSentences, Part, finding, listed
+from companion.findings import SIZES, SUMMARY, CheckedSentences, Part, finding, listed
 from companion.timing import BUSY
 
-ENOUGH = 6  # seeds: as many that all say the same happen by chance in 3 of 100 cases
+ENOUGH = 6  # seeds: six agree by chance in 3 of 100 cases
 
 
 class Claim(NamedTuple):
     """A source's claim of a factor in speed or size between two measured numbers.
 
-    Each number is that of a device and a way.
+    Each number belongs to a device and a way of computing.
     """
 
     words: str
     claimed: str
     part: str
     unit: str
-    slow: tuple[str, str]  # an empty way: the best that there is
+    slow: tuple[str, str]  # an empty way stands for the best one measured
     fast: tuple[str, str]
     differs: str
 
@@ -43,10 +43,10 @@ CLAIMS = [Claim(*fields) for fields in (
      "theirs: no number; here: bfloat16, against float32 without TF32"),
     ("compilation makes training faster", "faster", "text", "s",
      ("gpu", "float32"), ("gpu", "float32, compiled"),
-     "theirs: no number; here: without the time to compile"),
+     "theirs: no number; here: compile time excluded"),
     ("transfers can be hidden behind computation", "hidden", "transfer", "s",
      ("gpu", "pageable"), ("gpu", "overlapped"),
-     "theirs: no number; here: images, while resnet18 reads those before"),
+     "theirs: no number; here: images, copied while resnet18 reads the batch before"),
     ("accumulated gradients need less memory", "less", "memory", "MB",
      ("gpu", "1 part"), ("gpu", "4 parts"),
      "theirs: no number; here: a Transformer's batch in four parts"),
@@ -57,9 +57,8 @@ CLAIMS = [Claim(*fields) for fields in (
 def claims_table(frame: pd.DataFrame, size: str = "quick") -> pd.DataFrame:
     """The sources' claims, a row each: claimed and measured ratio, answer, and differences.
 
-    What was measured here in this `size` is taken where it is there, else what was recorded. Where
-    trainings from several seeds are compared, the answer is yes or no only if at least six seeds
-    all say so.
+    Measurements made here at this `size` are preferred to recorded ones. If trainings from several
+    seeds are compared, the answer is yes or no only if there are at least six seeds and all agree.
     """
     rows = []
     for claim in CLAIMS:
@@ -82,7 +81,7 @@ def claims_table(frame: pd.DataFrame, size: str = "quick") -> pd.DataFrame:
 
 
 def _side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[pd.Series, str]:
-    """One side of a claim: a device's best numbers by seed, in words; or none, and why."""
+    """One side of a claim: a device's best numbers by seed, described, or why there are none."""
     frame = frame[(frame.part == claim.part) & (on_gpu(frame) == (device == "gpu"))]
     rows = frame[
         (frame.unit == claim.unit) & frame.value.notna() & ((frame.way == way) | (not way))
@@ -105,16 +104,16 @@ def _side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[pd.
 
 
 def _compared(slow: pd.Series, fast: pd.Series, unit: str) -> tuple[str, str]:
-    """How many times as fast, or as small, and the answer: yes, no, or not decided."""
+    """How many times as fast or as small, and the answer: yes, no, or not decided."""
     times = fast.median() / slow.median() if unit == "images/s" else slow.median() / fast.median()
     words, answer = f"{times:.3g}×", "yes" if times > 1 else "no"
-    # one number a side, the median of many calls
+    # one number for each side, the median of many calls
     if slow.index.isna().any() or fast.index.isna().any():
         return words, answer
     pairs = (slow / fast).dropna()
     agree = int(((pairs > 1) == (times > 1)).sum())
     if len(pairs) < ENOUGH:
-        return f"{words} (from {len(pairs)} of the {ENOUGH} seeds that it takes)", "not decided"
+        return f"{words} ({len(pairs)} of the {ENOUGH} seeds needed)", "not decided"
     return f"{words} (in {agree} of {len(pairs)} seeds)", answer if agree == len(
         pairs
     ) else "not decided"
@@ -123,14 +122,19 @@ def _compared(slow: pd.Series, fast: pd.Series, unit: str) -> tuple[str, str]:
 def speed_finding(
     steps: pd.DataFrame, updates: pd.DataFrame, everything: pd.DataFrame
 ) -> CheckedSentences:
-    """What was measured here and recorded elsewhere: tables `steps`, `updates`, `everything`."""
+    """State what was measured here and what was recorded elsewhere.
+
+    The claims are in short with their answers, and with the seeds behind the fold.
+    """
     steps_here, everything_here = steps[~steps.recorded], everything[~everything.recorded]
-    first = steps_here.setting.iloc[0]  # the CPU, where it is one of the devices
+    first = steps_here.setting.iloc[0]  # the CPU, if it is one of the devices
     here = steps_here[steps_here.setting == first].set_index("what")[
         ["forward", "backward", "update"]
     ]
     device = "CPU" if first.startswith("cpu") else "GPU"
-    parts: dict[str, Part] = {f"On this {device}": _describe_backward(here)}
+    backward = _describe_backward(here)
+    summary = [f"On this {device}: {backward}"]
+    parts: dict[str, Part] = {SUMMARY: summary, f"On this {device}": backward}
     seconds_here = updates[updates.setting == updates[~updates.recorded].setting.iloc[0]].query(
         "not recorded"
     )
@@ -143,15 +147,17 @@ def speed_finding(
         words = f"{BUSY}."
         if len(both):
             words = (
-                f"An update of three layers takes less time here than there at {ahead} of"
+                f"An update of three layers is faster here than there at {ahead} of"
                 f" {len(both)} widths."
             )
-        parts[f"Small networks, against {machine}"] = words
+            summary.append(words.replace("there", f"on {machine}"))
+        parts[f"Small networks, compared with {machine}"] = words
         there = pd.concat([everything[everything.recorded & ~on_gpu(everything)], rows])
         claims = pd.concat(
             [claims_table(there, size).assign(size=SIZES[size]) for size in ("quick", "paper")]
         )
         sentences = []
+        summary.append(f"Claims, measured on {machine} (recorded):")
         for (claim, claimed), answers in claims[claims.measured != ""].groupby(
             ["claim", "claimed"], sort=False
         ):
@@ -159,7 +165,8 @@ def speed_finding(
                 f"{row.answer}, {row.measured}, {row.size}" for row in answers.itertuples()
             )
             sentences.append(f"{claim[0].upper()}{claim[1:]}: {words}. Claimed: {claimed}.")
-        parts[f"What was claimed, recorded on {machine}"] = sentences
+            summary.append(_claim_in_short(claim, claimed, answers))
+        parts[f"What was claimed, and measured on {machine} (recorded)"] = sentences
     text = everything_here[everything_here.part == "text"].groupby(["way", "unit"]).value.median()
     numbers = (
         f"A text classifier trains in {text['float32', 's']:.3g} s here; right on"
@@ -169,8 +176,15 @@ def speed_finding(
     return finding(parts, [numbers])
 
 
+def _claim_in_short(claim: str, claimed: str, answers: pd.DataFrame) -> str:
+    """A claim with its ratio, and the answer and the measured ratio at each size."""
+    ratio = f" (claimed {claimed.rpartition(' = ')[2]})" if "×" in claimed else ""
+    words = [f"{row.answer}, {row.measured.split()[0]}, {row.size}" for row in answers.itertuples()]
+    return f"{claim[0].upper()}{claim[1:]}{ratio}: {'; '.join(words)}."
+
+
 def _describe_backward(steps: pd.DataFrame) -> str:
-    """The share of backpropagation in each network's step, of the times that were not withheld."""
+    """The share of backpropagation in each network's step, without the times that were withheld."""
     steps = steps.dropna()
     if steps.empty:
         return f"{BUSY}."
@@ -180,5 +194,5 @@ def _describe_backward(steps: pd.DataFrame) -> str:
 
 
 def on_gpu(frame: pd.DataFrame) -> pd.Series:
-    """Which rows are of another device than the CPU."""
+    """Which rows come from a device other than the CPU."""
     return ~frame.setting.astype(str).str.startswith("cpu")

@@ -1,4 +1,4 @@
-"""How fast the project's own networks train: as everybody writes them, and as gpulab runs them."""
+"""How fast the project's own networks train, as usually written and as gpulab runs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpulab.wording import setting_words
 
 WINDOWS = {"autoencoder": (20, 1, 28, 28), "prednet": (21, 3, 48, 64)}  # images, or frames
 
-WAYS = {  # of the records, in words
+WAYS = {  # the implementations in the records, in words
     "usual loop": "the usual loop",
     "usual loop, a look at every loss": "the usual loop, .item() at each step",
     "leido": "the usual PyTorch port",
@@ -46,12 +46,12 @@ def network_window(network: str, setting: Setting | str, fast: bool) -> Callable
     Args:
         network: `autoencoder` (20 images, an update for each) or `prednet` (20 frames, one update,
             the size of the profile `quick`).
-        setting: Where it trains; it is to be applied already.
-        fast: Whether gpulab's engine trains, or plain PyTorch with autograd.
+        setting: Where it trains; it must be applied already.
+        fast: Whether to use gpulab's engine; otherwise plain PyTorch with autograd trains.
 
     Returns:
-        A function without arguments. Each call goes on training on the same random window, and
-        waits for the losses.
+        A function without arguments. Each call continues the training on the same random window
+        and waits for the losses.
     """
     parsed = Setting.parse(setting)
     spec = NetworkRun.plan(network, setting=parsed, profile="quick", fast=fast)
@@ -68,7 +68,7 @@ def network_window(network: str, setting: Setting | str, fast: bool) -> Callable
 
 
 def recorded_training() -> pd.DataFrame:
-    """Read how fast the two networks were trained on other machines.
+    """Read how fast the two networks trained on other machines.
 
     Returns:
         A data frame with a row for each network, size, setting and way of training: `network`,
@@ -108,8 +108,8 @@ def describe_training(frame: pd.DataFrame) -> list[str]:
         frame: With the columns of `recorded_training`. Rows without `per_second` were withheld.
 
     Returns:
-        A sentence for each such network and size: how a GPU compares with the fastest CPU, both as
-        everybody writes the training, and with gpulab's engine on both.
+        A sentence for each such network and size: how a GPU compares with the fastest CPU, with the
+        usual code on both, and with gpulab's engine on both.
     """
     sentences = []
     frame = frame.dropna(subset="per_second").assign(on_gpu=~frame.setting.str.startswith("cpu"))
@@ -120,12 +120,17 @@ def describe_training(frame: pd.DataFrame) -> list[str]:
         ratio = (best[True] / best[False]).dropna()
         parts = [
             f"{compare_rates(ratio[way])} {words}"
-            for way, words in ((USUAL[network], "as everybody writes it"), (ENGINE, f"in {ENGINE}"))
+            for way, words in (
+                (USUAL[network], "with the usual code"),
+                (ENGINE, "with gpulab's engine"),
+            )
             if way in ratio
         ]
         if parts:
             name = NAMES[network, size].rpartition(" (")[0]
-            sentences.append(f"{name}: against the fastest CPU, a GPU is {', and '.join(parts)}.")
+            sentences.append(
+                f"{name}, a GPU compared with the fastest CPU: {', and '.join(parts)}."
+            )
     return sentences
 
 
@@ -134,11 +139,11 @@ def compare_rates(ratio: float) -> str:
 
     Examples:
         >>> compare_rates(18.9), compare_rates(0.52), compare_rates(1.04)
-        ('19 times as fast', '0.52 times as fast, which is slower,', 'about as fast (1.04 times)')
+        ('19 times as fast', '0.52 times as fast (slower)', 'about as fast (1.04 times)')
     """
     if 0.9 < ratio < 1.1:
         return f"about as fast ({ratio:.2f} times)"
-    slower = ", which is slower," if ratio < 1 else ""
+    slower = " (slower)" if ratio < 1 else ""
     return f"{ratio:.2g} times as fast{slower}"
 
 
@@ -180,15 +185,14 @@ def draw_training(frame: pd.DataFrame) -> Picture:
 
 
 def describe_crossing(seconds: pd.DataFrame, name: str) -> str:
-    """Say from which size on a GPU is the faster one, as the numbers have it.
+    """State from which size on a GPU is faster than a CPU, according to the numbers.
 
     Args:
-        seconds: A row for each size, which is the index, and the columns `CPU` and `GPU`: how long
-            the same work takes.
-        name: What the size is, such as `width`.
+        seconds: Indexed by size, with the columns `CPU` and `GPU`: how long the same work takes.
+        name: What the size measures, such as `width`.
 
     Returns:
-        A sentence. If the lines cross more than once, or not at all, it says so.
+        A sentence, which also says if the lines cross more than once or not at all.
 
     Examples:
         >>> seconds = pd.DataFrame({"CPU": [1.0, 2.0], "GPU": [2.0, 1.0]}, index=[16, 1024])

@@ -1,4 +1,4 @@
-"""The networks of notebook 07, and its calls of `benchmarks/`: other libraries, whole trainings."""
+"""The networks of notebook 07, and its measurements from `benchmarks/`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPEATS = {"smoke": 2, "quick": 3, "paper": 5}
 
 
 class Row(NamedTuple):
-    """One measured number, or why there is none."""
+    """One measured number, or the reason why there is none."""
 
     what: str
     way: str = ""
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class TextNet(nn.Module):
-    """Scores of texts by class: embedded words, an LSTM or a Transformer encoder, and a mean."""
+    """Score texts by class: embedded words, an LSTM or a Transformer encoder, and their mean."""
 
     def __init__(self, kind: str, classes: int, width: int, layers: int = 2) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class TextNet(nn.Module):
         self.scores = nn.Linear(width, classes)
 
     def forward(self, words: Int[Tensor, "b t"]) -> Float[Tensor, "b c"]:
-        """Scores; 0 is no word."""
+        """Compute the scores; the word number 0 is padding."""
         is_word, vectors = (words > 0).unsqueeze(-1), self.words(words)
         if isinstance(self.reader, nn.LSTM):
             read = self.reader(vectors)[0]
@@ -68,8 +68,8 @@ def workload(name: str, size: str = "quick") -> gl.Step:
     """A training step of `resnet18`, an `LSTM` or a `Transformer` encoder on random input."""
     if name not in NETWORKS or size not in PROFILES:
         raise gl.UsageError(
-            f"{name!r}, {size!r}: expected one of {', '.join(NETWORKS)}, and of"
-            f" {', '.join(PROFILES)}"
+            f"expected name in {{{', '.join(NETWORKS)}}} and size in {{{', '.join(PROFILES)}}}, got"
+            f" {name!r} and {size!r}"
         )
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
@@ -106,13 +106,14 @@ def measure_speed(
 ) -> pd.DataFrame:
     """Measure one of `PARTS` under each setting, at the size of a profile.
 
-    A row a number: `part`, `what`, `way`, `value`, `unit`, `spread` (the interquartile range over
-    the median), `seed`, `note` (why there is no number), `size`, `setting`, `machine` (this
-    machine), and `recorded`, which is False.
+    The table has a row for each number, with the columns `part`, `what`, `way`, `value`, `unit`,
+    `spread` (the interquartile range over the median), `seed`, `note` (why there is no number),
+    `size`, `setting`, `machine` (this machine), and `recorded`, which is False.
     """
     if part not in PARTS or size not in PROFILES:
         raise gl.UsageError(
-            f"{part!r}, {size!r}: expected one of {', '.join(PARTS)}, and of {', '.join(PROFILES)}"
+            f"expected part in {{{', '.join(PARTS)}}} and size in {{{', '.join(PROFILES)}}}, got"
+            f" {part!r} and {size!r}"
         )
     measure, frames = getattr(benchmark(SCRIPTS[part]), part), []
     for setting in map(gl.Setting.parse, settings):
@@ -125,7 +126,7 @@ def measure_speed(
 
 
 def clocked(setting: gl.Setting, work: Callable[[], Any]) -> tuple[float, Any]:
-    """How long it takes until the device is done, and what it gives."""
+    """Seconds until the device is done with `work`, and the result."""
     wait = getattr(torch, setting.kind).synchronize
     wait()
     started = time.perf_counter()
