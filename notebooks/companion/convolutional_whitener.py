@@ -1,4 +1,4 @@
-"""A whitener whose encoder begins with a convolution, for the retunings of notebook 09."""
+"""A whitener whose encoder begins with a convolution, for the retunings in notebook 09."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import gpulab as gl
 from gpulab.models.autoencoders import covariance, whiten
 
 CHANNELS, CODE, BATCH = 8, 24, 50
-LAST = 5  # a final loss is the mean over the last fifth of the updates
+LAST = 5  # the final loss is the mean over the last fifth of the updates
 UPDATES = {"smoke": 40, "quick": 100, "paper": 400}
 
 
@@ -22,11 +22,11 @@ class ConvolutionalWhitener(nn.Module):
     """Reconstruct images of 28×28 pixels from a whitened code of 24 numbers.
 
     The encoder is a convolution with `CHANNELS` channels, a ReLU, a linear layer and a sigmoid. The
-    decoder is that of `gpulab.models.Whitener`: two linear layers.
+    decoder is the same as in `gpulab.models.Whitener`: two linear layers.
 
     Args:
         kernel: The edge of the convolution's kernel, an odd number of pixels.
-        stride: How many pixels the kernel moves on.
+        stride: How many pixels the kernel moves at each step.
 
     Examples:
         >>> net = ConvolutionalWhitener(kernel=3, stride=2)
@@ -50,7 +50,7 @@ class ConvolutionalWhitener(nn.Module):
         )
 
     def forward(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b 1 h w"]:
-        """Reconstruct images; all NaN where the code cannot be whitened."""
+        """Reconstruct images; all NaN if the code cannot be whitened."""
         codes = self.encoder(images)
         whitened = whiten(codes, covariance(codes, "one-pass"))
         return self.decoder(whitened).view_as(images)
@@ -62,11 +62,11 @@ def train_convolutional(
     """Train the network on digits, 50 images an update, with Adam at 1e-3.
 
     Args:
-        seed: Of the initial weights and of the order of the images.
+        seed: Seeds the initial weights and the order of the images.
         setting: Where and how to compute; it is applied already.
         kernel: The edge of the convolution's kernel.
-        stride: How many pixels it moves on.
-        updates: How many.
+        stride: How many pixels the kernel moves at each step.
+        updates: How many updates to make.
 
     Returns:
         The mean loss over the last fifth of the updates; NaN if a loss was not a number.

@@ -1,4 +1,4 @@
-"""How a JPEG file becomes bytes, in each decoder that works here: notebook 09."""
+"""JPEG decoders that work on this machine, for notebook 09."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ Decoder = Callable[[bytes], Bytes]
 
 
 def encode_jpeg(frame: Bytes, quality: int = 75, colours: str = "4:2:0") -> bytes:
-    """Encode an RGB frame (3, H, W) as JPEG with Pillow; `colours` is the chroma subsampling.
+    """Encode an RGB frame (3, H, W) as JPEG with Pillow.
 
-    `4:4:4` not at all, `4:2:0` by half across and down.
+    `colours` is the chroma subsampling: `4:4:4` keeps the colours at full size, and `4:2:0` halves
+    their width and height.
     """
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))).save(
@@ -36,7 +37,7 @@ def _torchvision(file: bytes, device: str = "cpu") -> Bytes:
     from torchvision.io import decode_jpeg
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # TorchCodec is to take its place
+        warnings.simplefilter("ignore", DeprecationWarning)  # TorchCodec will replace it
         return (
             decode_jpeg(torch.frombuffer(bytearray(file), dtype=torch.uint8), device=device)
             .cpu()
@@ -45,7 +46,7 @@ def _torchvision(file: bytes, device: str = "cpu") -> Bytes:
 
 
 def _nvjpeg(file: bytes) -> Bytes:
-    if not torch.cuda.is_available():  # asked all the same, torchvision prints pages from C++
+    if not torch.cuda.is_available():  # torchvision would print pages of C++ errors
         raise RuntimeError("no GPU")
     return _torchvision(file, "cuda")
 
@@ -58,9 +59,9 @@ def _av(file: bytes) -> Bytes:
 
 
 def jpeg_decoders() -> dict[str, Decoder]:
-    """The available JPEG decoders by name, each from a file to RGB bytes (3, H, W).
+    """Find the available JPEG decoders, functions from a file to RGB bytes (3, H, W), by name.
 
-    `av` is FFmpeg's, by PyAV; `nvjpeg` NVIDIA's, on the GPU. Each is tried once.
+    `av` is FFmpeg's decoder, through PyAV; `nvjpeg` is NVIDIA's, on the GPU. Each is tried once.
 
     >>> "pillow" in jpeg_decoders()
     True
@@ -74,7 +75,7 @@ def jpeg_decoders() -> dict[str, Decoder]:
     }
     working: dict[str, Decoder] = {}
     for name, decode in known.items():
-        # whatever a library says that is missing, or built without it
+        # libraries that are missing or built without the decoder raise various errors
         with contextlib.suppress(Exception):
             decode(probe)
             working[name] = decode

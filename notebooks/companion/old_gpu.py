@@ -1,4 +1,4 @@
-"""Notebook 09: what runs of the whitener, an audit and verdicts say of an old and a new card."""
+"""The finding of notebook 09: why the whitener fails on a new card, and what restores it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpulab.stats import Verdict
 from gpulab.store.recorded import recorded_table
 
 OLD, NEW = "cuda:tf32=off", "cuda:tf32=on"  # settings of the recorded runs
-MARGINS = ("1sd", "0.25sd")  # that of notebook 09, which gives the reason, and the usual one
+MARGINS = ("1sd", "0.25sd")  # that of notebook 09, explained there, and the usual one
 
 
 def cards_finding(
@@ -22,46 +22,45 @@ def cards_finding(
     conversions: pd.DataFrame,
     kernels: Verdict | None = None,
 ) -> CheckedSentences:
-    """Why the whitener becomes NaN on the new card, what mends it, and what that costs.
+    """State why the whitener becomes NaN on the new card, what prevents it, and what that costs.
 
     Args:
-        runs: Of the whitener, those made here and the recorded ones.
-        report: The audit of its first step.
+        runs: The runs of the whitener, those made here and the recorded ones.
+        report: The audit of the whitener's first step.
         cured: The verdict on changes of the arithmetic that were tried here.
         retuned: The verdict on changes of the training that were tried here.
-        conversions: How many bytes come back, in each way, format and machine.
+        conversions: How many bytes return unchanged, for each way, format and machine.
         kernels: The verdict on other kernels and strides of a convolutional version.
     """
     first = report.findings[0]
-    counts = []
+    counts: dict[str, list[str]] = {}
     one_pass = runs[runs.covariance == "one-pass"]
     for (recorded, machine, setting), rows in one_pass.groupby(
         ["recorded", "machine", "setting"], sort=False
     ):
         origin = f"recorded on {machine}" if recorded else "here"
         lost = (rows.status == "diverged").sum()
-        counts.append(
-            f"{lost} of {rows.seed.nunique()} seeds became NaN under {setting_in_text(setting)},"
-            f" {origin}."
+        counts.setdefault(origin, []).append(
+            f"{lost} of {rows.seed.nunique()} under {setting_in_text(setting)}"
         )
+    restored = [
+        _outcomes(retuned, "retunings"),
+        *_describe_kernels(kernels),
+        _outcomes(cured, "changes of the arithmetic"),
+    ]
     verdicts = [_verdict_on_cures(runs[runs.recorded], margin) for margin in MARGINS]
     sections: dict[str, Part] = {
         SUMMARY: [
-            (
-                f"The first NaN goes back to a line that is computed with {first.kind}:"
-                f" {first.line}."
-            ),
-            *counts,
-            f"Of {len(retuned.table)} retunings of the training {_outcomes(retuned)}.",
-            *_describe_kernels(kernels),
-            f"Of {len(cured.table)} changes of the arithmetic {_outcomes(cured)}.",
+            f"The first NaN goes back to {first.kind} at {first.line}.",
+            *(f"Seeds with NaN, {origin}: {', '.join(words)}." for origin, words in counts.items()),
+            f"Old losses restored by: {'; '.join(restored)}.",
         ],
         "Why it becomes NaN": (
             f"A line is computed with {first.kind}, and the first NaN goes back to it: {first.line}"
             f" ({first.operation}, {first.phase})."
         ),
-        "The cures, on the recorded seeds": verdicts[0],
-        "The same at a quarter of that margin": verdicts[1],
+        "The recorded cures": verdicts[0],
+        "At a quarter of that margin": verdicts[1],
     }
     for machine, rows in recorded_table("precision").groupby("machine"):
         ms = rows.set_index(["setting", "covariance"]).ms
@@ -73,16 +72,17 @@ def cards_finding(
     unchanged = (conversions.returned == 256).mean()
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
     sections["When a loss counts as the old one"] = (
-        "Within one standard deviation between seeds: somebody who wants his old result back would"
-        " also accept that of another seed. The other notebooks take a quarter of it."
+        "If it differs from the old one by less than one standard deviation between seeds: whoever"
+        " wants an old result back would also accept the result of another seed. The other"
+        " notebooks use a quarter of that margin."
     )
     sections["Was it the images"] = [
         (
-            f"All 256 bytes return as they were in {unchanged:.0%} of the ways, formats and devices"
-            " tried."
+            f"All 256 bytes return unchanged in {unchanged:.0%} of the combinations of way, format"
+            " and device tried."
         ),
         *(
-            f"x / 255 on {row.machine}: {row.as_division} of 256 numbers have the bits of a"
+            f"x / 255 on {row.machine}: {row.as_division} of 256 numbers have the same bits as a"
             " division on this CPU."
             for row in divided.itertuples()
         ),
@@ -91,7 +91,7 @@ def cards_finding(
 
 
 def _verdict_on_cures(recorded: pd.DataFrame, margin: str) -> Verdict:
-    """The recorded cures under TF32 against one pass in float32."""
+    """Compare the recorded cures under TF32 with one pass in float32."""
     usual = (recorded.setting == OLD) & (recorded.covariance == "one-pass")
     cures = recorded[usual | ((recorded.setting == NEW) & (recorded.covariance != "one-pass"))]
     way = cures.covariance + " on " + cures.setting.map(setting_in_text)
@@ -100,28 +100,20 @@ def _verdict_on_cures(recorded: pd.DataFrame, margin: str) -> Verdict:
 
 
 def _describe_kernels(kernels: Verdict | None) -> list[str]:
-    """How many kernels and strides restored the old losses, and how many runs became NaN."""
+    """Count the kernels and strides that restored the old losses, and the runs that became NaN."""
     if kernels is None:
         return []
     table = kernels.table
     lost = int(table.diverged.sum())
     runs = lost + int(table.seeds.sum())  # the column counts the seeds that lasted
-    return [
-        f"Of {len(table)} kernels and strides of a convolutional version {_outcomes(kernels)};"
-        f" {lost} of {runs} runs became NaN."
-    ]
+    restored = _outcomes(kernels, "kernels and strides of a convolutional version")
+    return [f"{restored}, where {lost} of {runs} runs became NaN"]
 
 
-def _outcomes(judged: Verdict) -> str:
-    """How many changes restored the old losses, how many did not, and how many are undecided."""
+def _outcomes(judged: Verdict, changes: str) -> str:
+    """Count the changes that restored the old losses, out of how many, and the undecided ones."""
     decisions = judged.table.decision
-    matches, rejected = (
-        decisions.isin(["equivalent", "different but negligible"]),
-        decisions == "different",
-    )
-    counts = {
-        "gave the old losses back": matches,
-        "did not": rejected,
-        "left it open": ~matches & ~rejected,
-    }
-    return ", ".join(f"{count.sum()} {words}" for words, count in counts.items())
+    matches = decisions.isin(["equivalent", "different but negligible"])
+    undecided = int((~matches & (decisions != "different")).sum())
+    note = f" ({undecided} undecided)" if undecided else ""
+    return f"{matches.sum()} of {len(decisions)} {changes}{note}"
