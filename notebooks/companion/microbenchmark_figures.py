@@ -88,7 +88,7 @@ def describe_launch(rows: pd.DataFrame) -> str:
     if len(graphs):
         each = graphs.seconds.iloc[0] / graphs.amount.iloc[0]
         words += f" ({1e6 * each:.1f} µs in a CUDA graph)"
-    return words if end is None else f"{words}, and over 1.5 times that only from {end:,} numbers on"
+    return words if end is None else f"{words}, and 1.5 times that only from {end:,} numbers on"
 
 
 def describe_blocks(rows: pd.DataFrame) -> str:
