@@ -1,4 +1,4 @@
-"""The speed of a device, and where a training step is below it."""
+"""The speed of a device, and how close a training step comes to it."""
 
 import lazy_loader
 

@@ -43,7 +43,7 @@ from gpulab.store.recorded import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}  # size of a copied tensor
 MAX_MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}  # rows of a square matrix
-# Operations with these names multiply. If torch has no formula for one, its name is reported.
+# Operations with these names multiply. Those for which torch has no FLOP formula are reported.
 PRODUCT_NAMES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")
 MIN_PRODUCT_SECONDS = 0.02  # a product that takes this long is large enough to be timed
 # The kinds of operations that are computed in the setting's own number format.
@@ -53,7 +53,7 @@ ROOFLINE_KINDS = ("memory", "matrix", "network")
 def roofline(
     setting: Setting | str = "cpu", repeats: int = 7, progress: bool = True
 ) -> pd.DataFrame:
-    """Measure how fast a device computes and moves data, in some ten seconds.
+    """Measure how fast a device computes and moves data, in about ten seconds.
 
     The function measures copies in memory, matrix products of increasing size and in several number
     formats, layers of the autoencoder and of PredNet, and the launch of an operation. The results
@@ -61,7 +61,7 @@ def roofline(
     given number of floating-point operations for each byte that it moves.
 
     Args:
-        setting: Where and how to compute.
+        setting: The setting to measure.
         repeats: The number of batches of calls that are timed, at least 2. A batch takes a few
             hundredths of a second.
         progress: Whether to show a progress bar.
@@ -75,9 +75,9 @@ def roofline(
         - `kind`: One of five kinds. `memory` (a copy, an addition), `matrix` (products of
           increasing size) and `network` (layers) are computed in the setting's own number format.
           `launch` is an operation on a single number; its time is the least that any operation
-          costs. `precision` is a large product in each format that the device has: float32, tf32 on
-          CUDA, bfloat16, float16, and float64, which Apple's GPUs lack. A CPU without instructions
-          for a format is slow in it.
+          takes. `precision` is a large product in each format that the device supports: float32,
+          tf32 on CUDA, bfloat16, float16, and float64, which Apple's GPUs lack. A CPU without
+          instructions for a format is slow in that format.
         - `flop`, `bytes`: The number of floating-point operations, and of bytes that are moved if
           each input is read once and each output is written once.
         - `seconds`: The median time of one call, after a warm-up.
@@ -128,7 +128,7 @@ def roofline(
 
 
 def bounds(frame: pd.DataFrame) -> pd.DataFrame:
-    """State for each layer of the two networks whether memory or arithmetic limits it.
+    """Determine whether memory or arithmetic limits each layer of the two networks.
 
     Args:
         frame: A data frame from `gpulab.roofline`, with one or several settings of one machine.
@@ -173,12 +173,12 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def recorded_rooflines() -> pd.DataFrame:
-    """Read the rooflines that are shipped with gpulab.
+    """Load the rooflines that are shipped with gpulab.
 
     Returns:
         A data frame with the columns of `gpulab.roofline`, and `machine`, the name of the chip. It
         has two further operations: copies between host and GPU (of the kind `transfer`), and a
-        launch for whose result the host waits.
+        launch whose result the host waits for.
 
     Examples:
         >>> import gpulab as gl
@@ -194,7 +194,7 @@ def recorded_rooflines() -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class Placement(Report):
-    """The position of a training step under a device's roofline; `print` explains it in sentences.
+    """The position of a training step under a device's roofline; `print` explains it in words.
 
     Attributes:
         setting: The setting under which the step ran.
@@ -202,14 +202,14 @@ class Placement(Report):
             may launch several kernels.
         flop: The number of floating-point operations by precision, such as `{"float32": 256}`. Only
             matrix products, convolutions and attention are counted, by the formulas of
-            `torch.utils.flop_counter`. A multiplication with an addition counts as two.
+            `torch.utils.flop_counter`. A multiplication plus an addition counts as two.
         moved: The sum of the bytes that each operation reads and writes. Data that stay in a cache
-            between two operations are counted, too.
+            between two operations are also counted.
         seconds: The median time of one step, after a warm-up.
         spread: The interquartile range of that time, divided by the median.
-        at_least: Three lower bounds of the time in seconds: of moving the bytes (`memory`), of the
-            floating-point operations (`arithmetic`) and of launching the operations (`launches`),
-            each at its measured ceiling.
+        at_least: Three lower bounds of the time in seconds: for moving the bytes (`memory`), for
+            the floating-point operations (`arithmetic`) and for launching the operations
+            (`launches`), each at its measured ceiling.
         unknown: The names of operations that multiply and for which torch has no formula.
         roofline: The ceilings, as `gpulab.roofline` measures them.
 
@@ -271,7 +271,7 @@ class Placement(Report):
 
     @property
     def launch_share(self) -> float:
-        """A lower bound of the share of the step's time that launching its operations takes."""
+        """A lower bound of the share of the step's time spent launching its operations."""
         return self.at_least["launches"] / self.seconds
 
     @property
@@ -282,7 +282,7 @@ class Placement(Report):
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {flop / 1e9:.3g}" for name, flop in self.flop.items())
         floors = ", ".join(
-            f"its {name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items()
+            f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items()
         )
         lines = [
             (
@@ -290,21 +290,25 @@ class Placement(Report):
                 f" {self.setting}: {self.operations} operations, {self.moved / 1e6:.3g} MB moved,"
                 f" Gflop: {kinds or 'none'}."
             ),
-            f"At the ceilings measured, each alone: {floors}. It is bound by {self.bound}.",
+            (
+                f"At the measured ceilings, its parts alone would take: {floors}. The step is bound"
+                f" by {self.bound}."
+            ),
             (
                 f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s,"
-                f" {self.reached_words}; launches take {self.launch_share:.0%} of the time or more."
+                f" {self.reached_words}; launches take at least {self.launch_share:.0%} of the"
+                " time."
             ),
         ]
         if self.reached > 1:
             lines.append(
                 "A step cannot be faster than its roof. Either tensors stay in a cache that is"
                 " faster than the measured memory, or other programs slowed the measurement of the"
-                " roof: measure it again."
+                " roof; measure the roof again."
             )
         if self.unknown:
             lines.append(
-                f"Not counted, for torch has no formula: the FLOP of {', '.join(self.unknown)}."
+                f"Not counted, because torch has no formula: the FLOP of {', '.join(self.unknown)}."
             )
         return "\n".join(lines)
 
@@ -312,21 +316,21 @@ class Placement(Report):
 def place(
     step: Callable[..., object], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7
 ) -> Placement:
-    """Find out what limits a training step: memory, arithmetic, or launching its operations.
+    """Determine what limits a training step: memory, arithmetic, or launching its operations.
 
     The function counts the step's operations and bytes, measures its time, and compares both with
-    the ceilings of the device. For this the step runs at least a dozen times. The model and the
+    the ceilings of the device. To do so, it runs the step at least a dozen times. The model and the
     optimiser of a `Step` are restored afterwards, and its gradients are cleared before each run. If
-    `step` is a function of your own, each run trains the model further.
+    `step` is your own function, each run trains the model further.
 
     Args:
         step: A `Step`, or a function that does one training step, as for `gpulab.record`.
-        ceilings: A data frame from `gpulab.roofline` on this machine, with one setting. The step
-            runs under this setting. Or a setting, whose roofline is then measured first.
+        ceilings: A data frame from `gpulab.roofline` on this machine, with one setting, or a
+            setting, whose roofline is then measured first. The step runs under this setting.
         repeats: The number of batches of calls that are timed, at least 2.
 
     Returns:
-        The `Placement`, which prints as sentences.
+        A `Placement`, which can be printed.
 
     Raises:
         UsageError: If the ceilings are of several settings or of another machine, if `repeats` is
@@ -369,8 +373,8 @@ def place(
     other_machines = sorted(set(frame.get("machine", ())) - {this_machine})
     if other_machines:
         raise UsageError(
-            f"ceilings of {other_machines[0]}: the step runs on {this_machine}; measure"
-            " gpulab.roofline here"
+            f"ceilings of {other_machines[0]}: the step runs on {this_machine}; run"
+            " gpulab.roofline on this machine"
         )
     default_dtype = torch.get_default_dtype()
     with setting.apply(), prepare_step(step, setting, default_dtype) as prepared_step:
@@ -389,7 +393,8 @@ def place(
     peaks = frame[frame.precision != ""].groupby("precision").gflops.max()
     if flop.keys() - set(peaks.index):
         raise UsageError(
-            f"products in {', '.join(flop)}: there are ceilings of {', '.join(peaks.index)} alone"
+            f"products in {', '.join(flop)}: expected only {', '.join(peaks.index)}, for which"
+            " ceilings were measured"
         )
     at_least = {
         "memory": counter.moved_bytes
@@ -459,7 +464,7 @@ def _operations(setting: Setting) -> Iterator[Work]:
 
 
 def _precisions(setting: Setting) -> dict[str, Setting]:
-    """List the precisions of a device's products, each with the setting to measure it under.
+    """List the precisions of a device's products, each with the setting under which to measure it.
 
     Apple's GPUs have no float64.
     """
@@ -516,7 +521,7 @@ def _timer(setting: Setting, work: Callable[[], object]) -> timeit.Timer:
 def _count_work(work: Work) -> tuple[float, float, str]:
     """Count the FLOP of an operation and the bytes that it moves, and find a product's precision.
 
-    The precision is an empty text for other operations than products.
+    The precision is an empty string for operations other than products.
     """
     with OperationCounter() as counter:
         work.call()
@@ -559,7 +564,7 @@ class OperationCounter(UncompiledDispatchMode):
         read_bytes = _distinct_bytes(
             (args[1:] if overwrites_first_argument(name) else args, inputs)
         )
-        # The result of a view is in the memory of its inputs, and nothing is written there.
+        # The result of a view shares the memory of its inputs, and nothing is written to it.
         is_view = written_bytes.keys() <= read_bytes.keys() and not is_mutable(operation)
         if is_view or only_allocates(name):
             return out
@@ -574,7 +579,7 @@ class OperationCounter(UncompiledDispatchMode):
 
 
 def _precision(name: str, args: Sequence[Nested]) -> str:
-    """Name the precision that a product is computed in, as in the table of `roofline`.
+    """Return the precision in which a product is computed, as in the table of `roofline`.
 
     On CUDA, a product of float32 tensors is computed in `tf32` if the flags allow it.
     """
@@ -585,10 +590,10 @@ def _precision(name: str, args: Sequence[Nested]) -> str:
 
 
 def _distinct_bytes(values: Nested) -> dict[int, int]:
-    """Compute the bytes of each storage among nested tensors, by the storage's identity.
+    """Compute the bytes of each storage among nested tensors, keyed by the storage's identity.
 
-    Tensors with a common storage count once, with the size of the largest. An expanded tensor
-    counts no more bytes than its storage has. Only strided tensors count.
+    Tensors that share a storage count once, with the size of the largest. An expanded tensor counts
+    no more bytes than its storage has. Only strided tensors count.
     """
     sizes: dict[int, int] = {}
     for tensor in find_tensors(values):

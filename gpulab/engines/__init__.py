@@ -1,12 +1,13 @@
 """Optional, faster engines.
 
-Without this package everything works, only slower (`tests/engines/test_without_engines.py`).
+Everything also works without this package, only more slowly
+(`tests/engines/test_without_engines.py`).
 
-`fastest` computes the windows of a training: PredNet's gradient by formulas in fewer operations
+`fastest` computes the windows of a training: PredNet's gradient analytically, in fewer operations
 (`_prednet_windows`, `_prednet_kernels`), and on a GPU a window's updates as one CUDA graph
-(`_graphs`). `hessian_product` works out the derivative of a gradient once, for any number of
-vectors (`hessian_forward`). No other package uses an engine by name. This package does not import
-trainings or stores: the protocols here list the attributes that it uses.
+(`_graphs`). `hessian_product` derives the derivative of a gradient once, for any number of vectors
+(`hessian_forward`). No other package uses an engine by name. This package does not import trainings
+or stores: the protocols in this module list the attributes that it uses.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["fastest", "hessian_product"]
 
 
 class NotingEngine(WindowEngine, Protocol):
-    """An engine that notes how gradients were computed; see `gpulab.training.loop.BatchEngine`."""
+    """An engine that records how it computes gradients; see `gpulab.training.loop.BatchEngine`."""
 
     used_methods: set[str]
 
@@ -63,12 +64,12 @@ class FastestEngine:
     def choose_engine(self, state: Nested) -> WindowEngine | CudaGraphEngine:
         """Choose the engine for the next window, with or without a CUDA graph.
 
-        The choice may differ from window to window, because observers may be activated meanwhile.
+        The choice may differ between windows, because observers may be activated in the meantime.
         """
         engine = self.choose_uncaptured_engine()
         if not self.on_gpu or not self.may_be_fast():
             return engine
-        # A graph needs a state of tensors. The first window of a sequence has the state None.
+        # A graph needs a state that consists of tensors. The first window of a sequence has None.
         model = self.autograd_engine.model
         begins_sequence = model.sequential and state is None
         # Only gpulab's own networks, without modifications, are known to be capturable.
@@ -89,8 +90,8 @@ class FastestEngine:
     def may_be_fast(self) -> bool:
         """Return whether a faster engine may replace autograd for this loader and model.
 
-        No observer may be active that has to see every operation. A loader that reuses a buffer is
-        supported only together with the analytic gradient.
+        No active observer may need to see every operation. A loader that reuses a buffer is
+        supported only in combination with the analytic gradient.
         """
         is_unobserved = self.supports_loader and not has_computation_observers()
         return is_unobserved and (
@@ -104,7 +105,7 @@ class AnalyticEngine:
     Args:
         autograd_engine: The engine whose updates are made, with analytic gradients. Its loader is
             `window`, `copied` or `imitated`. With `imitated`, gradients are computed as if all
-            frames shared one memory.
+            frames shared one buffer.
         streams: Whether kernels run concurrently on a GPU, which helps only if no other network
             keeps it busy.
     """
@@ -119,7 +120,7 @@ class AnalyticEngine:
         updating_engine.gradients = self.gradients  # type: ignore[attr-defined]  # an evaluation does not call it
         self.update = updating_engine.update
         self.changed_tensors = updating_engine.changed_tensors
-        # The shape of the latest batch, with the gradients' buffers for this shape.
+        # The shape of the latest batch, with the gradient buffers for this shape.
         self.windows: tuple[torch.Size, WindowGradients] | None = None
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
@@ -129,7 +130,7 @@ class AnalyticEngine:
     def gradients(self, batch: Tensor, state: Nested) -> tuple[Tensor, Nested]:
         """Add the gradients of a batch to `.grad`; return each frame's loss and the new state."""
         if self.windows is None or self.windows[0] != batch.shape:
-            assert isinstance(self.model, PredNet), "`WindowGradients` follows no other network"
+            assert isinstance(self.model, PredNet), "`WindowGradients` supports only PredNet"
             self.windows = (
                 batch.shape,
                 WindowGradients(self.model, batch, self.loader.name == "imitated", self.streams),

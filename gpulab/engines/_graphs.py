@@ -1,4 +1,4 @@
-"""CUDA graphs, which launch many kernels at once, for a window's updates or for a linear map."""
+"""CUDA graphs that launch many kernels at once, for a window's updates or for a linear map."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpulab._torch_internals import Nested, clear_cublas_workspaces, tree_leaves
 from gpulab.data._feed import Loader
 from gpulab.models._base import Trainable
 
-# What `torch.cuda.graph_pool_handle` returns. Its class is private, and torch 2.6 has none.
+# The type that `torch.cuda.graph_pool_handle` returns. Its class is private; torch 2.6 has none.
 GraphPool: TypeAlias = Any
 
 # Capturing waits for the whole device and changes state that all graphs share, so only one thread
@@ -27,7 +27,7 @@ class WindowEngine(Protocol):
 
     Attributes:
         gradient_methods: How it computes gradients, such as `autograd`.
-        model: What is trained.
+        model: The model that is trained.
         loader: Brings frames to the device.
     """
 
@@ -36,13 +36,13 @@ class WindowEngine(Protocol):
     loader: Loader
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
-        """Update the weights by the frames of a window; return losses and the state after it."""
+        """Update the weights using the frames of a window; return losses and the state after it."""
 
     def update(self, batches: Iterable[Tensor], state: Nested) -> tuple[Tensor, Nested]:
         """Return the losses of the batches, and the state after the last."""
 
     def changed_tensors(self) -> list[Tensor]:
-        """Return the tensors, besides gradients and states, that `update` changes."""
+        """Return the tensors, other than gradients and states, that `update` changes."""
 
 
 class CudaGraphEngine:
@@ -84,7 +84,7 @@ def _copy_into(targets: Nested, sources: Nested) -> None:
     """Copy nested tensors into the tensors that a graph holds."""
     for target, source in zip(tree_leaves(targets), tree_leaves(sources), strict=True):
         if isinstance(target, Tensor) and target is not source:
-            # The device reads pinned memory by itself, so the host does not wait for the copy.
+            # The device reads pinned memory on its own, so the host does not wait for the copy.
             target.copy_(source if source.is_cuda else source.pin_memory(), non_blocking=True)
 
 
@@ -115,7 +115,7 @@ class Graph:
         self.inputs = tree_map_only(Tensor, torch.clone, tuple(inputs))
         saved = [(tensor, tensor.detach().clone()) for tensor in changed_tensors]
         current_stream = torch.cuda.current_stream()
-        # The default stream cannot be captured, so a new stream takes its place.
+        # The default stream cannot be captured, so a new stream is used instead.
         side_stream = (
             current_stream if current_stream != torch.cuda.default_stream() else torch.cuda.Stream()
         )

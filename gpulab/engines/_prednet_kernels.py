@@ -141,7 +141,7 @@ class FusedLstmCell(LstmCell):
         buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of the gates and of `cell_before`; `buffer` must be None."""
-        assert buffer is None, "torch's kernel makes its own"
+        assert buffer is None, "torch's kernel allocates its own buffer"
         activated, cell_after = saved
         vectors = map(self._vectors, (d_r, d_cell, cell_before, cell_after))
         new_gates, new_cell, _ = fused_lstm_cell_backward(*vectors, activated, False)
@@ -203,8 +203,8 @@ class PaddedConvolution:
         self.uses_mkldnn = (
             on_cpu and torch.get_num_threads() > 1 and torch.backends.mkldnn.is_available()
         )
-        # For one small map of many channels, cuDNN uses only a part of the GPU. cuBLAS splits the
-        # sum over the channels, and so uses more of it.
+        # For one small map with many channels, cuDNN uses only part of the GPU. cuBLAS splits the
+        # sum over the channels and thereby uses more of it.
         has_many_weights = conv.weight.numel() >= MIN_PRODUCT_WEIGHTS
         self.uses_product = conv.weight.is_cuda and is_float32 and not by_pixel and has_many_weights
 

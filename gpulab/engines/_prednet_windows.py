@@ -40,7 +40,7 @@ pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
 
 
 def is_unmodified(model: nn.Module) -> bool:
-    """Return whether a network computes what its class defines: no hooks, no replaced `forward`."""
+    """Return whether a network computes what its class defines: no hooks and its own `forward`."""
     is_changed = any(
         "forward" in vars(module) or has_module_hooks(module) for module in model.modules()
     )
@@ -56,11 +56,11 @@ class WindowGradients:
     Args:
         net: A network that `supports` accepts.
         frames: An example of the windows, with their shape, device and type.
-        frames_share_memory: Whether to imitate frames that share one memory (see
+        frames_share_memory: Whether to imitate frames that share one buffer (see
             `gpulab.data._feed`). `mse_loss` saves the frame that it compares with, and `backward`
-            finds the last frame in that memory. So every gradient, but not the loss, is computed
-            from the error to the last frame. (Other losses save other tensors, and are affected
-            differently. The loss of absolute errors is not affected.)
+            finds the last frame in that memory. Every gradient, but not the loss, is therefore
+            computed from the difference to the last frame. (Other losses save other tensors, and
+            are affected differently. The loss of absolute errors is not affected.)
         streams: Whether kernels run concurrently on a GPU. This helps only if no other network
             keeps the GPU busy.
 
@@ -93,8 +93,8 @@ class WindowGradients:
     def supports(model: nn.Module) -> bool:
         """Return whether these formulas hold for a model on its device.
 
-        A subclass is refused, because it may compute something else. So is a model in which a
-        parameter occurs twice.
+        A subclass is not supported, because it may compute something else. Neither is a model in
+        which a parameter occurs twice.
         """
         if (
             type(model) is not PredNet
@@ -197,7 +197,7 @@ class SideStream:
                 yield
 
     def join(self) -> None:
-        """Let the current stream wait for the work on this stream."""
+        """Make the current stream wait for the work on this stream."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
@@ -206,8 +206,8 @@ class WindowLayer:
     """One layer: its buffers, and its parts of the forward and the backward pass.
 
     Buffers have the shape (steps, batch, channels, height, width). Those of the recurrent state
-    have one more step, the first, for the state before the window. In channels-last layout the
-    channels are padded with zeros, so that every group of channels begins at a multiple of 4, and
+    have an additional first step for the state before the window. In channels-last layout the
+    channels are padded with zeros, so that every group of channels begins at a multiple of 4 and
     the number of channels that the gates read is a multiple of 16. On an H200 this makes cuDNN up
     to three times as fast.
 
@@ -233,7 +233,7 @@ class WindowLayer:
         self.n_channels, self.padded_channels = self.group
         # The gates read positive and negative errors, R of the layer above, and R of this layer.
         gate_inputs = [self.group, self.group, group_above, self.group]
-        # The number of channels that are missing to the next multiple of 16.
+        # The number of channels missing to the next multiple of 16.
         n_spare = -sum(padded for _, padded in gate_inputs) % 16 if by_pixel else 0
         self.gate_conv = PaddedConvolution(
             self.lstm.gates, 4 * [self.group], [*gate_inputs, (0, n_spare)], by_pixel
@@ -430,12 +430,12 @@ class WindowLayer:
     def accumulate_weight_gradients(self, span: range) -> None:
         """Add the contribution of the steps in `span` to the gradients of the weights.
 
-        The span that begins the window also has the prediction before the window. If the layer
+        The span that begins the window also includes the prediction before the window. If the layer
         `is_chained`, the gradient of this prediction reaches the weights: see `truncation` of
         `PredNet`. Otherwise it is set to zero.
         """
         inputs_slice = slice(span.start, span.stop)
-        # Predictions are numbered from 0, the one before the window. Step t makes number t + 1.
+        # Prediction 0 is the one before the window. Step t makes prediction t + 1.
         first_prediction = 0 if span.start == 0 else span.start + 1
         predictions_slice = slice(first_prediction, span.stop + 1)
         self.weight_stream.join()
@@ -479,7 +479,7 @@ class WindowLayer:
 def concatenate_steps(steps: list[Tensor], buffer: Tensor | None) -> Tensor:
     """Concatenate the gradients of a span of steps in the order of the steps.
 
-    The list `steps` begins with the last step. A `buffer` already has all steps in their order.
+    The list `steps` begins with the last step. A `buffer` already holds all steps in order.
     """
     if buffer is not None:
         return buffer.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Number formats, and another chip's arithmetic."""
+"""Number formats, and the emulation of another chip's arithmetic."""
 
 import lazy_loader
 

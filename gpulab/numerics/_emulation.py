@@ -55,7 +55,7 @@ MAX_CHUNK_PRODUCTS = 1 << 18
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The way in which a chip multiplies matrices of float32 numbers.
+    """How a chip multiplies matrices of float32 numbers.
 
     Attributes:
         name: The name of the format or the chip.
@@ -73,8 +73,8 @@ class Arithmetic:
         significant_bits: The number of significant bits of the new sum that a tensor core keeps.
         slice_multiple: The number of products in a slice is a multiple of this.
         channel_tile: The number of channels in a tile. A convolution adds the products of one tile
-            at every position of its kernel before it begins the next tile. None stands for one tile
-            of all channels.
+            at every position of its kernel before it begins the next tile. None means one tile of
+            all channels.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Arithmetic:
         """Round a factor to the format.
 
         For an 8-bit format, the factor is first multiplied by a power of two, and divided by it
-        after rounding. The power brings the largest number close to the largest of the format.
+        after rounding. The power brings the largest number close to the format's largest number.
         """
         if self.format == "float32":
             return x
@@ -102,17 +102,17 @@ class Arithmetic:
         largest = x.abs().amax() if x.numel() else x.new_tensor(1.0)
         exponent = torch.log2(FORMATS[self.format].largest / largest).floor()
         # A tensor of zeros, or with infinities or NaN, is not scaled. The limits of the exponent
-        # keep the scaled numbers and the scale itself inside float32's range.
+        # keep the scaled numbers and the scale itself within float32's range.
         scale = torch.where(exponent.isfinite(), torch.exp2(exponent.clamp(-100, 100)), 1.0)
         return round_to(x * scale, self.format, self.roundings[kind]) / scale
 
     def round_result(self, x: Tensor) -> Tensor:
-        """Round a product to the result's format, and make it contiguous like a kernel's output."""
+        """Round a product to the result's format; make it contiguous, like a kernel's output."""
         return (x if self.result == "float32" else round_to(x, self.result)).contiguous()
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether `multiply` adds up the products, instead of this machine's libraries."""
+        """Whether `multiply` sums the products itself, without this machine's libraries."""
         if self.order == "tensor-core" and self.format == "float32":
             return False  # Tensor cores do not take float32 factors.
         return self.order is not None or self.slices > 1
@@ -175,14 +175,14 @@ def find_arithmetic(name: str = "float32", order: str | None = None) -> Arithmet
     words = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
     if words is None or order == "":
         raise UsageError(
-            f"order {order!r}: expected {', '.join(ORDERS)} or split-N (N sums, added in turn; N"
-            f" from 1 to 9999), or both, such as {ORDERS[-1]}+split-4"
+            f"order {order!r}: expected {', '.join(ORDERS)}, or split-N (N partial sums, added in"
+            f" turn; N from 1 to 9999), or both, such as {ORDERS[-1]}+split-4"
         )
     slice_order, slices = words.groups()
     if slice_order == "tensor-core" and name == "float32":
         raise UsageError(
-            f"order {order!r}: there are no tensor cores for {name}; tf32, ampere or hopper have"
-            " them"
+            f"order {order!r}: there are no tensor cores for {name}; use tf32, ampere or hopper,"
+            " for example"
         )
     return replace(ARITHMETICS[name], order=slice_order, slices=int(slices or 1))
 
@@ -196,7 +196,7 @@ def round_factor_to(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
 
 
 def _multiply_sequentially(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply matrices by sequential fused multiply-adds, as a GPU thread without tensor cores.
+    """Multiply matrices by sequential fused multiply-adds, like a GPU thread without tensor cores.
 
     A fused multiply-add rounds once. Here the product is exact in float64, the sum is rounded to
     float64, and then to float32. The first of these two roundings rarely changes the result.
@@ -220,7 +220,7 @@ def _multiply_pairwise(a: Tensor, b: Tensor) -> Tensor:
     """
     terms = a.shape[-1]
     if terms < 2:
-        # The sum over one product, or over none, which is zero.
+        # The sum of one product, or of none, which is zero.
         return (a[..., None] * b[..., None, :, :]).sum(-2)
     half = 1 << ((terms - 1).bit_length() - 1)
     return _multiply_pairwise(a[..., :half], b[..., :half, :]) + _multiply_pairwise(
@@ -316,8 +316,8 @@ def emulate(
     The setting `cpu:tf32=on,emulate=ampere` allows both. If `name` is a format or an `Arithmetic`,
     it applies regardless of these flags.
 
-    An emulation cannot know which kernel a library will choose. For example, an H200 computes many
-    small convolutions in float32 even if TF32 is allowed (`benchmarks/results/products.md`).
+    An emulation cannot predict which kernel a library will choose. For example, an H200 computes
+    many small convolutions in float32 even if TF32 is allowed (`benchmarks/results/products.md`).
 
     Args:
         name: The arithmetic, given in one of three ways:
@@ -332,12 +332,12 @@ def emulate(
             - `sequential`: one after the other;
             - `pairwise`: neighbours first, then their sums;
             - `tensor-core`: in the blocks of the chip's tensor cores;
-            - `split-N`: into N sums, which are then added in turn, as with N threads or a split-K
-              kernel. `tensor-core+split-4` combines two orders;
+            - `split-N`: in N partial sums, which are then added in turn, as with N threads or a
+              split-K kernel. `tensor-core+split-4` combines two orders;
             - None: in the order of this machine's libraries. This is fast, because only the factors
               and results are rounded, and sums are computed in float32.
 
-            For numbers that are not float32, the libraries always determine the order.
+            The libraries always determine the order for numbers that are not float32.
 
     Yields:
         The `Arithmetic` that is emulated.
@@ -346,8 +346,8 @@ def emulate(
         UsageError: If the name or the order is unknown, or if there are no tensor cores for the
             format.
         GpulabError: Inside the block, if the emulation cannot reach the products of an operation.
-            With an order, also if a convolution is dilated, transposed, grouped, or not over two
-            dimensions.
+            If an order is given, also if a convolution is dilated, transposed, grouped, or not over
+            two dimensions.
 
     Examples:
         >>> import torch
@@ -365,7 +365,7 @@ def emulate(
     follows_tf32_flags = name in CHIPS and arithmetic.format == "tf32"
     without_tf32 = replace(arithmetic, format="float32") if follows_tf32_flags else arithmetic
     with contextlib.ExitStack() as stack:
-        # An outer emulation is paused, and continues when this one ends.
+        # An outer emulation is paused, and resumes when this one ends.
         for mode in active_emulators():
             stack.callback(setattr, mode, "is_paused", False)
             mode.is_paused = True
@@ -383,7 +383,7 @@ def emulate(
 
 
 def active_emulators() -> list[_Emulator]:
-    """Return the emulator that is active here as a list, which is empty outside of emulations."""
+    """Return a list with the active emulator, which is empty outside emulations."""
     return [
         mode
         for mode in active_dispatch_modes()
@@ -396,8 +396,8 @@ def float32_products() -> Iterator[None]:
     """Compute matrix products and convolutions in the `with` block in float32, in any setting.
 
     It is meant for the few lines of a training that need full precision, while the rest may use
-    TF32 or emulated arithmetic. Usually `backward` runs after the block. The products of the
-    backward pass are then computed as the setting requires.
+    TF32 or emulated arithmetic. If `backward` runs after the block, as is usual, the products of
+    the backward pass are computed as the setting requires.
 
     Examples:
         >>> import torch
@@ -420,7 +420,7 @@ def float32_products() -> Iterator[None]:
 # --- which operations -----------------------------------------------------------------------------
 
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
-# The first argument of these is the summand, followed by the two factors.
+# The first argument of these operations is the summand; the two factors follow.
 SUMS_WITH_PRODUCTS = {
     "addmm",
     "addmv",
@@ -436,8 +436,8 @@ COMPOSED_OPERATIONS = {
     "conv_tbc",
     "linalg_pinv",
 }
-# Operations that compute products of intermediate results, which a rounding of their arguments does
-# not reach.
+# Operations that compute products of intermediate results, which rounding their arguments does not
+# affect.
 FUSED_PATTERN = re.compile(
     r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
     r"|native_multi_head|transformer_encoder|mkldnn_linear|scaled_mm|grouped_mm|addmm_activation|cdist_forward"
@@ -446,7 +446,7 @@ FUSED_PATTERN = re.compile(
 
 
 class _Emulator(UncompiledDispatchMode):
-    """Intercepts each operation below autograd, also of the backward pass, and emulates products.
+    """Intercepts each operation below autograd, in both passes, and emulates products.
 
     Products for which the program does not allow TF32 are computed with the arithmetic
     `without_tf32`. A paused emulator changes nothing.
@@ -477,8 +477,8 @@ class _Emulator(UncompiledDispatchMode):
             # The class of a nested tensor, for instance, calls operations on its parts.
             return NotImplemented
         name = _product_name(operation)
-        # Composite operations arrive here undivided only in inference mode. Their kernels run again
-        # inside this mode, so that it sees the operations they consist of.
+        # Composite operations arrive here undecomposed only in inference mode. Their kernels run
+        # inside this mode again, so that it sees the operations they consist of.
         if name in COMPOSED_OPERATIONS or is_composite(operation):
             with self:
                 return call_composite_kernel(
@@ -496,7 +496,7 @@ class _Emulator(UncompiledDispatchMode):
         if FUSED_PATTERN.fullmatch(name):
             if name == "_cdist_forward" and not _uses_matrix_product(*args):
                 return operation(*args, **kwargs)
-            remedy = "write it with matrix products, or leave it outside the block"
+            remedy = "write it with matrix products, or move it out of the block"
             raise GpulabError(
                 f"emulation does not reach the products inside {name}: {remedy}{_line_phrase()}"
             )
@@ -537,7 +537,7 @@ def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, compute_mode: in
 
 
 def _line_phrase() -> str:
-    """Return the user's line that is being computed, as the end of an error message."""
+    """Return the user's current line as the end of an error message."""
     line = innermost_line()
     return f" (at {line})" if line else ""
 
@@ -553,7 +553,7 @@ def _allows_tf32(name: str) -> bool:
 
 @functools.cache
 def _product_name(operation: OpOverload) -> str | None:
-    """Return an operation's bare name if it multiplies, such as `addmm` for `aten::addmm_`."""
+    """Return an operation's base name if it multiplies, such as `addmm` for `aten::addmm_`."""
     name = operation_name(operation)
     multiplies = (
         name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | CONVOLUTIONS.keys() | COMPOSED_OPERATIONS
@@ -592,7 +592,7 @@ def _matrix_product(
         # As in torch, a summand with the factor 0 is ignored, even if it has NaN.
         out = alpha * out + beta * args[0] if beta else alpha * out
     out = arithmetic.round_result(out)
-    # An operation in place writes into its first argument, and one with `out` into `out`.
+    # An in-place operation writes into its first argument, and one with `out` into `out`.
     target = args[0] if schema_name(operation).endswith("_") else kwargs.get("out")
     return out if target is None else target.resize_(out.shape).copy_(out)
 
@@ -665,8 +665,8 @@ def _check_supported(x: Tensor, options: Sequence[Nested]) -> None:
     if x.dim() != 4 or max(dilation) > 1 or transposed or groups > 1:
         raise GpulabError(
             f"a convolution with dimensions={x.dim() - 2}, {dilation=}, {transposed=}, {groups=}:"
-            " orders of summation are emulated for plain ones over two dimensions; leave out"
-            f" `order`, or leave the operation outside the block{_line_phrase()}"
+            " orders of summation are emulated only for plain convolutions over two dimensions;"
+            f" leave out `order`, or move the operation out of the block{_line_phrase()}"
         )
 
 
@@ -687,8 +687,8 @@ def _correlation(
     rows = weight.flatten(1)[None]
     columns = patches.flatten(3).flatten(0, 2)[None]
     if arithmetic.order == "tensor-core":
-        # A GPU adds the products of one tile of channels at each position of the kernel, then those
-        # of the next tile.
+        # A GPU adds the products of one tile of channels at each position of the kernel, and then
+        # those of the next tile.
         terms = torch.arange(weight[0].numel()).reshape(weight.shape[1], -1)
         order = torch.cat(
             [tile.T.flatten() for tile in terms.split(arithmetic.channel_tile or len(terms))]

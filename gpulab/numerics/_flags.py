@@ -1,7 +1,7 @@
 """Flags of the arithmetic: TF32 and denormal numbers.
 
 Newer versions of torch have two interfaces for TF32; torch 2.6 has only the old one. No other
-module reads or writes these flags. Denormal numbers, in float32 those below 1.2e-38, are either
+module reads or writes these flags. Denormal numbers (in float32, those below 1.2e-38) are either
 kept or replaced by zero; every thread has its own flag for this.
 """
 
@@ -56,7 +56,7 @@ def _new_interface() -> dict[str, _HasPrecision]:
 def precision_allowed(product: str) -> str:
     """Return the precision that torch allows for float32 products of a kind, `matmul` or `conv`.
 
-    It reads the new interface if there is one, which is correct whichever interface was set.
+    It reads the new interface if there is one. The result is correct whichever interface was set.
     """
     backends = _new_interface()
     if backends:
@@ -115,12 +115,12 @@ def switch_denormals(keep_denormals: bool, stack: contextlib.ExitStack) -> None:
         value = "on" if keep_denormals else "off"
         raise GpulabError(
             f"denormals={value}: this machine cannot switch denormal numbers off"
-            f" in all of its {threads} threads; one may be enough: add threads=1"
+            f" in all of its {threads} threads; a single thread may work: add threads=1"
         )
 
 
 def _keeps_denormals(threads: int) -> bool | None:
-    """Return whether this number of threads keep denormal products; None if only some do.
+    """Return whether all of this number of threads keep denormal products; None if only some do.
 
     >>> _keeps_denormals(2)
     True
@@ -134,8 +134,8 @@ def _keeps_denormals(threads: int) -> bool | None:
 def _flush_denormals(flush: bool) -> None:
     """Set torch's flag for denormal numbers in this thread and in its OpenMP threads.
 
-    torch has no function for the other threads. So OpenMP itself is made to run a function in each
-    of them.
+    torch has no function for the other threads. OpenMP itself is therefore made to run a function
+    in each of them.
     """
     from threadpoolctl import threadpool_info  # type: ignore[import-untyped]
 
@@ -159,7 +159,7 @@ def _flush_denormals(flush: bool) -> None:
 
 
 def arithmetic() -> dict[str, bool | int | str]:
-    """Return the active flags of the arithmetic, under the names that runs record."""
+    """Return the active arithmetic flags, under the names that runs record."""
     return {
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -1,4 +1,4 @@
-"""Number formats: rounding to them, distances in them, and detecting rounded tensors."""
+"""Number formats: rounding to a format, distances in it, and detection of rounded tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Format:
         precision: The number of significant bits, including the leading one.
         minexp: The exponent of the smallest normal number, which is two to this power.
         largest: The largest finite number.
-        dtype: Torch's type for it; None if torch has none.
-        has_infinities: Whether there are infinities.
+        dtype: Torch's type for this format; None if there is none.
+        has_infinities: Whether the format has infinities.
     """
 
     precision: int
@@ -34,7 +34,7 @@ class Format:
 
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
-SAMPLE_SIZE = 4096  # numbers that nearly always suffice to show that a tensor was not rounded
+SAMPLE_SIZE = 4096  # nearly always enough numbers to show that a tensor was not rounded
 FORMATS = {
     "float32": Format(24, -126, MAX_FLOAT32, torch.float32),
     "tf32": Format(11, -126, (2 - 2.0**-10) * 2.0**127),
@@ -50,16 +50,15 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
 
     Args:
         x: float32 numbers, in any shape.
-        name: The format, one of `gpulab.numerics.FORMATS`. `float32` leaves the numbers as they
-            are.
+        name: The format, one of `gpulab.numerics.FORMATS`. `float32` leaves the numbers unchanged.
         mode: `nearest` (ties to even, IEEE 754). Formats with float32's exponents, such as `tf32`
-            and `bfloat16`, also have `away` (nearest, ties away from zero, as `cvt.rna` on a GPU)
+            and `bfloat16`, also have `away` (nearest, ties away from zero, like `cvt.rna` on a GPU)
             and `truncate` (toward zero: the bits that the format lacks are dropped).
 
     Returns:
         The rounded numbers, as float32, in the same shape. Numbers that round beyond the format's
         largest number become infinite. With `truncate`, finite numbers become the largest number
-        instead. `float8_e4m3fn` has no infinities, so all such numbers become its largest one.
+        instead. `float8_e4m3fn` has no infinities, so all such numbers become its largest number.
 
     Raises:
         UsageError: If the format is unknown or does not have the mode, or if the numbers are not
@@ -77,16 +76,17 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
     """
     if name not in FORMATS or mode not in MODES:
         raise UsageError(
-            f"format {name!r}, mode {mode!r}: expected {', '.join(FORMATS)}, and {', '.join(MODES)}"
+            f"format {name!r}, mode {mode!r}: expected one of {', '.join(FORMATS)}, and one of"
+            f" {', '.join(MODES)}"
         )
     if x.dtype != torch.float32:
         raise UsageError(
-            f"numbers to round must be float32, and these are {str(x.dtype).removeprefix('torch.')}"
+            f"expected a tensor of float32 numbers, got {str(x.dtype).removeprefix('torch.')}"
         )
     target = FORMATS[name]
     if mode != "nearest" and target.minexp > -126:
-        raise UsageError(f"mode {mode!r}: numbers are rounded to {name} to nearest alone")
-    # Zero tensors of forward-mode differentiation have no memory whose bits could be read.
+        raise UsageError(f"mode {mode!r}: {name} supports only the mode 'nearest'")
+    # The zero tensors of forward-mode differentiation have no memory to read bits from.
     if name == "float32" or is_zero_tensor(x):
         return x.clone()
     if target.dtype is None or mode != "nearest":
@@ -134,17 +134,17 @@ def rounded_format(x: Tensor) -> str | None:
         flat.numel() > SAMPLE_SIZE
         and _bit_length(_significands(flat[:SAMPLE_SIZE])[0]) > FORMATS["tf32"].precision
     ):
-        return None  # A sample with more bits than both formats decides the question.
+        return None  # A sample with more bits than both formats settles the question.
     significands, exponents = _significands(flat)
     if significands.size < 4:  # Three numbers may have few bits by chance.
         return None
     length = _bit_length(significands)
-    # The lowest set bit of all numbers. If all bits of all numbers, from the highest to this one,
-    # span hardly more than one significand, the numbers are multiples of one number.
+    # The lowest set bit of all numbers. If the bits of all numbers, from the highest to this one,
+    # span little more than one significand, the numbers are multiples of one number.
     lowest = (exponents + np.log2(significands & -significands)).min()
     if exponents.max() + 24 - lowest <= length + 2:
         return None
-    # Numbers may use up to two bits less than their format has.
+    # Numbers may use up to two bits fewer than their format has.
     return next(
         (name for name in ("bfloat16", "tf32") if 0 <= FORMATS[name].precision - length <= 2), None
     )
@@ -153,7 +153,7 @@ def rounded_format(x: Tensor) -> str | None:
 def _significands(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return the significands and exponents of the numbers that are neither zero nor subnormal.
 
-    Both are integers. Significands have the leading bit, which float32 does not store.
+    Both are integers. Significands include the leading bit, which float32 does not store.
     """
     # In float32 the 8 bits 0x7F800000 are the exponent, and the 23 bits 0x7FFFFF are the fraction.
     bits = x.to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy()

@@ -1,4 +1,4 @@
-"""Figures, one visual language for all notebooks: from finished results only.
+"""Figures of finished results, in one visual language for all notebooks.
 
 `theme` holds colours, axes and legends; the other modules draw runs, saddle points and instruments
 with seaborn and matplotlib. They are imported when a figure is first drawn; `__init__.pyi` lists

@@ -1,4 +1,4 @@
-"""Figures of measurements: rounding along a step, a device's roofline, a step's place under it."""
+"""Figures of measurements: rounding along a step, and a step under a device's roofline."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
         ("b", report.b, colour_b if colour_b != colour_a else INK),
     ):
         words = trace.title.replace(trace.setting, setting_words(trace.setting))
-        size = 6 if side == "a" else 3.5  # Both are visible where they have the same error.
+        size = 6 if side == "a" else 3.5  # Both stay visible if their errors are equal.
         label = textwrap.fill(words, MAX_LEGEND_CHARACTERS)
         axes.plot(
             table.index, drawn_errors[f"error_{side}"], "o", ms=size, mew=0, color=tint, label=label
         )
-    # Operations without an error have no height, so their crosses take that of a neighbour.
+    # Operations without an error have no height, so their crosses take the height of a neighbour.
     heights = drawn_errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]
     axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
     for position in table.index[table.phase == "backward"][:1]:
@@ -81,8 +81,8 @@ def roofline(frame: pd.DataFrame) -> Picture:
     """Draw a device's roofline: measured rates against arithmetic intensity, and the ceilings.
 
     The ceilings are the highest bandwidth and the highest rate that were measured. There is a line
-    for each machine and setting. Filled points were measured here, hollow points were recorded. The
-    title names the layer that reaches the smallest share of its ceiling.
+    for each machine and setting. Filled points were measured on this machine, hollow points were
+    recorded. The title names the layer that reaches the smallest share of its ceiling.
 
     Args:
         frame: From `gpulab.roofline` or `gpulab.device.recorded_rooflines`. Rows of the kinds
@@ -138,11 +138,11 @@ def roofline(frame: pd.DataFrame) -> Picture:
     theme.log_scales(axes)
     least = layers.iloc[0]
     if np.isnan(least.reached):
-        title = "Every layer is faster than the ceilings that were measured"
+        title = "Every layer is faster than the measured ceilings"
     else:
         title = (
-            f"{least.operation}: of the networks' layers it reaches least of its ceiling,"
-            f" {least.reached:.1%}"
+            f"{least.operation}: {least.reached:.1%} of its ceiling, the smallest share of all"
+            " layers"
         )
     alt = (
         "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and"
@@ -172,7 +172,7 @@ def _roof(
 @draw_registered.register
 @theme.with_theme
 def placement(step: Placement) -> Picture:
-    """Draw a step under the ceilings of its device, and the least times of its parts.
+    """Draw a step under the ceilings of its device, and lower bounds of the times of its parts.
 
     The parts are moving its bytes, computing its FLOP and launching its kernels.
     """

@@ -22,7 +22,7 @@ from gpulab.training._profiles import FINAL_LOSS_DIVISOR
 from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, label_levels, metric_label
 
 BETWEEN_SEEDS_LABEL = "one seed against another"
-# What a title says of each decision of a verdict.
+# The words for each decision of a verdict in a title.
 TITLE_WORDS = {
     "different": "the means differ",
     "different but negligible": "the means differ by less than the margin",
@@ -36,8 +36,8 @@ MARGIN_STYLE: Style = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # t
 def losses(frame: pd.DataFrame) -> Picture:
     """Draw the final loss of each seed under each setting; thin lines join the same seed.
 
-    Filled points are runs made here, hollow points are recorded runs. Diverged runs are crosses at
-    the right edge. Runs that repeat another one (`rerun` above 0) are left out.
+    Filled points are runs made on this machine, hollow points are recorded runs. Diverged runs are
+    crosses at the right edge. Runs that repeat another run (`rerun` above 0) are left out.
 
     Args:
         frame: Runs of one experiment, profile and protocol from `gpulab.runs` or
@@ -72,8 +72,8 @@ def losses(frame: pd.DataFrame) -> Picture:
     losses_by_seed = frame.groupby("seed").final_loss
     ratio_between_seeds = (losses_by_setting.max() / losses_by_setting.min()).max()
     ratio_between_settings = (losses_by_seed.max() / losses_by_seed.min()).max()
-    headline = f"From seed to seed the loss varies up to {ratio_between_seeds:.1f}-fold"
-    headline += f", from setting to setting by at most {100 * (ratio_between_settings - 1):.2g} %"
+    headline = f"The loss varies up to {ratio_between_seeds:.1f}-fold between seeds"
+    headline += f", and by at most {100 * (ratio_between_settings - 1):.2g} % between settings"
     alt = f"The final loss of each seed: {'; '.join(tints)}. The same seeds joined by lines."
     return theme.finish_figure(figure, headline, alt, theme.origin_keys(frame))
 
@@ -88,14 +88,14 @@ def curves(
     """Draw the loss of every run as a thin line, and the median over the seeds as a thick one.
 
     The lines are smoothed: each point is a moving mean over a sixtieth of the run's windows. Two
-    levels share a panel; three or more have a panel each. Runs that repeat another one (`rerun`
+    levels share a panel; three or more have a panel each. Runs that repeat another run (`rerun`
     above 0) are left out. The title compares final losses, which are means over the last fifth of a
     run, as in `gpulab.train`.
 
     Args:
         histories: A data frame from `gpulab.store.history`, of one experiment. Required columns are
-            `id`, `experiment`, `seed`, `rerun`, `frames_seen`, `loss` and that of the factor.
-        baseline: A loss to compare with, which is drawn as a dotted line; None for no line.
+            `id`, `experiment`, `seed`, `rerun`, `frames_seen`, `loss` and the factor.
+        baseline: A loss to compare with, drawn as a dotted line; None for no line.
         baseline_label: The name of the baseline in the legend.
         factor: The column that determines the colours: `setting`, or another one such as `loader`.
 
@@ -156,14 +156,14 @@ def curves(
     )
     means = final.groupby("name").mean().sort_values()
     headline = (
-        f"{histories.seed.nunique()} seeds: the runs end up to {final.max() / final.min():.1f}-fold"
-        " apart"
+        f"{histories.seed.nunique()} seeds: final losses differ up to"
+        f" {final.max() / final.min():.1f}-fold"
     )
     if len(tints) == 2 and means.min() > 0:
         times = means.iloc[1] / means.iloc[0]
         low, high = means.index
         headline = (
-            f"The final loss is {times:.3g} times as high, on average, for {high} as for {low}"
+            f"On average, the final loss is {times:.3g} times as high for {high} as for {low}"
         )
     alt = f"Loss against frames seen, one line for each of {len(final)} runs, coloured by {factor}."
     return theme.finish_figure(figure, headline, alt, columns=3)
@@ -174,11 +174,11 @@ def curves(
 def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
     """Draw an estimation plot of a verdict: every seed, and the paired differences.
 
-    The left panel has the metric of each seed under each level. Thin lines join the same seed, and
-    diverged runs are crosses at the right edge. The right panel has the differences from the
+    The left panel shows the metric of each seed under each level. Thin lines join the same seed,
+    and diverged runs are crosses at the right edge. The right panel shows the differences from the
     reference, in standard deviations between seeds (in the metric's units if there is no such
-    spread). It also has their mean with its interval, the interval that decides equivalence as a
-    thicker line, and the margin as a band. A narrow figure has the second panel below the first.
+    spread). It also shows their mean with its interval, the interval that decides equivalence as a
+    thicker line, and the margin as a band. In a narrow figure the second panel is below the first.
     Source: Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
     """
     factor = verdict.factor
@@ -220,7 +220,7 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
 
 
 def verdict_title(verdict: Verdict) -> str:
-    """Return the title of a verdict: what is decided, or for how many levels it is.
+    """Return the title of a verdict: the decision, or for how many levels each decision holds.
 
     >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
     >>> runs = pd.DataFrame(
@@ -247,7 +247,7 @@ def verdict_title(verdict: Verdict) -> str:
 
 
 def name_same_bits(verdict: Verdict) -> dict[Level, str]:
-    """Return a name for each level, one for all levels that give every seed the same bits.
+    """Return a name for each level; levels that give every seed the same bits share a name.
 
     >>> runs = pd.DataFrame(
     ...     {
@@ -274,7 +274,7 @@ def name_same_bits(verdict: Verdict) -> dict[Level, str]:
 
 
 def _join_names(names: list[str]) -> str:
-    """Join the names of settings, and write a device that they share once."""
+    """Join the names of settings, writing a device that they share only once."""
     devices = {name.partition(", ")[0] for name in names}
     if len(names) == 1 or len(devices) > 1 or not all(", " in name for name in names):
         return " / ".join(names)
@@ -287,10 +287,10 @@ def differences(verdict: Verdict) -> Picture:
     """Draw how far each level changes the loss of a seed, compared with the spread between seeds.
 
     Each level has a row with the absolute differences of each seed from the reference; the largest
-    difference is written beside the row. Levels that give every seed the same bits share a row. The
-    last row has the differences between seeds under the
-    reference. All rows share a logarithmic scale that includes zero. Differences within the margin,
-    the grey band, count as none. Repeated runs of the reference have a row of their own.
+    difference is written next to the row. Levels that give every seed the same bits share a row.
+    The last row shows the differences between seeds under the reference. All rows share a
+    logarithmic scale that includes zero. Differences within the margin, the grey band, are
+    negligible. Repeated runs of the reference have their own row.
 
     Args:
         verdict: From `gpulab.verdict`.
@@ -336,7 +336,7 @@ def differences(verdict: Verdict) -> Picture:
         axes.xaxis.set_major_formatter(theme.power_of_ten)
     margin = verdict.table.margin.max()
     if margin > 0:
-        axes.axvspan(0, margin, label=f"margin: up to ±{margin:.2g} counts as none", **MARGIN_STYLE)
+        axes.axvspan(0, margin, label=f"margin: up to ±{margin:.2g} is negligible", **MARGIN_STYLE)
     names_of_rows = [textwrap.fill(level_names[level], 34) for level in levels]
     axes.set_yticks(range(len(levels)), names_of_rows)
     unit = metric_label(metric, verdict.runs.get("experiment", ()))
@@ -345,7 +345,7 @@ def differences(verdict: Verdict) -> Picture:
         xlabel=f"change of the same seed against {level_names[reference]}: {unit}",
     )
     ratio = verdict.table.largest_difference.max() / (verdict.between_seeds or np.nan)
-    headline = f"The {factor} moves a seed by up to {ratio:.2g} times the spread between seeds"
+    headline = f"The {factor} changes a seed's result by up to {ratio:.2g} times the spread between seeds"
     if np.isnan(ratio):
         headline = "One seed has no spread to compare with"
     _, *compared, _ = level_names.values()
@@ -357,7 +357,7 @@ def differences(verdict: Verdict) -> Picture:
 
 
 def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Level]) -> pd.Series:
-    """Compute the height of each seed's point, so that the seeds of a level spread over its row.
+    """Compute the height of each seed's point so that the seeds of a level spread over its row.
 
     A level has its position in `levels` as its height. Its seeds are spread evenly, in their order,
     over a band of 0.4 around this height.
@@ -425,8 +425,7 @@ def _draw_differences(
 ) -> None:
     """Draw a row of differences for each level; write its decision and its largest difference.
 
-    Differences are divided by `unit`. The text stands to the right of the axes. The reference has
-    none.
+    Differences are divided by `unit`. The text is to the right of the axes; the reference has none.
     """
     factor = verdict.factor
     pairs = pairs[pairs.difference.notna()]
@@ -461,10 +460,10 @@ def _draw_intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
     table = verdict.table
     heights = np.arange(len(table)) + 1.33  # Row 0 belongs to the reference.
     equivalence_label = ""
-    mean_label = "mean; so few seeds have no interval"
+    mean_label = "mean; too few seeds for an interval"
     if table.equivalent_low.notna().any():
         equivalence_label = (
-            f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the"
+            f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: equivalent if within the"
             " margin"
         )
     if table.low.notna().any():

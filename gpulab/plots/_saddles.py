@@ -20,7 +20,7 @@ from gpulab.settings import TF32_CARDS, Setting
 from gpulab.wording import EMULATED
 
 DEVICES = {"on a CPU": ON_CPU, "on a GPU": ON_GPU}
-NEVER_LEFT_HEIGHT = 0.97  # of the axes, where networks that never left are drawn
+NEVER_LEFT_HEIGHT = 0.97  # the height, as a share of the axes, of networks that never left
 # The marker of each kind of displacement that moves a network away from a saddle.
 PERTURBATION_MARKERS = {"pushed off": "o", "minibatches": "s", "rounding alone": "^"}
 
@@ -30,9 +30,9 @@ PERTURBATION_MARKERS = {"pushed off": "o", "minibatches": "s", "rounding alone":
 
 @theme.with_theme
 def spectrum(density: SpectralDensity) -> Picture:
-    """Draw how an operator's eigenvalues are distributed, as a histogram.
+    """Draw the distribution of an operator's eigenvalues as a histogram.
 
-    Both axes are logarithmic, and the axis of eigenvalues is linear around zero. In the grey band,
+    Both axes are logarithmic, but the axis of eigenvalues is linear around zero. In the grey band,
     |λ| is less than a hundredth of the largest |λ|. Such eigenvalues are too close to zero for
     their sign to be determined.
 
@@ -53,7 +53,7 @@ def spectrum(density: SpectralDensity) -> Picture:
     zero = ZERO_SHARE * max(map(abs, density.extremes))
     figure, (axes,) = theme.canvas(height=3.4)
     axes.set_xscale("symlog", linthresh=zero)
-    # The number of eigenvalues that each node represents; the density is the mean over its rows.
+    # The number of eigenvalues that each node represents. The density is the mean over the probes.
     counts = density.weights * density.size / len(density.nodes)
     sns.histplot(x=density.nodes.ravel(), weights=counts.ravel(), bins=40, color=ON_CPU, ax=axes)
     axes.axvspan(
@@ -65,8 +65,8 @@ def spectrum(density: SpectralDensity) -> Picture:
     negative_share = density.mass_below(-zero).value
     positive_share = 1 - density.mass_below(zero).value
     headline = (
-        f"Of {density.size:,} eigenvalues {negative_share:.2%} stand out below zero,"
-        f" {positive_share:.2%} above"
+        f"{negative_share:.2%} of {density.size:,} eigenvalues are clearly below zero,"
+        f" {positive_share:.2%} clearly above"
     )
     return theme.finish_figure(figure, headline, "A histogram of eigenvalues.")
 
@@ -79,9 +79,9 @@ def spectrum(density: SpectralDensity) -> Picture:
 def saddle_surface(surface: Surface) -> Picture:
     """Draw the loss around a saddle in the plane of its least and its greatest curvature.
 
-    The left panel has contours of the loss in this plane; a white line joins the points with the
-    loss of the saddle. The right panel has the loss along each of the two directions. Dashed lines
-    show the loss that would follow from the curvature at the saddle alone.
+    The left panel shows contours of the loss in this plane; a white line joins the points with the
+    loss of the saddle. The right panel shows the loss along each of the two directions. Dashed
+    lines show the loss predicted from the curvature at the saddle alone.
 
     Args:
         surface: From `gpulab.saddles.surface`.
@@ -104,7 +104,7 @@ def saddle_surface(surface: Surface) -> Picture:
     losses = surface.losses
     loss = surface.loss
     figure, (left, right) = theme.canvas(2, height=3.9)
-    # The loss grows fast at the edges; equal steps that stop before them show the rest.
+    # The loss grows quickly at the edges. Equally spaced levels that stop before show the rest.
     levels = MaxNLocator(12, steps=[1, 2, 5, 10]).tick_values(
         losses.min(), np.quantile(losses, 0.85)
     )
@@ -128,9 +128,9 @@ def saddle_surface(surface: Surface) -> Picture:
     right.set_ylim(
         losses.min() - 0.1 * np.ptp(along_least), max(along_least.max(), along_greatest.max())
     )
-    left.set_title("loss in colours", fontsize="medium")
+    left.set_title("loss (colour)", fontsize="medium")
     right.set(xlabel="distance of the weights from the saddle")
-    right.set_title("loss along the two lines", fontsize="medium")
+    right.set_title("loss along the two directions", fontsize="medium")
     for axes, height in ((left, 0), (right, loss)):
         axes.plot(0, height, "o", ms=7, color="white", mec=INK)
     alt = f"{surface}. Left, contours of the loss; right, the loss along two directions."
@@ -138,12 +138,12 @@ def saddle_surface(surface: Surface) -> Picture:
         figure,
         str(surface),
         alt,
-        [theme.legend_key("of the curvature alone", color=INK, lw=0.9, ls="--")],
+        [theme.legend_key("from the curvature alone", color=INK, lw=0.9, ls="--")],
         3,
     )
 
 
-# --- ways out of a saddle -------------------------------------------------------------------------
+# --- escapes from a saddle ------------------------------------------------------------------------
 
 
 @draw_registered.register
@@ -157,11 +157,11 @@ def escape_law(table: pd.DataFrame) -> Picture:
     """Draw how long each escape from a saddle took, against the displacement at its start.
 
     The number of steps is multiplied by the rate at which the logarithm of the displacement grows
-    in each step: ln(1 + ηλ), or ln ρ with momentum. So the theory is the same line, ln(r/δ), for
-    all learning rates and saddles (see `gpulab.saddles.EscapeTable`).
+    in each step: ln(1 + ηλ), or ln ρ with momentum. The theory is therefore the same line, ln(r/δ),
+    for all learning rates and saddles (see `gpulab.saddles.EscapeTable`).
 
-    Colours stand for devices, and shapes for the kind of displacement. Recorded escapes are hollow.
-    A network that never left is a cross at the upper edge, because it has no time. Optimisers that
+    Colours show the device, and shapes the kind of displacement. Recorded escapes are hollow. A
+    network that never left has no escape time, and is a cross at the upper edge. Optimisers that
     scale their steps, such as Adam, do not follow this law and are left out.
 
     Args:
@@ -174,7 +174,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
         A `gpulab.plots.Picture`.
 
     Raises:
-        UsageError: If the table has no escape by an optimiser with such a law.
+        UsageError: If the table has no escapes by an optimiser that follows this law.
 
     Examples:
         >>> import gpulab as gl
@@ -185,8 +185,8 @@ def escape_law(table: pd.DataFrame) -> Picture:
     table = table[table.expected_rate.notna()]
     if table.empty:
         raise UsageError(
-            "no escape by sgd or momentum, the only ones with a law to draw: the table's paths have"
-            " their way out"
+            "the table has no escapes by sgd or momentum, the only optimisers that follow this law;"
+            " for other optimisers draw the `paths` of `escape_table`"
         )
     shown = table.assign(
         device=np.where(table.setting.str.startswith("cpu"), *DEVICES),
@@ -246,7 +246,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     if len(predictable):
         ratio = (predictable.steps / predictable.expected_steps).median()
         headline = (
-            f"{len(predictable)} escapes took {ratio:.2f} times what theory expects (median);"
+            f"{len(predictable)} escapes took {ratio:.2f} times the expected steps (median);"
             f" {headline}"
         )
     alt = (
@@ -263,7 +263,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
 
 
 def _name_arithmetic(axes: Axes, name: str, group: pd.DataFrame) -> None:
-    """Write the arithmetic beside the escapes that its rounding caused, and below those it held."""
+    """Write the arithmetic next to the escapes that it caused and the networks that it held."""
     escaped = group[group.escaped & np.isfinite(group.time)]
     held = group[~group.escaped]
     offset: Style = {"textcoords": "offset points"}

@@ -16,7 +16,7 @@ NO_AXES = {"frame_on": False, "xticks": [], "yticks": []}
 
 
 def predictions(run: Run) -> Picture:
-    """Draw what a trained PredNet predicted, at five moments of the held-out film.
+    """Draw what a trained PredNet predicted at five points of the held-out film.
 
     The rows are the previous frame, the next frame, its prediction, and the absolute difference
     between prediction and next frame.
@@ -25,7 +25,7 @@ def predictions(run: Run) -> Picture:
         run: A run of PredNet from `gpulab.train`.
 
     Returns:
-        A `gpulab.plots.Picture`. The title has the mean squared error of these predictions, and
+        A `gpulab.plots.Picture`. The title gives the mean squared error of these predictions, and
         that of predicting each frame by the previous one.
 
     Raises:
@@ -54,8 +54,8 @@ def predictions(run: Run) -> Picture:
     error = ((predictions_shown - frames_after) ** 2).mean()
     repeat_error = ((frames_before - frames_after) ** 2).mean()
     headline = (
-        f"Mean squared error of these predictions {error:.3g}; of repeating frame t"
-        f" {repeat_error:.3g}"
+        f"Mean squared error: {error:.3g} for these predictions, {repeat_error:.3g} for repeating"
+        " frame t"
     )
     return in_rows(rows, [f"t = {t}" for t in moment], headline)
 
@@ -63,13 +63,13 @@ def predictions(run: Run) -> Picture:
 def reconstructions(run: Run) -> Picture:
     """Draw a trained autoencoder's reconstructions of the first eight held-out images.
 
-    The rows are the image, its reconstruction, and the absolute difference of the two.
+    The rows are the image, its reconstruction, and the absolute difference between the two.
 
     Args:
         run: A run of an autoencoder or a whitener from `gpulab.train`.
 
     Returns:
-        A `gpulab.plots.Picture`. The title has the mean squared error of these images.
+        A `gpulab.plots.Picture`. The title gives the mean squared error of these images.
 
     Raises:
         UsageError: If the run has no network, such as one of a custom training function.
@@ -92,8 +92,7 @@ def frames(data: Data, every: int = 30) -> Picture:
 
     Args:
         data: From `gpulab.load`.
-        every: The distance between two frames that are drawn, in frames. Images are in a random
-            order.
+        every: Draw one frame in this many. Images are in a random order.
 
     Returns:
         A `gpulab.plots.Picture`.
@@ -128,7 +127,7 @@ def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str)
         )
         for axes, picture in zip(panel_row, pictures, strict=False):
             pixels = picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy()
-            # Without interpolation pixels are shown as they are, and the file is small.
+            # Without interpolation, pixels are shown unchanged, and the file is small.
             axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     for axes, title in zip(panels, titles, strict=False):
         axes.set_title(title)

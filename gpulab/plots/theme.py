@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike
 from gpulab.picture import Picture
 from gpulab.wording import Level, label_levels
 
-# Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
+# Okabe and Ito's palette, safe for colour-blind readers. CPUs are blue and green.
 COLOURS = {
     "cpu": "#0072B2",
     "cpu:threads=1": "#56B4E9",
@@ -51,7 +51,7 @@ INK = "#262626"
 FAINT = "#999999"
 ON_CPU = COLOURS["cpu"]  # the colours of a device under any setting
 ON_GPU = COLOURS["cuda:tf32=off"]
-Style = dict[str, Any]  # keywords of matplotlib, whose values have every type
+Style = dict[str, Any]  # keywords of matplotlib, whose values have many types
 RIGHT_OF_AXES: Style = {
     "xycoords": ("axes fraction", "data"),
     "va": "center",
@@ -83,7 +83,7 @@ def finish_figure(
 ) -> Picture:
     """Add a title and a legend to a figure, and return it with its text alternative.
 
-    The legend, below the panels, has everything with a label in a panel, and the artists in `keys`.
+    The legend below the panels contains every labelled artist of the panels, and those in `keys`.
     It replaces the legends of the panels. The title is appended to the text alternative.
     """
     figure.suptitle(title)
@@ -109,8 +109,8 @@ def finish_figure(
 def colour(setting: str) -> str:
     """Return the colour that a setting has in every figure.
 
-    Common settings have a colour of their own. Every other setting has one of three colours for its
-    kind of device, which is chosen by a checksum of its text.
+    Common settings have their own colours. Every other setting has one of three colours for its
+    kind of device, chosen by a checksum of its text.
 
     >>> colour("cpu"), colour("cuda:tf32=off")
     ('#0072B2', '#D55E00')
@@ -136,8 +136,8 @@ def name_levels(
 ) -> tuple[pd.DataFrame, dict[str, str]]:
     """Return the frame with a column `name`, the level in words, and the colour of each name.
 
-    seaborn uses them as `hue` and `palette`. Settings have the order of `COLOURS`, other settings
-    come last. Levels of other factors have the order of the frame.
+    seaborn uses them as `hue` and `palette`. Settings are in the order of `COLOURS`, with other
+    settings last. Levels of other factors are in the order of the frame.
     """
     levels = list(frame[factor].unique())
     if factor == "setting":
@@ -169,7 +169,7 @@ def draw_points(
     is_hollow: ArrayLike = False,
     **style: Any,
 ) -> None:
-    """Draw points in one colour or one colour each, filled or, if `is_hollow`, hollow."""
+    """Draw points in one colour or in a colour each; hollow if `is_hollow`, otherwise filled."""
     faces = np.atleast_1d(np.where(is_hollow, "white", tint))
     edges = np.atleast_1d(tint)
     axes.scatter(
@@ -187,7 +187,7 @@ def draw_points(
 
 
 def legend_key(label: str, **style: Any) -> Line2D:
-    """Make a legend entry: a line, or with `ls=""` and a `marker` a point."""
+    """Make a legend entry: a line, or a point if `ls=""` and `marker` are given."""
     return Line2D([], [], label=label, **style)
 
 
@@ -225,7 +225,7 @@ def power_of_ten(value: float, _: float | None = None) -> str:
 
 
 def log_scale(axis: XAxis | YAxis, least: float = 2.0) -> None:
-    """Use a log scale if the data span a factor of `least`; ticks at 1, 2 and 5 if they fit."""
+    """Use a log scale if the data span a factor of `least`; put ticks at 1, 2 and 5 if they fit."""
     low, high = getattr(axis.axes.dataLim, f"interval{axis.axis_name}")
     if not low > 0 or high / low < least:
         return

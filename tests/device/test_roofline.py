@@ -273,7 +273,7 @@ REFUSED_CEILINGS = [
     RefusedCeilings(
         "another precision",
         (product(torch.float64), ceilings(), 2),
-        "float64: there are ceilings of bfloat16, float32 alone",
+        "products in float64: expected only bfloat16, float32",
     ),
     RefusedCeilings("one repeat", (product(), ceilings(), 1), "repeats"),
 ]

@@ -8,7 +8,7 @@ below does the same step by step for the loss ∑ w³.
 `_capture` computes the loss and its gradient once, under a dispatch mode that sees every operation
 below autograd, in the forward and in the backward pass. `_jvp_rules` has a rule for each operation,
 its Jacobian-vector product: the instruction that computes the tangent of the result from the
-tangents of the arguments. Tangents are numbered variables; the tangent of w has the number 0.
+tangents of the arguments. Tangents are numbered variables; the tangent of w is number 0.
 
     >>> import torch
     >>> w = torch.tensor([1.0, 2.0], requires_grad=True)

@@ -31,8 +31,8 @@ DETACH = torch.ops.aten.detach.default
 class CapturedOperation:
     """One operation below autograd: `function(*arguments, **options)` returned `results`.
 
-    The results are detached. An operation in place, such as `add_`, is recorded as its functional
-    variant, such as `add`.
+    The results are detached. An in-place operation such as `add_` is recorded as its functional
+    variant, here `add`.
     """
 
     function: OpOverload
@@ -47,7 +47,7 @@ class CapturedOperation:
 
 
 def as_list(results: Nested) -> list[Nested]:
-    """Return the results of an operation as a list, also if there is a single result."""
+    """Return the results of an operation as a list, even if there is only one result."""
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
@@ -150,7 +150,7 @@ class Capture(UncompiledDispatchMode):
             for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
                 if self.valid_since.get(tensor, 0) < time and _overlap(tensor, overwritten_tensor):
                     raise UnsupportedError(
-                        "a tensor is used whose memory was overwritten by way of another one"
+                        "a tensor is used after its memory was overwritten through another tensor"
                     )
         number = self.variables.get(tensor)
         if (
@@ -162,7 +162,7 @@ class Capture(UncompiledDispatchMode):
             # The tensor is a by-product of the forward pass that torch does not differentiate, such
             # as the factors of a matrix. Only functions named `…_backward` take it as a constant.
             if function is None or not schema_name(function).endswith("_backward"):
-                raise UnsupportedError(f"{function} is given a by-product of the forward pass")
+                raise UnsupportedError(f"{function} uses a by-product of the forward pass")
             return None
         return number
 
@@ -178,7 +178,7 @@ class Capture(UncompiledDispatchMode):
         """Copy the values that are about to be overwritten, for the operations captured so far.
 
         Args:
-            function: An operation in place.
+            function: An in-place operation.
             written: Its first argument, which it overwrites.
 
         Returns:
@@ -193,11 +193,11 @@ class Capture(UncompiledDispatchMode):
         if functional is None or not isinstance(written, Tensor):
             raise UnsupportedError(f"{name} overwrites its arguments")
         if self.is_forward and written.requires_grad and not torch.is_grad_enabled():
-            raise UnsupportedError(f"{name} overwrites a variable, unseen by autograd")
+            raise UnsupportedError(f"{name} overwrites a variable while gradients are disabled")
         for reference in self.detached_aliases.pop(_address(written), ()):
             alias = reference()
             if alias is not None:
-                # The captured operation keeps this tensor, which gets memory of its own.
+                # The captured operation keeps this tensor, which gets its own memory.
                 alias.data = alias.clone()
         return functional
 
@@ -222,9 +222,9 @@ def capture_gradient(
 
     Raises:
         UnsupportedError: If the backward pass runs a function that is written in Python, or if a
-            tensor is used after its memory was overwritten through another tensor. The dispatch
-            mode cannot follow tangents there. Also if autograd raises an error, except if memory
-            runs out.
+            tensor is used after its memory was overwritten through another tensor, because the
+            dispatch mode cannot follow tangents in these cases. Also if autograd raises an error
+            other than running out of memory.
     """
     capture = Capture(points, linearize)
     with torch.enable_grad(), capture:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpulab._torch_internals import compile_elementwise_kernel
 
-Coefficient = Tensor | float | None  # None stands for 1
+Coefficient = Tensor | float | None  # None means 1
 MAX_INPUTS = 8  # tensors that one combination may read; a larger number would save little time
 
 
@@ -17,7 +17,7 @@ class Combination:
     """The linear combination `sum(coefficient * tangent)` of several tangents.
 
     Args:
-        coefficients: The coefficient of each tangent; None stands for 1.
+        coefficients: The coefficient of each tangent; None means 1.
         shape: The shape of the result without its first dimension. For k tangents the result has
             the shape (k, *shape), to which tangents and coefficients are broadcast.
         is_plain_sum: Whether all coefficients are 1 and all tangents have the shape of the result.
@@ -50,7 +50,7 @@ class Combination:
             would have to be multiplied.
         """
         outer = self.coefficients[position]
-        # A tensor `outer` times a tensor coefficient of `inner` is a new tensor to be kept.
+        # A tensor `outer` times a tensor coefficient of `inner` is a new tensor that must be kept.
         needs_several_products = (
             isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
         )
@@ -79,7 +79,7 @@ class Combination:
             total = (
                 _kernel(False)(v, c, w, d) if total is None else _kernel(True)(v, c, w, d, total)
             )
-        # Whether `total` has memory of its own, so that terms can be added in place.
+        # Whether `total` has its own memory, so that terms can be added in place.
         is_owned = total is not None
         for tangent, coefficient in terms:
             if total is None:
@@ -110,7 +110,7 @@ def lift(tangent: Tensor, ndim: int) -> Tensor:
 
 
 def _product(outer: Coefficient, inner: Coefficient) -> Coefficient:
-    """Multiply two coefficients, where None stands for 1."""
+    """Multiply two coefficients, where None means 1."""
     if outer is None or inner is None:
         return inner if outer is None else outer
     return outer * inner

@@ -1,4 +1,4 @@
-"""Choice of the fastest among several GPU algorithms for the same numbers, by timing each once."""
+"""Choice of the fastest of several GPU algorithms that compute the same numbers, by timing them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def fastest_candidate(
 ) -> int:
     """Return the index of the fastest candidate.
 
-    The candidates are timed when a key occurs for the first time. During the capture of a CUDA
-    graph nothing can be timed, so a new key gets the first candidate.
+    The candidates are timed when a key occurs for the first time. Nothing can be timed during the
+    capture of a CUDA graph, so a new key then gets the first candidate.
 
     Args:
         key: Everything that the choice depends on: shapes, data types, the device and flags of

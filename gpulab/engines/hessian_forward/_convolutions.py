@@ -19,7 +19,7 @@ from gpulab.engines.hessian_forward._conv_autotune import fastest_candidate
 from gpulab.numerics._flags import precision_allowed
 
 aten = torch.ops.aten
-MAX_WORKSPACE_BYTES = 2**28  # bytes that an algorithm of cuDNN may use besides the result
+MAX_WORKSPACE_BYTES = 2**28  # bytes that an algorithm of cuDNN may use in addition to the result
 
 # Concatenations of constants, by the identities of the constants.
 Constants = dict[tuple[object, ...], Tensor]
@@ -55,7 +55,7 @@ class Geometry:
         options = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), 1
         if target == "output":
             return aten.convolution(first, second, None, *options)
-        # torch asks for the tensor whose gradient is computed, but reads only its shape.
+        # torch requires the tensor whose gradient is computed, but reads only its shape.
         placeholder = first.new_empty(1).expand(shape)
         inputs, weight = (placeholder, second) if target == "input" else (second, placeholder)
         mask = [target == "input", target == "weight", False]
@@ -200,10 +200,10 @@ def convolve(
     """Compute `geometry.apply`; on a GPU, use the faster of two equivalent computations.
 
     With stride 1, an output can also be computed as the gradient of an input with the mirrored
-    weight, and the other way round. cuDNN may choose different algorithms for the two. The
-    algorithm that it chooses first can be fifteen times slower and can need gigabytes of memory.
-    So each computation is tried once with limited memory. This is done even if there is only one,
-    because cuDNN remembers the algorithm that it chose.
+    weight, and vice versa. cuDNN may choose different algorithms for the two. The algorithm that it
+    chooses first can be fifteen times slower and can need gigabytes of memory. Each computation is
+    therefore tried once with limited memory. This is done even if there is only one, because cuDNN
+    remembers the algorithm that it chose.
     """
     if not first.is_cuda:
         return geometry.apply(target, first, second, shape)

@@ -77,7 +77,7 @@ class Builder:
         self.results = operation.results
         self.tangent = operation.tangent
         if any(isinstance(result, Tensor) and result.is_complex() for result in results):
-            raise UnsupportedError(f"{operation.function} makes complex numbers")
+            raise UnsupportedError(f"{operation.function} returns complex numbers")
         name = schema_name(operation.function).removeprefix("aten::")
         # Operations such as `zeros_like` and `new_ones` read only the shapes of their arguments.
         if (
@@ -105,7 +105,7 @@ class Builder:
         return as_list(variables)
 
     def linear_map(self, results: Sequence[int | None]) -> LinearMap:
-        """Return the map from the inputs to the variables `results`; None stands for zero."""
+        """Return the map from the inputs to the variables `results`; None means zero."""
         instructions = remove_unused(self.instructions, results)
         for instruction in instructions:
             if isinstance(instruction.function, TorchJvp):
@@ -151,7 +151,7 @@ class Builder:
         ]
         if not terms_with_tangent:
             return None
-        # A coefficient may have another type than the result, such as a mask of booleans.
+        # A coefficient may have a type other than that of the result, such as a boolean mask.
         coefficients = [
             c.to(self.results.dtype) if isinstance(c, Tensor) else c for c, _ in terms_with_tangent
         ]
@@ -188,7 +188,7 @@ class TorchJvp:
         float_results: For each result, whether it is a floating-point tensor. Other results have no
             tangent.
         shape: The shape of the result of an elementwise operation; None for any other operation,
-            and if the arguments have another type than the result.
+            and if the types of the arguments and the result differ.
     """
 
     def __init__(self, operation: CapturedOperation) -> None:
@@ -213,7 +213,7 @@ class TorchJvp:
         Raises:
             UnsupportedError: If torch cannot differentiate the operation.
         """
-        for index in self.indices:  # torch cannot write tangents where elements share memory
+        for index in self.indices:  # torch cannot write tangents if elements share memory
             self.leaves[index] = self.leaves[index].contiguous()
         try:
             if self.shape is not None:
@@ -229,8 +229,8 @@ class TorchJvp:
     def _derivatives(self) -> list[Tensor]:
         """Compute the derivative of an elementwise operation with respect to each argument.
 
-        Each element of the result depends only on the elements at the same position. So the
-        gradient of the sum of all results consists of the derivatives at each position.
+        Each element of the result depends only on the elements at the same position. The gradient
+        of the sum of all results therefore consists of the derivatives at each position.
         """
         with torch.enable_grad():
             arguments = [
@@ -276,9 +276,9 @@ def _is_float(result: object) -> bool:
 # that is the tangent of the result, or a list of variables for several results. It returns
 # NotImplemented to leave the operation to `TorchJvp`.
 #
-# Instructions keep their functions as long as the map lives. So a function in a rule refers to a
-# tensor of the operation only if it needs the values. If it needs only the shape, the rule stores
-# the shape in a variable before.
+# Instructions keep their functions as long as the map exists. A function in a rule therefore refers
+# to a tensor of the operation only if it needs the values. If it needs only the shape, the rule
+# first stores the shape in a variable.
 #
 # In the docstrings, dx is the tangent of x.
 
@@ -458,7 +458,7 @@ def convolution_backward_jvp(
     """Compute the tangents of the gradients of a convolution's input, weight and bias.
 
     The gradient of the input is linear in the output gradient g and in w, that of the weight is
-    linear in g and in x, and that of the bias is linear in g. The last option says which of the
+    linear in g and in x, and that of the bias is linear in g. The last option selects which of the
     three are needed.
     """
     geometry = Geometry.of_options(options)

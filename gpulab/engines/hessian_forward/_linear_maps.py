@@ -23,7 +23,7 @@ from gpulab.engines.hessian_forward._convolutions import (
 # tangents in memory.
 MAX_FUSED_CONVS = 8
 LIVE_TANGENT_RATIO = 5  # about one in five of a map's tangents is in memory at the same time
-ResultVariables = Sequence[int | None]  # the variable of each result; None stands for zero
+ResultVariables = Sequence[int | None]  # the variable of each result; None means zero
 
 
 @dataclass
@@ -60,12 +60,12 @@ class LinearMap:
     """A linear map, given by instructions that compute `results` from the variables 0, 1, ….
 
     On a GPU a map consists of thousands of small kernels, and launching them takes longer than
-    running them. So the first call with a number k of tangents captures the map in a CUDA graph,
-    and later calls with the same k replay it.
+    running them. The first call with a number k of tangents therefore captures the map in a CUDA
+    graph, and later calls with the same k replay it.
 
     Args:
         instructions: The instructions, in an order in which they can be run.
-        results: The variable of each result, as many as there are inputs; None stands for zero.
+        results: The variable of each result; there is one for each input. None means zero.
         size: The bytes of one tangent of every variable.
 
     Attributes:
@@ -124,7 +124,7 @@ def optimize(instructions: Sequence[Instruction], results: ResultVariables) -> l
 def remove_unused(
     instructions: Sequence[Instruction], results: ResultVariables
 ) -> list[Instruction]:
-    """Return the instructions that the results depend on, with `last_uses` set anew."""
+    """Return the instructions that the results depend on, with updated `last_uses`."""
     # From the last instruction to the first: the variables that later instructions or the results
     # need.
     needed_variables = set(results)
@@ -171,8 +171,8 @@ def merge_weight_gradients(
 ) -> list[Instruction]:
     """Merge gradients of one weight that are added up into one gradient of a larger batch.
 
-    A gradient of a weight or bias sums over a batch. So the sum of several gradients, such as those
-    of several time steps, equals one gradient of the concatenated batches.
+    A gradient of a weight or bias sums over a batch. The sum of several gradients, such as those of
+    several time steps, is therefore equal to one gradient of the concatenated batches.
     """
     producers = {
         number: instruction for instruction in instructions for number in instruction.outputs
@@ -195,7 +195,7 @@ def merge_weight_gradients(
         if number in used_once and producers[number].is_addition
     }
     next_variable = max(producers, default=0) + 1
-    # Each list has an instruction and the new ones that are inserted after it.
+    # Each list holds an instruction and the new ones that are inserted after it.
     rewritten = [[instruction] for instruction in instructions]
     concatenated: dict[tuple[int, ...], int] = {}  # variables -> the variable of their batch
     for index, root in enumerate(instructions):
