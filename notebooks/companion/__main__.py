@@ -1,4 +1,4 @@
-"""`python -m companion` executes the notebooks and binds a report; `python -m companion explore`
+"""`python -m companion` executes the notebooks and writes a report; `python -m companion explore`
 serves pages.
 """
 
@@ -26,23 +26,23 @@ def execute(
     profile: Profile = "quick",
     device: Annotated[Device, option("where the notebooks train")] = "auto",
     only: Annotated[
-        str | None, option("notebooks whose names begin so, such as 04 or 03,04")
+        str | None, option("only notebooks with these prefixes, such as 04 or 03,04")
     ] = None,
     output: Annotated[Path, option("folder for the executed notebooks and the report")] = Path(
         "build"
     ),
     notebooks: Annotated[
-        Path, option("folder of the notebooks", "in which companion lies")
+        Path, option("folder of the notebooks", "the one that contains companion")
     ] = NOTEBOOKS,
-    store: Annotated[Path | None, option("folder in which runs are kept", "OUTPUT/runs")] = None,
+    store: Annotated[Path | None, option("folder in which runs are stored", "OUTPUT/runs")] = None,
     jobs: Annotated[
-        int | None, option("how many notebooks at a time", "2 where cores and memory allow", min=1)
+        int | None, option("number of notebooks at a time", "2 if cores and memory allow", min=1)
     ] = None,
     in_place: Annotated[
         bool, option("execute the notebooks themselves, to commit them", flag="--in-place")
     ] = False,
 ) -> None:
-    """Execute the notebooks and bind them into one report. Exit status 1 when one of them
+    """Execute the notebooks and bind them into one report. The exit status is 1 if one of them
     failed.
     """
     if context.invoked_subcommand:
@@ -66,13 +66,13 @@ def execute(
 
 @app.command()
 def copies(
-    folder: Annotated[Path, argument("where to, such as lab, beside the folder notebooks")],
+    folder: Annotated[Path, argument("where to copy them, such as lab, next to notebooks")],
     notebooks: Annotated[
-        Path, option("folder of the notebooks", "in which companion lies")
+        Path, option("folder of the notebooks", "the one that contains companion")
     ] = NOTEBOOKS,
 ) -> None:
-    """Copy the notebooks without their outputs, for a class that guesses first. Copies that are
-    there stay.
+    """Copy the notebooks without their outputs, for a class that guesses first. Existing copies
+    are kept.
     """
     from companion.notebooks import copy_without_outputs
 
@@ -84,9 +84,11 @@ def copies(
 def explore(
     port: Annotated[int, option("to listen on", min=1, max=65535)] = 8866,
 ) -> None:
-    """Serve pages without code to a browser here: a buffer, bits of numbers, a saddle, verdicts."""
+    """Serve pages without code to a browser on this machine: a buffer, bits of numbers, a saddle,
+    verdicts.
+    """
     with extra("notebooks"):
-        import voila  # noqa: F401 - it is started as a program of its own
+        import voila  # noqa: F401 - it is started as a separate program
 
         from companion.explore import HOST, serve
     echo(f"http://{HOST}:{port}\nCtrl-C ends it.")

@@ -1,4 +1,4 @@
-"""Scripts of `benchmarks/` that notebooks call: other libraries, and comparisons with them."""
+"""Scripts in `benchmarks/` that notebooks call: other libraries, and comparisons with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 def benchmark(script: str) -> ModuleType:
     """Import a script by its path below `benchmarks/`, such as `peers/frameworks`.
 
-    As when it is run, the script can import the scripts beside it by their names.
+    As when it is run, the script can import the scripts in its folder by name.
     """
     folder, _, name = script.rpartition("/")
     if str(SCRIPTS / folder) not in sys.path:

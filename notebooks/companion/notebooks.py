@@ -18,12 +18,12 @@ FOLD = r"<details><summary>The answer. Guess first.</summary>\n\n\g<0>\n\n</deta
 
 
 def find_notebooks(folder: Path, only: str | None) -> list[Path]:
-    """The notebooks of a folder in order; `only` names some by how they begin (`04` or `03,04`)."""
+    """The notebooks of a folder in order; `only` selects some by prefix (`04` or `03,04`)."""
     if not folder.is_dir():
-        raise GpulabError(f"{folder}: no such folder; run this where the notebooks are")
+        raise GpulabError(f"{folder}: no such folder; pass the folder that contains the notebooks")
     notebooks = sorted(file for file in folder.glob("*.ipynb") if re.match(r"\d\d_", file.name))
     if not notebooks:
-        raise GpulabError(f"{folder}: holds no notebooks")
+        raise GpulabError(f"{folder}: contains no notebooks")
     prefixes = [name.strip() for name in (only or "").split(",") if name.strip()]
     for prefix in prefixes:
         if not any(file.name.startswith(prefix) for file in notebooks):
@@ -35,7 +35,7 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
 
 
 def read_notebook(file: Path) -> NotebookNode:
-    """A notebook from its file; `DataError` where it is none."""
+    """Read a notebook from a file; `DataError` if it is not a notebook."""
     import nbformat
 
     try:
@@ -52,7 +52,7 @@ def write_notebook(notebook: NotebookNode, file: Path) -> None:
 
 
 def tidy(notebook: NotebookNode) -> None:
-    """Take out what execution leaves behind and nobody reads: bars, warnings on stderr, timings."""
+    """Remove what execution leaves behind and nobody reads: bars, warnings on stderr, timings."""
     for node in (notebook, *notebook.cells):
         for name in ("papermill", "execution", "widgets"):
             node.metadata.pop(name, None)
@@ -63,7 +63,7 @@ def tidy(notebook: NotebookNode) -> None:
         for output in outputs:
             data = output.get("data", {})
             widget = data.pop("application/vnd.jupyter.widget-view+json", None)
-            # its still picture or table
+            # a still picture or a table
             has_still = "image/png" in data or "text/html" in data
             if output.get("name") != "stderr" and (widget is None or has_still):
                 cell.outputs.append(output)
@@ -88,9 +88,9 @@ def fold_answer(text: str) -> str:
 
 @extra("notebooks")
 def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
-    """Copy the notebooks without outputs, their answers folded; returns the new ones.
+    """Copy the notebooks without outputs and with their answers folded; returns the new copies.
 
-    A copy that is there already stays as it is: it may hold somebody's work. The solutions are
+    A copy that already exists is left as it is: it may contain somebody's work. The solutions are
     copied with their outputs.
     """
     import nbformat

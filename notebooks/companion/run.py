@@ -1,4 +1,4 @@
-"""Executes the notebooks with papermill: in place for a commit, or with parameters for a report."""
+"""Execute the notebooks with papermill: in place for a commit, or with parameters for a report."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 KERNEL = "python3"
-# how notebooks begin that time things, beside which nothing else is executed
+# prefixes of the notebooks that measure time, during which nothing else is executed
 TIMED = (
     "01",
     "07",
     "08",
 )
-LAST = ("10",)  # and that read what the others have left in the store
-# these begin first, so that none of them is left running alone at the end
+LAST = ("10",)  # prefixes of those that read what the others have left in the store
+# started first, so that none of them is left running alone at the end
 LONGEST = (
     "04",
     "06",
     "08",
     "09",
 )
-NOTEBOOK_BYTES = 3 << 29  # of memory that a notebook may need, its worker processes included
+NOTEBOOK_BYTES = 3 << 29  # memory that a notebook may need, including its worker processes
 
 
 @dataclass
@@ -67,9 +67,9 @@ def execute(
 ) -> list[Result]:
     """Execute notebooks into `output`/notebooks; one that fails does not stop the others.
 
-    As many as `jobs` are executed at the same time, each on its share of the cores
-    (`shares_of_cores`). Those that time things have the machine for themselves, except in the
-    profile `smoke`, which says nothing of speed.
+    Up to `jobs` notebooks are executed at the same time, each on its share of the cores
+    (`shares_of_cores`). Those that measure time have the machine to themselves, except with the
+    profile `smoke`, which says nothing about speed.
     """
     from gpulab.report import Progress
 
@@ -113,11 +113,11 @@ def execute(
 
 
 def shares_of_cores(jobs: int | None) -> list[set[int]]:
-    """The cores for each of the notebooks that run at once; by default two notebooks if possible.
+    """The cores for each notebook that is executed at a time; by default two notebooks if possible.
 
-    Threads of two programs that share cores wait for one another: a training of two threads took
-    115 seconds beside others, and 9 on a core of its own. An empty set is all cores, where a system
-    cannot share them out.
+    Threads of two programs that share cores wait for one another: a training with two threads took
+    115 seconds next to others, and 9 on a core of its own. An empty set stands for all cores, on
+    systems that cannot assign them.
     """
     import psutil
     from joblib import cpu_count  # a container's quota counts
@@ -135,9 +135,7 @@ def shares_of_cores(jobs: int | None) -> list[set[int]]:
         return [set() for _ in range(jobs)]
     cores = sorted(os.sched_getaffinity(0))
     if jobs > len(cores):
-        raise UsageError(
-            f"jobs={jobs}: at most one notebook a core, of which there are {len(cores)}"
-        )
+        raise UsageError(f"expected jobs <= {len(cores)}, one notebook per core; got jobs={jobs}")
     return [
         {*cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]} for job in range(jobs)
     ]
@@ -151,7 +149,7 @@ def _execute_group(
     wake: Callable[[], object],
 ) -> Iterator[Result]:
     """Execute notebooks, one on each share of cores; `wake` is called every second."""
-    # a process for each notebook: its peak of memory is its own
+    # one process per notebook, so that each has a peak memory of its own
     context = multiprocessing.get_context("spawn")
     with (
         context.Manager() as manager,
@@ -170,7 +168,7 @@ def _execute_group(
                 yield from (future.result() for future in finished)
                 wake()
         finally:
-            pool.shutdown(cancel_futures=True)  # after Ctrl-C none of the others begins
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C no other notebook begins
 
 
 def _execute_one(
@@ -197,11 +195,11 @@ def _execute_one(
 
 
 def _papermill(source: Path, target: Path | None, parameters: dict[str, str]) -> NotebookNode:
-    """Execute a notebook where it lies. `GpulabError` names the cell that failed.
+    """Execute a notebook in its folder. A `GpulabError` names the cell that failed.
 
-    The kernel is spoken to through a folder of sockets. A port would be chosen by trying one and
-    letting it go; until the kernel takes it, another server may choose the same, which happens
-    every other time to thirty at once.
+    The kernel communicates through sockets in a folder. A port would be chosen by opening and
+    closing it; before the kernel opens it, another server can choose the same one, which happens
+    every other time if thirty start at once.
     """
     import papermill
     from traitlets.config import Config
@@ -217,7 +215,7 @@ def _papermill(source: Path, target: Path | None, parameters: dict[str, str]) ->
                 language="python",
                 progress_bar=False,
                 cwd=source.parent,
-                # a kernel is interrupted as it is shut down, and says so
+                # a kernel is interrupted when it is shut down, and logs this
                 extra_arguments=["--log-level=CRITICAL"],
                 config=Config(KernelManager=manager if os.name == "posix" else {}),
             )
@@ -226,7 +224,7 @@ def _papermill(source: Path, target: Path | None, parameters: dict[str, str]) ->
                 f"cell {failure.exec_count}: {failure.ename}: {failure.evalue}"
             ) from None
         except (RuntimeError, OSError, ValueError, TimeoutError) as failure:
-            # Such as a kernel that died.
+            # For example, the kernel died.
             raise GpulabError(f"{type(failure).__name__}: {failure}") from None
 
 
