@@ -1,4 +1,4 @@
-"""Notebook 08, many devices: what starts its programs, and its finding."""
+"""Start the programs of notebook 08, and state its finding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_program(name: str, *arguments: object) -> dict[str, pd.DataFrame]:
     """Run `programs/NAME.py` with arguments, print its output, and return its recorded tables.
 
     Raises:
-        GpulabError: With what the program says, where it fails.
+        GpulabError: If the program fails, with its error output.
     """
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "record.json")
@@ -59,20 +59,20 @@ def scale_finding(
     descents: pd.DataFrame,
     verdicts: Sequence[Verdict],
 ) -> str:
-    """Sentences on what was measured here and recorded elsewhere.
+    """State in sentences what was measured here and what was recorded elsewhere.
 
     Args:
         ends: How far the weights of divided trainings differ from those of one device.
         scaling: How fast several devices trained.
-        descents: Lock-free and synchronous descents, with the number of their `repetition`.
-        verdicts: On the loss of the lock-free ones, one for each repetition.
+        descents: Lock-free and synchronous trainings, with the number of their `repetition`.
+        verdicts: The verdicts on the loss of lock-free training, one for each repetition.
     """
     most = ends[~ends.recorded].groupby("precision").weights.max()
     lines = [
         (
-            f"Training on {span(ends[~ends.recorded].devices)} devices ends where it does on one:"
-            f" no weight is off by more than {most.float32:.1e} in float32 and {most.float64:.1e}"
-            " in float64."
+            f"Training on {span(ends[~ends.recorded].devices)} devices ends with the same weights"
+            f" as on one, to within {most.float32:.1e} in float32 and {most.float64:.1e} in"
+            " float64."
         ),
         *(f"Here, {line}" for line in _scaling_sentences(scaling[~scaling.recorded])),
     ]
@@ -88,7 +88,7 @@ def scale_finding(
 
 
 def describe_lock_free(descents: pd.DataFrame, verdicts: Sequence[Verdict]) -> list[str]:
-    """What going without a lock brought and cost, with the spread over repetitions.
+    """State what training without a lock gained and cost, with the spread over repetitions.
 
     Args:
         descents: As for `scale_finding`.
@@ -101,24 +101,25 @@ def describe_lock_free(descents: pd.DataFrame, verdicts: Sequence[Verdict]) -> l
     decisions = ", ".join(f"{count} {decision}" for decision, count in counts.items())
     return [
         f"Without a lock, in {len(verdicts)} repetitions: workers make {span(ratio, '.2f')} times"
-        " as many updates a second as workers that wait for each other. A gradient is"
-        f" {span(free.age, '.2f')} updates old when it is applied. Of all changes a share of"
-        f" {span(free.lost_share, '.1e')} was lost (with the lock at most"
-        f" {synchronous.lost_share.max():.1e}, which is rounding). Verdicts on the loss:"
+        " as many updates per second as workers that wait for each other. A gradient is"
+        f" {span(free.age, '.2f')} updates old when it is applied. The share of changes that were"
+        f" lost is {span(free.lost_share, '.1e')} (with the lock at most"
+        f" {synchronous.lost_share.max():.1e}, from rounding). Verdicts on the loss:"
         f" {decisions}."
     ]
 
 
 def _scaling_sentences(scaling: pd.DataFrame) -> list[str]:
-    """What the most devices bring, a sentence a size."""
+    """State how fast several devices train, in one or two sentences for each size."""
     lines = []
     for size, rows in scaling[scaling.devices > 1].groupby("size", sort=False):
         strong, weak = (rows[rows.scaling == kind] for kind in ("strong", "weak"))
         waiting = (1 - strong.compute / strong.seconds).clip(lower=0)
         lines.append(
-            f"{span(rows.devices)} devices train a {size} PredNet {span(strong.speedup, '.2f')}"
-            f" times as fast as one where they divide a batch of {span(strong.batch)},"
-            f" {span(weak.speedup, '.2f')} times where each has as large a batch. Of a divided"
-            f" update {span(waiting, '.0%')} is waiting and communication."
+            f"{span(rows.devices)} devices train PredNet (size {size})"
+            f" {span(strong.speedup, '.2f')} times as fast as one if they divide a batch of"
+            f" {span(strong.batch)}, and {span(weak.speedup, '.2f')} times as fast if each gets"
+            f" a whole batch. Waiting and communication take {span(waiting, '.0%')} of a"
+            " divided update."
         )
     return lines

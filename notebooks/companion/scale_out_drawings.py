@@ -1,4 +1,4 @@
-"""Drawings of notebook 08: four ways in which several devices share work."""
+"""Drawings for notebook 08: four ways in which several devices share work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECOND_TURN = ((4.9, 3.0),)
 
 
 def draw_data_parallel() -> Picture:
-    """Draw data-parallel training: each device a share of the batch, one mean gradient."""
+    """Draw data-parallel training: each device has a share of the batch; gradients are averaged."""
     figure, axes = _blank_axes(7.4, 3.0, (-0.2, 12.6), (-0.3, 4.9))
     _draw_box(axes, (1.0, 2.2), 1.8, 2.6, "one\nbatch", FRAME_COLOUR)
     for number, y in enumerate((3.6, 0.9), 1):
@@ -23,7 +23,7 @@ def draw_data_parallel() -> Picture:
         _draw_arrow(axes, (9.75, 2.2 + 0.35 * (y - 2.2)), (10.3, y), GRADIENT_COLOUR)
         _draw_box(axes, (11.4, y), 2.1, 1.2, f"device {number}:\nsame step", ON_GPU)
     _draw_box(axes, (8.7, 2.2), 2.0, 1.5, "mean of the\ngradients", GRADIENT_COLOUR)
-    _label(axes, (2.75, 4.35), "half of it each", FRAME_COLOUR, "center")
+    _label(axes, (2.75, 4.35), "half each", FRAME_COLOUR, "center")
     _label(axes, (8.7, 4.35), "all wait here", GRADIENT_COLOUR, "center")
     return Picture(
         figure,
@@ -55,7 +55,7 @@ def draw_lock_free() -> Picture:
 
 
 def draw_model_parallel() -> Picture:
-    """Draw model-parallel training: layers on two devices, of which one computes at a time."""
+    """Draw model-parallel training: layers on two devices, one of which computes at a time."""
     figure, axes = _blank_axes(7.4, 2.9, (-0.2, 12.6), (-0.4, 4.6))
     _draw_box(axes, (1.0, 2.7), 1.8, 1.3, "batch", FRAME_COLOUR)
     _draw_box(axes, (4.9, 2.7), 2.8, 1.3, "device 1:\nfirst layers", ON_GPU)
