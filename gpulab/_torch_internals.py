@@ -1,18 +1,20 @@
-"""All contact of gpulab with torch's private API. No other file of `gpulab/` touches it.
+"""All uses of torch's private API in gpulab. No other file of `gpulab/` uses it.
 
-Private is every module, function and attribute of torch whose name begins with an underscore, and
-some names without one that torch's documentation does not describe, such as `StorageWeakRef`. Torch
-may change them in any release. So the docstring of each entry has a line that says which versions
-of torch it was tested with, and what breaks in gpulab if torch changes it.
+The private API consists of all modules, functions and attributes of torch whose names begin with an
+underscore, and of some other names that torch's documentation does not describe, such as
+`StorageWeakRef`. Torch may change them in any release. Therefore, a line in the docstring of each
+entry states which versions of torch it was tested with, and what breaks in gpulab if torch changes
+it.
 
-To check a new release of torch, install it and run `pytest tests/test_torch_internals.py`. It has a
-test for each entry, so a failure names the entry to repair. Then run the tests of the packages that
-use the entries: `tests/guards`, `tests/audits`, `tests/numerics`, `tests/engines`, `tests/saddles`
-and `tests/device`. The same file fails if another module of gpulab uses the private API.
+To check a new release of torch, install it and run `pytest tests/test_torch_internals.py`. This
+file has a test for each entry, so a failure names the entry to repair, and it fails if another
+module of gpulab uses the private API. Then run the tests of the packages that use the entries:
+`tests/guards`, `tests/audits`, `tests/numerics`, `tests/engines`, `tests/saddles` and
+`tests/device`.
 
-The guards import this module and need nothing but torch, so it imports nothing of gpulab. It does
-not import torch's compiler (`torch._dynamo`, `torch._inductor`) either, which takes seconds and
-150 MB: the functions that need the compiler import it when they are called.
+The guards import this module and need nothing but torch, so it imports nothing from gpulab. Nor
+does it import torch's compiler (`torch._dynamo`, `torch._inductor`), which takes seconds and 150
+MB: the functions that need the compiler import it when they are called.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ from torch.utils import _python_dispatch, _pytree, weak
 Nested: TypeAlias = Any
 """Tensors, numbers, texts, None, and lists, tuples and dicts of these in any depth.
 
-It stands for what an operation or a user's model takes and returns. No narrower type is possible:
-which of these types a value has depends on the operation's schema or on the user's code, so every
-use would need a cast.
+This is the type of the arguments and results of operations and of users' models. A narrower type is
+impossible: which of these types a value has depends on the operation's schema or on the user's
+code, so every use would need a cast.
 """
 
 Span: TypeAlias = tuple[int, int]
@@ -134,7 +136,7 @@ def wait_for_collective(out: Nested) -> None:
 
 
 def is_mutable(operation: OpOverload) -> bool:
-    """Return whether the schema of an operation says that it writes to an argument.
+    """Return whether an operation writes to an argument, according to its schema.
 
     Tested: torch 2.6 and 2.15. If it changes: audits compare arguments that were overwritten.
     """
@@ -152,7 +154,7 @@ def argument_names(operation: OpOverload) -> list[str]:
 def result_names(operation: OpOverload) -> list[str]:
     """Return the names of an operation's results, in order; empty for those without one.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits compare what kernels keep for themselves.
+    Tested: torch 2.6 and 2.15. If it changes: audits compare the auxiliary outputs of kernels.
     """
     return [result.name for result in operation._schema.returns]
 
@@ -207,9 +209,9 @@ def written_tensors(
     """Return the tensors that a call writes to.
 
     Batch normalisations in training mode are a special case: they write to their running
-    statistics, although their schemas do not say so.
+    statistics, although their schemas do not declare it.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits miss what operations in place change.
+    Tested: torch 2.6 and 2.15. If it changes: audits miss changes by in-place operations.
 
     >>> x = torch.ones(2)
     >>> written_tensors(torch.ops.aten.add_.Tensor, (x, 1), {})[0] is x
@@ -276,7 +278,7 @@ def has_failed(operation: OpOverload, returned: Nested) -> bool:
 def only_allocates(name: str) -> bool:
     """Return whether an operation, given by its bare name, returns uninitialised memory.
 
-    Tested: torch 2.6 and 2.15. If names change: audits compare memory that nobody has written.
+    Tested: torch 2.6 and 2.15. If names change: audits compare uninitialised memory.
     """
     return name.startswith(("empty", "new_empty"))
 
@@ -286,7 +288,7 @@ def overwrites_first_argument(name: str) -> bool:
 
     `name` is the bare name of the operation.
 
-    Tested: torch 2.6 and 2.15. If names change: audits compare what is about to be overwritten.
+    Tested: torch 2.6 and 2.15. If names change: audits compare inputs that are never read.
     """
     return name in ("copy", "fill", "zero")
 
@@ -294,7 +296,7 @@ def overwrites_first_argument(name: str) -> bool:
 def functional_variant(operation: OpOverload) -> OpOverload | None:
     """Return the variant of an in-place operation that returns a new tensor instead.
 
-    None for an operation that is not in-place, and if no variant has the same arguments.
+    The result is None if the operation is not in-place, or if no variant has the same arguments.
 
     Tested: torch 2.6 and 2.15. If it changes: Hessians cannot follow in-place operations.
 
@@ -383,7 +385,7 @@ def flop_formulas() -> dict[Nested, Callable[..., int]]:
 
 
 class UncompiledDispatchMode(_python_dispatch.TorchDispatchMode):
-    """A dispatch mode that torch's compiler does not compile, nor anything that the mode calls.
+    """A dispatch mode that torch's compiler leaves uncompiled, with everything that it calls.
 
     Torch protects every other mode from compilation by a wrapper, which imports the compiler and
     takes 120 MB. This class replaces the wrapper. Torch 2.6 has no wrapper, because it compiles
@@ -426,8 +428,8 @@ def has_wrapper_subclass(tensor_types: Iterable[type]) -> bool:
 def has_computation_observers() -> bool:
     """Return whether a dispatch mode, function mode or saved-tensor hook is active in this thread.
 
-    Torch 2.6 cannot tell whether there are hooks for saved tensors, so the result is always true
-    there.
+    In torch 2.6 this cannot be determined for hooks for saved tensors, so the result is always
+    true.
 
     Tested: torch 2.6 and 2.15. If it changes: faster engines hide operations from guards.
     """
@@ -462,9 +464,8 @@ def without_fused_rnn() -> Iterator[None]:
 def uncompiled(function: Function) -> Function:
     """Mark a function so that Dynamo compiles neither the function nor anything that it calls.
 
-    `torch.compiler.disable` does the same, but imports the compiler. Torch 2.6 has no other way to
-    do this completely. There, Dynamo still compiles the function if compiled code calls it or
-    `backward`.
+    `torch.compiler.disable` does the same, but imports the compiler. Torch 2.6 has no other
+    complete way: Dynamo still compiles the function if compiled code calls it or `backward`.
 
     Tested: torch 2.15. If it changes: a guard around compiled code is compiled itself.
     """
@@ -492,7 +493,7 @@ def report_skipped_frames(report: Callable[[], None]) -> Callable[[], None]:
     Returns:
         A function that restores Dynamo's functions, which ends the reports.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard does not say that compiled code ran
+    Tested: torch 2.6 and 2.15. If it changes: the guard does not report that compiled code ran
     uncompiled.
     """
     from torch._dynamo import convert_frame
@@ -526,8 +527,8 @@ def report_skipped_frames(report: Callable[[], None]) -> Callable[[], None]:
 def recompilations_allowed(count: int) -> AbstractContextManager[object]:
     """Inside the block, let Dynamo compile up to `count` variants of a function.
 
-    Dynamo raises an error for any further variant. By default, it compiles fewer variants, and runs
-    the others uncompiled. The option is called `cache_size_limit` up to torch 2.6.
+    Dynamo raises an error for any further variant. By default, it compiles fewer variants and runs
+    the others uncompiled. Up to torch 2.6, the option is called `cache_size_limit`.
 
     Tested: torch 2.6 and 2.15. If it changes: settings with `compile` fail.
     """
@@ -552,7 +553,7 @@ def uncompiled_random_numbers(use_fallback: bool = True) -> AbstractContextManag
 def draws_as_uncompiled() -> bool:
     """Return whether Inductor is set to draw the random numbers of uncompiled code.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits advise what the program has done.
+    Tested: torch 2.6 and 2.15. If it changes: audits recommend an option that is already set.
     """
     from torch._inductor import config
 
@@ -562,7 +563,7 @@ def draws_as_uncompiled() -> bool:
 def compiler_error() -> type[Exception]:
     """Return the class of the errors that the compiler raises.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits do not explain what the compiler refuses.
+    Tested: torch 2.6 and 2.15. If it changes: audits do not explain errors of the compiler.
     """
     from torch._dynamo.exc import TorchDynamoException
 
@@ -574,7 +575,7 @@ def forget_compiled_graphs() -> None:
 
     All other counters of Dynamo are reset as well.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits count the graphs of earlier audits, too.
+    Tested: torch 2.6 and 2.15. If it changes: audits also count the graphs of earlier audits.
     """
     from torch._dynamo.utils import counters
 
@@ -584,7 +585,7 @@ def forget_compiled_graphs() -> None:
 def compiled_graph_count() -> int:
     """Return how many graphs Dynamo has compiled since `forget_compiled_graphs`.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits refuse compiled models as not compiled.
+    Tested: torch 2.6 and 2.15. If it changes: audits reject compiled models as not compiled.
     """
     from torch._dynamo.utils import counters
 
@@ -602,7 +603,7 @@ def original_module(module: nn.Module) -> nn.Module:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` wrapped a module or `Module.compile` compiled it in place.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits do not say that they ran a model uncompiled.
+    Tested: torch 2.6 and 2.15. If it changes: audits do not report that a model ran uncompiled.
     """
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
@@ -655,7 +656,7 @@ def graph_nodes(result: Tensor) -> Iterator[Node]:
 def current_node() -> Node | None:
     """Return the node whose backward function this thread is running, or None outside of backward.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits and guards cannot name what runs in backward.
+    Tested: torch 2.6 and 2.15. If it changes: audits and guards cannot name backward operations.
     """
     return torch._C._current_autograd_node()
 
@@ -701,7 +702,7 @@ def push_saved_tensor_hooks(
     """Add hooks for saved tensors, as `saved_tensors_hooks` does on entry.
 
     The class itself is not used, because an instance cannot be entered again, and several instances
-    must be left in reverse order.
+    must be exited in reverse order.
 
     Tested: torch 2.6 and 2.15. If it changes: no guard can be entered.
     """
@@ -711,13 +712,13 @@ def push_saved_tensor_hooks(
 def pop_saved_tensor_hooks() -> None:
     """Remove the hooks for saved tensors that this thread added last.
 
-    Tested: torch 2.6 and 2.15. If it changes: no guard can be left.
+    Tested: torch 2.6 and 2.15. If it changes: no guard can be exited.
     """
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def saved_values(node: Node | None, names: Iterable[str] = ()) -> Iterator[tuple[str, Nested]]:
-    """Iterate over what a node has saved for its backward pass, with the name of each value.
+    """Iterate over the values that a node has saved for its backward pass, with their names.
 
     Args:
         node: A node; None has no saved values.
@@ -748,7 +749,7 @@ def is_checkpoint_frame(frame: types.FrameType | None) -> bool:
 def is_once_differentiable(node: Node) -> bool:
     """Return whether a node belongs to a user's function with a `once_differentiable` backward.
 
-    Tested: torch 2.6 and 2.15. If it changes: Hessians silently take such gradients for constants.
+    Tested: torch 2.6 and 2.15. If it changes: Hessians silently treat such gradients as constants.
     """
     backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
     return getattr(backward, "__code__", None) is _ONCE_DIFFERENTIABLE
@@ -812,7 +813,7 @@ Tested: torch 2.6 and 2.15. If it changes: audits do not restore the state of op
 register_optimizer_step_post_hook = optimizer_module.register_optimizer_step_post_hook
 """Register a function to be called after each step of every optimizer.
 
-Tested: torch 2.6 and 2.15. If it changes: the guard cannot blame the step of an optimizer.
+Tested: torch 2.6 and 2.15. If it changes: the guard cannot attribute a write to an optimizer step.
 """
 
 
@@ -853,7 +854,7 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 def is_plain(tensor: Nested) -> bool:
     """Return whether a value is an ordinary strided tensor, whose memory can be read directly.
 
-    Tensors of a subclass, sparse, nested and meta tensors, and those inside a transform are not.
+    Sparse, nested and meta tensors, and tensors of a subclass or inside a transform, are not.
 
     Tested: torch 2.6 and 2.15. If it changes: the guard reads the memory of wrapped tensors.
     """
@@ -870,7 +871,7 @@ def span_of(tensor: Nested) -> Span:
 
     For any other value and for empty tensors, the span is empty and overlaps no other span.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard does not find who shares memory.
+    Tested: torch 2.6 and 2.15. If it changes: the guard does not find tensors that share memory.
     """
     if not is_plain(tensor) or tensor.numel() == 0:
         return 0, 0
@@ -933,7 +934,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that a tensor is a view of; None if it is no view.
+    """Return the tensor that a tensor is a view of; None if it is not a view.
 
     Tested: torch 2.6 and 2.15. If it changes: audits miss changes made through a view.
     """
@@ -990,7 +991,7 @@ Tested: torch 2.6 and 2.15. If it changes: batches cannot be converted, or graph
 
 
 def named_leaves(values: Nested) -> list[tuple[str, Nested]]:
-    """Return the leaves of nested values, each with its place as one would write it in Python.
+    """Return the leaves of nested values, each with its path in Python syntax.
 
     Tested: torch 2.6 and 2.15. If it changes: audits cannot name the outputs of models.
 
@@ -1008,8 +1009,7 @@ def map_nested(change: Callable[[Nested], Nested], values: Nested) -> Nested:
     """Apply a function to all values in nested lists, tuples and dicts, and return the result.
 
     Numbers, texts and None are returned unchanged. The function is faster than `tree_map`, which
-    knows more types of containers. The arguments of operations contain only lists, tuples and
-    dicts.
+    supports more types of containers.
 
     Uses public API only. The arguments of operations come in no other containers.
     """

@@ -1,8 +1,8 @@
 """The base class of results (text, HTML and figure), and the progress bar.
 
-A result derives from `Report` and imports nothing of `gpulab.plots`, so that matplotlib stays
-optional. The function that draws it is looked up in `gpulab.plots._drawing` when a figure is
-needed.
+A result class derives from `Report` and imports nothing from `gpulab.plots`, so that matplotlib
+stays optional. The function that draws the result is looked up in `gpulab.plots._drawing` when a
+figure is needed.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def table(frame: pd.DataFrame, small: bool = False, **options: Any) -> Markup:
 class Progress(tqdm):
     """A progress bar that counts as complete if the loop ends early; it is then not shown in red.
 
-    There is no bar if the output is not a terminal, such as a pipe or the log of a cluster. There
-    each update of the bar would be a new line.
+    There is no bar if the output is not a terminal but, for example, a pipe or the log of a cluster
+    job, in which each update of the bar would be a new line.
 
     Examples:
         >>> with Progress(total=9, disable=True) as bar:

@@ -1,4 +1,4 @@
-"""User functions: found by the name of a module or file, and identified by their source text."""
+"""Find user functions by module or file name, and identify them by their source text."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ GENERATED_MEMBERS = ("__dict__", "__weakref__", "__module__", "__annotations__")
 def find_function(name: str, role: str) -> Callable[..., Any]:
     """Find the function or other callable given as `module:name` or `file.py:name`.
 
-    A file is read again at each call. Its folder is added to the import path, as for a script, or
-    the current folder for a module.
+    A file is read again at each call. The folder of the file, or the current folder for a module,
+    is added to the import path, as for a script.
 
     Args:
         name: The module or file, and the name in it.
@@ -100,8 +100,8 @@ def _add_to_path(folder: str) -> None:
 def _load_module(file: Path) -> types.ModuleType:
     """Load a file as a module, without Python's cache of compiled files.
 
-    The cache does not notice a change within a second that keeps the length of the file. The module
-    is registered under the name of the file, or with an underscore if that name is taken.
+    The cache misses a change within the same second that keeps the length of the file. The module
+    is registered under the name of the file, with an underscore if that name is taken.
     """
     _add_to_path(str(file.parent))
     loaded = sys.modules.get(file.stem)
@@ -123,7 +123,7 @@ def _load_module(file: Path) -> types.ModuleType:
 
 
 class UnknownSourceError(Exception):
-    """An object without source text that JSON cannot represent; the message names it."""
+    """Raised for an object without source text that JSON cannot represent; the message names it."""
 
 
 def source_of(value: object, file: Path | None = None, enclosing: tuple[object, ...] = ()) -> JSON:
@@ -137,7 +137,7 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
 
     Args:
         value: The function, or an object that it refers to.
-        file: The file that defines the function, if it is known.
+        file: The file that defines the function, if known.
         enclosing: The functions and classes that refer to `value`, the innermost last. Their own
             text is not repeated, so recursive references end.
 

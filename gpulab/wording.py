@@ -9,7 +9,7 @@ from typing import Any
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
-# A level of a factor is a cell of a user's table: a text, a number, a date or anything else that
+# A level of a factor is a cell in a user's table: a text, a number, a date or anything else that
 # pandas can group by.
 Level = Hashable
 # A text for each level. The type of the keys is not `Level`, because mypy does not accept a
@@ -101,7 +101,7 @@ def setting_words(setting: str | Setting) -> str:
 
 
 def _uses_default_tf32(setting: Setting) -> bool:
-    """Return whether a setting leaves TF32 as torch has it: on in the convolutions of cuDNN.
+    """Return whether a setting keeps torch's default for TF32: on in the convolutions of cuDNN.
 
     >>> _uses_default_tf32(Setting.parse("cuda:deterministic=on"))
     True
@@ -116,8 +116,8 @@ def _uses_default_tf32(setting: Setting) -> bool:
 def condition_words(loader: str, setting: str) -> str:
     """Return the condition in words: whether frames are copied or overwritten.
 
-    The condition depends on the loader and the device: on a GPU, the loader `reused`, which is the
-    published code, copies frames as well.
+    The condition depends on the loader and the device: on a GPU, the loader `reused`, which is that
+    of the published code, also copies frames.
 
     >>> condition_words("reused", "cpu"), condition_words("reused", "cuda:tf32=off")
     ('overwritten frames', 'copied frames')
@@ -167,7 +167,7 @@ def _level_words(level: Level, factor: str) -> str:
 
 
 def level_text(level: Level, factor: str) -> str:
-    """Return a level as it is named in a sentence: a Boolean with its factor, others as text.
+    """Return a level as named in a sentence: a Boolean with its factor, any other as text.
 
     >>> import numpy as np
     >>> level_text(np.True_, "amp"), level_text("false", "amp"), level_text(np.float64(0.5), "rate")
@@ -180,7 +180,7 @@ def level_text(level: Level, factor: str) -> str:
 def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:
     """Describe a metric for the label of an axis.
 
-    A loss has its unit if all experiments are networks of gpulab with the same unit.
+    The unit of a loss is added if all experiments use networks of gpulab with the same unit.
 
     >>> (
     ...     metric_label("final_loss", ["prednet"]),

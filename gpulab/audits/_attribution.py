@@ -9,8 +9,7 @@ and any other value with its own float64 reference. All shares add up to one.
 
 References:
     S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by
-        layer-wise relevance
-    propagation, PLoS ONE 10(7).
+        layer-wise relevance propagation, PLoS ONE 10(7).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ SOURCE_KINDS = (
     "cause not found",
     "cannot be told",
 )
-MAX_VISITS = 16  # a pair of values that is reached more often keeps the whole difference
+MAX_VISITS = 16  # a pair of values that is visited more often keeps the whole difference
 # A value of the first side and its counterpart; either may be None.
 ValuePair = tuple[Value | None, Value | None]
 
@@ -86,7 +85,7 @@ class Attribution:
                 self._pass_back(pair, amount)
 
     def share(self, finding: Finding, siblings: Sequence[Finding]) -> float:
-        """The share of the difference that a finding explains; NaN if it cannot be told.
+        """Return the share of the difference that a finding explains; NaN if it is unknown.
 
         Args:
             finding: A finding about an operation.
@@ -99,7 +98,8 @@ class Attribution:
             or finding.kind in ("rounding", "not finite")
             or finding.detail.startswith(LOST_UPDATE_PREFIX)
         ):
-            # A lost update has no share of its own. It counts for the operation that computed it.
+            # A lost update has no separate share. Its effect belongs to the operation that computed
+            # the update.
             return math.nan
         if finding.is_pairwise and self.attributed_to_sources:
             n_pairwise = sum(sibling.is_pairwise for sibling in siblings)
@@ -236,7 +236,7 @@ def _measured_error(op: Operation) -> float:
 
 
 def _explained_share(size: float, difference: float) -> float:
-    """Return the share of a squared difference that an error explains; 1 for an unknown error.
+    """Return the share of a squared difference that an error explains; 1 if the error is unknown.
 
     >>> _explained_share(1.0, 2.0), _explained_share(math.inf, 2.0)
     (0.25, 1.0)
@@ -247,7 +247,7 @@ def _explained_share(size: float, difference: float) -> float:
 
 
 def _fractions(sizes: list[float]) -> list[float]:
-    """Return each square's fraction of the sum of squares; infinite sizes share all of it.
+    """Return each square's fraction of the sum of squares; infinite sizes share the whole sum.
 
     >>> _fractions([3.0, 4.0]), _fractions([1.0, math.inf]), _fractions([0.0])
     ([0.36, 0.64], [0.0, 1.0], [0.0])
@@ -265,7 +265,7 @@ def _fractions(sizes: list[float]) -> list[float]:
 
 
 class Rank(IntEnum):
-    """The rank of a finding in the answer; findings of equal rank are ordered by their share."""
+    """The rank of a finding in the result; findings of equal rank are ordered by their share."""
 
     BEFORE_NONFINITE = -2  # a mismatch before the operation that made NaN or infinity
     NONFINITE = -1

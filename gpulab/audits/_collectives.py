@@ -25,7 +25,7 @@ _FOLLOWED_COLLECTIVES = """
 FOLLOWED_COLLECTIVES = frozenset(_FOLLOWED_COLLECTIVES.split())
 SYNCHRONISATIONS = {"barrier", "monitored_barrier"}
 RANKS = "ranks"  # the argument of a recorded collective that names its process group
-# Operations of these namespaces exchange numbers in ways that are not followed.
+# Operations of these namespaces exchange numbers in ways that the audit does not follow.
 REFUSED_NAMESPACES = {
     "_c10d_functional": "functional collectives, which DTensor and compiled code use,",
     "_c10d_functional_autograd": "functional collectives, which DTensor and compiled code use,",
@@ -40,8 +40,8 @@ class Collective:
     """A call of a collective.
 
     Attributes:
-        sent: The tensors that this rank gives.
-        received: The tensors that this rank gets.
+        sent: The tensors that this rank sends.
+        received: The tensors that this rank receives.
         ranks: The ranks of the process group, in order.
     """
 
@@ -54,7 +54,7 @@ def find_collective(operation: OpOverload, args: Sequence[Nested]) -> Collective
     """Return what a collective exchanges; None for any other operation.
 
     Raises:
-        UsageError: If the operation exchanges numbers in a way that is not followed.
+        UsageError: If the operation exchanges numbers in a way that the audit does not follow.
     """
     namespace = operation.namespace
     if namespace in REFUSED_NAMESPACES:
@@ -65,7 +65,7 @@ def find_collective(operation: OpOverload, args: Sequence[Nested]) -> Collective
     if name not in FOLLOWED_COLLECTIVES:
         raise _refusal(f"the collective {name}")
     group = argument_names(operation).index("process_group")
-    # `allreduce` and `broadcast` write to what they are given.
+    # `allreduce` and `broadcast` write to their inputs.
     sent = args[0] if group == 1 else args[1]
     return Collective(find_tensors(sent), find_tensors(args[0]), process_group_ranks(args[group]))
 
@@ -73,10 +73,10 @@ def find_collective(operation: OpOverload, args: Sequence[Nested]) -> Collective
 def run_collective(
     operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested]
 ) -> Nested:
-    """Run a collective, and wait until its results are there.
+    """Run a collective, and wait until its results are available.
 
-    gloo reduces and scatters in two parts: each time that the caller waits, it copies the result
-    anew. The caller gets the handle of another collective instead, which is finished.
+    gloo implements reduce-scatter in two parts, and copies the result again each time that the
+    caller waits. So the caller receives the handle of another, completed collective instead.
     """
     out = operation(*args, **kwargs)
     wait_for_collective(out)
@@ -98,6 +98,6 @@ def check_module(module: torch.nn.Module) -> None:
 def _refusal(what: str) -> UsageError:
     return UsageError(
         f"{what} cannot be followed: expected the collectives"
-        f" {', '.join(sorted(FOLLOWED_COLLECTIVES))} of torch.distributed, as DDP and tensor"
-        " parallel layers use them"
+        f" {', '.join(sorted(FOLLOWED_COLLECTIVES))} of torch.distributed, as in DDP and"
+        " tensor-parallel layers"
     )

@@ -55,8 +55,8 @@ class Result:
     Attributes:
         a: The `RESULT` operation of the first trace, or None.
         b: The `RESULT` operation of the second trace, or None.
-        agrees: Whether the two are equal in float64, up to differences that float32 cannot show.
-        gap: The difference between the two in float64, relative to their size.
+        agrees: Whether both sides are equal in float64, up to differences below float32 rounding.
+        gap: The difference between both sides in float64, relative to their size.
         has_no_counterpart: Whether the other side has no such parameter or returned value.
     """
 
@@ -68,30 +68,30 @@ class Result:
 
     @property
     def representative(self) -> Operation:
-        """Either of the two, for their common properties."""
+        """The operation of either side, from which common properties are read."""
         return self.a or self.b  # type: ignore[return-value]
 
     @property
     def group(self) -> str:
-        """`gradient`, `updated` or `loss`."""
+        """The group of the result: `gradient`, `updated` or `loss`."""
         return self.representative.name if self.representative.name in LEAF_RESULTS else "loss"
 
 
 @dataclass(frozen=True)
 class OperationPair:
-    """Two operations that make the same value on the two sides, or one without counterpart."""
+    """Two operations that compute the same value on both sides, or one without a counterpart."""
 
     a: Operation | None
     b: Operation | None
 
     @property
     def representative(self) -> Operation:
-        """Either of the two, for their common properties."""
+        """The operation of either side, from which common properties are read."""
         return self.a or self.b  # type: ignore[return-value]
 
     @property
     def operations(self) -> list[Operation]:
-        """The operations of the pair that exist."""
+        """The one or two operations of the pair."""
         return [op for op in (self.a, self.b) if op is not None]
 
 
@@ -122,7 +122,7 @@ class NotFinite:
 
     @property
     def first_operation(self) -> Operation:
-        """The operation that made the infinity before a NaN, or else `op`."""
+        """The operation that produced the infinity before a NaN, or else `op`."""
         return self.infinity or self.op
 
 
@@ -292,7 +292,7 @@ class Comparison:
     def _pair_leaves(
         self, leaves_a: list[_Leaf], leaves_b: list[_Leaf]
     ) -> list[tuple[_Leaf | None, _Leaf | None]]:
-        """Pair parameters and buffers by initial value, and the others by results or by name.
+        """Pair parameters and buffers by initial value, and the remaining ones by results or name.
 
         Several leaves may have the same initial value, such as biases that are initialised with
         zeros. They are distinguished by their gradients, and then by their names. Only leaves of
@@ -345,7 +345,7 @@ class Comparison:
     def _pair_replicas(
         self, pairs: list[tuple[_Leaf | None, _Leaf | None]], unpaired_b: list[_Leaf]
     ) -> list[tuple[_Leaf, _Leaf]]:
-        """Pair the copies of a parameter on further ranks with the parameter of one process."""
+        """Pair the copies of a parameter on other ranks with the parameter of one process."""
         replicas: list[tuple[_Leaf, _Leaf]] = []
         for y in unpaired_b:
             if not y.is_replica:
@@ -366,7 +366,7 @@ class Comparison:
     def _is_negligible(self, result: Result) -> bool:
         """Return whether a result is a gradient of one side only that is zero up to rounding.
 
-        A different program need not compute such a gradient.
+        A different program does not have to compute such a gradient.
         """
         if (result.a and result.b) or self.is_same_program:
             return False
@@ -399,15 +399,15 @@ class Comparison:
 
     @cached_property
     def has_ranks(self) -> bool:
-        """Whether a trace was joined from ranks, whose parameters together are those of a whole."""
+        """Whether a trace was joined from ranks, whose parameters may be parts of whole ones."""
         return any(RANKS_NOTE in trace.notes for trace in self.traces)
 
     @cached_property
     def unpaired_results(self) -> list[Result]:
-        """The results that only one of two programs has: its own parameters, buffers, outputs.
+        """The results that only one of two programs has, such as additional parameters or outputs.
 
-        Gradients and updates of ranks do not count. They have to be equal to those of one process,
-        or to parts of them.
+        Gradients and updates of ranks do not count. They must be equal to those of one process, or
+        to parts of them.
         """
         if self.is_same_program:
             return []
@@ -453,7 +453,7 @@ class Comparison:
 
     @cached_property
     def partners(self) -> dict[Operation, Operation]:
-        """The operations of both sides that make the same values, in both directions.
+        """The operations of both sides that compute the same values, in both directions.
 
         Operations with the same phase, module and name are paired first.
         """
@@ -597,15 +597,15 @@ def differing_arguments(a: Operation, b: Operation) -> dict[str, tuple[Json, Jso
     """Return the arguments whose values differ between two calls: both values by name.
 
     Only arguments that both calls have are compared, because other kernels and other versions of
-    torch may have additional ones. Tensors are left out. So are arguments that do not change the
-    function that is computed, such as a memory format or the mask of requested gradients.
+    torch may have additional ones. Tensors are left out, and so are arguments that do not change
+    the function that is computed, such as a memory format or the mask of requested gradients.
     """
     arguments_a, arguments_b = (
         {SYNONYMS.get(name, name): value for name, value in op.arguments.items()} for op in (a, b)
     )
     common_names = sorted((arguments_a.keys() & arguments_b.keys()) - EXECUTION_ARGUMENTS)
     common = {name: (arguments_a[name], arguments_b[name]) for name in common_names}
-    if a.name != b.name:  # each kernel may have its own value for an argument that is None
+    if a.name != b.name:  # each kernel may substitute its own value for an argument that is None
         common = {name: pair for name, pair in common.items() if None not in pair}
     return {
         name: pair
@@ -723,7 +723,7 @@ def is_infinite(sketch: np.ndarray) -> bool:
 
 
 def _find_origin(trace: Trace, nonfinite_names: set[str]) -> tuple[Operation, bool]:
-    """Find the first operation that made a non-finite value from finite inputs.
+    """Find the first operation that produced a non-finite value from finite inputs.
 
     Returns:
         The operation and True. If there is none, the first operation that reads or writes a

@@ -1,9 +1,9 @@
 """Audit a compiled network: compare its results, and those of each module, with uncompiled ones.
 
 Compiled code has no operations that could be paired. Its values are visible only at the end of the
-step and at the borders of modules that are compiled separately. So the whole step is compared
-first. If it is wrong, each module is compiled and executed alone, with the inputs and output
-gradients that it had in the step. Inner modules come before the modules that contain them.
+step and at the boundaries of separately compiled modules. So the whole step is compared first. If
+it is wrong, each module is compiled and executed alone, with the inputs and output gradients that
+it had in the step. Inner modules come before the modules that contain them.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from gpulab.report import Progress
 from gpulab.settings import Setting
 from gpulab.steps import Step
 
-# The number of random perturbations of a step's initial numbers. The effects of a single one may
-# cancel by chance.
+# The number of random perturbations of a step's initial numbers. The effects of a single
+# perturbation may cancel by chance.
 N_NUDGES = 2
-# In bfloat16 and float16 the perturbations are smaller multiples of a rounding, so more are needed.
+# In bfloat16 and float16, perturbations are smaller in units of a rounding, so more are needed.
 N_SHORT_FORMAT_NUDGES = 4
 MIN_STABLE_NORM_SIZE = 64  # the norm of fewer numbers varies much between perturbations
 NO_REFERENCE_PREFIX = "There was no float64 reference:"
-# A result that perturbations change by this share of its size has no digit that could be compared.
+# If perturbations change a result by this share of its size, it has no digit that can be compared.
 MIN_DIGITLESS_MOVE = 0.5
 KEEP_UNCOMPILED_ADVICE = (
     "leave it uncompiled for now, with torch.compiler.disable, and report this module to the"
@@ -63,9 +63,9 @@ class ResultComparison:
 
     Attributes:
         table: A row for each result; see `CompiledAudit.table`.
-        graphs: The number of graphs that the compiler made of the step.
-        no_reference: A sentence that says why there was no float64 reference; empty if there was
-            one.
+        graphs: The number of graphs that the compiler made from the step.
+        no_reference: A sentence that explains why there was no float64 reference; empty if there
+            was one.
 
     >>> results = pd.DataFrame(
     ...     {"result": ["gradient of w", "loss", "output"], "difference": [1.0, 0.2, 0.3]}
@@ -89,9 +89,9 @@ class ResultComparison:
 
     @property
     def worst(self) -> pd.Series:
-        """The most suspicious result: wrong ones first, then forward results, then by ratio.
+        """The most suspicious result: wrong results first, then forward results, then by ratio.
 
-        The ratio is that of the difference to the tolerance.
+        The ratio is the difference divided by the tolerance.
         """
         order = self.table.assign(
             backward=self.table.result.str.startswith("gradient"),
@@ -103,22 +103,22 @@ class ResultComparison:
 
 
 class CompiledAudit(AnswerPage):
-    """The answer of `audit` for a setting that compiles: wrong results, and their module.
+    """The result of `audit` for a setting that compiles: wrong results, and the faulty modules.
 
-    `print` displays the answer. The first finding is about the smallest module that is wrong when
-    it is compiled alone.
+    `print` shows the findings. The first finding is about the smallest module that is wrong when it
+    is compiled alone.
 
     Attributes:
         compared: The comparison of the results of the whole step.
-        table: A row for each result of the step: the loss, outputs, gradients and buffers. The
-            columns are the name (`result`), the `difference` between the compiled and the
-            uncompiled result, the distance of the compiled result (`error`) and of the uncompiled
-            one (`plain_error`) from float64, the largest difference that rounding explains
-            (`tolerance`), whether the compiled result is `wrong`, and whether all numbers of the
-            uncompiled result are `finite`. Distances are relative to the size of the result. A
-            result is wrong if its difference exceeds the tolerance and the uncompiled result is
+        table: A table with a row for each result of the step: the loss, outputs, gradients and
+            buffers. The columns are the name (`result`), the `difference` between the compiled and
+            the uncompiled result, the distance of the compiled result (`error`) and of the
+            uncompiled result (`plain_error`) from float64, the largest difference that rounding
+            explains (`tolerance`), whether the compiled result is `wrong`, and whether all numbers
+            of the uncompiled result are `finite`. Distances are relative to the size of the result.
+            A result is wrong if its difference exceeds the tolerance and the uncompiled result is
             nearer to float64. If the step cannot be executed in float64, both errors are NaN, and
-            every difference beyond the tolerance is wrong.
+            every result with a difference beyond the tolerance is wrong.
 
     Examples:
         >>> import torch
@@ -219,7 +219,7 @@ def audit_compiled(
 def compare_compiled(step: Step, uncompiled: Setting, compiled: Setting) -> ResultComparison:
     """Execute a step or module uncompiled, compiled and in float64, and compare all results.
 
-    The tolerance is measured in two ways. The uncompiled step is repeated with initial numbers that
+    The tolerance is measured in two ways: the uncompiled step is repeated with initial numbers that
     are perturbed by a few roundings, and its results are compared with float64. If the step cannot
     be executed in float64, the tolerance follows from the perturbations alone.
 
@@ -236,7 +236,7 @@ def compare_compiled(step: Step, uncompiled: Setting, compiled: Setting) -> Resu
     results_without_tf32 = (
         uncompiled_results if without_tf32 == uncompiled else execute(step, without_tf32).results
     )
-    # A setting may allow TF32 although the GPU does not use it. It is used if results depend on it.
+    # A setting may allow TF32 without the GPU using it. TF32 is used if results depend on it.
     uses_tf32 = any(
         not torch.equal(results_without_tf32[name], result)
         for name, result in uncompiled_results.items()
@@ -280,7 +280,7 @@ def _float64_reference(
 
     Returns:
         The results and an empty string. If there is no valid reference, None and a sentence that
-        says why.
+        explains why.
     """
     setting = Setting(
         uncompiled.device if uncompiled.kind in FLOAT64_DEVICES else "cpu", precision="float64"
@@ -300,7 +300,7 @@ def _float64_reference(
 
 
 def _explain_failure(error: GpulabError, request: Request | None) -> str:
-    """Explain why a step fails in float64, and how to write it so that it does not.
+    """Explain why a step fails in float64, and how to change it so that it does not.
 
     >>> request = Request(torch.float32, "net.py:12: x.float()", "head", is_made=True)
     >>> _explain_failure(UsageError("expected Double but found Float."), request).partition(
@@ -328,7 +328,7 @@ def _is_valid_reference(
 
     They are invalid if their distance from the uncompiled results exceeds both `MAX_NUDGE` times
     their size and the effect of every perturbation. This happens if a GPU draws different random
-    numbers in float64. A step without loss has to be valid in one output only.
+    numbers in float64. For a step without a loss, one valid output is enough.
 
     >>> one, two = torch.tensor([1.0]), torch.tensor([2.0])
     >>> [
@@ -367,7 +367,7 @@ def _compare_result(
 ) -> dict[str, float]:
     """Compute a row of the table: a compiled result compared with float64 and the uncompiled one.
 
-    NaN does not count as a difference if both results have it at the same positions.
+    NaN does not count as a difference if both results contain it at the same positions.
 
     Args:
         exact: The result in float64; None without a reference.
@@ -422,11 +422,11 @@ def _tolerance(
     In float32, a correct compiled result may be `MAX_ERROR_RATIO` times as far from float64 as the
     uncompiled one.
 
-    In bfloat16 and float16, this factor would accept any result. There both results have rounding
-    errors of the same size, so the tolerance is the largest of three numbers: twice the error of
-    the uncompiled result, twice the unit roundoff, and the largest effect of a perturbation of the
-    initial numbers by one rounding. The third is doubled if the result has few numbers or if there
-    is no float64 reference.
+    In bfloat16 and float16, this factor would accept any result. In these formats both results have
+    rounding errors of the same size, so the tolerance is the largest of three numbers: twice the
+    error of the uncompiled result, twice the unit roundoff, and the largest effect of a
+    perturbation of the initial numbers by one rounding. The third is doubled if the result has few
+    numbers or if there is no float64 reference.
 
     A result without correct digits is treated as in float32. An example is the gradient of a bias
     before a batch normalisation, which is zero except for rounding errors.
@@ -486,9 +486,9 @@ def _random_numbers_findings(
     """Yield a finding if Inductor draws different random numbers from uncompiled code.
 
     Two criteria are used. Different final states of the random number generators show it even if
-    the effect on the results is small. On a GPU the states only count draws and may be equal by
-    chance. So the finding is also made if a result differs by more than its tolerance, and by more
-    than twice the difference that remains when Inductor draws the same numbers.
+    the effect on the results is small. On a GPU, the states only count draws and may be equal by
+    chance. Therefore, the finding is also made if a result differs by more than its tolerance, and
+    by more than twice the difference that remains when Inductor draws the same numbers.
     """
     with _uncompiled_random_numbers(False):
         uncompiled_run, compiled_run = (
@@ -524,7 +524,7 @@ def _wrong_module_findings(
 ) -> Iterator[Finding]:
     """Yield a finding for each innermost module that is wrong when it is compiled alone.
 
-    If no module is wrong alone, the finding says that the cause was not found.
+    If no module is wrong alone, the finding states that the cause was not found.
     """
     calls = module_calls(step, uncompiled)
     calls_by_signature: dict[tuple[object, ...], list[ModuleCall]] = {}
@@ -619,8 +619,8 @@ def _find_needed_modules(
 ) -> list[str]:
     """Find a small set of inner modules that must be compiled for the outer module to be wrong.
 
-    Groups of modules are left uncompiled, and stay so if the outer module is still wrong. The size
-    of the groups is halved when no group can be removed.
+    Groups of modules are left uncompiled, and remain uncompiled if the outer module is still wrong.
+    The size of the groups is halved when no group can be removed.
     """
 
     def is_wrong(compiled_names: Sequence[str]) -> bool:

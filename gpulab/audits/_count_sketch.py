@@ -19,7 +19,7 @@ from gpulab.guards._fingerprints import content_digest
 SKETCH_SIZE = 64
 MAX_SKETCHED_NUMBER = 2.0**127  # sums and squares of such numbers are finite
 FLOAT64_DEVICES = ("cpu", "cuda", "meta")  # device types that always support float64
-BLOCK_SIZE = 1 << 20  # numbers that are sketched at a time, which bounds the memory for their signs
+BLOCK_SIZE = 1 << 20  # numbers sketched at a time; the limit bounds the memory for their signs
 
 
 def nonempty_components(values: Nested) -> list[Tensor]:
@@ -50,7 +50,7 @@ def is_float_or_complex(tensor: Tensor) -> bool:
 
 
 def content_id(tensor: Tensor, digest: int | None = None) -> str:
-    """Return a hash of a tensor's content, type and shape, which is equal on every device.
+    """Return a hash of a tensor's content, type and shape, which is the same on every device.
 
     The digest of the content is computed if it is not given.
 

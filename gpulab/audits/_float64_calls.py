@@ -1,6 +1,6 @@
 """Repeat an operation in float64 on the same arguments, or check its result by its definition.
 
-If an operation has several correct results, float64 may return another one. The result is then
+If an operation has several correct results, float64 may return a different one. The result is then
 checked against the definition of the operation. Each check receives the call and its results in
 float64. It returns the relative error of the results, and the number of roundings that explain it.
 It returns None for a call with only one correct result, and `UNCHECKABLE` for a call that it does
@@ -117,7 +117,7 @@ def _clone_tensor(value: Nested) -> Nested:
 def to_float64(value: Nested) -> Nested:
     """Convert a real or complex tensor to float64, and move it to a device that has float64.
 
-    Other tensors are moved only.
+    Other tensors are only moved.
     """
     if isinstance(value, torch.device):
         return value if value.type in FLOAT64_DEVICES else torch.device("cpu")
@@ -126,7 +126,7 @@ def to_float64(value: Nested) -> Nested:
     value = to_float64_device(value.detach())
     if value.is_complex():
         return value.to(torch.complex128)
-    # If the machine flushes subnormal numbers to zero, a conversion does so, too. They are then
+    # If the machine flushes subnormal numbers to zero, so does a conversion. They are then
     # converted by their bits: the significand in units of the smallest subnormal number.
     if value.dtype == torch.float32 and not SMALLEST_SUBNORMAL.double():
         bits = value.view(torch.int32)
@@ -140,7 +140,7 @@ def to_float64(value: Nested) -> Nested:
 def writes_to_arguments(operation: OpOverload) -> bool:
     """Return whether an operation writes to its arguments.
 
-    Batch normalisation does, although its schema does not say so.
+    Batch normalisation does, although its schema does not declare it.
     """
     return is_mutable(operation) or "batch_norm" in schema_name(operation)
 
@@ -161,7 +161,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def difference_norm(result: Tensor, exact: Tensor) -> float:
-    """Return the norm of the difference; NaN and infinity that both have count as equal."""
+    """Return the norm of the difference; NaN and infinity in both tensors count as equal."""
     difference = exact - result
     size = norm(difference)
     if not math.isnan(size):
@@ -266,7 +266,7 @@ def _check_factorisation(
 ) -> DefinitionCheck | None:
     """Check that the product of the factors is the matrix, and that the bases are orthogonal.
 
-    So the signs of vectors do not matter, nor the choice of a basis for equal eigenvalues.
+    So neither the signs of vectors nor the choice of a basis for equal eigenvalues matters.
 
     For an n × n matrix, rounding errors amount to about n units in the last place of its size
     (Higham 2002, Accuracy and Stability of Numerical Algorithms, ch. 19), because these algorithms
@@ -300,7 +300,7 @@ def _check_factorisation(
 
 
 def _reject_check(*_: object) -> DefinitionCheck:
-    """Report an operation for which there is no check as uncheckable."""
+    """Report that an operation is uncheckable, because there is no check for it."""
     return UNCHECKABLE
 
 

@@ -35,7 +35,7 @@ def _repeat_heads(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if arguments.get("dropout_p"):
-        raise NotImplementedError("the kernel keeps its random numbers to itself")
+        raise NotImplementedError("the random numbers of the kernel are not available")
     # Dimension 1 of tensors (batch, heads, positions, features).
     if query.dim() == 4 and key.shape[1] != query.shape[1]:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -51,7 +51,7 @@ def _scale(arguments: Arguments) -> float:
 def _attention_weights(arguments: Arguments, query: Tensor, key: Tensor) -> Tensor:
     """Compute the softmax of the scores, with the mask applied.
 
-    A row in which everything is masked is zero, as in torch's kernels; the softmax would be NaN.
+    A fully masked row is zero, as in torch's kernels, because the softmax would be NaN.
     """
     scores = _scale(arguments) * query @ key.mT
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
@@ -131,7 +131,7 @@ def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...
         weights: The weights of the input and of the hidden state, followed by their biases.
 
     Raises:
-        NotImplementedError: For packed sequences, and for other recurrent layers than an LSTM.
+        NotImplementedError: For packed sequences, and for recurrent layers other than an LSTM.
     """
     if arguments["mode"] != _LSTM_MODE or arguments["batch_sizes"]:
         raise NotImplementedError("only an LSTM without packed sequences has a formula")

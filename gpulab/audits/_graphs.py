@@ -50,7 +50,7 @@ class Graph:
     def maker(self) -> dict[Value, Node]:
         """The node that first made a value.
 
-        A node that returns one of its inputs did not make the value. Nor did a node that recreates
+        A node that returns one of its inputs did not make the value, nor did a node that recreates
         an earlier value, for example by a second transposition.
         """
         makers: dict[Value, Node] = {}
@@ -80,7 +80,7 @@ class Graph:
 
     @cached_property
     def pure_rounding_values(self) -> set[Value]:
-        """Values of rounding errors only, and those computed from them and from zeros.
+        """Values that consist of rounding errors, and those computed only from them and from zeros.
 
         The running means of a normalisation are an example.
         """
@@ -123,7 +123,7 @@ def _reference_norm(value: Value) -> float:
 
 
 def _split_lanes(op: Operation) -> list[tuple[list[str], list[str]]]:
-    """Return the inputs and outputs for each list position; most operations have only one.
+    """Return the inputs and outputs for each list position; most operations have only one position.
 
     >>> op = Operation(
     ...     "_foreach_add",

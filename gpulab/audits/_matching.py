@@ -44,7 +44,7 @@ def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
 def _are_same_sketches(
     reference: np.ndarray, candidates: np.ndarray, tolerance: float, tolerances: np.ndarray
 ) -> np.ndarray:
-    """Return for each row of candidates whether it equals the sketch of a value.
+    """For each row of candidates, return whether it equals the sketch of a value.
 
     NaN equals NaN, and infinity equals infinity. All other numbers are compared by the norm of
     their differences.
@@ -165,7 +165,7 @@ class _ValueTable:
     def find_near(
         self, value: Value, reference: np.ndarray, tolerance: float
     ) -> tuple[list[Value], list[Value]]:
-        """Return the values whose sums agree within the tolerance, and the equal ones of them."""
+        """Return the values whose sums agree within the tolerance, and which of them are equal."""
         # The factor 4 and the small constant below allow for the rounding errors of the sums.
         allowed = np.minimum(4 * np.maximum(self.tolerances, tolerance), 1e9)
         squares = np.maximum(self.totals[:, 1], value.total[1])
@@ -271,7 +271,7 @@ class PartSearch:
     def covers(self, whole: Value) -> bool:
         """Return whether the searched values include slices that make up all of a value.
 
-        Slices that consist of rounding errors need not be found.
+        Slices that consist of rounding errors do not have to be found.
         """
         if not whole.profiles or not np.isfinite(whole.total).all():
             return False

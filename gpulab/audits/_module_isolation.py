@@ -1,4 +1,4 @@
-"""Execute a step or a single module, and collect the results that are visible when compiled."""
+"""Execute a step or a single module, and collect the results that compiled code exposes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModuleCall(Step):
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """The key of the compiled code; of the calls with equal keys only one is tried."""
+        """The key of the compiled code; only one of the calls with equal keys is tried."""
         shapes = [(name, t.shape, t.dtype) for name, t in named_tensors("", self.batch[:2]).items()]
         return type(self.model), repr(self.model), self.model.training, *shapes
 
@@ -241,7 +241,7 @@ def execute(
     first_rounded_to: torch.dtype | None = None,
     context: AbstractContextManager[object] | None = None,
 ) -> Execution:
-    """Execute a step, or a single module, once with fixed random numbers.
+    """Execute a step, or a single module, once, with fixed random numbers.
 
     Args:
         step: The step, or a `ModuleCall`.
@@ -272,7 +272,7 @@ def find_failing_request(step: Step, setting: Setting) -> Request | None:
     """Find the request for a short format that makes a step or module fail in float64.
 
     Returns:
-        The most likely request; None if there is none, so that the failure has another reason.
+        The most likely request; None if there is none, so the failure has another reason.
     """
     requests = ShortFormatRequests(step.model, calling_file=__file__)
     with contextlib.suppress(GpulabError):
@@ -292,7 +292,7 @@ def _random_state(setting: Setting) -> tuple[bytes, ...]:
 
 @contextlib.contextmanager
 def _explain_errors(setting: Setting, model: nn.Module) -> Iterator[None]:
-    """Convert errors of torch's compiler and of the step to one sentence with the user's line.
+    """Convert errors of torch's compiler and of the step to a sentence with the user's line.
 
     Raises:
         GpulabError: For an error of the compiler.

@@ -1,7 +1,7 @@
 """The page of an audit: a summary, the figure, findings as cards, and a table.
 
-A notebook shows the same as the file that `save` writes. Everything on the page is also in the text
-of `print`, in the fields of a `Finding` or in the audit's `table`.
+A notebook shows the same content as the file that `save` writes. Everything on the page is also in
+the text that `print` shows, in the fields of a `Finding` or in the audit's `table`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from gpulab.pages import (
 from gpulab.picture import responsive
 from gpulab.wording import setting_words
 
-MAX_CARDS = 12  # cards above a collapsed section with the others
-MAX_ROWS = 20  # rows of the table above a collapsed section with the others
+MAX_CARDS = 12  # cards that are shown; the others are in a collapsed section below
+MAX_ROWS = 20  # rows of the table that are shown; the others are in a collapsed section below
 CAPTION = (
-    "A dot is an operation under one of the settings, compared with float64 from the same inputs."
-    " Grey dots are what rounding explains."
+    "Each dot is an operation under one of the settings: its error relative to float64 on the same"
+    " inputs. Rounding explains the grey dots."
 )
 PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
 BADGE_TEXTS = {"fault": "Fault", "note": "Explained", "ok": "No fault"}
@@ -103,7 +103,7 @@ class AnswerPage(Answer):
     def _answer(self) -> Markup:
         """Render the badge, the headline, and the first finding in short.
 
-        A finding of the kind `rounding` is not shown here, because it needs no action.
+        A finding of the kind `rounding` is left out, because it needs no action.
         """
         answer, explanation = split_headline(self.headline, self.titles)
         notable = [finding for finding in self.findings if finding.kind != "rounding"]
@@ -160,7 +160,7 @@ def split_headline(headline: str, titles: Sequence[str]) -> tuple[str, str]:
     return _to_sentence(answer), explanation
 
 
-# --- what stands below the title ------------------------------------------------------------------
+# --- below the title ------------------------------------------------------------------------------
 
 
 def _describe_setup(answer: AnswerPage) -> list[str]:
@@ -170,11 +170,11 @@ def _describe_setup(answer: AnswerPage) -> list[str]:
     """
     words = [setting_words(title) for title in answer.titles]
     parts = [answer.step_name] if answer.step_name else []
-    # The settings are left out if the words say no more than the title, or do not differ.
+    # The settings in words are left out if they repeat the titles or do not differ.
     if words[0] != words[1] and words != list(answer.titles):
         parts.append(" against ".join(words))
     parts.append(time_text())
-    # A passport may have GPUs, although a CPU did the step.
+    # A passport may list GPUs although the step ran on a CPU.
     kinds = ["cpu" if title.startswith("cpu") else "" for title in answer.titles]
     machines = [
         machine_text(passport, kind) for passport, kind in zip(answer.passports, kinds, strict=True)
@@ -238,7 +238,7 @@ def _make_card(findings: Sequence[Finding], titles: Sequence[str]) -> Card:
     percent, width, effect = _describe_share(finding)
     advice = finding.advice
     if finding.line:
-        # The card shows the code of the line elsewhere, so the advice names the location alone.
+        # The card shows the code of the line elsewhere, so the advice only names the location.
         advice = advice.replace(finding.line, location)
     names = [name for name in (*titles, location, finding.operation) if name]
     advice_html: Markup | str = ""
@@ -284,14 +284,14 @@ def _describe_share(finding: Finding) -> tuple[str, int | None, str]:
     """Describe the share of the difference in the results that a finding explains.
 
     Returns:
-        The share as a text, as a percentage (None if it is unknown), and as a clause. A finding of
-        the kind `rounding` has its error in units of rounding in place of the first text.
+        The share as a text, as a percentage (None if it is unknown), and as a clause. For a finding
+        of the kind `rounding`, the first text is its error in units of rounding.
     """
     if not finding.has_bound:
         return (
-            "may explain all",
+            "could explain all",
             None,
-            "its effect has no bound: it may explain all of the difference in the results",
+            "its effect has no bound: it could explain all of the difference in the results",
         )
     if finding.kind == "rounding":
         if math.isnan(finding.ratio):
@@ -358,7 +358,7 @@ def _to_sentence(text: str, names: Sequence[str] = ()) -> str:
 
 
 def _mark_names(text: str, names: Sequence[str]) -> Markup:
-    """Set names in a text, such as those of settings, in code font.
+    """Set names in a text, such as the names of settings, in a code font.
 
     >>> (
     ...     str(_mark_names("under cpu:threads=1: mm", ["cpu", "cpu:threads=1"])),
@@ -429,10 +429,10 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
         [Head("relative", True), Head(UNITS_HEADING, True)] * 2,
     ]
     note = (
-        "Findings come first, then the operations that come nearest to what rounding explains. The"
-        " own error is against float64 from the same inputs; the difference is between the two"
-        " settings. Both are relative to the size of the result. A result of the step (loss,"
-        " gradient or update) has no error of its own."
+        "Findings come first, then the operations whose errors are closest to what rounding"
+        " explains. The own error is the distance from float64 on the same inputs; the difference"
+        " is between the two settings. Both are relative to the size of the result. A result of the"
+        " step (loss, gradient or update) has no own error."
     )
     return Rows("Operations", note, heads, rows)
 
@@ -467,7 +467,8 @@ def result_rows(table: pd.DataFrame) -> Rows:
         [Head(text, True) for text in ("relative", UNITS_HEADING, "compiled", "not compiled")],
     ]
     note = (
-        "Wrong results come first, then those that come nearest to what rounding explains."
+        "Wrong results come first, then those whose differences are closest to what rounding"
+        " explains."
         " Differences and errors are relative to the size of the result."
     )
     return Rows("Results", note, heads, rows)

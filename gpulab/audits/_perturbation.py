@@ -1,9 +1,10 @@
-"""Follow several perturbed float64 executions of a function, to see how far rounding moves it.
+"""Follow several perturbed float64 executions of a function, to measure the effect of rounding.
 
-The tracer keeps one exact float64 copy of each storage. Here it keeps further copies. On each of
-them, every operation is moved at random by as much as its own rounding may move it. The spread of
-the copies around the exact one is what rounding explains in each number of each value. This is
-Monte Carlo arithmetic (Parker 1997), applied to operations on tensors.
+The tracer keeps one exact float64 copy of each storage. This module keeps additional copies. On
+each of them, the result of every operation is perturbed at random by as much as its own rounding
+may change it. The spread of the copies around the exact one is the error that rounding explains, in
+each number of each value. This is Monte Carlo arithmetic (Parker 1997), applied to operations on
+tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gpulab.audits._tracer import Call, Tracer
 from gpulab.audits._traces import Operation
 
 SUMS = {"sum", "mean", "cumsum"}
-# IEEE 754 requires that the results of these operations are the exact ones, rounded once.
+# IEEE 754 requires the results of these operations to be the exact results, rounded once.
 CORRECTLY_ROUNDED_OPERATIONS = {
     "add",
     "sub",
@@ -49,14 +50,15 @@ CORRECTLY_ROUNDED_OPERATIONS = {
 
 @dataclass(frozen=True)
 class ResultRounding:
-    """How one result of an operation may be moved by rounding.
+    """How rounding may change one result of an operation.
 
     Attributes:
         unit: The unit roundoff of the result, multiplied by the root of the number of summed terms.
         sizes: The sums of the absolute values of the terms, for each number of a product; None for
             other operations.
-        has_floor: Whether small numbers are moved as much as those of typical size. The kernel of
-            a function such as `gelu` is accurate in comparison with the function's typical values.
+        has_floor: Whether small numbers are perturbed as much as numbers of typical size. The error
+            of a kernel for a function such as `gelu` is small only relative to the function's
+            typical values.
         tiny: The smallest positive number of the format.
     """
 
@@ -67,10 +69,10 @@ class ResultRounding:
 
 
 class PerturbedReferences(References):
-    """Copies of all storages in float64 on which every operation is moved at random.
+    """Copies of all storages in float64 on which the results of every operation are perturbed.
 
     Args:
-        seed: The seed of the random movements.
+        seed: The seed of the random perturbations.
     """
 
     def __init__(self, seed: int) -> None:
@@ -79,7 +81,7 @@ class PerturbedReferences(References):
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def draw_like(self, tensor: Tensor) -> Tensor:
-        """Draw normal numbers of a tensor's shape, or complex ones."""
+        """Draw normally distributed numbers of a tensor's shape, complex if the tensor is."""
         generator = self.generators.setdefault(
             tensor.device, torch.Generator(tensor.device).manual_seed(self.seed)
         )
@@ -88,7 +90,7 @@ class PerturbedReferences(References):
         )
 
     def perturb_inputs(self, inputs: Nested, written: set[int], unit: float) -> Nested:
-        """Move the inputs of an operation by rounding errors; those in `written` in place."""
+        """Perturb the inputs of an operation by rounding errors; those in `written` in place."""
 
         def move(value: Nested) -> Nested:
             if not isinstance(value, Tensor) or not sketches.is_float_or_complex(value):
@@ -103,7 +105,7 @@ class PerturbedReferences(References):
     def perturb_results(
         self, results: Sequence[Tensor], roundings: Sequence[ResultRounding]
     ) -> None:
-        """Move the results of an operation in place by their own rounding errors."""
+        """Perturb the results of an operation in place by their own rounding errors."""
         for result, rounding in zip(results, roundings, strict=True):
             if not result.numel():
                 continue
@@ -125,9 +127,9 @@ class PerturbingTracer(Tracer):
 
     Attributes:
         copies: The float64 copies of each perturbed execution.
-        allocated: The serial numbers of the memories that were allocated without content.
-        has_foreign_writes: Whether an operation read memory that something else than an operation
-            of torch had written to during the execution.
+        allocated: The serial numbers of the storages that were allocated without content.
+        has_foreign_writes: Whether an operation read memory that something other than a torch
+            operation had written to during the execution.
     """
 
     def __init__(self, n_copies: int) -> None:
@@ -143,7 +145,7 @@ class PerturbingTracer(Tracer):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        """Run an operation and record it; note memory that is allocated without content."""
+        """Run an operation and record it; note storages that are allocated without content."""
         out = super().__torch_dispatch__(operation, types, args, kwargs)
         if (
             only_allocates(operation_name(operation))
@@ -154,14 +156,14 @@ class PerturbingTracer(Tracer):
         return out
 
     def is_written_elsewhere(self, tensor: Tensor) -> bool:
-        """Return whether something else than operations of torch has written to a new tensor."""
+        """Return whether something other than torch operations has written to a new tensor."""
         if not sketches.is_strided(tensor) or not tensor.numel():
             return False
         memory = self.references.memory(tensor)
         return memory.maker is None and memory.serial in self.allocated and bool(tensor.any())
 
     def value_of(self, tensor: Tensor, maker: Operation | None = None) -> str:
-        """Return the name of a tensor's value; note whether its memory changed unobserved."""
+        """Return the name of a tensor's value; note if its memory changed unobserved."""
         memory = self.references.memory(tensor)
         version = memory.version
         name = super().value_of(tensor, maker)
@@ -219,7 +221,7 @@ class PerturbingTracer(Tracer):
         out: Nested,
         initial_arguments: tuple[Sequence[Nested], dict[str, Nested]],
     ) -> list[ResultRounding]:
-        """Return how the results of an operation may be moved; empty if they are exact."""
+        """Return how rounding may change the results of an operation; empty if they are exact."""
         is_exact = op.error == 0.0 and op.name not in PRODUCT_OPERANDS
         if is_exact or call.is_random or call.name in UNREPEATED_OPERATIONS:
             return []

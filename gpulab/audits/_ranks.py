@@ -1,4 +1,4 @@
-"""Join the traces of the ranks of a distributed step, so that they compare with one process."""
+"""Join the traces of the ranks of a distributed step, for a comparison with a single process."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from gpulab.errors import UsageError
 
 
 def join_ranks(traces: Sequence[Trace | str | Path], file: str | Path | None = None) -> Trace:
-    """Join the traces that the ranks of a distributed step recorded, into one trace.
+    """Join the traces recorded by the ranks of a distributed step into one trace.
 
-    `gpulab.audit` then compares it with the trace of the same step in one process. Each rank
-    records the step with `gpulab.record`, under `torchrun` for example, after
-    `torch.distributed.init_process_group`. All ranks have to record, because the collectives
-    exchange the float64 references as well.
+    `gpulab.audit` can then compare it with the trace of the same step in a single process. Each
+    rank records the step with `gpulab.record`, for example under `torchrun`, after
+    `torch.distributed.init_process_group`. All ranks must record, because the collectives exchange
+    the float64 references as well.
 
     In the joined trace, a collective is one operation that has the values of all its ranks as
-    inputs and outputs. Copies of a parameter that agree on all ranks become one. If they do not
-    agree, each is compared with the one process. Parts of a parameter or of a returned tensor are
-    compared with the whole: the halves of a weight that tensor parallel layers hold, or the outputs
-    for parts of a batch. Returned numbers that differ between ranks, such as the loss of a part of
-    a batch, have no counterpart in one process and are only listed.
+    inputs and outputs. Copies of a parameter that agree on all ranks are merged. If they do not
+    agree, each copy is compared with the single process. Parts of a parameter or of a returned
+    tensor are compared with the whole: for example the halves of a weight in tensor-parallel
+    layers, or the outputs for parts of a batch. Returned numbers that differ between ranks, such as
+    the loss of a part of a batch, have no counterpart in a single process and are only listed.
 
-    What is followed are `DistributedDataParallel`, and the collectives all-reduce, broadcast,
+    `DistributedDataParallel` is supported, and so are the collectives all-reduce, broadcast,
     all-gather, reduce-scatter and all-to-all of `torch.distributed`, with gloo or NCCL. FSDP,
-    DTensor and functional collectives, and messages between two ranks are refused by name when the
-    step is recorded.
+    DTensor and functional collectives, and messages between two ranks are not supported: recording
+    the step raises an error that names them.
 
     Args:
         traces: The traces, or their files, in the order of the ranks.
@@ -44,8 +44,8 @@ def join_ranks(traces: Sequence[Trace | str | Path], file: str | Path | None = N
         The joined `Trace`.
 
     Raises:
-        UsageError: If there is no trace, or the ranks do not call the same collectives in the same
-            order, for example because a trace is missing.
+        UsageError: If there is no trace, or if the ranks do not call the same collectives in the
+            same order, for example because a trace is missing.
 
     Examples:
         In a script that `torchrun --nproc-per-node 2` starts:
@@ -54,7 +54,7 @@ def join_ranks(traces: Sequence[Trace | str | Path], file: str | Path | None = N
         ...     torch.distributed.init_process_group("gloo")
         ...     gl.record(step, "cpu", f"rank{rank}.trace")
 
-        A step without collectives, with which a single rank is joined:
+        A step without collectives, joined from a single rank:
 
         >>> import torch
         >>> import gpulab as gl
@@ -65,7 +65,7 @@ def join_ranks(traces: Sequence[Trace | str | Path], file: str | Path | None = N
     """
     loaded = [t if isinstance(t, Trace) else Trace.load(t) for t in traces]
     if not loaded:
-        raise UsageError("traces: expected one for each rank, got none")
+        raise UsageError("traces: expected one trace for each rank, got none")
     ranked = [_with_rank(trace, rank) for rank, trace in enumerate(loaded)]
     values = {name: value for trace in ranked for name, value in trace.values.items()}
     operations = _join_operations([_without_results(trace) for trace in ranked])
@@ -115,7 +115,7 @@ def _without_results(trace: Trace) -> list[Operation]:
 
 
 def _join_operations(ranks: list[list[Operation]]) -> list[Operation]:
-    """Merge the operations of all ranks; a collective comes after what its ranks did before.
+    """Merge the operations of all ranks; a collective follows all earlier ones of its ranks.
 
     Raises:
         UsageError: If the ranks wait for each other at different collectives.
@@ -146,8 +146,8 @@ def _join_operations(ranks: list[list[Operation]]) -> list[Operation]:
                 for rank, op in waiting.items()
             )
             raise UsageError(
-                f"the {len(ranks)} traces do not meet at the same collectives: {places}; expected"
-                " the trace of every rank, in order"
+                f"the {len(ranks)} traces do not reach the same collectives: {places}; expected the"
+                " traces of all ranks, in order"
             )
         calls = [waiting[rank] for rank in meeting]
         joined.append(
@@ -214,5 +214,5 @@ def _are_same(a: Operation, b: Operation, values: dict[str, Value]) -> bool:
 
 
 def _tolerance(value: Value) -> float:
-    """Return the relative distance of two references of one value."""
+    """Return the relative distance up to which two references count as the same value."""
     return REFERENCE_TOLERANCE + REFERENCE_TOLERANCE_PER_DEVIATION * value.deviation

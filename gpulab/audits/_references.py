@@ -1,8 +1,8 @@
 """Float64 references: a float64 copy of each storage that torch uses while a step runs.
 
 Every operation of the step is repeated on these copies, with the same random numbers and along the
-same branches of the program. So each value has a reference of its own. No second program has to run
-in float64, and no values have to be paired. If an operation has neither a kernel for float64 nor a
+same branches of the program, so each value has its own reference. No second program has to run in
+float64, and no values have to be paired. If an operation has neither a kernel for float64 nor a
 formula in `_formulas`, its recorded result becomes the reference. This reference is marked as not
 exact, and so are all references that are computed from it.
 
@@ -179,8 +179,8 @@ class References:
             reference: The result of the operation in float64.
             exact: Whether the reference was computed entirely in float64.
             is_second: Whether another result of the same call has the same storage.
-            may_own: Whether nothing else uses the memory of the reference, so that it need not be
-                copied.
+            may_own: Whether nothing else uses the memory of the reference, so that no copy is
+                needed.
         """
         memory = self.memory(tensor)
         real = _real_type(tensor.dtype)
@@ -404,12 +404,12 @@ def redraw_in_float32(
     """Repeat a random operation in a short format with the same generator state in float32.
 
     On a CPU, torch draws numbers of some distributions in float32 and then rounds them to the short
-    format, for example those of `exponential_`, `cauchy_` and `log_normal_`. It draws others, such
-    as those of `uniform_`, in another way.
+    format, for example for `exponential_`, `cauchy_` and `log_normal_`. For others, such as
+    `uniform_`, it draws numbers in a different way.
 
     Returns:
-        The float32 numbers. None on other devices, and if the numbers in the short format are not
-        the float32 numbers, rounded.
+        The float32 numbers. None on other devices, or if the numbers in the short format are not
+        the rounded float32 numbers.
     """
     if tensor.device.type != "cpu":
         return None

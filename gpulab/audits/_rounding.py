@@ -29,10 +29,11 @@ from gpulab.audits._formulas import attend
 from gpulab.numerics._emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, round_factor_to
 from gpulab.numerics._formats import round_to, rounded_format
 
-# Higham and Mary's lambda: rounding errors that behave as random almost never exceed the bound with
-# this factor.
+# Higham and Mary's lambda: rounding errors that behave like random numbers almost never exceed the
+# bound with this factor.
 SAFETY_FACTOR = 4.0
-# A number format is reported as the cause of an error if it explains at least this share of it.
+# A number format is reported as the cause of an error if it explains at least this share of the
+# error.
 MIN_EXPLAINED_SHARE = 0.5
 # A result with at most this many numbers is small. One format in four explains half of the error of
 # a small result by chance, so a larger share is required.
@@ -40,8 +41,8 @@ SMALL_RESULT_SIZE = 32
 MIN_SMALL_RESULT_EXPLAINED_SHARE = 0.99
 FLUSHED = "float32_ftz"  # float32 with subnormal numbers (below 1.2e-38) flushed to zero
 
-# The operands that are multiplied with each other, by position. Any other operand, such as a bias,
-# is added.
+# The positions of the operands that are multiplied with each other. Any other operand, such as a
+# bias, is added.
 PRODUCT_OPERANDS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1))
 PRODUCT_OPERANDS |= dict.fromkeys(SUMS_WITH_PRODUCTS, (1, 2))
 PRODUCT_OPERANDS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2)}
@@ -55,7 +56,7 @@ ATTENTION_OPERANDS: dict[str, tuple[int, ...]] = {
     )
 }
 ROUNDED_OPERANDS: dict[str, tuple[int, ...]] = PRODUCT_OPERANDS | ATTENTION_OPERANDS
-# Operations with many consecutive products: perturbing their inputs does not show the rounding of
+# Operations with many consecutive products: perturbing their inputs does not reveal the rounding of
 # these products.
 RECURRENT = {
     f"{kernel}{suffix}"
@@ -91,16 +92,16 @@ HARDWARE_ROUNDINGS = (
 class Accuracy:
     """The error of one operation against float64, relative to the norm of the exact result.
 
-    An attribute is None if it does not apply, because there is no float64 reference or the
+    An attribute is None if it does not apply, because there is no float64 reference or because the
     operation is not a product.
 
     Attributes:
-        error: The error of the result that is worst in comparison with its bound.
+        error: The error of the result with the largest ratio of error to bound.
         bound: The error of this result that rounding explains.
         format: The short number format in which a product was computed, or `FLUSHED` if subnormal
             numbers were flushed to zero by any operation.
-        has_rounded_factors: Whether `format` was found in the factors, which had been rounded to it
-            before. If not, it was found in the error, so the kernel rounded the factors.
+        has_rounded_factors: Whether `format` was found in the factors, which had already been
+            rounded to it. If not, it was found in the error, so the kernel rounded the factors.
         max_bound: The largest bound of all results.
     """
 
@@ -212,11 +213,11 @@ def _compare_with_reference(
     elif factors and all(factor.dtype == torch.float32 for factor in factors):
         # A format is searched for only if the error is large enough. In a format shorter than
         # float32, the error is at least half of one rounding. It is smallest for a sum of n
-        # products of one sign, where it is at least 2^-12 / sqrt(n) of the result.
+        # products of one sign, for which it is at least 2^-12 / sqrt(n) of the result.
         growth_factor = growth_factors[worst] if name in PRODUCT_OPERANDS else SAFETY_FACTOR
         if not error <= max(bound / 2, SAFETY_FACTOR * 2.0**-15 * sizes[worst]) / growth_factor:
             # If factors overflowed, the error is NaN. A format that overflows in the same places
-            # explains all of it, so any finite remainder must count as zero: divide by infinity.
+            # explains the whole error, so finite remainders must count as zero: divide by infinity.
             worst_error = math.inf if math.isnan(error) else error
             accuracy.format = _explaining_format(
                 ROUNDED_OPERANDS[name], reference, results[worst], worst_error, worst
@@ -237,7 +238,7 @@ def _return_input(x: Tensor, **_: Nested) -> Tensor:
 def count_terms(
     name: str, args: Sequence[Nested], reference: Float64Reference, exact: list[Tensor]
 ) -> list[float]:
-    """Count, or estimate, the terms that are summed for one element of each result."""
+    """Count or estimate the terms that are summed for one element of each result."""
     if name in PRODUCT_OPERANDS:
         return _count_products(name, args)
     return _longest_sums(name, reference, exact)
@@ -271,8 +272,8 @@ def _count_products(name: str, args: Sequence[Nested]) -> list[float]:
 def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -> list[float]:
     """Estimate the largest number of terms that are summed for one element of each result.
 
-    This is for operations without products. The estimate is the ratio of the sizes of inputs and
-    results, or a number from the arguments if the shapes do not show it.
+    It is used for operations without products. The estimate is the ratio of the sizes of inputs and
+    results, or a number from the arguments if the shapes do not determine it.
     """
     inputs = reference.float_tensors
     arguments = reference.arguments
@@ -320,9 +321,9 @@ def _measure_perturbations(
 ) -> np.ndarray:
     """Measure how much each result changes if inputs and result are off by one rounding each.
 
-    The inputs are perturbed three times. Two perturbations have random signs. They are two, because
-    the effects of a single one may cancel by chance. The third has one sign, so that the effects on
-    the terms of a sum add up. It is left out for pointwise operations.
+    The inputs are perturbed three times. Two perturbations have random signs, because the effects
+    of a single one may cancel by chance. The third has one sign, so that the effects on the terms
+    of a sum add up; it is left out for pointwise operations.
 
     All perturbations reduce the absolute values of numbers, because some kernels reject a
     probability above 1.
@@ -346,7 +347,7 @@ def _measure_perturbations(
     sizes = list(map(norm, exact))
     if name in ATTENTION_OPERANDS:
         # The terms of an average may cancel, but their rounding errors do not. So the size is that
-        # of the average of absolute values. The factor 4 is for the fast exponential of a GPU,
+        # of the average of absolute values. The factor 4 allows for the fast exponential of a GPU,
         # whose error is 2 ulp (CUDA guide).
         sizes = [4 * norm(t) for t in reference(torch.abs, (2,))]
     return np.array(perturbations) + unit * np.array(sizes)
@@ -357,10 +358,10 @@ def _one_pass_variance_loss(
 ) -> np.ndarray:
     """Bound the errors of normalisations that compute a variance in one pass over the data.
 
-    One pass means that the variance is the mean of squares minus the squared mean, which cancels
-    (Chan, Golub, LeVeque 1983, American Statistician 37(3)). oneDNN documents this algorithm for
-    its batch normalisation, and compilers generate it for other normalisations. The errors are
-    those for one rounding in each sum. They are zero for all other operations.
+    One pass means that the variance is the mean of squares minus the squared mean, a difference
+    that cancels (Chan, Golub, LeVeque 1983, American Statistician 37(3)). oneDNN documents this
+    algorithm for its batch normalisation, and compilers generate it for other normalisations. The
+    errors are those for one rounding in each sum. They are zero for all other operations.
     """
     losses = np.zeros(len(exact))
     if "norm" in name and "backward" not in name and name != "_foreach_norm" and len(exact) > 2:
@@ -402,7 +403,7 @@ def _explaining_format(
 ) -> str | None:
     """Find the format whose rounding of the factors explains the error best; None if none does.
 
-    A format must explain at least half of the squared error, and more for a small result.
+    A format must explain at least half of the squared error, and more of it for a small result.
     """
     is_small = result.numel() <= SMALL_RESULT_SIZE
     best_format = None
@@ -425,7 +426,7 @@ def _explaining_format(
 
 
 def _attention(operation: OpOverload) -> Callable[..., Tensor]:
-    """Return attention as a formula, for kernels without float64 or for one device only."""
+    """Return attention as a formula, for kernels without float64 or for only one device."""
 
     def compute(*args: Nested, **kwargs: Nested) -> Tensor:
         return attend(named_arguments(operation, args, kwargs))

@@ -1,9 +1,9 @@
 """Find where two executions whose results differ in float64 begin to differ.
 
 A value is certified if it has a counterpart in the other execution, or if all values that were
-computed from it have one. A source is an operation on the way to a differing result with certified
-inputs and an output that is not certified. It computes something from common values that the other
-execution does not have.
+computed from it have one. A source is an operation on the path to a differing result, with
+certified inputs and an output that is not certified. From common values, it computes something that
+the other execution does not have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpulab.audits._traces import alignment_key
 from gpulab.audits._values import Value, finite_distance
 
 # Operations that read only the shape of an input, or the ranges of its numbers. Their outputs do
-# not certify it.
+# not certify the input.
 _SHAPE_READING_OPERATIONS = """
     empty_like eq full_like ge gt isfinite isinf isnan le lt ne new_full new_ones new_zeros
     ones_like rand_like randn_like zeros_like
@@ -157,7 +157,7 @@ class SideSearch:
     def _is_conclusive(self, value: Value) -> bool:
         """Return whether a value's counterpart is unlikely to be equal by chance.
 
-        This is so if the value has varied numbers, or if the counterpart is data as well or was
+        This is the case if the value has varied numbers, or if the counterpart is also data or was
         made by the same call.
         """
         if not value.is_uninformative or (value.is_pure_rounding and value.is_float_or_complex):
@@ -229,8 +229,8 @@ class SideSearch:
 def _is_zero(value: Value) -> bool:
     """Return whether all numbers are zero, as in memory that was allocated to be written to.
 
-    An example are the buckets of `DistributedDataParallel`. If zeros are data, the other side has
-    other data in their place, and these are found.
+    The buckets of `DistributedDataParallel` are an example. If zeros are data, the other side has
+    different data in their place, and these are found.
     """
     return value.count > 1 and bool(value.total) and value.total[1] == 0.0
 
@@ -285,7 +285,7 @@ def _pair_operations(
     graph_a, graph_b = comparison.graphs
 
     def similarity(a: Node, b: Node) -> int:
-        # Only the order of the returned numbers matters. Operations with 0 are not paired.
+        # Only the order of the returned numbers matters. Operations with 0 are never paired.
         inputs_a = _inputs_and_bases(graph_a, a)
         inputs_b = _inputs_and_bases(graph_b, b)
         counterparts = {
@@ -363,7 +363,7 @@ def _with_same_call(comparison: Comparison, source: Source) -> Source:
 def same_call(comparison: Comparison, node: Node) -> Node | None:
     """Return the operation of the same line and name on the other side.
 
-    None unless each side has exactly one such operation.
+    The result is None unless each side has exactly one such operation.
     """
     side = comparison.side_of[node.op]
 
@@ -445,9 +445,9 @@ def _max_external_gap(comparison: Comparison, source: Source) -> float:
 def _is_negligible_difference(a: Node, b: Node, source: Source) -> bool:
     """Return whether two operations compute the same function in spite of different results.
 
-    There are three reasons: float arguments that differ by rounding, nondeterminism, and kernels of
-    one operation whose float64 results differ by less than a few roundings of float32. The last
-    happens because some kernels use constants in float32.
+    There are three reasons: float arguments that differ by rounding; nondeterminism; and kernels of
+    one operation whose float64 results differ by less than a few roundings of float32, because some
+    kernels use constants in float32.
     """
     if _has_rounded_arguments(a, b) or _is_within_spread(source):
         return True
@@ -462,7 +462,7 @@ def _is_negligible_difference(a: Node, b: Node, source: Source) -> bool:
         and y.reference is not None
         and x.shape == y.shape
     ]
-    # Equal numbers can come with other indices, for example of equal scores in `topk`.
+    # Equal numbers can have different indices, for example equal scores in `topk`.
     has_other_indices = a.op.name in DEFINITIONS and any(
         x.is_integral and finite_distance(y.sketch, x.sketch) > 0 for x, y in pairs
     )

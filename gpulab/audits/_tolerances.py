@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 FLOAT32_ROUNDOFF = 2.0**-24  # the unit roundoff of float32
-# Two devices compute sketches of the same bits that differ by roundings of float64.
+# Two devices compute sketches of the same bits that differ by float64 rounding errors.
 SAME_BITS_TOLERANCE = 2.0**-44
 SAME_VALUE_TOLERANCE = 2.0**-20  # two correct float32 kernels may differ by a few roundings
-# Half of float32's digits: no chain of roundings in one operation loses as many.
+# Half of float32's digits: no chain of roundings in one operation loses so many.
 MIN_UNEXPLAINED_DIFFERENCE = 2.0**-12
-# Two operations have the same inputs if these differ by too little to explain such a difference.
+# Two operations have the same inputs if the inputs differ too little to explain that difference.
 SAME_INPUTS_TOLERANCE = MIN_UNEXPLAINED_DIFFERENCE / 64
 # The relative error of data and weights that were rounded to bfloat16 or a shorter format.
 SHORT_FORMAT_ROUNDOFF = 2.0**-6
@@ -18,11 +18,11 @@ BOUND_SLACK = 4.0  # two correct results may differ by this many times their err
 # value. The second tolerance is about 1,000 times the ratio of the two unit roundoffs.
 REFERENCE_TOLERANCE = 1e-10
 REFERENCE_TOLERANCE_PER_DEVIATION = 2e-6
-# Values that are compared with a wider tolerance do not certify the values that they were computed
-# from.
+# A value that is compared with a tolerance wider than this does not certify the values that it was
+# computed from.
 MAX_CERTIFYING_TOLERANCE = 1e-6
-# With a wider tolerance, sums cannot show whether a value is a permutation or a part of another
-# one.
+# With a tolerance wider than this, sums cannot show whether a value is a permutation or a part of
+# another value.
 MAX_SUM_MATCHING_TOLERANCE = 1e-4
 CANCELLATION_RESIDUE = (
     1e-12  # the size of a sum in float64 whose terms cancel, relative to the largest term
@@ -39,9 +39,9 @@ INEXACT_TOLERANCES = 2.0**-12, 2.0**-6
 INEXACT_FAULT_FACTOR = (
     16.0  # two values without a reference are reported as different beyond this multiple of it
 )
-# Data that two executions computed outside of torch, such as by NumPy, may differ by the first
-# tolerance. If values before them were rounded to a short format, they may differ by the second
-# times the deviation of these values, up to the third.
+# Data that two executions computed outside torch, for example with NumPy, may differ by the first
+# tolerance. If earlier values were rounded to a short format, the data may differ by the second
+# tolerance times the deviation of these values, up to the third tolerance.
 EXTERNAL_DATA_TOLERANCE = 2.0**-17
 EXTERNAL_TOLERANCE_PER_DEVIATION = 4.0
 MAX_EXTERNAL_DATA_TOLERANCE = 2.0**-5
@@ -62,9 +62,9 @@ NEGLIGIBLE_SHARE = (
 )
 
 SHORT_FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-# Operations with discontinuities: two correct results may lie on either side of an edge if two
-# inputs lie next to it. An optimizer that divides a gradient by its size is one of them: a gradient
-# close to zero leaves only its sign.
+# Operations with discontinuities: if two inputs lie close to an edge, two correct results may lie
+# on opposite sides of it. They include optimizers that divide a gradient by its size, so that only
+# the sign of a gradient close to zero remains.
 _DISCONTINUOUS_OPERATIONS = """
     adaptive_max_pool2d addcdiv amax amin aminmax argmax argmin bucketize ceil clamp clamp_max
     clamp_min cummax cummin elu_backward eq floor floor_divide fmod _foreach_addcdiv frac

@@ -64,10 +64,10 @@ from gpulab.guards._reentrancy import as_guard_work, is_guard_running
 from gpulab.numerics._emulation import COMPOSED_OPERATIONS
 from gpulab.steps import Snapshot
 
-IGNORED_OPERATIONS = {"detach", "alias", "set", "lift_fresh"}  # they compute nothing
-# Names in torch's schemas of outputs that a kernel returns in addition to its results. They prepare
-# the backward pass. Without dropout, or in unused parts, their memory may be uninitialised, so they
-# cannot be compared.
+IGNORED_OPERATIONS = {"detach", "alias", "set", "lift_fresh"}  # these operations compute nothing
+# Outputs that a kernel returns in addition to its results, by their names in torch's schemas. They
+# prepare the backward pass. Without dropout, or in unused parts, their memory may be uninitialised,
+# so they cannot be compared.
 AUXILIARY_OUTPUTS = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
 # cuDNN's recurrent layers return a copy of the weights and their internal state.
 AUXILIARY_OUTPUTS |= {
@@ -75,9 +75,9 @@ AUXILIARY_OUTPUTS |= {
     "reserve",
     "dropout_state",
 }
-AUXILIARY_OUTPUTS |= {"logsumexp", "log_sumexp", "log_alpha"}  # these are only written in part
-# These kernels overwrite an input although their schema does not say so: the state that the forward
-# pass saved can be used only once.
+AUXILIARY_OUTPUTS |= {"logsumexp", "log_sumexp", "log_alpha"}  # these are only partly written
+# These kernels overwrite an input although their schema does not declare it: the state that the
+# forward pass saved can be used only once.
 UNDECLARED_WRITERS = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
 MAX_TRACKED_UPDATE_SIZE = 1 << 28  # lost updates are not counted in leaves with more numbers
 MAX_SIMPLE_NUMBER_DIGITS = 5  # a number with at most this many digits may be a constant
@@ -140,7 +140,7 @@ class Call:
         ]
 
     def copied_arguments(self) -> Nested:
-        """Copy the arguments, so that they are still known after a call that changes them."""
+        """Copy the arguments, so that they remain available after a call that changes them."""
         return map_nested(_copy_tensor, (self.args, self.kwargs))
 
 
@@ -171,7 +171,8 @@ class Tracer(UncompiledDispatchMode):
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
         self.names: dict[tuple[Nested, ...], str] = {}
-        # Contiguous values by their memory alone, so that reshaped views are recognised.
+        # Contiguous values are identified by their memory alone, so that reshaped views are
+        # recognised.
         self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}
         self.numbers_read: dict[float, str] = {}
         self.callers = OperationCallers()
@@ -289,7 +290,7 @@ class Tracer(UncompiledDispatchMode):
     def _record_collective(self, call: Call, collective: Collective) -> Nested:
         """Run a collective and wait for it, do the same with the references, and record both.
 
-        All ranks have to record it, because each exchanges its references, too.
+        All ranks must record it, because they exchange their references as well.
         """
         if not collective.sent:
             return call.operation(*call.args, **call.kwargs)
@@ -322,11 +323,11 @@ class Tracer(UncompiledDispatchMode):
         return out
 
     def _follow_copies(self, call: Call) -> Callable[..., None] | None:  # noqa: ARG002
-        """Prepare the repetition of an operation on further copies; a subclass may have some.
+        """Prepare to repeat an operation on the additional copies that a subclass may have.
 
         Returns:
-            A function of the record of the operation, its results, and its arguments before the
-            call, which is called after the operation has run; None without further copies.
+            A function to be called after the operation has run, with the record of the operation,
+            its results, and its arguments before the call; None without additional copies.
         """
         return None
 
@@ -425,7 +426,7 @@ class Tracer(UncompiledDispatchMode):
             new_storages.add(storage)
 
     def _note_maker(self, call: Call, op: Operation, out: Nested, follows: bool) -> None:
-        """Note the operation that made the memory of new tensors."""
+        """Note the operation that created the memory of new tensors."""
         for t, _, _ in _pair_with_references(call, out, None):
             self.references.memory(t).maker = op
         for t in find_tensors(out) if follows else ():
@@ -442,7 +443,7 @@ class Tracer(UncompiledDispatchMode):
     def _record_number_read(self, number: float, value: str) -> None:
         """Record that the program read a number, so that the references use its exact value.
 
-        A simple number such as 0.5 is not replaced, since it may also be a constant of the program.
+        A simple number such as 0.5 is not replaced, because it may be a constant of the program.
         """
         self.numbers_read[number] = value
         reference = self.values[value].reference
@@ -481,7 +482,7 @@ class Tracer(UncompiledDispatchMode):
         self.on_operation()
 
     def _try_with_references(self, function: Callable[[], Nested]) -> Nested:
-        """Call a function that uses references; if memory runs out, disable them, return None."""
+        """Call a function that uses references; disable them, return None if memory runs out."""
         try:
             return function()
         except torch.OutOfMemoryError:
@@ -603,7 +604,7 @@ class Tracer(UncompiledDispatchMode):
 
 
 def describe_state(value: Nested) -> str:
-    """Describe a piece of state so that equal states have equal descriptions: a tensor by a hash.
+    """Describe a piece of state, such that equal states have equal descriptions; hash a tensor.
 
     >>> describe_state(0.1), describe_state(torch.ones(2)).partition("#")[0]
     ('0.1', 'float32 of shape (2,) ')
@@ -815,7 +816,7 @@ class StepResults:
             yield
 
     def _save_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Save the state of an optimizer and the gradients that it receives, before its step."""
+        """Before the step of an optimizer, save its state and the gradients that it receives."""
         if optimizer not in self.optimizers:
             self._describe_start(optimizer)
         self.optimizers.setdefault(optimizer)
@@ -828,7 +829,7 @@ class StepResults:
 
     @as_guard_work
     def _describe_start(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the state and the options of an optimizer before its first update of the step."""
+        """Note the state and the options of an optimizer before its first update in the step."""
         kind = type(optimizer).__name__
         names = self._parameter_names()
         for parameter, state in optimizer.state.items():
@@ -843,7 +844,7 @@ class StepResults:
     def _parameter_names(self) -> dict[Tensor, str]:
         """Return the names of the parameters of all modules that ran."""
         names: dict[Tensor, str] = {}
-        # In reverse, so that a parameter of two modules gets its name in the first one.
+        # The order is reversed, so that a parameter of two modules gets its name from the first.
         for root in reversed(self.roots):
             names |= {
                 parameter: name_as_written(name) for name, parameter in root.named_parameters()
@@ -885,7 +886,7 @@ class StepResults:
     def save_initial_contents(self, written: Sequence[Tensor]) -> None:
         """Save the contents of leaves before the first write, so that lost updates are found.
 
-        Nothing is saved if no lost updates are counted, and no leaf that is too large for it.
+        Nothing is saved if lost updates are not counted, and leaves that are too large are skipped.
         """
         references = self.tracer.references
         if references.is_disabled or not (self.counts_updates and self.tracer.is_measuring):
@@ -1077,8 +1078,8 @@ class StepResults:
     def _name_of_number(self, number: float) -> str:
         """Return the name of the value of a returned number.
 
-        The value is that of the tensor that the number was read from. If it was not read from a
-        tensor, it gets a value of its own.
+        This is the value of the tensor that the number was read from. A number that was not read
+        from a tensor gets a separate value.
         """
         if number not in self.tracer.numbers_read:
             self.tracer.numbers_read[number] = self.tracer.value_of(

@@ -1,10 +1,10 @@
 """The trace of a training step: the result, error and caller of each operation.
 
 A trace can be saved to a file, so that executions on different machines can be compared. The file
-has the format Parquet, with one row for each operation. Its metadata hold the fields that concern
-the whole step, as JSON. A row holds the fields of an `Operation` as JSON, and its values (inputs,
-outputs and changed ones). Each value is stored once, in the first row that needs it, as a JSON
-description and arrays.
+is in the Parquet format, with one row for each operation. Its metadata contain the fields that
+concern the whole step, as JSON. A row contains the fields of an `Operation` as JSON, and its values
+(inputs, outputs and changed inputs). Each value is stored once, in the first row that needs it, as
+a JSON description and arrays.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROW_FIELDS = {
     "operations",
     "values",
 }
-# The keys in files of those attributes of an operation that have been renamed since.
+# The keys that files use for attributes of an operation that have been renamed since.
 STORED_KEYS = {
     "mutated_values": "changed",
     "is_random": "random",
@@ -77,30 +77,30 @@ class Operation(Accuracy):
 
     In the phase `result`, the object is not an operation but a result of the step: the `loss`, a
     `gradient`, or a tensor that was `updated`. The inputs of the last two are the initial values of
-    the parameter. A gradient is the last one that an optimizer received, or the final one without
-    an optimizer. The `arguments` of an update hold the number of its numbers that `moved` in the
-    float64 reference, and how many of these were `lost`, because their bits did not change. For the
-    state of an optimizer, they hold its name as `state`.
+    the parameter. The gradient is the last one that an optimizer received, or the final gradient if
+    there is no optimizer. The `arguments` of an update contain how many of its numbers `moved` in
+    the float64 reference, and how many of these were `lost`, because their bits did not change. For
+    the state of an optimizer, they contain its name as `state`.
 
     Attributes:
-        name: The name in torch, without device or overload.
+        name: The name of the operation in torch, without device or overload.
         phase: `forward`, `backward` or `result`, for example.
-        module: The path of the module that called the operation. In the backward pass, the module
-            that called the differentiated operation.
+        module: The path of the module that called the operation or, in the backward pass, that
+            called the differentiated operation.
         line: The line of the user's code.
         inputs: The names of the values that the operation reads.
         outputs: The names of the values that the operation returns.
         shape: The shape of the first output.
         dtype: The type of the first output.
-        arguments: The arguments by the names of torch's schema, defaults included, as JSON. A
-            tensor is "Tensor".
+        arguments: The arguments, by their names in torch's schema and including defaults, as JSON.
+            A tensor is represented by "Tensor".
         mutated_values: The names of the new values of inputs that the operation wrote to.
         is_random: Whether the operation draws random numbers.
         repeats: Whether the operation returned the same bits when it was repeated immediately, and
             in the second execution of the step; None if it was not repeated.
         has_nan: Whether an output contains NaN.
         inputs_changed: Whether the operation received values or arguments that differed in the
-            second execution, and that no operation explains.
+            second execution although no operation explains the difference.
         spread: The relative difference between the results of repetitions; None if there is none.
         lanes: For an operation on lists of tensors, the length and the number of the lists.
         is_view: Whether the operation only returns a view of its input.
@@ -123,13 +123,13 @@ class Operation(Accuracy):
     spread: float | None = None
     lanes: list[int] = field(default_factory=list)
     is_view: bool = False
-    # Each call is an operation of its own.
+    # Each call is a separate operation.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
     @property
     def values(self) -> list[str]:
-        """The names of all values that it read or wrote."""
+        """The names of all values that the operation read or wrote."""
         return [*self.inputs, *self.outputs, *self.mutated_values]
 
 
@@ -156,11 +156,11 @@ class Trace:
         label: The name of the trace in reports; empty to use its setting.
         notes: Remarks on the step: under `loss`, how the loss was chosen if the step has no loss
             function; under `compiled`, that a compiled model ran uncompiled; under `guard`, that
-            the guard could not be used; under `ranks`, of how many ranks it was joined.
+            the guard could not be used; under `ranks`, the number of ranks that were joined.
         without_reference: The operations that have no float64 reference, with torch's error.
         step: The name of the step. Traces with equal names count as the same program.
-        state: What the step started from, if it was recorded in a running program: numbers as text
-            and hashes of tensors, by name.
+        state: The state that the step started from, if it was recorded in a running program:
+            numbers as text and tensors as hashes, by name.
 
     Examples:
         >>> import torch
@@ -238,8 +238,8 @@ class Trace:
         """Read a trace from a file or from bytes.
 
         Args:
-            file: The file to read. If `content` is given, only its name in error messages.
-            content: The content of a file that is not on this disk, such as an uploaded one.
+            file: The file to read. If `content` is given, it is only named in error messages.
+            content: The content of a file that is not on disk, such as an uploaded file.
             most: The largest allowed number of values in a column; None for the usual limit.
 
         Raises:
@@ -250,7 +250,7 @@ class Trace:
         import pyarrow.parquet as pq
 
         content = files.read(file) if content is None else content
-        kind = "not a trace, or a damaged one; `gpulab record` writes one"
+        kind = "not a trace, or a damaged trace; write one with `gpulab record`"
         with (
             files.convert_read_errors(file, kind),
             pq.ParquetFile(pa.BufferReader(content)) as parquet,
@@ -258,7 +258,8 @@ class Trace:
             metadata = files.read_json(file, parquet.schema_arrow.metadata[KEY.encode()])
             if metadata.pop("format") != FORMAT:
                 raise DataError(
-                    f"{file}: a trace of another format than {FORMAT}: record the step again"
+                    f"{file}: expected a trace of format {FORMAT}, got another format; record the"
+                    " step again"
                 )
             files.check_seal(file, content)
             del metadata["seal"]
@@ -285,12 +286,12 @@ class Trace:
                 trace.values[name] = _restore_value(description, numbers)
             missing = {name for op in trace.operations for name in op.values} - trace.values.keys()
             if missing or next(numbers, None) is not None:
-                raise ValueError("operations name values that are not there")
+                raise ValueError("operations refer to values that the file does not contain")
         return trace
 
 
-# What a row says about a value in addition to its arrays: name, content, shape, type, whether it is
-# exact, sums, and which dimensions have profiles (None if there is no reference).
+# The description of a value in a row, in addition to its arrays: name, content, shape, type,
+# whether it is exact, sums, and the dimensions with profiles (None if there is no reference).
 ValueDescription: TypeAlias = tuple[str, str, list[int], str, bool, list[float], list[int] | None]
 
 
@@ -332,7 +333,7 @@ def alignment_key(op: Operation) -> tuple[str, str, str]:
 def align_operations(
     operations_a: list[Operation], operations_b: list[Operation]
 ) -> list[tuple[Operation | None, Operation | None]]:
-    """Pair operations of two executions in order; an unmatched one is paired with None."""
+    """Pair operations of two executions in order; an unmatched operation is paired with None."""
     first_keys = list(map(alignment_key, operations_a))
     second_keys = list(map(alignment_key, operations_b))
     if first_keys == second_keys:

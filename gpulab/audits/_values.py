@@ -1,7 +1,7 @@
 """A value of a training step: the content of a tensor at one moment, and of its reference.
 
 A trace contains no tensors. It contains a sketch of the recorded numbers, a sketch of the
-reference, and sums of the reference. These show whether two values of different executions are
+reference, and sums of the reference. They show whether two values of different executions are
 equal, are equal in another order, or are parts of each other.
 """
 
@@ -200,7 +200,7 @@ class Value:
 
     @cached_property
     def is_uninformative(self) -> bool:
-        """Whether an equal value may be coincidence: integers, equal numbers, or rounding."""
+        """Whether equality may be a coincidence: integers, equal numbers, or rounding errors."""
         is_infinite = bool(self.total) and not math.isfinite(self.total[0])
         is_single_integer = self.count == 1 and (self.is_integral or is_infinite)
         is_short_mask = self.dtype == "bool" and self.count < MIN_MASK_SIZE
@@ -229,7 +229,7 @@ def finite_distance(x: Array, reference: Array) -> float:
 
 
 def _profiles(numbers: Tensor) -> dict[int, Array]:
-    """Sum the numbers, and their squares, over all dimensions but one, for each dimension."""
+    """For each dimension, sum the numbers and their squares over all other dimensions."""
     if numbers.dim() == 0 or numbers.numel() == 0:
         return {}
     dims = range(numbers.dim())

@@ -31,15 +31,15 @@ FALSE_ALARM_RATE = 1e-6
 
 @dataclass(frozen=True)
 class ResultBound:
-    """One result of the expected function in float64, and what rounding explains.
+    """A result of the expected function in float64, and the errors that rounding explains.
 
     Attributes:
-        name: What the result is, such as `result [0]` or `gradient of inputs[1]`.
+        name: The name of the result, such as `result [0]` or `gradient of inputs[1]`.
         recorded: The result in the format of the inputs.
         exact: The result in float64. Numbers beyond the range of the format are infinite.
         spread: For each number, the root mean square distance of the perturbed executions from the
-            exact one, and the rounding of the number itself. For integers, infinite where the
-            perturbed executions do not agree.
+            exact one, combined with the rounding of the number itself. For integers, zero where the
+            perturbed executions agree and infinity elsewhere.
     """
 
     name: str
@@ -57,50 +57,50 @@ def assert_rounding(
 ) -> None:
     """Assert that the results of a function differ from float64 by no more than rounding explains.
 
-    Use it in a test of a kernel of your own, where `torch.testing.assert_close` needs a tolerance
-    that somebody has to choose. The results are those that the function returns, and the gradients
-    of the inputs that require one. The tolerance allows for sums in any order, so an error that is
-    smaller than that of a long sum is not found.
+    Use it to test your own kernels, for which you would have to choose a tolerance for
+    `torch.testing.assert_close`. The results are the values that the function returns, and the
+    gradients of the inputs that require one. The tolerance allows for sums in any order, so an
+    error smaller than that of a long sum is not found.
 
     The tolerance follows from the data. `expected_fn` is executed once. Every operation is repeated
     in float64, which gives the exact results, and in 16 more float64 executions, in each of which
-    every operation is moved at random by as much as rounding may move it in the format that it
-    computes in. An operation without rounding, such as a copy or a doubling, is not moved. For
-    products and sums the movement is the bound for any order of summation. The root mean square
-    distance of these executions from the exact one, together with one rounding of the result, is
-    called the spread of a number.
+    the result of every operation is perturbed at random by as much as rounding may change it in the
+    format that the operation computes in. The result of an operation without rounding, such as a
+    copy or a doubling, is not perturbed. For products and sums, the perturbation is the bound for
+    any order of summation. The root mean square distance of these executions from the exact one,
+    together with one rounding of the result, is called the spread of a number.
 
-    - A number may be as far from the exact one as a quantile of Student's t distribution times its
-      spread. The quantile is such that a correct function with normally distributed errors fails
-      once in a million calls.
-    - The norm of all differences of a result may be four times the norm of all spreads. This finds
-      small errors in many numbers.
+    - A number may differ from the exact number by up to its spread times a quantile of Student's t
+      distribution. The quantile is chosen such that a correct function with normally distributed
+      errors fails once in a million calls.
+    - The norm of all differences in a result may be up to four times the norm of all spreads. This
+      criterion finds small errors in many numbers.
 
     Args:
         actual_fn: The function to test. It is called with copies of `inputs`, and returns a tensor
             or any nesting of tensors.
-        inputs: The arguments of the function, or its one argument if that is a tensor. The
-            floating-point tensors among them have the format that is tested, such as float32 or
+        inputs: The arguments of the function, or its only argument if that is a tensor. The
+            floating-point tensors among them have the format to be tested, such as float32 or
             bfloat16.
-        expected_fn: A function of the same arguments that computes the same by operations of torch,
-            in a numerically stable way. If it converts its arguments to float32 and its result to
-            bfloat16, that is the accuracy which is expected. None for `actual_fn` itself, which
-            must then consist of operations that torch can repeat in float64. A wrong formula is not
-            found without `expected_fn`, because it is wrong in float64 as well; what is found is
-            what is wrong in the short format alone.
-        msg: The message of a failure, or a function that makes it from the one of this function, as
-            in `torch.testing.assert_close`.
+        expected_fn: A function of the same arguments that computes the same results with torch
+            operations, in a numerically stable way. If it converts its arguments to float32 and its
+            result to bfloat16, that accuracy is expected. If None, `actual_fn` itself is used,
+            which must then consist of operations that torch can repeat in float64. Without
+            `expected_fn`, a wrong formula is not found, because it is wrong in float64 as well;
+            only errors that occur in the short format alone are found.
+        msg: The failure message, or a function that makes it from the default message, as in
+            `torch.testing.assert_close`.
 
     Raises:
         AssertionError: If structure, shapes or types of the results differ, or if a result is
             further from float64 than rounding explains. The message names the result, the number
-            that is furthest, how many times further than rounding explains it is, and the line.
+            with the largest error, the ratio of this error to what rounding explains, and the line.
         UsageError: If no tensor among the inputs is in a format shorter than float64, if the
             expected function draws random numbers, or if it cannot be repeated in float64.
 
     Examples:
-        A softmax over so many numbers that all of them are smaller than the absolute tolerance of
-        `torch.testing.assert_close`, so that this accepts any kernel:
+        A softmax over many numbers. All results are smaller than the absolute tolerance of
+        `torch.testing.assert_close`, which therefore accepts any kernel:
 
         >>> import torch
         >>> import gpulab as gl
@@ -228,24 +228,24 @@ def _derive_bounds(
         trace = replace(perform(step, setting, tracer), step=name)
     except UsageError as error:
         raise UsageError(
-            f"{name}: {error}; give an expected_fn made of operations of torch"
+            f"{name}: {error}; pass an expected_fn made of torch operations"
         ) from error
     drawing = next((op for op in trace.operations if op.is_random), None)
     if drawing is not None:
         raise UsageError(
             f"{name} draws random numbers in {drawing.name} at {drawing.line}: expected a function"
-            " that draws none; give what it draws as an input"
+            " that draws none; pass the random numbers as an input"
         )
     if trace.without_reference:
         operation, reason = next(iter(trace.without_reference.items()))
         raise UsageError(
-            f"{name} cannot be repeated in float64, because of {operation} ({reason}): give an"
-            " expected_fn made of operations of torch"
+            f"{name} cannot be repeated in float64, because of {operation} ({reason}): pass an"
+            " expected_fn made of torch operations"
         )
     if tracer.has_foreign_writes or any(map(tracer.is_written_elsewhere, results.values())):
         raise UsageError(
-            f"{name} writes to tensors by something else than torch's operations, which cannot be"
-            " repeated in float64: give an expected_fn made of operations of torch"
+            f"{name} writes to tensors outside torch operations, which cannot be repeated in"
+            " float64: pass an expected_fn made of torch operations"
         )
     return trace, [_bound_of(tracer, name, result) for name, result in results.items()]
 
@@ -260,7 +260,7 @@ def _bound_of(tracer: PerturbingTracer, name: str, result: Tensor) -> ResultBoun
     real_exact, *real_copies = map(_as_real, (exact, *copies))
     squares = torch.stack([(copy - real_exact).square() for copy in real_copies])
     info = torch.finfo(result.dtype)
-    # Another way to compute the function rounds its result, even if this one is exact.
+    # Another implementation of the function rounds its result, even if this one is exact.
     spread = torch.hypot(squares.mean(0).sqrt(), info.eps / 2 * real_exact).nan_to_num(math.inf)
     largest = info.max
     real_exact = torch.where(real_exact.abs() > largest, real_exact * math.inf, real_exact)
@@ -268,7 +268,7 @@ def _bound_of(tracer: PerturbingTracer, name: str, result: Tensor) -> ResultBoun
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as a real one with a further dimension of size 2."""
+    """View a complex tensor as a real tensor with an additional dimension of size 2."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -284,7 +284,7 @@ def _compare(actual: dict[str, Tensor], bounds: Sequence[ResultBound]) -> list[s
 
 
 def _compare_result(actual: Tensor, bound: ResultBound, quantile: float) -> str:
-    """Describe how a result is beyond its bound; empty if it is within."""
+    """Describe how a result exceeds its bound; empty if it does not."""
     name = bound.name
     actual = _as_real(actual)
     for what, got, wanted in (
@@ -326,9 +326,9 @@ def _compare_result(actual: Tensor, bound: ResultBound, quantile: float) -> str:
 
 
 def _times(ratio: float) -> str:
-    """Say how many times further than rounding explains a number is."""
+    """Describe an error as a multiple of the error that rounding explains."""
     if math.isinf(ratio):
-        return "further than rounding explains, which is nothing,"
+        return "further than rounding explains"
     return f"{ratio:.3g} times further than rounding explains"
 
 
@@ -336,7 +336,7 @@ def _times(ratio: float) -> str:
 
 
 def _find_inaccurate_operation(trace: Trace) -> list[str]:
-    """Name the operation whose own error is furthest beyond its bound, if there is one."""
+    """Name the operation whose own error exceeds its bound the most, if any operation does."""
     inaccurate = [op for op in trace.operations if op.ratio is not None and not op.ratio <= 1]
     if not inaccurate:
         return []
@@ -348,7 +348,7 @@ def _find_inaccurate_operation(trace: Trace) -> list[str]:
 def _find_divergence(
     function: Callable[..., Nested], arguments: Sequence[Nested], setting: Setting, expected: Trace
 ) -> list[str]:
-    """Say where a function computes something else than the expected one, if an audit can tell."""
+    """State where a function deviates from the expected function, if an audit finds it."""
     tracer = Tracer(lambda: None, is_measuring=True)
     name = describe_step(function)
     try:
@@ -364,7 +364,7 @@ def _find_divergence(
     findings = [f for f in findings if f.kind in (*FAULTS, "reduced precision")]
     if not findings:
         return []
-    # A line of the tested function says more than one of the expected function.
+    # A line of the tested function is more informative than a line of the expected function.
     first = next((f for f in findings if f.setting == titles[1]), findings[0])
     what = f"{first.kind}: {first.operation} ({first.phase}), in {first.setting}"
     return [what, *([f"  at {first.line}"] if first.line else []), f"  {first.detail}"]

@@ -11,7 +11,7 @@ from gpulab.audits._findings import FAULTS, Finding, describe
 from gpulab.settings import Setting
 from gpulab.testing._failure import Message, fail
 
-# Kinds of findings that leave open whether two steps compute the same.
+# Kinds of findings that leave open whether two steps compute the same results.
 UNDECIDED = ("different random numbers", "cannot be told")
 MAX_LISTED = 3  # results and findings in a message
 
@@ -25,35 +25,35 @@ def assert_same(
 ) -> None:
     """Assert that two training steps give the same results, up to what rounding explains.
 
-    Use it in a test of a change that must not change what is computed: another attention kernel,
-    checkpointing, accumulated gradients, another optimizer, a step after a resume. Both steps are
-    audited (`gpulab.audit`): everything that they return, every gradient, and every updated
-    parameter, buffer and optimizer state is compared in float64, so that no tolerance has to be
-    chosen.
+    Use it to test a change that must not change the results: a different attention kernel,
+    checkpointing, accumulated gradients, another implementation of an optimizer, a step after a
+    resume. Both steps are audited (`gpulab.audit`): everything that they return, every gradient,
+    and every updated parameter, buffer and optimizer state is compared in float64, so that no
+    tolerance has to be chosen.
 
     The assertion fails
 
-    - on every finding that is a fault (`gpulab.audits.Audit.faulty`), such as a mismatch or memory
-      that was overwritten;
-    - if only one step has a result, such as a gradient that the other one does not compute;
-    - if one step alone computes in a format shorter than float32;
-    - if the audit cannot tell, because the steps drew different random numbers or have no float64
-      reference.
+    - on every finding that is a fault (`gpulab.audits.Audit.faulty`), such as a mismatch or
+      overwritten memory;
+    - if only one step has a result, such as a gradient that the other step does not compute;
+    - if only one step computes in a format shorter than float32;
+    - if the audit is inconclusive, because the steps drew different random numbers or have no
+      float64 reference.
 
-    It does not fail if an operation does not repeat its results to the bit, or if several answers
-    are right.
+    It does not fail if an operation does not repeat its results bit for bit, or if several answers
+    are correct.
 
     Args:
         step_a: A `Step`, or a function that does one training step, as for `gpulab.record`.
         step_b: The step to compare with it.
         setting: The setting under which both are executed.
-        msg: The message of a failure, or a function that makes it from the one of this function, as
-            in `torch.testing.assert_close`.
+        msg: The failure message, or a function that makes it from the default message, as in
+            `torch.testing.assert_close`.
 
     Raises:
         AssertionError: If the steps do not give the same results. The message names the results,
-            how many times further apart they are than rounding explains, and the line where the
-            steps begin to differ.
+            the ratios of their differences to what rounding explains, and the line where the steps
+            begin to differ.
         UsageError: If `step_a` or `step_b` is not a step, or if it fails.
 
     Examples:
@@ -85,13 +85,13 @@ def assert_same(
 
 
 def _describe_failures(report: Audit) -> list[str]:
-    """Return the lines of the message; empty if the steps compute the same."""
+    """Return the lines of the message; empty if the steps compute the same results."""
     comparison = report.comparison
     findings = [f for f in report.findings if f.kind in (*FAULTS, *UNDECIDED)]
     findings += _one_sided_precision(report)
     names = [trace.step or "the step" for trace in (comparison.b, comparison.a)]
     only_one = [
-        f"{describe(result.representative)}: only {names[0] if result.b else names[1]} has it"
+        f"{describe(result.representative)}: only {names[0] if result.b else names[1]} computes it"
         for result in comparison.unpaired_results
     ]
     if not any(result.a and result.b for result in comparison.results):
@@ -115,7 +115,7 @@ def _describe_failures(report: Audit) -> list[str]:
 
 
 def _one_sided_precision(report: Audit) -> list[Finding]:
-    """Return the findings of reduced precision if one side alone has such findings."""
+    """Return the findings of reduced precision if only one side has any."""
     findings = [finding for finding in report.findings if finding.kind == "reduced precision"]
     settings = {finding.setting for finding in findings}
     is_shared = any(finding.under_both for finding in findings)
@@ -123,7 +123,7 @@ def _one_sided_precision(report: Audit) -> list[Finding]:
 
 
 def _describe_difference(report: Audit, result: Result) -> str:
-    """Describe how far a result is apart, in units of what rounding explains."""
+    """Describe the difference of a result between the two steps, in units of rounding."""
     comparison = report.comparison
     values = [*comparison.values(result.a), *comparison.values(result.b)]
     deviation = max((value.deviation for value in values), default=math.nan)
@@ -131,6 +131,6 @@ def _describe_difference(report: Audit, result: Result) -> str:
     if not deviation or not math.isfinite(deviation):
         return difference
     return (
-        f"{difference}, {result.gap / deviation:.3g} times further than the roundings of the two"
-        f" steps ({deviation:.1e})"
+        f"{difference}, {result.gap / deviation:.3g} times the rounding errors of the two steps"
+        f" ({deviation:.1e})"
     )

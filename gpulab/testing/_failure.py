@@ -1,4 +1,4 @@
-"""How an assertion fails."""
+"""The failure of an assertion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Message: TypeAlias = str | Callable[[str], str] | None
 
 
 def fail(message: str, msg: Message) -> NoReturn:
-    """Raise `AssertionError`; `msg` replaces the message, or is a function that makes it."""
+    """Raise `AssertionError` with `msg`, which is a message or a function that makes it."""
     __tracebackhide__ = True  # pytest then shows the line of the test
     if msg is None:
         raise AssertionError(message)

@@ -105,7 +105,12 @@ class RefusedAudit(NamedTuple):
 
 
 REFUSED_AUDITS = [
-    RefusedAudit("function", step_that_hides_its_network, "cpu", r"has to be a gpulab.Step\(model, batch, loss\)"),
+    RefusedAudit(
+        "function",
+        step_that_hides_its_network,
+        "cpu",
+        r"has to be a gpulab.Step\(model, batch, loss\)",
+    ),
     RefusedAudit(
         "settings that differ",
         step_of(nn.Linear(8, 8)),

@@ -197,7 +197,7 @@ def test_audit_page_findings_are_cards_in_their_order_with_the_first_open():
     assert second.startswith(
         "nondeterminism bmm (forward) in module encoder.2 less than 1% of the difference"
     )
-    assert third.startswith("overwritten add (forward) may explain all")
+    assert third.startswith("overwritten add (forward) could explain all")
     assert last.startswith("rounding mm (forward) 0.05 of what rounding explains")
     assert [bar["style"] for bar in shown.all("span") if "style" in bar] == [
         "width: 53%",

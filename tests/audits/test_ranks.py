@@ -66,6 +66,8 @@ def test_joined_ranks_of_a_faulty_program_are_found_at_the_line(folder, name, fa
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("fully_sharded", "fully sharded parameters"),
+        ("sharded_flat_parameters", "fully sharded parameters"),
         ("sends_messages", "the collective (send|recv) cannot be followed"),
         ("uses_functional_collectives", "functional collectives, which DTensor"),
     ],
@@ -84,10 +86,10 @@ def test_join_ranks_saves_a_trace_and_names_a_missing_rank(folder, tmp_path):
     loaded = Trace.load(tmp_path / "joined.trace")
     assert loaded.title == joined.title == "cpu (2 ranks)"
     assert [op.name for op in loaded.operations] == [op.name for op in joined.operations]
-    with pytest.raises(gl.UsageError, match="expected the trace of every rank, in order"):
+    with pytest.raises(gl.UsageError, match="expected the traces of all ranks, in order"):
         join_ranks(files[:1])
     other = folder / "sequence_parallel..1"
-    with pytest.raises(gl.UsageError, match="do not meet at the same collectives: rank 0 is at"):
+    with pytest.raises(gl.UsageError, match="do not reach the same collectives: rank 0 is at"):
         join_ranks([files[0], other])
 
 
@@ -150,16 +152,16 @@ def test_recorded_collective_has_its_ranks_and_is_exact():
     assert gl.audit(trace, join_ranks([trace])).kind == "rounding"
 
 
-def test_recorded_step_with_fsdp_is_refused_by_name():
-    class FullyShardedDataParallel(torch.nn.Linear):
-        """Stands for torch's class of this name."""
-
-    with pytest.raises(gl.UsageError, match=r"fully sharded parameters \(FSDP\) cannot be foll"):
-        recorded(gl.Step(FullyShardedDataParallel(3, 2), drawn(4, 3)))
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", ["fully_sharded", "sharded_flat_parameters"])
+def test_recorded_step_with_fsdp_is_refused_by_name(name, monkeypatch):
+    monkeypatch.setattr(programs, "N_RANKS", 1)
+    with pytest.raises(gl.UsageError, match=r"\(FSDP\)"):
+        recorded(programs.REFUSED[name])
 
 
 def test_join_ranks_needs_a_trace():
-    with pytest.raises(gl.UsageError, match="expected one for each rank, got none"):
+    with pytest.raises(gl.UsageError, match="expected one trace for each rank, got none"):
         join_ranks([])
 
 
@@ -192,5 +194,5 @@ def test_join_ranks_says_where_ranks_wait_for_each_other():
     traces = [Trace("cpu", [collective([0, 1], name)], {}) for name in ("allreduce", "broadcast")]
     with pytest.raises(gl.UsageError, match=r"rank 0 is at allreduce of ranks \[0, 1\], train.py"):
         join_ranks(traces)
-    with pytest.raises(gl.UsageError, match="do not meet"):
+    with pytest.raises(gl.UsageError, match="do not reach the same collectives"):
         join_ranks([replace(traces[0]), Trace("cpu", [], {})])

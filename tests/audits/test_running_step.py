@@ -305,7 +305,7 @@ def test_record_at_step_says_what_it_cannot_do(script):
         ([script, "a.trace", "--at-step", 0], "expected a whole number from 1"),
         (["missing.py", "a.trace", "--at-step", 1], "no such script"),
         ([script, "a.trace", "0.01"], "a script that --at-step runs"),
-        ([script, "a.trace", "--at-step", 1, "--setting", "cpu:threads=1"], "leave --setting out"),
+        ([script, "a.trace", "--at-step", 1, "--setting", "cpu:threads=1"], "its own device; leave"),
     ):
         with pytest.raises(gl.UsageError, match=said):
             command(*arguments)

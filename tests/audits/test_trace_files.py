@@ -132,4 +132,4 @@ def test_trace_of_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(traces, "FORMAT", 5)
     trace.save(tmp_path / "one.trace")
     monkeypatch.undo()
-    refused(tmp_path / "one.trace", "a trace of another format than")
+    refused(tmp_path / "one.trace", "expected a trace of format")

@@ -258,7 +258,7 @@ def test_assert_rounding_of_numpy_needs_an_expected_function():
         return into_a_buffer(x) + x
 
     for function in (into_a_buffer, continued):
-        with pytest.raises(gl.UsageError, match="give an expected_fn made of operations of torch"):
+        with pytest.raises(gl.UsageError, match="pass an expected_fn made of torch operations"):
             assert_rounding(function, X)
 
 
@@ -288,7 +288,9 @@ def test_assert_rounding_needs_a_short_format(inputs):
 
 
 def test_assert_rounding_refuses_random_numbers():
-    with pytest.raises(gl.UsageError, match=r"draws random numbers in .* give what it draws"):
+    with pytest.raises(
+        gl.UsageError, match=r"draws random numbers in .* pass the random numbers as an input"
+    ):
         assert_rounding(F.dropout, X)
 
 
