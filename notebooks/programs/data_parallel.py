@@ -1,22 +1,24 @@
-"""One training on several devices: every process has the whole network and takes its share of each
+r"""One training on several devices: every process has the whole network and takes its share of each
 batch.
 
-DistributedDataParallel averages the gradients of all processes while the backward pass still runs,
-so that all make the same step. The program trains a PredNet on one device, then on all of them,
-with the same batches (strong scaling) and with as large a batch for each (weak scaling). It asserts
-that the weights end the same in every process, and where one process alone ends, up to rounding.
+DistributedDataParallel averages the gradients of all processes while the backward pass is still
+running, so that all make the same step. The program trains PredNet on one device, then on all
+devices, which either divide the same batches (strong scaling) or get a whole batch each (weak
+scaling). It asserts that the weights are the same in every process at the end, and that they agree
+with those of one process up to rounding.
 
-With `--graph` it does so twice more, on GPUs. There Python launches some thousand kernels for an
-update, one by one, and takes as long over a small share as over a large one. Two CUDA graphs launch
-them at once, before and after one sum of all gradients, which lie in one buffer; first with
-autograd's gradient, then with gpulab's formulas for PredNet's.
+On GPUs, `--graph` adds two more comparisons. Python launches some thousand kernels for an update,
+one by one, and takes as long for a small share as for a large one. Two CUDA graphs launch them at
+once, one before and one after the sum of all gradients, which lie in one buffer. The first
+comparison uses autograd's gradient, the second gpulab's formulas for the gradient of PredNet.
 
-    python notebooks/programs/data_parallel.py python notebooks/programs/data_parallel.py
-    --processes 4 --size kitti --batch 16 --setting cuda:tf32=on --graph
+    python notebooks/programs/data_parallel.py
+    python notebooks/programs/data_parallel.py --processes 4 --size kitti --batch 16 \
+        --setting cuda:tf32=on --graph
 
-The processes meet through a file, and nothing listens beyond 127.0.0.1. On several machines one
-lets torchrun start them; `init_process_group` then finds the meeting point, the rank and their
-number in the environment.
+The processes meet through a file, and nothing listens beyond 127.0.0.1. On several machines,
+torchrun would start them, and `init_process_group` would find the meeting point, the rank and the
+number of processes in the environment.
 
 Source: Li et al. 2020, *PyTorch distributed: experiences on accelerating data parallel training*
 (arXiv 2006.15704).
@@ -50,11 +52,11 @@ SIZES = {  # of PredNet: the channels of its layers, height and width of its fra
     "paper": ((3, 48, 96, 192), (120, 160)),
     "kitti": ((3, 48, 96, 192), (128, 160)),
 }
-WARM_UP, LEARNING_RATE = 2, 1e-3  # updates before those that are timed; Adam's
+WARM_UP, LEARNING_RATE = 2, 1e-3  # updates before the timed ones; learning rate of Adam
 
 
 class Loss(torch.nn.Module):
-    """The loss of films (T, B, C, H, W): DistributedDataParallel takes care of what goes through
+    """The loss of films (T, B, C, H, W), as a module, because DistributedDataParallel wraps
     `forward`.
     """
 
@@ -63,14 +65,12 @@ class Loss(torch.nn.Module):
         self.net = net
 
     def forward(self, films):
-        """A scalar."""
+        """Return the loss, a scalar."""
         return self.net.training_loss(films, None)[0]
 
 
 class KernelByKernel:
-    """An update as everybody writes it; DistributedDataParallel averages the gradients of `size`
-    processes.
-    """
+    """The usual update; DistributedDataParallel averages the gradients of `size` processes."""
 
     def __init__(self, net, films, size):  # noqa: ARG002
         self.loss = DistributedDataParallel(Loss(net)) if size > 1 else Loss(net)
@@ -84,8 +84,8 @@ class KernelByKernel:
 
 
 class InGraphs:
-    """An update as two CUDA graphs, before and after one average of all gradients, which lie in
-    one buffer.
+    """An update as two CUDA graphs, one before and one after the gradients are averaged in one
+    buffer.
     """
 
     def __init__(self, net, films, size, written_out=False):
@@ -99,13 +99,13 @@ class InGraphs:
         )
 
     def find_gradients(self, films):
-        """Compute the gradients, and lay them side by side in one buffer."""
+        """Compute the gradients and copy them into one buffer."""
         self.loss.zero_grad()
         self.windows(films, None) if self.windows else self.loss(films).backward()
         torch.cat([weight.grad.reshape(-1) for weight in self.weights], out=self.gradients)
 
     def step(self):
-        """Let Adam make its step with the gradients in the buffer."""
+        """Make a step of Adam with the gradients in the buffer."""
         parts = self.gradients.split([weight.numel() for weight in self.weights])
         for weight, part in zip(self.weights, parts, strict=True):
             weight.grad = part.view_as(weight)
@@ -119,7 +119,7 @@ class InGraphs:
         self.after()
 
 
-UPDATES = {  # by what they are called in the record
+UPDATES = {  # by their names in the record
     "kernel by kernel": KernelByKernel,
     "in graphs": InGraphs,
     "in graphs, written out": partial(InGraphs, written_out=True),
@@ -127,7 +127,7 @@ UPDATES = {  # by what they are called in the record
 
 
 def seconds_of(do, inputs, times):
-    """Seconds of one time, each with the next of the inputs."""
+    """Mean seconds of a call; each call gets the next of the inputs."""
     for number in range(WARM_UP + times):
         if number == WARM_UP:
             inputs[0].sum().item()  # waits for the device
@@ -138,8 +138,8 @@ def seconds_of(do, inputs, times):
 
 
 def compare(args, films, update):
-    """Train alone and together: a row for each kind of scaling, and how far the weights differ
-    in the end.
+    """Train alone and together: return a row for each kind of scaling, and how far the weights
+    differ at the end.
     """
     rank, size, timed = dist.get_rank(), dist.get_world_size(), films.dtype == torch.float32
     whole, larger = (
@@ -148,7 +148,7 @@ def compare(args, films, update):
     )
 
     def trained(batches, size):
-        """The seconds of an update in so many processes, and the weights in the end."""
+        """The seconds of an update in `size` processes, and the weights at the end."""
         net = gl.models.PredNet(*SIZES[args.size]).to(films)
         shares = [batch.chunk(size, 1)[rank % size].contiguous() for batch in batches]
         seconds = seconds_of(
@@ -156,7 +156,7 @@ def compare(args, films, update):
         )
         return seconds, parameters_to_vector(net.parameters()).detach()
 
-    # the others wait where they train together
+    # the other processes wait in the joint training
     seconds, alone = trained(whole, 1) if rank == 0 else (0.0, 0.0)
     strong, weights = trained(whole, size)
     everywhere = [torch.empty_like(weights) for _ in range(size)]
@@ -181,7 +181,7 @@ def compare(args, films, update):
 
 
 def work(rank, size, args, meeting):
-    """What one of the processes does: it joins the others, compares, and the first one reports."""
+    """Join the other processes and compare; the first process reports."""
     with gl.setting(args.setting.replace("cuda", f"cuda:{rank}", 1)) as setting:
         dist.init_process_group(
             "nccl" if setting.kind == "cuda" else "gloo", meeting, rank=rank, world_size=size
@@ -204,7 +204,7 @@ def work(rank, size, args, meeting):
 
 
 def report(args, kind, rows, ends):
-    """Print the table and what was asserted, and write the record."""
+    """Print the table and the result of the comparison, and write the record."""
     columns = ["update", "scaling", "devices", "batch", "seconds", "compute", "communication"]
     scaling = pd.DataFrame(itertools.chain(*rows), columns=columns)
     ends = pd.DataFrame(ends, columns=["update", "precision", "weights"]).assign(
@@ -220,7 +220,7 @@ def report(args, kind, rows, ends):
     )
     print(scaling.to_string(index=False, float_format="{:.4g}".format))
     most = ends.groupby("precision").weights.max()
-    assert most.float64 < 1e-9, f"other weights than one process: {most.float64}"
+    assert most.float64 < 1e-9, f"the weights differ by {most.float64} from those of one process"
     print(
         f"All {args.processes} processes end with the same weights; one process alone differs"
         f" by\n{most.to_string()}"
@@ -238,28 +238,30 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--processes", type=int, default=max(2, gpus), help="how many")
+    parser.add_argument("--processes", type=int, default=max(2, gpus), help="number of processes")
     parser.add_argument(
-        "--setting", default="cuda:tf32=off" if gpus > 1 else "cpu:threads=1", help="of cpu or cuda"
+        "--setting",
+        default="cuda:tf32=off" if gpus > 1 else "cpu:threads=1",
+        help="on cpu or cuda",
     )
-    parser.add_argument("--size", choices=SIZES, default="small", help="of PredNet")
-    parser.add_argument("--batch", type=int, default=8, help="films, in all")
-    parser.add_argument("--frames", type=int, default=5, help="of a film")
-    parser.add_argument("--updates", type=int, default=5, help="that are timed")
-    parser.add_argument("--graph", action="store_true", help="also as CUDA graphs")
+    parser.add_argument("--size", choices=SIZES, default="small", help="size of PredNet")
+    parser.add_argument("--batch", type=int, default=8, help="films in a batch")
+    parser.add_argument("--frames", type=int, default=5, help="frames of a film")
+    parser.add_argument("--updates", type=int, default=5, help="number of timed updates")
+    parser.add_argument("--graph", action="store_true", help="also use CUDA graphs")
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     size, on_cpu = args.processes, args.setting.startswith("cpu")
     if size < 2 or args.batch % size:
         parser.error(
-            f"{size} processes cannot have equal shares of a batch of {args.batch}: --batch,"
-            " --processes"
+            "expected --processes >= 2 and --batch divisible by it, got"
+            f" --processes {size} and --batch {args.batch}"
         )
     if on_cpu and args.graph:
         parser.error(
-            f"--graph is for GPUs, and the setting is {args.setting}: --setting cuda:tf32=off"
+            f"--graph needs GPUs, got --setting {args.setting}; use --setting cuda:tf32=off"
         )
-    # NVLink multicast hangs where containers share a host's switch
+    # NVLink multicast hangs if containers share a host's switch
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = (
         "lo0" if sys.platform == "darwin" else "lo"

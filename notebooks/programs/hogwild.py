@@ -1,10 +1,10 @@
 """Gradient descent by several processes on the same weights, without a lock: Hogwild.
 
-Each worker computes the gradient of a batch of its own and subtracts it from the weights, which lie
-in memory that all share, and none waits. So a gradient may be some updates of the others old when
-it is applied, and where two workers change a weight at once, one change is lost. In the other way,
-synchronous, all wait for each other before and after they change the weights, one at a time. From
-each seed both ways begin with the same weights and see the same batches.
+Each worker computes the gradient of its own batch and subtracts it from the weights, which lie in
+shared memory, without waiting. So a gradient can be a few updates old when it is applied, and if
+two workers change a weight at the same time, one change is lost. Synchronous workers instead wait
+for each other before and after they change the weights, one at a time. From each seed both ways
+begin with the same weights and see the same batches.
 
     python notebooks/programs/hogwild.py
     python notebooks/programs/hogwild.py --seeds 24 --updates 400
@@ -29,7 +29,7 @@ import gpulab as gl
 from gpulab.store import recorded
 
 WAYS = ("synchronous", "lock-free")
-BATCH, LEARNING_RATE = 20, 1.0  # images of a gradient; of plain gradient descent
+BATCH, LEARNING_RATE = 20, 1.0  # images per gradient; rate of plain gradient descent
 
 
 def pixels(window):
@@ -38,8 +38,8 @@ def pixels(window):
 
 
 def work(rank, args, weights, counts, moved, logs, lock, barrier):
-    """What one worker does, for each seed and way: its share of the updates, on the row of
-    `weights` for that.
+    """Make one worker's share of the updates for each seed and way, which have a row of
+    `weights` each.
     """
     torch.set_num_threads(1)
     net = gl.models.Autoencoder(args.hidden)
@@ -47,7 +47,7 @@ def work(rank, args, weights, counts, moved, logs, lock, barrier):
         way, windows = WAYS[row % 2], gl.load("digits", size=(28, 28)).windows(BATCH, seed=row // 2)
         batches = [pixels(window) for window in itertools.islice(windows, args.updates)]
         wait = barrier.wait if way == "synchronous" else lambda: None
-        # the parameters are now views of the shared memory
+        # makes the parameters views of the shared memory
         vector_to_parameters(shared, net.parameters())
         barrier.wait()
         start = time.perf_counter()
@@ -70,13 +70,13 @@ def work(rank, args, weights, counts, moved, logs, lock, barrier):
 
 
 def main():
-    """Let the workers run, and compare the two ways."""
+    """Run the workers and compare the two ways."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--updates", type=int, default=200, help="of all workers together")
-    parser.add_argument("--seeds", type=int, default=2, help="how many")
+    parser.add_argument("--updates", type=int, default=200, help="updates of all workers together")
+    parser.add_argument("--seeds", type=int, default=2, help="number of seeds")
     parser.add_argument(
         "--hidden",
         type=int,
@@ -88,8 +88,8 @@ def main():
     args = parser.parse_args()
     if args.workers < 1 or args.updates % args.workers:
         parser.error(
-            f"{args.workers} workers cannot make equally many of {args.updates} updates: --updates,"
-            " --workers"
+            "expected --workers >= 1 and --updates divisible by it, got"
+            f" --workers {args.workers} and --updates {args.updates}"
         )
     nets = [gl.models.Autoencoder(args.hidden) for _ in range(args.seeds)]
     for seed, net in enumerate(nets):
@@ -109,8 +109,8 @@ def main():
 
 
 def report(args, begin, weights, moved, logs):
-    """Print what came out of each way, and write the record: a row a training, and the losses in
-    20 pieces of time.
+    """Print the results of both ways, and write the record: a row for each training, and the
+    losses in 20 pieces of time.
     """
     images = torch.cat(
         [pixels(window) for window in gl.load("digits", size=(28, 28)).heldout(1000)]
@@ -133,7 +133,9 @@ def report(args, begin, weights, moved, logs):
     table = pd.DataFrame(descents)
     print(f"{args.workers} workers, {args.updates} updates from each of {args.seeds} seeds")
     print(table.drop(columns=["seed", "weights"]).groupby("way").mean().to_string())
-    assert all(table[table.way == "synchronous"].lost_share < 1e-3), "synchronous changes were lost"
+    assert all(table[table.way == "synchronous"].lost_share < 1e-3), (
+        "changes of synchronous workers were lost"
+    )
     if args.record:
         curve = (
             pd.concat(curves)

@@ -1,11 +1,11 @@
 """One network on two devices: the encoder lies on the first, the decoder on the second.
 
-What passes between them is copied, and autograd copies the gradient back. One device computes while
-the other waits, so this buys memory and no speed. The program trains the same autoencoder whole and
-in two parts, asserts that the losses are the same, and tells what memory each part needs.
+The code is copied between them, and autograd copies the gradient back. One device computes while
+the other waits, so this gains memory but no speed. The program trains the same autoencoder whole
+and in two parts, asserts that the losses are the same, and reports the memory that each part needs.
 
-    python notebooks/programs/model_parallel.py                          # two GPUs, or the CPU
-    twice python notebooks/programs/model_parallel.py --hidden 8192 1024 --devices cuda:0 cuda:1
+    python notebooks/programs/model_parallel.py  # two GPUs, or the CPU twice
+    python notebooks/programs/model_parallel.py --hidden 8192 1024 --devices cuda:0 cuda:1
 
 Source: Huang et al. 2019, *GPipe* (arXiv 1811.06965), which keeps both parts busy.
 """
@@ -20,11 +20,11 @@ from torch.autograd.graph import saved_tensors_hooks
 import gpulab as gl
 from gpulab.store import recorded
 
-UPDATES, BATCH = 40, 20  # images of one
+UPDATES, BATCH = 40, 20  # number of updates; images per batch
 
 
 class InTwoParts(gl.models.Autoencoder):
-    """An autoencoder, cut after its code; on one device where both are the same."""
+    """An autoencoder, cut after its code; both parts can be on the same device."""
 
     def __init__(self, hidden, first, second):
         super().__init__(hidden)
@@ -35,13 +35,13 @@ class InTwoParts(gl.models.Autoencoder):
         self.first, self.second = first, second
 
     def forward(self, images):
-        """Reconstruct images, whose code moves from the first device to the second."""
+        """Reconstruct images; their code moves from the first device to the second."""
         code = self.encoder(self.flat(images).to(self.first))
         return self.decoder(code.to(self.second)).to(self.first).view_as(images)
 
 
 def train(net, images):
-    """The mean loss of the updates, one for each batch."""
+    """Train with one update for each batch, and return the mean loss."""
     optimizer, losses = torch.optim.Adam(net.parameters(), 1e-3), []
     for batch in images.to(net.first).split(BATCH):
         optimizer.zero_grad()
@@ -53,8 +53,8 @@ def train(net, images):
 
 
 def memory(part, inputs):
-    """MiB of a part's weights, of their gradients and Adam's two moments, and of what is saved
-    for its backward.
+    """MiB of a part's weights, of their gradients and Adam's two moments, and of the tensors saved
+    for the backward pass; and the part's outputs.
     """
     weights = sum(weight.nbytes for weight in part.parameters())
     saved = {}
@@ -95,7 +95,7 @@ def main():
         whole, cut = InTwoParts(args.hidden, first, first), InTwoParts(args.hidden, first, second)
         loss, loss_in_parts = (train(net, images) for net in (whole, cut))
         assert abs(loss - loss_in_parts) < 1e-5 * loss, (
-            f"the loss is {loss_in_parts} in parts, {loss} of the whole"
+            f"the loss is {loss_in_parts} in two parts and {loss} for the whole network"
         )
         encoder, code = memory(cut.encoder, cut.flat(images[:BATCH]).to(first))
         decoder, _ = memory(cut.decoder, code.detach().to(second))
@@ -103,8 +103,8 @@ def main():
         device=args.devices, whole=loss, parts=loss_in_parts
     )
     print(
-        "An autoencoder whole and in two parts: its mean loss, and MiB of each"
-        f" part\n{parts.to_string(index=False)}"
+        "Mean loss of an autoencoder, whole and in two parts, and the memory of each part in"
+        f" MiB:\n{parts.to_string(index=False)}"
     )
     if args.record:
         rows = parts.assign(part=parts.index, network="autoencoder", setting=str(setting)).to_dict(

@@ -1,12 +1,12 @@
 """Inference on several devices: each has a copy of the network and predicts its share of the films.
 
-The films need nothing of each other, so nothing is communicated but films and predictions. A thread
-for each device is enough, since Python's lock is free while a device computes. The program asserts
-that the predictions are those of one device, up to rounding, and tells how many images a second one
-device and all of them predict.
+Films do not depend on each other, so only films and predictions are communicated. A thread for each
+device is enough, since Python's lock is free while a device computes. The program asserts that the
+predictions are those of one device, up to rounding, and reports how many images per second one
+device and all devices predict.
 
-    python notebooks/programs/serve.py                                   # all GPUs, or the CPU
-    twice python notebooks/programs/serve.py --size paper --films 64 --devices cuda:0 cuda:1
+    python notebooks/programs/serve.py  # all GPUs, or the CPU twice
+    python notebooks/programs/serve.py --size paper --films 64 --devices cuda:0 cuda:1
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 import gpulab as gl
 from gpulab.store import recorded
 
-# channels; height, width
+# of PredNet: the channels of its layers; height and width of its frames
 SIZES = {
     "quick": ((3, 16, 32), (48, 64)),
     "paper": ((3, 48, 96, 192), (120, 160)),
@@ -30,9 +30,9 @@ SIZES = {
 
 @torch.inference_mode()
 def predict(copies, films):
-    """The predictions for films (T, B, C, H, W), by copies of a network on a device each."""
+    """Predict films (T, B, C, H, W) with copies of a network, one on each device."""
 
-    @torch.inference_mode()  # which every thread has for itself
+    @torch.inference_mode()  # applies to one thread only
     def work(net, share):
         return net(share.to(next(net.parameters()).device))[0].cpu()
 
@@ -41,7 +41,7 @@ def predict(copies, films):
 
 
 def images_per_second(copies, films):
-    """How many images are predicted in a second, the best of five rounds."""
+    """How many images are predicted per second, in the best of five rounds."""
     seconds = min(timeit.repeat(lambda: predict(copies, films), number=1, repeat=5))
     return films.shape[0] * films.shape[1] / seconds
 
@@ -53,8 +53,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", nargs="+", default=gpus or ["cpu", "cpu"])
-    parser.add_argument("--size", choices=SIZES, default="quick", help="of PredNet")
-    parser.add_argument("--films", type=int, default=8, help="of ten frames")
+    parser.add_argument("--size", choices=SIZES, default="quick", help="size of PredNet")
+    parser.add_argument("--films", type=int, default=8, help="number of films, each of ten frames")
     parser.add_argument("--record", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     kind = torch.device(args.devices[0]).type
@@ -74,7 +74,8 @@ def main():
         size=args.size, films=args.films, setting=str(setting), difference=difference
     )
     print(
-        f"Several devices predict what one does, up to rounding:\n{serving.to_string(index=False)}"
+        "Several devices predict the same as one, up to rounding:\n"
+        f"{serving.to_string(index=False)}"
     )
     if args.record:
         recorded.write_document(

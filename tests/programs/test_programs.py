@@ -20,7 +20,7 @@ def start(name, *arguments):
 
 @pytest.fixture
 def run(tmp_path):
-    """What a program says, and the record that it keeps."""
+    """Run a program; return its output and its record."""
 
     def call(name, *arguments):
         done = start(name, *arguments, "--record", tmp_path / "record.json")
@@ -76,7 +76,7 @@ def test_model_parallel_memory_per_part(run):
 @pytest.mark.slow("imports torch anew")
 def test_serve_two_devices(run):
     said, document = run("serve", "--films", 3)
-    assert "Several devices predict what one does" in said
+    assert "predict the same as one" in said
     one, two = document["serving"]
     assert (one["devices"], two["devices"]) == (1, 2)
     assert two["difference"] < 1e-5
@@ -87,9 +87,9 @@ def test_serve_two_devices(run):
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("data_parallel", ["--batch", 7], "2 processes cannot have equal shares of a batch of 7"),
-        ("data_parallel", ["--graph"], "--graph is for GPUs, and the setting is cpu:threads=1"),
-        ("hogwild", ["--updates", 7], "2 workers cannot make equally many of 7 updates"),
+        ("data_parallel", ["--batch", 7], "--processes 2 and --batch 7"),
+        ("data_parallel", ["--graph"], "got --setting cpu:threads=1; use --setting cuda"),
+        ("hogwild", ["--updates", 7], "--workers 2 and --updates 7"),
         ("model_parallel", ["--devices", "cpu"], "expected 2 arguments"),
     ],
 )
