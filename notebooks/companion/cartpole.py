@@ -1,4 +1,4 @@
-"""REINFORCE on CartPole, whose observations share one array or do not (notebook 11)."""
+"""REINFORCE on CartPole, with observations that share one array or are copied (notebook 11)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-# at a time, before an update, in all, that are counted at the end
+# environments; steps before an update; updates; last updates, whose episodes are counted
 WORLDS, STEPS, UPDATES, LAST = (
     8,
     200,
@@ -17,15 +17,15 @@ WORLDS, STEPS, UPDATES, LAST = (
 
 
 def cartpole(seed: int, keep: str = "as_tensor") -> dict[str, float]:
-    """REINFORCE on eight CartPoles: how long a pole stays up at the end.
+    """Train REINFORCE on eight CartPoles, and return how long a pole stays up at the end.
 
     The observations are kept until the update.
 
-    Gymnasium's vector of environments hands over one array (`copy=False`), and writes the next
+    Gymnasium's vector environment hands over one array (`copy=False`), and writes the next
     observation into it.
 
     Args:
-        seed: Of the policy's weights, of what it draws, and of the environments.
+        seed: Seeds the policy's weights, its actions, and the environments.
         keep: The function of torch that makes a tensor of an observation, `as_tensor` or `tensor`.
 
     References:
@@ -64,7 +64,7 @@ def cartpole(seed: int, keep: str = "as_tensor") -> dict[str, float]:
 
 
 def _returns(ended: np.ndarray) -> Tensor:
-    """The return of each step, discounted by 0.99 until the pole falls, shape (steps, worlds)."""
+    """The return of each step, discounted by 0.99 until the pole falls; shape (steps, worlds)."""
     returns, following = np.zeros(ended.shape, np.float32), np.zeros(ended.shape[1])
     for step in reversed(range(len(ended))):
         following = 1 + 0.99 * following * ~ended[step]

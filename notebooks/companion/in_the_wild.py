@@ -1,4 +1,4 @@
-"""Notebook 11: public questions about CPU and GPU differences, and what an audit answers first."""
+"""Public questions about CPU and GPU differences, with the first line of an audit (notebook 11)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import pandas as pd
 
 from companion.benchmarks import benchmark
-from companion.cartpole import cartpole as learn_cartpole  # noqa: F401 (the module has the other name)
+from companion.cartpole import cartpole as learn_cartpole  # noqa: F401 (the module is named cartpole)
 
-QUESTIONS = (  # of benchmarks/correctness/public_cases.py
+QUESTIONS = (  # from benchmarks/correctness/public_cases.py
     *(
         "times one",
         "long short term memory",
@@ -21,7 +21,7 @@ QUESTIONS = (  # of benchmarks/correctness/public_cases.py
 
 
 def public_questions(names: Iterable[str] = QUESTIONS) -> pd.DataFrame:
-    """The first line of the audit of public questions, beside the cause confirmed there."""
+    """Audit public questions: a table with the first line of each audit and the confirmed cause."""
     cases = benchmark("correctness/public_cases")
     chosen_cases = [case for case in cases.CASES if case.name.replace("_", " ") in set(names)]
     first_lines = cases.run(chosen_cases).set_index("case").rename_axis("question")
