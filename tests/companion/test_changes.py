@@ -1,4 +1,4 @@
-"""Single changes on networks that learned: their names, the comparison and the title of the figure."""
+"""Single changes on networks that learned: names, comparison and title of the figure."""
 
 import pandas as pd
 import pytest
