@@ -1,6 +1,7 @@
-"""Faults that are planted in training steps, for audits to find: `faults()` lists them all.
+"""Faults planted in training steps for audits to find; `faults()` lists all of them.
 
-Each fault is planted under one of two settings that compute alike, or under both in float32 alone.
+Each fault is planted under one of two equivalent settings, or under both settings but only in
+float32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FEW = slice(0, 1)
 
 @dataclass
 class Case:
-    """One step with one fault; `seed` draws weights and data."""
+    """A step with one fault; the weights and data are drawn from `seed`."""
 
     network: str = "layers"
     seed: int = 0
@@ -37,7 +38,7 @@ class Case:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 
     def __call__(self, setting: gl.Setting) -> Tensor:
-        """Do the step."""
+        """Execute the step."""
         make, data = NETWORKS[self.network]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -58,8 +59,8 @@ class Case:
 
 @dataclass
 class Fault:
-    """A planted fault: where it is, which kinds of finding name it rightly, and words of the
-    right place.
+    """A planted fault, the kinds of findings that are correct for it, and words that name its
+    place.
     """
 
     group: str
@@ -123,7 +124,7 @@ def over(
     kinds: tuple[str, ...] = ("mismatch",),
     **more: Any,
 ) -> Iterator[Fault]:
-    """Each change in each network."""
+    """Yield a fault for each change in each network."""
     for what, change in changes.items():
         for network in networks:
             yield Fault(group, f"{what} in {network}", step(network, change), place, kinds, **more)
@@ -131,7 +132,7 @@ def over(
 
 @contextlib.contextmanager
 def library() -> Iterator[None]:
-    """An operation of somebody's own, whose kernel is wrong under B in every precision."""
+    """Define custom operations whose kernels are wrong under B in every precision."""
     with torch.library._scoped_library("planted", "FRAGMENT") as lib:
         lib.define("softer(Tensor x) -> Tensor")
         lib.impl(
@@ -151,7 +152,7 @@ def library() -> Iterator[None]:
 
 
 class Through(torch.autograd.Function):
-    """Calls an operation of the library; its gradient is that of the identity."""
+    """Call a custom operation; its gradient is that of the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
@@ -181,7 +182,7 @@ def custom() -> Iterator[Fault]:
 # --- the user's code ------------------------------------------------------------------------------
 
 
-# of the square, wrong under B
+# Gradients of the square that are wrong under B.
 GRADIENTS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
     "nine per cent": lambda g, x, size, wrong: g * x * (2.18 if wrong else 2.0),
     "other tensor": lambda g, x, size, wrong: 2 * g * (size if wrong else x),
@@ -195,7 +196,7 @@ GRADIENTS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
 
 
 class WrongGradient(torch.autograd.Function):
-    """The square, whose gradient is off under B in one of several ways."""
+    """The square, with a gradient that is wrong under B in one of several ways."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
@@ -209,7 +210,7 @@ class WrongGradient(torch.autograd.Function):
 
 
 def if_b(change: Callable[..., Any]) -> Callable[..., Any]:
-    """A change that is made under B alone."""
+    """Return a function that applies a change only under B."""
     return lambda *args: change(*args) if under_b() else None
 
 
@@ -358,7 +359,7 @@ def backward_faults() -> Iterator[Fault]:
     def wrong(network: str, how: str) -> Case:
         return Case(network, call=lambda model, x: WrongGradient.apply(model(x), how))
 
-    kinds = ("mismatch", "other data")  # what NumPy computes is data
+    kinds = ("mismatch", "other data")  # The results of NumPy are data.
     networks = ("layers", "convolutions", "recurrence")
     yield from over(group, {how: how for how in GRADIENTS}, networks, wrong, place, kinds)
     lost = {
@@ -382,7 +383,7 @@ def backward_faults() -> Iterator[Fault]:
 
 
 def of_the_model(network: str, change: Callable[[nn.Module], Any]) -> Case:
-    """A step of a model that is changed first."""
+    """Return a step of a model that is changed first."""
     return Case(network, model=change)
 
 
@@ -484,7 +485,7 @@ def state_faults() -> Iterator[Fault]:
 
 
 def faults() -> list[Fault]:
-    """All of them."""
+    """Return all faults."""
     groups = (
         kernels,
         custom,

@@ -1,8 +1,7 @@
-"""How many planted faults an audit detects, names and places correctly, and how many correct steps
-it suspects.
+"""Count the planted faults that an audit detects, names and locates, and its false alarms.
 
-`tests/audits/test_planted_faults.py` runs a part of the sweep,
-`benchmarks/correctness/planted_faults.py` all of it.
+`tests/audits/test_planted_faults.py` runs a part of the sweep, and
+`benchmarks/correctness/planted_faults.py` runs all of it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ A, B = "cpu:threads=2", "cpu:threads=1"
 
 
 def examined(fault: Fault, number: int = 0) -> gl.audits.Audit:
-    """The audit of a step with a fault; every second from B to A, every fourth of traces that
-    were kept in files.
+    """Audit a step with a fault.
+
+    Every second audit compares B with A instead of A with B, and every fourth reads its traces from
+    files.
     """
     sides = (B, A) if number % 2 else (A, B)
     with fault.around():
@@ -39,15 +40,15 @@ def examined(fault: Fault, number: int = 0) -> gl.audits.Audit:
 
 
 def sweep(planted: list[Fault]) -> pd.DataFrame:
-    """A row for each fault: whether it was `detected`, its `kind` named rightly, and its
-    `place`.
+    """Return a row for each fault: whether it was `detected`, and its `kind` and `place` were
+    correct.
     """
     rows = []
     for number, fault in enumerate(tqdm(planted, leave=False, disable=None)):
         try:
             report, text = examined(fault, number), ""
         except gl.DataError as error:
-            # Traces that are refused as those of different steps are detected, too.
+            # Faults also count as detected if the traces are refused as traces of different steps.
             report, text = None, str(error)
         row = {
             "group": fault.group,
@@ -72,7 +73,7 @@ def sweep(planted: list[Fault]) -> pd.DataFrame:
 
 
 def right_steps(network: str, seeds: Iterable[int]) -> pd.DataFrame:
-    """Audits of steps without a fault: network, seed, and the kind that was found."""
+    """Audit steps without a fault; return the network, the seed and the kind of the first finding."""
     rows = []
     for seed in seeds:
         for optimizer in (None, lambda p: torch.optim.Adam(p, 1e-2)):
@@ -84,8 +85,8 @@ def right_steps(network: str, seeds: Iterable[int]) -> pd.DataFrame:
 
 
 def rates(table: pd.DataFrame) -> pd.DataFrame:
-    """For each group the number of faults and the shares that were detected, named and placed
-    rightly.
+    """Return the number of faults of each group, and the shares with correct detection, kind and
+    place.
     """
     found = table.groupby("group", sort=False)[["detected", "kind", "place"]].mean()
     found.insert(0, "faults", table.groupby("group", sort=False).size())

@@ -1,6 +1,4 @@
-"""Kernels of torch that return wrong results under one of two settings, or under both in
-float32.
-"""
+"""Torch kernels that return wrong results under one of two settings, or in float32 under both."""
 
 from __future__ import annotations
 
@@ -19,7 +17,9 @@ def under_b() -> bool:
 
 
 class Kernels(TorchDispatchMode):
-    """Stands below the watcher as a device does, and falsifies what one float32 kernel returns."""
+    """A mode below the tracer that, like a faulty device, falsifies the results of a float32
+    kernel.
+    """
 
     def __init__(self, name: str, wrong: Callable[..., Any], always: bool) -> None:
         super().__init__()

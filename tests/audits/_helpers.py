@@ -1,4 +1,4 @@
-"""Small networks, steps and audits that the tests of audits share."""
+"""Small networks, steps and audits for the tests of audits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Attends(nn.Module):
-    """Words, attention with a causal mask, and a tied last layer."""
+    """A network with word embeddings, causal attention, and a last layer with tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Attends(nn.Module):
 
 
 class Recurs(nn.Module):
-    """A cell, step by step."""
+    """A recurrent cell that is applied step by step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def seeded(make):
 
 
 def with_a_function(function):
-    """A step of a network with the function between two layers."""
+    """Return a step of a network with the function between two layers."""
     return gl.Step(
         seeded(lambda: nn.Sequential(nn.Linear(20, 30), Own(function), nn.Linear(30, 5))),
         drawn(8, 20),
@@ -115,10 +115,10 @@ def faults(report):
 
 
 def compared(operation, args, out, **kwargs):
-    """An operation's results beside those of float64."""
+    """Compare the results of an operation with float64."""
     return forward_error(operation, operation_name(operation), args, kwargs, out)
 
 
 def ratio(seen):
-    """An error in units of what rounding explains."""
+    """Return an error in units of what rounding explains."""
     return seen.error / seen.bound if seen.bound else math.inf if seen.error else 0.0

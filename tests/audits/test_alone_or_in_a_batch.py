@@ -1,6 +1,6 @@
 """Does a sample's result depend on the other samples of its batch by rounding, or by a fault?
 
-Two comparisons tell the causes apart: padded samples one by one and together, and one sample with
+Two comparisons distinguish the causes: padded samples one by one and together, and one sample with
 and without padding.
 """
 
@@ -20,12 +20,12 @@ TEXTS = [
     torch.randint(1, 30, (length,), generator=torch.Generator().manual_seed(length))
     for length in (5, 9, 7)
 ]
-# Padded on the left, as for a model that generates.
+# The texts are padded on the left, as for a generative model.
 BATCH = torch.stack([nn.functional.pad(text, (9 - len(text), 0)) for text in TEXTS])
 
 
 class Block(nn.Module):
-    """Attention and a layer that a fault replaces."""
+    """An attention block; some faults replace its normalisation or routing."""
 
     def __init__(self, width, fault):
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
         return h + self.routed(h)
 
     def routed(self, h):
-        """One of two experts for each word; a faulty router lets each expert take few words."""
+        """Apply one of two experts to each word; a faulty router limits the words of each expert."""
         flat = h.flatten(0, 1)
         scores = self.router(flat).softmax(-1)
         chosen = scores.argmax(-1)
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A classifier of padded texts, as people write it; `fault` is one of the faults below."""
+    """A typical classifier of padded texts; `fault` is one of the faults below."""
 
     def __init__(self, fault=""):
         super().__init__()
@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         return self.head((h * weights).sum(1) / weights.sum(1))
 
 
-# What depends on the other samples, and what depends on the padding, with the line of each.
+# Faults that depend on the other samples, and faults that depend on the padding, with their lines.
 FAULTS_OF_COMPANY = {
     "batch_statistics": "h = self.norm(h.mT).mT",
     "routing_capacity": "out = out.index_add(",
@@ -119,7 +119,7 @@ def with_padding(setting, fault=""):
 @pytest.mark.parametrize("setting", ["cpu", "cpu:emulate=tf32"])
 @pytest.mark.parametrize("fault", ["", *FAULTS_OF_PADDING])
 def test_batched_sample_is_that_alone(fault, setting):
-    """A fault of padding is the same for a sample that is padded and alone."""
+    """Padding faults have the same effect on a padded sample alone and in a batch."""
     assert_same(partial(one_by_one, fault=fault), partial(together, fault=fault), setting=setting)
 
 
@@ -142,7 +142,7 @@ def test_padded_sample_is_that_without_padding(fault):
 
 @pytest.mark.parametrize("fault", FAULTS_OF_PADDING)
 def test_padded_sample_that_depends_on_its_padding_is_found(fault):
-    """The padding itself is named first, and the place where it reaches the words after it."""
+    """The first findings include the line at which the padding affects the words."""
     report = gl.audit(
         partial(without_padding, fault=fault),
         partial(with_padding, fault=fault),

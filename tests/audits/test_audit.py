@@ -109,7 +109,7 @@ def test_audit_names_an_argument_that_depends_on_the_setting(
     report = audited(with_a_function(function))
     assert report.kind == "mismatch"
     assert all(f.ratio <= 1 or math.isnan(f.ratio) for f in report.findings), (
-        "of what it was asked to compute"
+        "the operation is accurate for the arguments that it received"
     )
     first = report.findings[0]
     assert (first.operation, first.phase, first.setting) == (operation, "forward", B)
@@ -124,15 +124,18 @@ def test_audit_names_an_argument_that_depends_on_the_setting(
 
 
 def difference_of_roundings(setting):
-    """A row alone and in a batch: what a subtraction leaves of them is exact, and nothing but
-    their roundings.
+    """Subtract a row computed alone from the same row of a batch.
+
+    The subtraction is exact, and its result consists of rounding errors.
     """
     x, w = (drawn(*shape).to(setting.device, setting.dtype) for shape in ((32, 256), (256, 64)))
     return ((x @ w)[:1] - x[:1] @ w).abs().max()
 
 
 def normalised(normalisation):
-    """Its mean makes a common offset of the roundings of a convolution's factors."""
+    """A step in which the mean turns rounding errors of a convolution's factors into a common
+    offset.
+    """
     layers = [
         nn.Conv2d(1, 16, 3, padding=1),
         normalisation,
@@ -256,7 +259,7 @@ def test_audit_refuses_a_setting_that_cannot_run_here():
 
 
 def rounded_twice(setting):
-    """Two products in TF32, of which the second decides the loss; and a loss that is right."""
+    """A step with two products in TF32, of which the second determines the loss."""
     x, y = (
         drawn(40, 40).to(setting.dtype),
         (1e-3 * drawn(40, 40, seed=1)).to(setting.dtype).requires_grad_(),

@@ -1,6 +1,4 @@
-"""Networks under autocast: its conversions run under one setting alone, and their rounding
-belongs to them.
-"""
+"""Networks under autocast, in which conversions run, and round, under only one setting."""
 
 import math
 
@@ -78,7 +76,7 @@ def test_autocast_is_reduced_precision_and_never_a_bug(network, autocast):
 
 
 class ForgetsFactor(nn.Module):
-    """Multiplies by a factor, which it forgets under autocast."""
+    """Multiply by a factor that is omitted under autocast."""
 
     def __init__(self, factor):
         super().__init__()

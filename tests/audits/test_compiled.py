@@ -1,6 +1,4 @@
-"""Audits of compiled networks: what is right is not suspected, and what is wrong is named by its
-smallest module.
-"""
+"""Audits of compiled networks: no false alarms, and faults are located in the smallest module."""
 
 import math
 from typing import NamedTuple
@@ -87,7 +85,7 @@ def test_compiled_audit_reports_a_nonfinite_loss_first():
     step = gl.Step(step.model, step.batch, lambda output, _: (output - output).log().mean())
     answer = audited(step, b="cpu:compile=aot_eager")
     assert [finding.kind for finding in answer.findings] == ["not finite"], (
-        "NaN that is NaN again repeats itself"
+        "NaN in both executions counts as equal"
     )
 
 
@@ -96,7 +94,7 @@ def step_that_hides_its_network():
 
 
 class RefusedAudit(NamedTuple):
-    """A step and a first setting that cannot be compared, and what the error says."""
+    """A step and a first setting that cannot be compared, and the error message."""
 
     id: str
     step: object
@@ -170,7 +168,7 @@ def test_audit_leaves_a_batch_that_the_model_changes_in_place(b):
 
 
 class HeadInFloat32(nn.Module):
-    """A network whose last layer asks for float32 itself, after a normalisation."""
+    """A network whose last layer, after a normalisation, requests float32."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +180,7 @@ class HeadInFloat32(nn.Module):
 
 
 class MixedAttention(nn.Module):
-    """Attention whose keys and values are made in float32."""
+    """Attention with keys and values in float32."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +192,7 @@ class MixedAttention(nn.Module):
 
 
 class GridInFloat32(nn.Module):
-    """A grid of places that is made in float32, as in torchvision's RAFT."""
+    """A grid of positions in float32, as in torchvision's RAFT."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +204,7 @@ class GridInFloat32(nn.Module):
 
 
 class OutsideOfState(nn.Module):
-    """A matrix that is a plain attribute, which `Module.to` does not reach."""
+    """A matrix that is a plain attribute, so that `Module.to` does not move it."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +215,7 @@ class OutsideOfState(nn.Module):
 
 
 class Fails(nn.Module):
-    """A network that fails where it is run, compiled or not."""
+    """A network that fails when it is run, whether compiled or not."""
 
     def forward(self, x):
         return x @ torch.ones(3)
@@ -245,7 +243,7 @@ def test_compiled_audit_compares_a_float32_step_without_a_float64_reference(make
     assert (answer.kind, answer.faulty) == ("rounding", False)
     assert answer.table[["error", "plain_error"]].isna().all(axis=None)
     assert answer.table.tolerance.between(0, 1e-3).all(), (
-        "measured by the executions from moved numbers"
+        "measured by executions with perturbed numbers"
     )
     assert "There was no float64 reference: " in answer.headline
     assert any(words in answer.headline for words in REQUESTS[make].split("|"))
@@ -327,7 +325,7 @@ SHORT = ("precision=bfloat16", "autocast=bfloat16", "autocast=float16")
 
 
 class Attention(nn.Module):
-    """Attention of one head, written out."""
+    """Single-head attention, written out."""
 
     def __init__(self, width):
         super().__init__()
@@ -407,9 +405,7 @@ def test_compiled_audit_finds_a_fault_in_a_short_format(name, setting):
 
 
 def fewer_roundings(program, _):
-    """A backend that is right and rounds elsewhere: it computes in float32, as fused code does,
-    and rounds results.
-    """
+    """A correct backend with different rounding: like fused code, it computes in float32."""
 
     def widened(value):
         return (

@@ -1,7 +1,7 @@
-"""Bounds allow every order of summation and every documented algorithm of GPUs' libraries, and no
-wrong kernel.
+"""Error bounds accept any order of summation and all documented GPU algorithms, but no wrong
+kernel.
 
-The algorithms are written down here in float32: a CPU has few of them.
+The algorithms are implemented here in float32, because a CPU has few of them.
 """
 
 import itertools
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def measured(operation, args, out, **kwargs):
-    """The error in units of what rounding explains, which must have been measured."""
+    """Return the error in units of what rounding explains; it must have been measured."""
     seen = compared(operation, args, out, **kwargs)
     assert seen.error is not None, f"{operation} was not compared"
     assert seen.format is None
@@ -24,7 +24,7 @@ def measured(operation, args, out, **kwargs):
 
 
 def tells(operation, args, right, *wrong):
-    """Of one result that rounding explains it, and of others that it does not."""
+    """Assert that rounding explains the first result, and none of the others."""
     assert measured(operation, args, right) < 1
     for result in wrong:
         assert measured(operation, args, result) > 1
@@ -43,12 +43,12 @@ NUMBERS = {
 
 
 def in_turn(x):
-    """Float32 sums along the first dimension, one number after the other."""
+    """Sum along the first dimension in float32, one number after the other."""
     return torch.from_numpy(np.cumsum(x.numpy(), axis=0, dtype=np.float32))
 
 
 def in_blocks(x, size=512):
-    """A running sum as GPUs have it: of each block by itself, and of the blocks before."""
+    """Compute a running sum as on GPUs: within each block, plus the sums of the blocks before it."""
     blocks = [in_turn(block) for block in x.split(size)]
     before = in_turn(torch.stack([torch.zeros(()), *(block[-1] for block in blocks)]))
     return torch.cat([block + start for block, start in zip(blocks, before[:-1], strict=True)])
@@ -66,8 +66,10 @@ ORDERS = {
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_forward_error_accepts_sums_and_means_in_any_order(numbers, order):
-    """But for 50,000 numbers that are next to equal and that no library adds up in turn: they
-    would round alike.
+    """Nearly equal numbers are fewer: 50,000 of them, summed in turn, would have equal rounding
+    errors.
+
+    No library adds so many numbers in turn.
     """
     x = NUMBERS[numbers](5000 if numbers in ("far from zero", "all equal") else 50_000)
     total = ORDERS[order](x)
@@ -133,7 +135,9 @@ def test_forward_error_accepts_normalizations_in_one_pass(offset, count):
 
 
 def algorithms():
-    """Operation, arguments, what another right algorithm makes of them, and wrong results."""
+    """Yield an operation, its arguments, the result of another correct algorithm, and wrong
+    results.
+    """
     x = 10 * drawn(5000)
     running = torch.stack([*itertools.accumulate(x, torch.logaddexp)])
     yield aten.logcumsumexp.default, (x, 0), running, 1.001 * running

@@ -1,6 +1,4 @@
-"""Formulas of kernels that have none in float64 give what autograd gives in float64 by other
-operations.
-"""
+"""Formulas for kernels without a float64 version agree with autograd on other float64 operations."""
 
 import itertools
 import math
@@ -20,7 +18,7 @@ PREFIX = "_scaled_dot_product_"
 
 
 def called(name, *args, **kwargs):
-    """What the formula of an operation makes of the arguments of a call."""
+    """Apply the formula of an operation to the arguments of a call."""
     operation = getattr(aten, name).default
     return FORMULAS[name](named_arguments(operation, args, kwargs))
 
@@ -35,7 +33,7 @@ def assert_close(found, expected):
 
 
 def random_call(seed, causal=False, shared=False, mask=None):
-    """Query, key, value, a mask and the gradient of the result, of random sizes."""
+    """Draw a query, key, value, mask and gradient of the result, of random sizes."""
     draws = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 6, (6,), generator=draws).tolist()
     batch, heads, queries, keys, width, width_of_values = sizes
@@ -64,7 +62,9 @@ def random_call(seed, causal=False, shared=False, mask=None):
 
 
 def by_autograd(q, k, v, mask, gradient, options):
-    """Result and gradients of query, key and value by torch's operations, one by one."""
+    """Compute the result, and the gradients of query, key and value, by elementary torch
+    operations.
+    """
     with sdpa_kernel(SDPBackend.MATH):
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1], **options
@@ -77,7 +77,7 @@ def without_graph(*tensors):
 
 
 def forward_call(kernel, q, k, v, mask, causal, scale):
-    """The arguments of a kernel."""
+    """Return the arguments of a kernel."""
     q, k, v = without_graph(q, k, v)
     if kernel in ("efficient_attention", "cudnn_attention"):
         return (q, k, v, mask, True, 0.0, causal), {"scale": scale}
@@ -86,8 +86,9 @@ def forward_call(kernel, q, k, v, mask, causal, scale):
 
 
 def backward_call(kernel, gradient, q, k, v, mask, causal, scale, asked=False):
-    """The arguments of the backward pass of a kernel. What it kept of the forward pass is not
-    there to be used.
+    """Return the arguments of the backward pass of a kernel.
+
+    NaN replaces the values saved by the forward pass, so that a formula cannot use them.
     """
     q, k, v = without_graph(q, k, v)
     out, note = torch.full_like(gradient, math.nan), torch.full((), math.nan)
@@ -209,9 +210,7 @@ LSTM = 2
 
 
 def lstm_call(seed, has_biases):
-    """A layer in float64, its input and states, and what autograd makes of them by torch's own
-    cells.
-    """
+    """Draw the input, weights, biases and states of a float64 layer, as leaves."""
     weights = [drawn(4 * WIDTH, n, seed=seed + n).double() for n in (INPUTS, WIDTH)]
     biases = [
         drawn(4 * WIDTH, seed=seed + n).double() if has_biases else torch.zeros(4 * WIDTH).double()
@@ -223,7 +222,7 @@ def lstm_call(seed, has_biases):
 
 
 def by_cells(x, *others, reverse):
-    """Outputs and last states, by one cell for each time."""
+    """Compute the outputs and the last states with one cell for each time step."""
     *weights, hidden, cell = others
     layer = nn.LSTMCell(INPUTS, WIDTH, dtype=torch.float64)
     names = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
@@ -238,9 +237,7 @@ def by_cells(x, *others, reverse):
 
 
 def options(has_biases):
-    """Mode, width, layers, whether there are biases, and whether there is another direction,
-    computed by itself.
-    """
+    """Return the mode, width, number of layers, and whether there are biases and another direction."""
     return LSTM, WIDTH, 1, has_biases, True
 
 
@@ -300,7 +297,7 @@ def test_lstm_formula_is_right_backwards_whichever_gradients_there_are(reverse, 
 
 
 def test_lstm_formula_is_right_backwards_without_biases():
-    """Torch then passes the weights a second time in the place of biases."""
+    """Without biases, torch passes the weights in their place."""
     tensors = lstm_call(1, False)
     x, first, second, *_, hidden, cell = tensors
     results = by_cells(*tensors, reverse=False)

@@ -1,6 +1,4 @@
-"""Updates that leave the stored bits of weights as they were, and updates that a gradient scaler
-skips.
-"""
+"""Updates that leave the bits of weights unchanged, and updates that a gradient scaler skips."""
 
 import copy
 import math
@@ -22,7 +20,7 @@ LOST = re.compile(
 
 
 def near_one(rate, optimizer=torch.optim.SGD, updates=1):
-    """Layers whose weights are next to one, and updates of a rate."""
+    """Return a step that updates layers with weights close to 1 at a given rate."""
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
@@ -42,7 +40,7 @@ def near_one(rate, optimizer=torch.optim.SGD, updates=1):
 
 
 def losses(report):
-    """Of each finding of lost updates how many numbers are lost, of how many, and in which
+    """Return, for each finding of lost updates, the numbers of lost and of all updates, and the
     parameters.
     """
     found = [LOST.match(finding.detail) for finding in report.findings]
@@ -52,7 +50,7 @@ def losses(report):
 
 
 def of_lost_updates(report):
-    """The finding of lost updates, of which there is one."""
+    """Return the only finding of lost updates."""
     (finding,) = (finding for finding in report.findings if LOST.match(finding.detail))
     return finding
 
@@ -110,7 +108,7 @@ def test_lost_updates_are_found_in_a_model_that_was_converted_outside_the_step()
 
 
 def test_lost_updates_are_counted_as_by_hand():
-    """By hand: two updates, one of which is lost."""
+    """Two of four updates are lost."""
     start, gradient = (
         torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]),
         torch.tensor([0.5, 1e-4, -1e-4, 1e-4, 0.0]),
@@ -165,7 +163,7 @@ def test_lost_updates_are_found_with_other_optimizers(optimizer):
 
 
 def test_lost_updates_are_absent_under_autocast():
-    """Weights stay in float32."""
+    """Weights remain in float32."""
     assert not losses(audited(near_one(1e-4), b="cpu:autocast=bfloat16"))
 
 
@@ -173,9 +171,7 @@ def test_lost_updates_are_absent_under_autocast():
 
 
 def scaled(scale, short=torch.float16):
-    """A step in float32, whose scaled loss and its gradients go through a short format where the
-    setting asks.
-    """
+    """Return a float32 step whose scaled loss is computed in a short format under one setting."""
     model = seeded(lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)))
 
     def step(setting):
@@ -217,7 +213,7 @@ def test_grad_scaler_that_skips_a_step_on_both_sides_is_no_difference():
     assert all(result.agrees for result in report.comparison.results)
 
 
-@pytest.mark.xfail(strict=True, reason="nothing is said of the scaler where both sides overflow")
+@pytest.mark.xfail(strict=True, reason="the scaler is not mentioned if both sides overflow")
 def test_grad_scaler_that_skips_a_step_on_both_sides_is_no_fault():
     assert not audited(scaled(2.0**26), a="cpu", b="cpu").faulty
 

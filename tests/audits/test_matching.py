@@ -1,6 +1,4 @@
-"""Which values of two executions count as one: the same, in another order of dimensions,
-rearranged, or parts.
-"""
+"""Match values of two executions: equal, transposed, permuted, or parts of each other."""
 
 import copy
 import itertools
@@ -22,7 +20,7 @@ from tests.audits._helpers import drawn, labels, recorded, seeded
 
 
 def value_of(tensor):
-    """The value of exact numbers, which are their own reference."""
+    """Return the value of exact numbers, which are their own reference."""
     return Value.of(tensor.float(), tensor, exact=True)
 
 
@@ -51,7 +49,7 @@ def test_is_same_value_compares_to_ten_digits(shape):
 
 
 def test_is_same_value_refuses_other_sizes():
-    """Their sketches have one size."""
+    """The sketches of the values have the same size."""
     assert not is_same_value(
         value_of(torch.zeros(100).double()), value_of(torch.zeros(101).double()), exactly
     )
@@ -123,7 +121,7 @@ def test_part_search_contains_slices_and_no_other_numbers(dim):
     assert PartSearch([value_of(x)], exactly).contains(value_of(part))
     assert PartSearch([value_of(x)], exactly).contains(value_of(x.select(dim, 4)))
     assert not PartSearch([value_of(x)], exactly).contains(value_of(1.001 * part))
-    assert not PartSearch([value_of(x)], exactly).contains(value_of(x)), "the whole is no part"
+    assert not PartSearch([value_of(x)], exactly).contains(value_of(x)), "the whole is not a part"
     assert not PartSearch([value_of(x)], exactly).contains(value_of(numbers(*part.shape, seed=1)))
 
 
@@ -143,7 +141,7 @@ def test_part_search_needs_no_cover_for_zeros():
 
 
 def test_part_search_covers_nothing_by_constants():
-    """Many slices have the sum of a few equal numbers."""
+    """Many slices have the same sum as a few equal numbers."""
     x = torch.ones(6, 8).double()
     assert not PartSearch([value_of(x[:3])], exactly).covers(value_of(x))
 
@@ -180,9 +178,7 @@ def test_value_is_uninformative_if_it_consists_of_roundings():
 
 
 def trace_of(*tensors):
-    """An execution of one operation after the other, each of which makes a value of the one
-    before.
-    """
+    """Return a trace of consecutive operations, of which each uses the result of the previous one."""
     values = {str(number): value_of(tensor) for number, tensor in enumerate(tensors)}
     names = list(values)
     operations = [
@@ -224,7 +220,7 @@ def test_matches_find_several_values_that_are_one():
 
 
 def test_tolerance_of_a_difference_follows_the_digits_that_subtraction_left():
-    """Two ways to one difference are apart in float64, too, by more than ten digits."""
+    """Two computations of the same value also differ in float64, by more than ten digits allow."""
 
     def near(setting):
         x = drawn(4, 5).to(setting.dtype)
@@ -254,8 +250,9 @@ LAYERS = seeded(
 
 
 def before_normalisation(has_bias, wrong=0.0):
-    """A bias before a normalisation has no effect: its gradient consists of roundings, or there
-    is none.
+    """Return a step with or without a bias before a normalisation.
+
+    The bias has no effect: its gradient consists of rounding errors, or does not exist.
     """
 
     def step(setting):
@@ -279,9 +276,7 @@ def test_audit_accepts_a_missing_bias_before_a_normalization(setting):
 
 
 def test_audit_accepts_other_roundings_in_a_gradient_that_is_zero():
-    """The normalisation by a kernel and by its formula; the gradient of the bias before it is
-    zero.
-    """
+    """A normalisation by a kernel and by a formula; the gradient of the preceding bias is zero."""
 
     def by_formula(setting):
         model, x = copy.deepcopy(LAYERS).to(setting.dtype), drawn(12, 6).to(setting.dtype)
@@ -296,7 +291,7 @@ def test_audit_accepts_other_roundings_in_a_gradient_that_is_zero():
     report = gl.audit(before_normalisation(True), by_formula, setting="cpu", progress=False)
     gradients = [r for r in report.comparison.results if r.group == "gradient"]
     (of_bias,) = (r for r in gradients if report.comparison.values(r.a)[0].is_pure_rounding)
-    assert of_bias.gap > 1e-3, "they are other roundings"
+    assert of_bias.gap > 1e-3, "the rounding errors differ"
     assert of_bias.agrees
     assert report.kind == "rounding", str(report)
 
@@ -309,7 +304,7 @@ def test_audit_finds_a_wrong_layer_before_a_normalization():
 
 
 def zeros_or_roundings(zeros):
-    """The gradient of a softmax's sum, which is one: exactly zero, or its roundings."""
+    """The sum of a softmax is one, so its gradient is exactly zero or consists of rounding errors."""
 
     def step(setting):
         x, w = drawn(5, 7).to(setting.dtype), drawn(7, seed=1).to(setting.dtype).requires_grad_()
@@ -342,7 +337,7 @@ def test_comparison_refuses_zero_gradients_beside_small_ones():
 
 
 def test_comparison_of_two_orders_of_one_program_agrees_to_ten_digits():
-    """Under float32 the recorded numbers are a million times as far apart."""
+    """In float32 the recorded numbers differ a million times as much."""
 
     def step(setting):
         model, x = copy.deepcopy(LAYERS).to(setting.dtype), drawn(12, 6).to(setting.dtype)

@@ -1,6 +1,4 @@
-"""NaN and infinity are told first, with the operation that made them; and what the first line
-says of the rest.
-"""
+"""NaN and infinity are reported first, with the operation that produced them."""
 
 from functools import partial
 
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 class Attention(nn.Module):
-    """One head, in which a sentence may have no word that is to be seen."""
+    """Single-head attention in which all words of a sentence may be masked."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +54,7 @@ def test_audit_takes_masks_of_infinity_that_softmax_removes():
 
 
 def test_audit_tells_an_infinite_ctc_loss_by_its_forward_operation():
-    """Six steps of time hold no nine letters."""
+    """Nine letters do not fit into six time steps."""
 
     def step(setting):
         scores = drawn(6, 2, 5).to(setting.dtype).requires_grad_()
@@ -84,7 +82,7 @@ def test_audit_tells_nan_in_the_data():
 
 
 def test_audit_says_where_float64_stays_finite():
-    """Squares beyond what float32 holds, and far from what float64 does."""
+    """The squares are beyond the range of float32, but not of float64."""
     step = gl.Step(nn.Identity(), drawn(200, 4).mul(1e25).requires_grad_())
     first = audited(step).findings[0]
     assert first.kind == "not finite"
@@ -107,7 +105,9 @@ def test_audit_says_which_setting_alone_makes_an_infinite_loss():
 
 
 def scaled_step(init_scale=2.0**24):
-    """A step whose gradients overflow in float16, so that the gradient scaler skips the update."""
+    """Return a step whose gradients overflow in float16, so that the gradient scaler skips the
+    update.
+    """
     net = seeded(lambda: nn.Linear(16, 16))
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
     loss = net(drawn(8, 16)).float().square().mean()
@@ -137,7 +137,7 @@ def test_audit_names_the_conversion_that_overflows_where_a_scaler_skips_the_step
 
 
 def one_pass(setting):
-    """Rows divided by a variance that is computed as a difference of large numbers."""
+    """Divide rows by a variance that is computed as a difference of large numbers."""
     x = drawn(16, 64).add(1000.0).to(setting.dtype).requires_grad_()
     variance = x.square().mean(1) - x.mean(1).square()
     loss = (x / variance.sqrt()[:, None]).mean()
@@ -154,7 +154,7 @@ def test_audit_names_the_subtraction_that_lost_the_digits_before_nan():
 
 
 def underflow():
-    """A division by a square that float32 holds and float16 rounds to zero."""
+    """Divide by a square that float32 can represent and float16 rounds to zero."""
     x = drawn(8, 3).abs().add(1.0).requires_grad_()
     y = (x @ torch.eye(3)).mul(1e-5)
     loss = (y / y.square().to(y.dtype)).float().sum()
@@ -171,8 +171,9 @@ def test_audit_names_the_underflow_before_a_division_by_zero_and_no_overflow():
 
 
 def test_audit_calls_nan_of_one_setting_in_float32_a_fault_and_names_the_lost_digits():
-    """The order of summation alone decides whether a variance is negative: 0.037 in float64, 1
-    and -1 in float32.
+    """Only the order of summation decides the sign of a variance.
+
+    The variance is 0.037 in float64, and 1 or -1 in float32.
     """
 
     def step(setting):
@@ -228,7 +229,7 @@ def test_audit_says_that_no_gradient_was_compared():
 
 
 def mirrored(*call):
-    """The vectors with other signs, which fit the definition as well."""
+    """Return the vectors with different signs, which also satisfy the definition."""
     u, values, vh = call[-1]
     return -u, values, -vh
 

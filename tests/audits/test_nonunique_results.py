@@ -1,4 +1,4 @@
-"""Any right answer of an operation that has several is right, and a wrong one is wrong."""
+"""Any correct result of an operation with several is accepted, and wrong results are not."""
 
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ def places(*rows):
 
 
 class Selection(NamedTuple):
-    """An operation that selects numbers of each row of `TIES` and gives their places."""
+    """An operation that selects numbers of each row of `TIES` and returns their indices."""
 
     id: str
     operation: torch._ops.OpOverload
@@ -91,7 +91,7 @@ SELECTIONS = [
 
 
 def selected_numbers(index):
-    """The numbers of `TIES` at the places of each row."""
+    """Return the numbers of `TIES` at the given indices of each row."""
     rows = index if index.dim() == 2 else index[:, None]
     return TIES.gather(1, rows.clamp(max=7)).view(index.shape)
 
@@ -171,7 +171,7 @@ def test_forward_error_of_qr_svd_and_eigh_accepts_either_sign_of_basis_vectors()
     u, s, v = aten._linalg_svd.default(x)
     assert is_right(aten._linalg_svd.default, (x,), (u * signs, s, v * signs[:, None]))
     assert not is_right(aten._linalg_svd.default, (x,), (u, s * 1.001, v))
-    for oblong in (x, x.T):  # whose bases, whole, have vectors that meet no singular value
+    for oblong in (x, x.T):  # the full bases contain vectors without a singular value
         whole = aten._linalg_svd.default(oblong, True)
         assert is_right(aten._linalg_svd.default, (oblong, True), whole)
     symmetric = x.T @ x
@@ -183,7 +183,7 @@ def test_forward_error_of_qr_svd_and_eigh_accepts_either_sign_of_basis_vectors()
 
 
 def _topk_of_the_last(numbers, k, dim=-1, largest=True, sorted=True):  # noqa: A002, ARG001
-    """Take the last of equal numbers, as another kernel may."""
+    """Select the last of equal numbers, as a different kernel may."""
     order = numbers.flip(dim).sort(dim=dim, descending=True, stable=True)
     places = numbers.shape[dim] - 1 - order.indices
     return order.values.narrow(dim, 0, k).clone(), places.narrow(dim, 0, k).clone()

@@ -1,6 +1,4 @@
-"""The answer of an audit as a page: what stands where, that every text is escaped, and what a
-notebook shows.
-"""
+"""The page of an audit: its layout, the escaping of all texts, and the display in a notebook."""
 
 import dataclasses
 import html.parser
@@ -30,9 +28,7 @@ ELSEWHERE = PASSPORT | {"cpu": {"model": "Another CPU"}}
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page with their attributes, the text of each, and all text without
-    styles.
-    """
+    """The elements of a page with their attributes and texts, and all text except the styles."""
 
     def __init__(self, text):
         super().__init__()
@@ -62,7 +58,7 @@ class Page(html.parser.HTMLParser):
 
 
 class Made(AnswerPage):
-    """An answer with the findings and the table that a test gives it."""
+    """A result with given findings and a given table."""
 
     def __init__(
         self, *findings, titles=("cpu", "cuda"), passports=(PASSPORT, PASSPORT), table=None
@@ -88,7 +84,7 @@ def finding(kind="mismatch", operation="mul", line="net.py:12: y = 2 * x", **oth
 
 
 def operations(count, **columns):
-    """A table as an `Audit` has it."""
+    """Return a table with the columns of `Audit.table`."""
     names = {"phase": "forward", "module": "", "line": "", "kind": "rounding", "same_bits": False}
     numbers = dict.fromkeys(
         ("error_a", "bound_a", "ratio_a", "error_b", "bound_b", "ratio_b", "difference"), 0.5
@@ -103,7 +99,7 @@ def saved(answer, folder, **options):
 
 
 def heads(shown):
-    """What stands on the cards while they are folded."""
+    """Return the texts of the cards up to the advice."""
     return [
         " ".join(card["text"].split("What to do")[0].split())
         for card in shown.all("details", "ga-card")
@@ -112,7 +108,7 @@ def heads(shown):
 
 @pytest.fixture(scope="module")
 def of_two_layers():
-    """An audit with a finding of reduced precision, and the user's line."""
+    """Return an audit with a finding of reduced precision and the user's line."""
     return audited(with_a_function(lambda h: h.tanh()), "cpu", "cpu:emulate=bfloat16")
 
 
@@ -155,7 +151,7 @@ def test_audit_page_names_machines_separately_where_they_differ(tmp_path):
     newer = PASSPORT | {"software": {"gpulab": "1.0", "torch": "2.12"}}
     assert "cuda: Some GPU, gpulab 1.0, torch 2.12" in about(PASSPORT, newer)
     assert "unknown machine" in about({}, PASSPORT), (
-        "a trace of somebody else's may have no passport"
+        "a trace from someone else may have no passport"
     )
 
 
@@ -204,7 +200,7 @@ def test_audit_page_findings_are_cards_in_their_order_with_the_first_open():
         "width: 0%",
     ]
     assert [code["text"] for code in shown.all("pre")] == ["y = 2 * x"]
-    assert shown.text.count("What to do:") == 3, "nothing is to be done about rounding"
+    assert shown.text.count("What to do:") == 3, "rounding needs no action"
     (facts, *_) = shown.all("dl")
     assert facts["text"].split("\n") == [
         "",
@@ -372,7 +368,7 @@ def test_audit_page_writes_out_characters_that_turn_the_direction_of_a_line(tmp_
 
 
 def assert_harmless(shown, styles):
-    """What a stranger wrote stands there as text, and is no element or attribute of its own."""
+    """Assert that foreign text appears only as text, and not as an element or attribute."""
     tags = [element["tag"] for element in shown.elements]
     assert (tags.count("script"), tags.count("style"), tags.count("img")) == (0, styles, 0)
     assert not [element for element in shown.elements if "onerror" in element]

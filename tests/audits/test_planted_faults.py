@@ -1,6 +1,6 @@
-"""An audit never says that all is well of a step that is not, nor the other way round.
+"""Audits find planted faults and raise no false alarms.
 
-A part of the sweep over planted faults, and the public cases of
+The tests cover a part of the sweep over planted faults, and the public cases of
 `benchmarks/correctness/public_cases.py`.
 """
 
@@ -23,7 +23,7 @@ FAULTS = faults()
 
 
 def test_audit_calls_a_fault_whose_cause_is_not_found_a_fault():
-    """Two results change places: no value is computed that the other side has not."""
+    """Two results are swapped, so both sides compute the same values."""
 
     def step(setting):
         x = drawn(8, 3).to(setting.dtype).requires_grad_()
@@ -39,8 +39,9 @@ def test_audit_calls_a_fault_whose_cause_is_not_found_a_fault():
     "start", [3, pytest.param(8, marks=pytest.mark.slow("an audit for each of thirty faults"))]
 )
 def test_audit_finds_names_and_places_planted_faults(start):
-    """Of the benchmark's table a sixth, in two parts; its kernels are wrong in six ways, each in
-    another one.
+    """Check a sixth of the benchmark's table, in two parts.
+
+    The sixth covers all six ways in which kernels are wrong.
     """
     table = sweep(FAULTS[start::11])
     assert table[["detected", "kind", "place"]].all(axis=None), table.to_string()
@@ -60,15 +61,16 @@ ON_A_CPU = [
 ]
 
 
-# Whose bounds depend on the processor's kernels: roundings are magnified, or one of several results
-# is furthest off.
+# Cases whose bounds depend on the processor's kernels, because rounding errors are magnified, or
+# because the result with the largest error varies.
 LOOSE = {
     "one_row_alone_minus_the_same_in_a_batch",
     "batch_norm_of_two",
     "decoder_in_another_environment",
     "fused_adam",
 }
-# Whose findings do: other numbers are drawn each time, or shares lie close together.
+# Cases whose findings depend on them as well, because different numbers are drawn each time, or
+# because shares are nearly equal.
 ELSEWHERE = {
     "noise_of_numpy",
     "decoder_in_bfloat16",
@@ -95,7 +97,7 @@ def test_audit_of_a_public_case_names_the_cause_and_is_as_recorded(one, as_recor
         one.name not in LOOSE
     )
     lines += [said.format(row) for row in report.table.itertuples()]
-    # which each processor's kernels choose
+    # the processor's kernels decide which valid answer is found
     if one.name not in ELSEWHERE and one.kind != "another valid answer":
         as_recorded(one.name, lines, "torch", rtol=0.05)
 
@@ -148,6 +150,6 @@ def test_audit_never_calls_a_program_right_that_normalizes_twice():
 
 
 def test_audit_is_not_misled_by_a_value_that_is_computed_again_later():
-    """Transposed twice, a weight is made anew by an operation after the one that was given it."""
+    """A weight that is transposed twice is recreated by an operation after the one that used it."""
     (case,) = (one for one in compiled_cases.CASES if one.name == "weights_read_as_if_contiguous")
     assert gl.audit(case.step(), *case.pairs[1], progress=False).faulty

@@ -1,4 +1,4 @@
-"""The ranks of a distributed step are joined, and compared with the step in one process."""
+"""Join the ranks of a distributed step, and compare them with the step in a single process."""
 
 import os
 import re
@@ -28,7 +28,7 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The traces of all programs on two ranks."""
+    """Return the folder with the traces of all programs on two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     programs.record_all(folder)
     return folder
@@ -119,7 +119,7 @@ def test_joined_ranks_example_of_the_page_runs_under_torchrun(tmp_path):
     assert "loss = loss / n_ranks" in example.splitlines()[25]
 
 
-# --- one process, for every day -------------------------------------------------------------------
+# --- fast tests in one process --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def operation(name):
 
 
 def test_join_ranks_orders_operations_by_collectives():
-    """Two groups of two ranks, in a different order on each."""
+    """There are two groups of two ranks, and each rank calls them in a different order."""
     orders = [
         [operation("a0"), collective([0, 1]), collective([0, 2])],
         [collective([0, 1]), operation("a1"), collective([1, 3])],

@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow("a network of full size")
     ],
 )
 def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
-    """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
+    """The trace was recorded on an NVIDIA H200 with another version of torch, from the same step."""
     there = gl.audits.Trace.load(file)
     assert "H200" in there.passport["gpus"][0]["name"]
     here = gl.record(getattr(example_steps, network_of(file)), "cpu", progress=False)
@@ -40,7 +40,7 @@ def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
         "each was compared with float64"
     )
     matched = report.table.difference.notna()
-    # An LSTM or dropout is one kernel on a GPU, and several on this CPU.
+    # An LSTM or dropout is a single kernel on a GPU, and several kernels on this CPU.
     assert matched.mean() > 0.9 or any(
         "_rnn" in op.name or "dropout" in op.name for op in there.operations
     )
@@ -48,7 +48,7 @@ def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
 
 
 def test_audit_tells_what_becomes_nan_under_one_setting_first():
-    """The product that ends in NaN comes before those of other layers."""
+    """The product that leads to NaN comes before the products of other layers."""
     report = gl.audit(
         TRACES / "whitener-cuda-tf32-off.trace", TRACES / "whitener-cuda-tf32-on.trace"
     )

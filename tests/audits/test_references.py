@@ -1,8 +1,7 @@
-"""The float64 reference of each value is what the step makes of the same numbers where it is done
-in float64.
+"""The float64 reference of each value is the result of the same step in float64.
 
-The oracle is the same program, called with torch.float64 and not watched. Tensors are small, so
-that traces keep them whole.
+The oracle is the same program, called with torch.float64 and without a tracer. Tensors are small,
+so that traces keep all of their numbers.
 """
 
 import copy
@@ -22,19 +21,19 @@ CLOSE = 1e-12  # relative to the largest number of a tensor
 
 
 def drawn(*shape, seed=0):
-    """The same numbers whatever torch's default type is."""
+    """Draw the same numbers for any default type of torch."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def flat(tensor):
-    """The numbers of a tensor in a row, real and imaginary parts in turn."""
+    """Return the numbers of a tensor as a flat array, with alternating real and imaginary parts."""
     tensor = tensor.detach()
     numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return numbers.double().reshape(-1).numpy()
 
 
 def results_of(program, setting="cpu"):
-    """The values that a program returned by name, recorded under a setting."""
+    """Record a program under a setting; return the values of its results by name."""
     trace = recorded(lambda where: program(where.dtype) | {"more": torch.ones(1)}, setting)
     returned = [
         op for op in trace.operations if op.phase == "result" and op.name.startswith("result")
@@ -48,12 +47,12 @@ def results_of(program, setting="cpu"):
 
 
 def check(program, setting="cpu", exact=True):
-    """Hold the references of what a program returns against the program in float64.
+    """Compare the references of a program's results with the results of the program in float64.
 
     Args:
         program: A function of a type that returns a dictionary of tensors.
-        setting: Under which it is recorded. The recorded numbers must be apart from the references.
-        exact: Whether the references say that they were computed in float64 all the way.
+        setting: The setting of the recording. The recorded numbers must differ from the references.
+        exact: Whether the references must be marked as computed entirely in float64.
     """
     values = results_of(program, setting)
     with torch.random.fork_rng([]):
@@ -62,14 +61,14 @@ def check(program, setting="cpu", exact=True):
     assert values.keys() == expected.keys()
     for name, value in values.items():
         tensor = expected[name]
-        assert tensor.numel() <= 64, f"{name} is too large to be kept whole"
+        assert tensor.numel() <= 64, f"{name} is too large to be recorded completely"
         assert value.exact or not exact, f"{name} is not exact"
         size = np.abs(flat(tensor)).max()
         np.testing.assert_allclose(
             value.reference, flat(tensor), rtol=CLOSE, atol=CLOSE * size, err_msg=name
         )
     assert max(value.deviation for value in values.values()) > 1e-9, (
-        "the recorded numbers are those of float64"
+        "the recorded numbers equal those of float64"
     )
 
 
@@ -119,7 +118,7 @@ def moved(model, dtype):
 
 
 def trained(model, loss, optimizer=None, updates=3):
-    """What a model and its optimizer hold after some updates."""
+    """Return the tensors of a model and its optimizer after some updates."""
     optimizer = (
         torch.optim.SGD(model.parameters(), 0.1)
         if optimizer is None
@@ -202,7 +201,7 @@ def test_references_follow_averaged_weights(in_lists):
     "setting", ["cpu:precision=bfloat16", "cpu:autocast=bfloat16", "cpu:emulate=tf32"]
 )
 def test_references_do_not_depend_on_what_a_setting_rounds(setting):
-    """They are those of float32 weights in float64."""
+    """The references are the results in float64 from float32 weights."""
 
     def program(dtype):
         model = moved(CONVOLUTIONS, dtype)
@@ -215,7 +214,9 @@ def test_references_do_not_depend_on_what_a_setting_rounds(setting):
 
 
 def test_references_of_a_step_are_those_of_the_float32_weights():
-    """A Step is moved to the setting before it begins; its references begin before that."""
+    """A Step is moved to the setting before it begins; its references start from the unmoved
+    weights.
+    """
     model, x = PERCEPTRON, drawn(5, 4)
     traces = [
         recorded(gl.Step(model, x), setting)
@@ -257,11 +258,11 @@ DROPOUTS = {
 
 @pytest.mark.parametrize("name", DROPOUTS)
 def test_references_drop_the_same_numbers(name):
-    """The masks are read off the recorded numbers, since float64 draws others."""
+    """The masks are read from the recorded numbers, because float64 would draw different ones."""
     masks = []
 
     def program(dtype):
-        given = iter(masks[-2:])  # of the last execution
+        given = iter(masks[-2:])  # masks of the last execution
 
         def drop(x):
             if dtype == torch.float64:
@@ -296,7 +297,7 @@ def test_references_follow_what_checkpointing_computes_again():
 
 @pytest.mark.parametrize("name", LSTMS)
 def test_references_follow_an_lstm(name):
-    """The kernel of the library oneDNN has none in float64."""
+    """The oneDNN kernel has no float64 version."""
 
     def program(dtype):
         lstm = moved(LSTMS[name], dtype)
@@ -314,7 +315,7 @@ def test_references_follow_an_lstm(name):
 
 
 def attention(query_heads=2, heads=2, queries=3, keys=3, **options):
-    """A program of scaled dot-product attention; a mask is made of the options by name."""
+    """Return a program with scaled dot-product attention and the mask that the options name."""
     mask = options.pop("mask", None)
 
     def program(dtype):
@@ -493,11 +494,12 @@ def test_references_follow_numbers_that_the_program_reads():
 
 
 @pytest.mark.xfail(
-    strict=True, reason="a constant that equals a number which was read gets its reference"
+    strict=True,
+    reason="a constant that equals a number that was read gets the reference of that number",
 )
 def test_references_leave_constants_as_they_are():
-    """A bfloat16 mean of 0.5 is read, whose reference is another number, and then something is
-    halved.
+    """The program reads a bfloat16 mean of 0.5, whose reference is a different number, and halves a
+    value.
     """
 
     def program(dtype):
@@ -509,7 +511,7 @@ def test_references_leave_constants_as_they_are():
 
 
 def test_references_are_read_again_where_numpy_has_written():
-    """In the middle of a step; what is written are float32 numbers."""
+    """NumPy writes float32 numbers in the middle of a step."""
 
     def program(dtype):
         memory = torch.zeros(6, dtype=dtype)
@@ -523,7 +525,7 @@ def test_references_are_read_again_where_numpy_has_written():
 
 
 def test_references_of_other_views_are_read_again_where_numpy_has_written():
-    """The view that is looked at first is but a part of what was written."""
+    """The view that is used first covers only a part of the written memory."""
 
     def program(dtype):
         memory = drawn(6).to(dtype)
@@ -554,13 +556,13 @@ def test_references_of_a_storage_are_not_those_of_one_before_at_its_address():
         return {"total": total}
 
     check(program)
-    assert len(set(storages)) < len(storages), "no address was used again"
+    assert len(set(storages)) < len(storages), "no address was reused"
 
 
 @pytest.mark.parametrize("fill", ["normal_", "uniform_"])
 @pytest.mark.parametrize("count", [3, 64])
 def test_references_of_random_fills_in_bfloat16_are_the_float32_draws(fill, count):
-    """A model in bfloat16 is drawn as one in float32 is, and rounded."""
+    """A bfloat16 model draws the same numbers as a float32 model, rounded."""
 
     def program(dtype):
         h = torch.empty(count, dtype=dtype if dtype == torch.bfloat16 else torch.float32)

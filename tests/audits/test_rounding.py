@@ -17,7 +17,7 @@ UNIT = 2.0**-24
 
 
 class Watched(TorchDispatchMode):
-    """Examines every operation that runs, its results falsified by `fault`."""
+    """Measure the error of every operation, after `fault` has changed its results."""
 
     def __init__(self, fault=lambda tensor: tensor):
         super().__init__()
@@ -49,7 +49,7 @@ class Watched(TorchDispatchMode):
 
 
 def watched(function, *tensors, fault=lambda tensor: tensor):
-    """What is seen of a function's operations and those of its backward pass, name by name."""
+    """Return the names and accuracies of a function's operations, forward and backward."""
     leaves = [
         tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors
     ]
@@ -83,7 +83,7 @@ def test_forward_error_and_bound_of_a_product_are_those_computed_by_hand():
 
 
 def inner_products():
-    """operation, arguments, how many products are summed in each number of each result."""
+    """Yield an operation, its arguments, and the number of summed products in each of its results."""
     x, w, grad = drawn(2, 6, 9), drawn(8, 3, 4, seed=1), drawn(2, 8, 6, seed=2)
     more = ([1], [0], [1], False, [0], 2)
     yield aten.convolution.default, (x, w, None, *more), [12]
@@ -174,8 +174,8 @@ def test_forward_error_of_right_results_stays_below_the_bound(name, scale, as_re
     ] == []
     assert [(n, e) for n, e in seen if e.format] == []
     if scale == 1:
-        # Which gradient is furthest off, and what is left of what cancels, the processor's kernels
-        # decide.
+        # The processor's kernels decide which gradient has the largest error, and what remains of
+        # numbers that cancel.
         loose = name in ("attention", "a product that cancels")
         as_recorded(
             name,
@@ -187,7 +187,7 @@ def test_forward_error_of_right_results_stays_below_the_bound(name, scale, as_re
 
 # --- wrong kernels --------------------------------------------------------------------------------
 
-# Operations of nothing but zeros, or of numbers that cancel, hide what is wrong of them.
+# Operations on zeros only, or on numbers that cancel, hide faults.
 HIDING = (
     "a sum that cancels",
     "a product that cancels",
@@ -288,7 +288,7 @@ def test_forward_error_is_unknown_for_operations_without_a_float64_reference():
 
 # --- short formats --------------------------------------------------------------------------------
 
-ALIKE = {"float16": ["tf32", "float16"]}  # but for its range, float16 rounds as TF32 does
+ALIKE = {"float16": ["tf32", "float16"]}  # except for its range, float16 rounds like TF32
 SHORT = [
     ("tf32", "nearest"),
     ("tf32", "away"),
@@ -327,7 +327,7 @@ def test_forward_error_recognizes_the_format_of_rounded_factors_in_convolutions(
 
 
 def test_forward_error_takes_no_right_product_of_few_numbers_for_a_short_format():
-    """One number in three lies nearer to one of four formats' results than to the exact one."""
+    """One number in three is nearer to the result in one of four formats than to the exact result."""
     alarms = 0
     for seed in range(300):
         a, b = drawn(1, 3000, seed=seed).abs(), drawn(3000, 1, seed=seed + 1000).abs()

@@ -1,4 +1,4 @@
-"""A step of a running training is recorded, and a resumed training is held against it."""
+"""Record a step of a running training, and compare a resumed training with it."""
 
 import copy
 import random
@@ -20,7 +20,7 @@ LABELS = (INPUTS.sum(1) > 0).long()
 
 
 class Trainer:
-    """A training as people write it: dropout, mixed scales, a schedule and an averaged model."""
+    """A typical training with dropout, a gradient scaler, a schedule and an averaged model."""
 
     def __init__(self, autocast=False):
         torch.manual_seed(0)
@@ -88,7 +88,7 @@ def after_three_steps(**options):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The file of a checkpoint, and the trace of the step that follows without interruption."""
+    """Return the file of a checkpoint, and the trace of the uninterrupted step after it."""
     trainer = after_three_steps()
     file = tmp_path_factory.mktemp("resumed") / "checkpoint.pt"
     torch.save(trainer.state(), file)
@@ -98,7 +98,7 @@ def checkpoint(tmp_path_factory):
 def audit_of_resumed(checkpoint, left_out=()):
     file, uninterrupted = checkpoint
     trainer = Trainer()
-    torch.manual_seed(7)  # a new process draws other numbers
+    torch.manual_seed(7)  # a new process draws different numbers
     trainer.load(torch.load(file), left_out)
     return gl.audit(uninterrupted, recorded(trainer, "resumed"))
 
@@ -129,7 +129,7 @@ def test_resumed_training_names_the_state_that_was_not_restored(checkpoint, left
 
 @pytest.mark.parametrize("left_out", ["n_steps", "net"])
 def test_resumed_training_names_the_line_that_is_given_other_data(checkpoint, left_out):
-    """A loader that starts again, and weights that were not loaded."""
+    """The loader starts again, or the weights were not loaded."""
     report = audit_of_resumed(checkpoint, [left_out])
     assert report.findings[0].kind == "other data"
     assert "loss = F.cross_entropy(self.net(x), y)" in report.findings[0].line
@@ -168,7 +168,7 @@ def test_record_step_compares_precisions():
     full, short = (recorded(after_three_steps(autocast=short)) for short in (False, True))
     report = gl.audit(full, short)
     assert report.kind in ("reduced precision", "other data")
-    # A state has the tensors themselves, so the first training would change them.
+    # A state contains the tensors themselves, so the first training would change them.
     state = copy.deepcopy(after_three_steps().state())
 
     def from_the_same_state(autocast):
@@ -245,7 +245,7 @@ def test_record_step_refuses_what_it_cannot_compare():
         recording.add(loss=1.0)
 
 
-# --- a script as it is ----------------------------------------------------------------------------
+# --- an unchanged script --------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
@@ -285,7 +285,7 @@ def test_record_at_step_records_that_step_of_a_script(script, tmp_path, step):
     printed = command(script, "plain.trace", "--at-step", 5, "0.01").stdout
     result = command(script, "a.trace", "--at-step", step, "0.01")
     assert result.exit_code == 0
-    assert result.stdout == printed  # the training goes on as without the recording
+    assert result.stdout == printed  # the training continues as without the recording
     trace = gl.audits.Trace.load(tmp_path / "a.trace")
     assert {op.module for op in trace.operations if op.name == "addmm"} == {"0", "2"}
     updated = [op.module for op in trace.operations if op.name == "updated"]
@@ -305,7 +305,10 @@ def test_record_at_step_says_what_it_cannot_do(script):
         ([script, "a.trace", "--at-step", 0], "expected a whole number from 1"),
         (["missing.py", "a.trace", "--at-step", 1], "no such script"),
         ([script, "a.trace", "0.01"], "a script that --at-step runs"),
-        ([script, "a.trace", "--at-step", 1, "--setting", "cpu:threads=1"], "its own device; leave"),
+        (
+            [script, "a.trace", "--at-step", 1, "--setting", "cpu:threads=1"],
+            "its own device; leave",
+        ),
     ):
         with pytest.raises(gl.UsageError, match=said):
             command(*arguments)

@@ -21,7 +21,9 @@ def plain():
 
 
 def performed(step, setting="cpu"):
-    """The loss and the gradients by name, the model's state checked before and after."""
+    """Execute a step; return the loss and the gradients, after checking that the model is
+    unchanged.
+    """
     parsed = gl.Setting.parse(setting)
     before = everything(step.model)
     with parsed.apply(), torch.random.fork_rng(devices=[]):
@@ -36,7 +38,7 @@ def performed(step, setting="cpu"):
 
 
 def by_hand(model, loss, setting="cpu"):
-    """The same of a copy that is moved as users move it; `loss` is a function of the model."""
+    """Return the same from a copy that is moved explicitly; `loss` is a function of the model."""
     parsed = gl.Setting.parse(setting)
     with parsed.apply(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -48,12 +50,12 @@ def by_hand(model, loss, setting="cpu"):
 
 
 def same_bits(one, other):
-    """Whether losses and gradients are the same bits."""
+    """Assert that losses and gradients have the same bits."""
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def everything(model):
-    """What a model holds, down to the identity of what others may hold, too, and the bits of its
+    """Return the state of a model: the identities of its shared objects and the bits of its
     tensors.
     """
     held = []
@@ -87,7 +89,9 @@ def everything(model):
 
 
 class Remembers(nn.Module):
-    """Tied weights, counters, lists and attributes that the forward pass changes."""
+    """A network with tied weights, and with counters, lists and attributes that the forward pass
+    changes.
+    """
 
     def __init__(self):
         super().__init__()
@@ -191,7 +195,7 @@ def test_step_keeps_hooks_on_parameters_active(setting):
     bare = performed(gl.Step(plain(), (X, Y), F.cross_entropy), setting)[1]
     model[0].weight.register_hook(lambda gradient: 2 * gradient)
     model[2].bias.register_post_accumulate_grad_hook(clear)
-    for _ in range(2):  # they stay
+    for _ in range(2):  # the hooks remain
         hooked = performed(gl.Step(model, (X, Y), F.cross_entropy), setting)[1]
     wanted = bare | {"0.weight": 2 * bare["0.weight"], "2.bias": torch.zeros_like(bare["2.bias"])}
     assert all(torch.equal(hooked[name], gradient) for name, gradient in wanted.items())
@@ -200,11 +204,11 @@ def test_step_keeps_hooks_on_parameters_active(setting):
     )
 
 
-# --- what people have -----------------------------------------------------------------------------
+# --- batches and losses of every form -------------------------------------------------------------
 
 
 class Classifier(nn.Module):
-    """Takes labels among its arguments and gives an object, a dict, a tuple or the loss alone."""
+    """A model that takes labels and returns an object, a dictionary, a tuple or only the loss."""
 
     def __init__(self, form="object"):
         super().__init__()
@@ -219,7 +223,7 @@ class Classifier(nn.Module):
 
 
 class Whole(Classifier):
-    """Takes a dict as its one argument."""
+    """A model that takes a dictionary as its only argument."""
 
     def forward(self, batch):
         return self.net(batch["nested"]["values"][0])

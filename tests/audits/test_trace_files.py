@@ -76,7 +76,7 @@ def test_trace_that_was_cut_short_or_changed_anywhere_is_refused(file, tmp_path)
         refused(other)
     other.write_bytes(content + b"more")
     refused(other)
-    for place in range(4, len(content) // 2, len(content) // 8):  # where the columns are
+    for place in range(4, len(content) // 2, len(content) // 8):  # the position of the columns
         other.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         refused(other)
 

@@ -1,6 +1,4 @@
-"""Two programs that compute one function agree in all their results, and those that do not are
-told apart.
-"""
+"""Two programs agree in all results if, and only if, they compute the same function."""
 
 import copy
 
@@ -16,7 +14,7 @@ from gpulab.settings import Setting
 from tests.audits._helpers import drawn, labels, recorded, seeded
 
 SLOW = pytest.mark.slow("an audit of a whole program")
-# Of the longer programs, those that are audited every day.
+# The longer programs that are not marked as slow.
 DAILY = {
     "accumulated_gradients",
     "distillation",
@@ -140,7 +138,7 @@ def test_two_programs_audit_accepts_checkpointing(use_reentrant):
 
 
 def in_halves(wrong=1.0):
-    """The hidden layer as two layers of half the width, each with weights of its own."""
+    """Compute the hidden layer as two layers of half the width, each with its own weights."""
 
     def step(setting):
         model, x = moved(setting)
@@ -176,7 +174,7 @@ def test_two_programs_audit_finds_a_half_of_a_layer_that_counts_otherwise(wrong)
 
 
 def prediction(rows, after, normalised=False):
-    """What a network says of one sample, which is alone or chosen from a batch."""
+    """Return a step that predicts one sample, which is alone or selected from a batch."""
 
     def step(setting):
         model, x = moved(setting)
@@ -204,7 +202,7 @@ def test_two_programs_audit_finds_a_sample_that_is_normalized_with_fewer_others(
 
 
 def mean_of(weights):
-    """A loss whose gradient is a sum over parts of the batch, each with a weight."""
+    """Return a step whose gradient is a weighted sum over parts of the batch."""
 
     def step(setting):
         model, x = moved(setting)
@@ -221,7 +219,7 @@ def test_two_programs_audit_accepts_a_gradient_summed_over_parts_of_a_batch():
 
 
 def test_two_programs_audit_pairs_parameters_of_other_names():
-    """One program has a network, and the other one plain tensors, in another order."""
+    """One program uses a network, and the other plain tensors in a different order."""
 
     def by_hand(setting):
         model, x = moved(setting)

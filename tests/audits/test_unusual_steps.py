@@ -1,5 +1,6 @@
-"""Steps that an audit met with a raw error or a wrong word: memory nobody wrote, sparse tensors,
-state, autocast.
+"""Steps that once led to raw errors or wrong findings.
+
+They use uninitialised memory, sparse tensors, state and autocast.
 """
 
 import pytest
@@ -15,7 +16,7 @@ X = drawn(8, 6)
 
 
 def computing(function, inputs=X):
-    """A step of a layer, and what a function makes of it."""
+    """Return a step of a layer, with a function applied to its output."""
     return gl.Step(seeded(lambda: nn.Sequential(nn.Linear(6, 4), Own(function))), inputs)
 
 
@@ -25,13 +26,13 @@ def test_audit_of_a_step_that_clips_its_gradients():
     def step():
         net.zero_grad()
         net(X).square().mean().backward()
-        # one call, `_foreach_norm`, for all of them
+        # a single call of `_foreach_norm` for all gradients
         return nn.utils.clip_grad_norm_(net.parameters(), 0.01)
 
     assert audited(step).kind == "rounding"
 
 
-# --- memory that nobody has written ---------------------------------------------------------------
+# --- uninitialised memory -------------------------------------------------------------------------
 
 
 def in_part_of_new_memory(y):
@@ -43,7 +44,7 @@ def in_part_of_new_memory(y):
 def test_audit_takes_unwritten_memory_for_no_data():
     for _ in range(5):
         freed = [torch.full((size,), torch.nan) for size in (10, 40, 90, 160, 300, 500)]
-        del freed  # which leaves NaN in the memory that is given out next
+        del freed  # leaves NaN in the memory that is allocated next
         answer = audited(computing(in_part_of_new_memory))
         assert answer.kind == "rounding"
         assert {op.repeats for trace in (answer.a, answer.b) for op in trace.operations} <= {
@@ -101,7 +102,7 @@ def test_audit_puts_back_buffers_gradients_and_optimizers():
     optimizer = torch.optim.Adam(model.parameters())
     before = [value.clone() for value in model.state_dict().values()]
 
-    def step():  # no gradient is set to zero
+    def step():  # gradients are not set to zero
         loss = model(X).square().mean()
         loss.backward()
         optimizer.step()
@@ -145,7 +146,7 @@ def test_audit_says_which_loss_it_took_of_a_step_without_one():
     assert "The loss was the mean square of the output." in str(report).partition("\n")[0]
 
 
-HIDDEN_PRODUCTS = {  # in operations whose kernels call others
+HIDDEN_PRODUCTS = {  # products inside operations whose kernels call other operations
     "affine grid": (
         lambda x: F.affine_grid(x.view(2, 2, 3), [2, 1, 5, 5], align_corners=False),
         12,

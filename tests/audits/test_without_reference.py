@@ -1,5 +1,6 @@
-"""Steps that float64 cannot follow all the way are compared as recorded, and the first line
-names what it could not.
+"""Steps without complete float64 references are compared as recorded.
+
+The first line names the operations without a reference.
 """
 
 import copy
@@ -61,7 +62,7 @@ def two_updates(setting):
 )
 @pytest.mark.parametrize("copies", [0, 1, 5])
 def test_audit_without_memory_for_references_goes_on_without_them(step, b, copies, monkeypatch):
-    """As with seven billion weights on one card. Memory that is short is imitated."""
+    """Imitate a lack of memory, as with seven billion weights on one GPU."""
     store = References.store
     callers = []
 
@@ -79,7 +80,7 @@ def test_audit_without_memory_for_references_goes_on_without_them(step, b, copie
     assert "rounding alone explains" not in first_line(report)
 
 
-# --- the format that a step asks for --------------------------------------------------------------
+# --- a format that the step requests --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("b", [B, TF32, BFLOAT16, AUTOCAST, "cpu:precision=float64"])
@@ -98,7 +99,7 @@ LIBRARY.define("waves(Tensor x, float factor) -> Tensor")
 
 
 def waves(x, factor):
-    """A kernel that is written for no double numbers, as many of the users' own are."""
+    """A kernel without a version for double, like many custom kernels."""
     if x.dtype == torch.float64:
         raise RuntimeError("waves is not implemented for 'Double'")
     return torch.from_numpy(np.sin(factor * x.float().numpy())).to(x.dtype)
@@ -140,8 +141,8 @@ def test_references_are_exact_before_and_not_after_an_operation_without_float64(
 
 
 def with_waves_that_differ(what):
-    """The argument of an operation without float64 depends on the setting, or what is done with
-    its result.
+    """Return a step with a fault in the argument or after the result of an operation without
+    float64.
     """
     if what == "argument":
         return with_a_function(lambda h: Waves.apply(h, 2.5 if under_b() else 2.0))
@@ -178,7 +179,7 @@ def quantised_by_channel(h):
 @pytest.mark.parametrize("function", [quantised, quantised_by_channel])
 @pytest.mark.parametrize("b", [B, TF32])
 def test_audit_accepts_fake_quantization(function, b):
-    """Roundings before it may move a number to the next step of its grid."""
+    """Earlier rounding errors may move a number to the next step of the grid."""
     assert_no_fault(audited(with_a_function(function), b=b))
 
 
@@ -195,8 +196,8 @@ def test_audit_finds_another_grid_of_fake_quantization():
 
 
 def through_numpy(wrong=None):
-    """A scale that NumPy computes of what the network makes, and which is wrong on one side, if
-    it is.
+    """Return a step with a scale that NumPy computes from activations, wrong on one side if
+    required.
     """
 
     def step(setting):
@@ -238,7 +239,7 @@ def test_audit_finds_values_of_numpy_that_are_five_percent_off(ends):
 
 
 def by_samples(setting):
-    """The gradient of each sample, by torch.func."""
+    """Compute the gradient of each sample with torch.func."""
     model, x = copy.deepcopy(MODEL).to(setting.dtype), X.to(setting.dtype)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -303,7 +304,7 @@ def test_audit_finds_a_wrong_sparse_product():
 
 
 def test_comparison_does_not_take_a_float32_step_on_a_cpu_for_a_short_format():
-    """Or values without reference are compared as if they had been rounded to bfloat16."""
+    """Otherwise, values without a reference would be compared with the tolerance of bfloat16."""
     report = audited(with_a_function(torch.tanh), b="cpu:order=pairwise")
     assert not report.comparison.uses_short_format(0)
     assert "rounding alone explains" in first_line(report)

@@ -1,4 +1,4 @@
-"""Kernels as people write them, right and wrong, beside `torch.testing.assert_close`."""
+"""Typical kernels, correct and wrong, compared with `torch.testing.assert_close`."""
 
 import math
 
@@ -33,7 +33,7 @@ def exact_gelu(x):
 
 
 QUERIES = [drawn(2, 3, 24, 16, seed=seed) for seed in range(3)]
-# A kernel of torch, its inputs, and the formula that it computes.
+# A torch kernel, its inputs, and the formula that it computes.
 RIGHT = {
     "layer_norm": (lambda x: F.layer_norm(x, x.shape[-1:]), [X], layer_norm),
     "shifted_layer_norm": (
@@ -62,7 +62,7 @@ RIGHT = {
 def test_assert_rounding_accepts_a_kernel_and_its_formula(name, dtype):
     kernel, inputs, formula = RIGHT[name]
     if name == "logarithm_of_sum":
-        # softplus(y) = log(1 + e^y), so the formula has a detour that rounds more.
+        # softplus(y) = log(1 + e^y), so the formula takes a detour with more rounding.
         formula = _logarithm_of_sum
     inputs = with_gradient(*(t.to(dtype) for t in inputs))
     assert_rounding(kernel, inputs, formula)
@@ -117,11 +117,11 @@ def test_assert_rounding_finds_a_wrong_kernel(name):
         assert_rounding(kernel, inputs, formula)
 
 
-# --- beside assert_close --------------------------------------------------------------------------
+# --- comparison with assert_close -----------------------------------------------------------------
 
 
 class MeanSquare(torch.autograd.Function):
-    """A kernel with a backward pass of its own, which may lack the factor 2."""
+    """A kernel with a custom backward pass, which may lack the factor 2."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -176,7 +176,7 @@ def test_assert_rounding_accepts_a_right_product_that_assert_close_refuses():
     assert_rounding(in_parts, (a, b))
 
 
-# --- what the message says ------------------------------------------------------------------------
+# --- the message ----------------------------------------------------------------------------------
 
 
 def test_assert_rounding_names_the_number_and_how_far_it_is():
@@ -225,7 +225,7 @@ def test_assert_rounding_accepts_a_detour_of_an_exact_function():
 
 @torch.library.custom_op("gpulab_tests::scaled", mutates_args=())
 def scaled(x: torch.Tensor, wrong: bool) -> torch.Tensor:
-    """A kernel whose float32 version may have a constant of three digits."""
+    """A kernel whose float32 version may use a constant with only three digits."""
     is_wrong = wrong and x.dtype == torch.float32
     return x * (0.318 if is_wrong else 1 / math.pi)
 
@@ -278,7 +278,7 @@ def test_assert_rounding_does_not_change_its_inputs():
     assert torch.equal(x, X)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- invalid arguments ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inputs", [X.double(), torch.arange(3), ()])

@@ -1,4 +1,4 @@
-"""Changes of a training step that people make, right and wrong."""
+"""Typical changes to a training step, correct and wrong."""
 
 import copy
 
