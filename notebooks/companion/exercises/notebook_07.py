@@ -7,7 +7,7 @@ from gpulab.device import Placement
 from gpulab.store.recorded import recorded_table
 
 
-@exercise("07-1", "a price of an hour, in the currency in which an hour of the CPU costs 0.10")
+@exercise("07-1", "an hourly price, in the currency in which an hour on the CPU costs 0.10")
 def _break_even(answer: Answer) -> str:
     rows = recorded_table("speed").query(
         "part == 'text' and way == 'float32' and unit == 's' and size == 'quick'"
@@ -16,14 +16,14 @@ def _break_even(answer: Answer) -> str:
     times = seconds.filter(like="cpu").min() / seconds["cuda:tf32=off"]
     mistakes = {
         times: (
-            "how many times as dear an hour may be: multiply it by the price of an hour of the CPU"
+            "this is the ratio of hourly prices: multiply it by the price of an hour on the CPU"
         ),
-        0.1 / times: "the wrong way round: the faster device may cost more",
+        0.1 / times: "this is the inverse: the faster device can cost more",
     }
     near(answer, 0.1 * times, mistakes)
     return (
-        f"{0.1 * times:.3g} an hour. `breaks even at`, {times:.3g}, is the same whatever the prices"
-        " are."
+        f"{0.1 * times:.3g} an hour. The ratio `breaks even at`, {times:.3g}, does not depend on"
+        " the prices."
     )
 
 
@@ -32,20 +32,23 @@ def _placements(answer: Answer) -> str:
     placed = [
         fields(answer, "usual", "words", "width")[name] for name in ("usual", "words", "width")
     ]
-    need(all(isinstance(each, Placement) for each in placed), "these are not three placements")
+    need(
+        all(isinstance(each, Placement) for each in placed),
+        "expected three placements from gl.device.place",
+    )
     usual, words, width = (sum(each.flop.values()) for each in placed)
     need(
         1.8 < words / usual < 2.8,
-        "'words' does not about twice the operations: take texts of twice as many words",
+        "'words' should do about twice the operations: double the number of words",
     )
     need(
         width / usual > 2.8,
-        "'width' does not nearly four times the operations: take a network of twice the width",
+        "'width' should do nearly four times the operations: double the width of the network",
     )
     intensities = ", ".join(f"{name} {each.intensity:.3g}" for name, each in answer.items())
     return (
-        f"flop per byte: {intensities}. A product's operations grow faster with its width than what"
-        " it moves."
+        f"flop per byte: {intensities}. With the width, the operations of a product grow faster"
+        " than the bytes that it moves."
     )
 
 
@@ -57,18 +60,24 @@ def _any_number(answer: Answer) -> str:
     )
     need(
         slow["unit"] == fast["unit"] == "s",
-        f"{slow['unit']} and {fast['unit']}: two times in seconds are compared",
+        f"expected two times in seconds, got {slow['unit']} and {fast['unit']}",
     )
     for name in ("what", "size"):
         need(
             slow[name] == fast[name],
-            f"{slow[name]} against {fast[name]}: that is not the same work",
+            f"{slow[name]} and {fast[name]} are not the same work",
         )
-    need(any(slow[name] != fast[name] for name in ("machine", "setting")), "both are of one device")
+    need(
+        any(slow[name] != fast[name] for name in ("machine", "setting")),
+        "both times are from the same device",
+    )
     ratio = number(slow["value"]) / number(fast["value"])
-    need(abs(ratio * 13.76 - 1) > 0.02, "the inverse: the slow one comes first")
-    need(abs(ratio / 13.76 - 1) < 0.02, f"{ratio:.4g} times, which is more than 2 % from 13.76")
+    need(abs(ratio * 13.76 - 1) > 0.02, "this is the inverse: put the slow one first")
+    need(
+        abs(ratio / 13.76 - 1) < 0.02,
+        f"the ratio is {ratio:.4g}, which is more than 2 % away from 13.76",
+    )
     return (
-        f"{ratio:.4g} times, by {slow['what']}, {slow['way']}. Among enough pairs there is one for"
-        " any number."
+        f"{ratio:.4g} times, from {slow['what']}, {slow['way']}. Among enough pairs there is"
+        " one for any number that you want."
     )

@@ -10,8 +10,8 @@ def _twice_the_price(answer: Answer) -> str:
     # n devices take (1 + 64 / 8n) / (1 + 64 / 8) times the updates of one, so the price is (n + 8)
     # / 9 times as high.
     mistakes = {
-        10: "there the price is 2, and more than that is asked for",
-        16: "dear enough, but not the fewest",
+        10: "the price is 2 there, but the question asks for more than 2",
+        16: "the price is above 2, but fewer devices suffice",
     }
     near(answer, 11, mistakes, rel=1e-6)
     return f"11 devices are {9 * 11 / 19:.2f} times as fast for {19 / 9:.2f} times the price."
@@ -27,43 +27,43 @@ def _gain_without_a_lock(answer: Answer) -> str:
     gains = []
     need(
         min(small.seed.nunique(), large.seed.nunique()) >= 6,
-        "fewer than six seeds: take six at least",
+        "fewer than six seeds: use at least six",
     )
     for frame in (small, large):
         speeds = frame.groupby("way").updates_per_second.mean()
         gains.append(speeds["lock-free"] / speeds["synchronous"])
     need(
         small.weights.max() < large.weights.max(),
-        "the smaller network comes first, and has fewer weights",
+        "the smaller network, with fewer weights, comes first",
     )
     return (
-        f"without a lock the small network makes {gains[0]:.2f} times the updates a second, the"
-        f" large {gains[1]:.2f}"
+        f"without a lock the small network makes {gains[0]:.2f} times as many updates per second,"
+        f" the large one {gains[1]:.2f} times as many"
     )
 
 
 @exercise(
     "08-3",
-    "[(critical batch, devices), …], a phase each, two at least, of equally many updates at least",
+    "[(critical batch, devices), …], at least two phases, with equal minimum numbers of updates",
 )
 def _schedule(answer: Answer) -> str:
     need(
         isinstance(answer, (list, tuple)) and 2 <= len(answer) <= 1000,
-        f"{shown(answer)} is no list of two phases",
+        f"{shown(answer)} is not a list of at least two phases",
     )
     batches, devices = zip(
         *([number(value) for value in pair(phase)] for phase in answer), strict=True
     )
-    need(min(batches) > 0, "a critical batch is above 0")
+    need(min(batches) > 0, "a critical batch must be above 0")
     need(
         all(count >= 1 and count.is_integer() for count in devices),
-        "a number of devices is whole, and at least 1",
+        "the number of devices must be an integer of at least 1",
     )
     need(
         batches[0] < batches[-1],
-        "the critical batch does not grow, and the question is what to do when it does",
+        "the critical batch must grow, because the question is what to do then",
     )
-    # costs as much: a phase's price is proportional to its devices + B_crit / 8
+    # this number costs the same: a phase's price is proportional to its devices + B_crit / 8
     mean = sum(devices) / len(devices)
     # S = S_min (1 + B_crit / B), and B is 8 for each device
     steady = sum(1 + batch / (8 * mean) for batch in batches)
@@ -72,10 +72,10 @@ def _schedule(answer: Answer) -> str:
     )
     need(
         gain > 1,
-        f"for the same price {mean:.3g} devices all the time are {1 / gain:.2f} times as fast",
+        f"for the same price, a constant {mean:.3g} devices are {1 / gain:.2f} times as fast",
     )
     return (
-        f"by the law it is {gain:.2f} times as fast as {mean:.3g} devices all the time, for the"
-        " same price. Whether it ends where the usual training does only a verdict says, and no"
-        " run was looked at here."
+        f"by the law this is {gain:.2f} times as fast as a constant {mean:.3g} devices, for the"
+        " same price. Only a verdict on runs can show whether it ends at the same loss as the"
+        " usual training; none was computed here."
     )

@@ -11,16 +11,16 @@ from companion.exercises.answers import Answer, exercise, near, need, recorded, 
 def _updates_to_nan(answer: Answer) -> str:
     runs = recorded("whitener", "quick", covariance="one-pass", setting="cuda:tf32=on")
     updates = runs.diverged_at[runs.status == "diverged"].astype(float)
-    mistakes = {updates.mean(): "the mean, which a few late ones draw up: take the median"}
+    mistakes = {updates.mean(): "this is the mean, which a few late runs raise: take the median"}
     near(answer, updates.median(), mistakes, rel=1e-6)
     return (
-        f"half of {len(updates)} are NaN after {updates.median():g} updates, the last after"
-        f" {updates.max():g}."
+        f"half of {len(updates)} runs are NaN after {updates.median():g} updates, the last one"
+        f" after {updates.max():g}."
     )
 
 
 @exercise(
-    "09-2", "a table of runs, one-pass and centred, under two arithmetics, on six seeds at least"
+    "09-2", "a table of runs, one-pass and centred, in two number formats, from at least six seeds"
 )
 def _centred(answer: Answer) -> str:
     runs = table(answer, "setting", "covariance", "status", "seed")
@@ -31,21 +31,23 @@ def _centred(answer: Answer) -> str:
     seeds = runs.groupby(["setting", "covariance"]).seed.nunique().unstack()
     need(
         len(seeds) > 1,
-        "two arithmetics of fewer bits: take cpu:tf32=on,emulate=ampere and cpu:emulate=bfloat16",
+        "expected two shorter formats: use cpu:tf32=on,emulate=ampere and cpu:emulate=bfloat16",
     )
     need(
         seeds.shape[1] == 2,
-        "'one-pass' and 'centred' are compared: without the one nothing is at risk",
+        "expected runs with both 'one-pass' and 'centred': without 'one-pass' there is no control",
     )
     need(
         (seeds >= 6).all(axis=None),
-        f"{seeds.min(axis=None):g} seeds in one of the cells: take six at least",
+        f"one combination has only {seeds.min(axis=None):g} seeds: use at least six",
     )
     lost = (runs.status == "diverged").groupby(runs.covariance).sum()
-    need(lost["one-pass"], "no run in one pass became NaN: train longer, for the control must fail")
+    need(
+        lost["one-pass"], "no one-pass run became NaN: train longer, because the control must fail"
+    )
     return (
-        f"NaN: {lost['one-pass']} runs in one pass, {lost['centred']} centred. Why, the proof must"
-        " say."
+        f"NaN in {lost['one-pass']} one-pass runs and in {lost['centred']} centred runs. The reason"
+        " needs a proof."
     )
 
 
@@ -58,25 +60,25 @@ def _shifted(answer: Answer) -> str:
     exact = torch.cov(codes.double().T, correction=0)
     need(
         isinstance(answer, torch.Tensor) and answer.shape == exact.shape,
-        f"{shown(answer)} is no tensor (24, 24)",
+        f"{shown(answer)} is not a tensor of shape (24, 24)",
     )
     error = float((answer.detach().cpu().double() - exact).norm() / exact.norm())
-    need(abs(error - 1 / 49) > 1e-3, "divided by 49: here it is by 50, as in the notebook")
+    need(abs(error - 1 / 49) > 1e-3, "this is divided by 49: divide by 50, as in the notebook")
     need(
         error < 0.5,
         f"off by {error:.2g} times its size: that is one pass. Subtract a number near the mean"
-        " before",
+        " first",
     )
     need(
         error < 0.005,
-        f"off by {error:.1%}: what you subtracted is not quite the mean. Take its product"
-        " away, too",
+        f"off by {error:.1%}: the number that you subtracted is not quite the mean. Also subtract"
+        " the product of the remaining means",
     )
     need(
         error > 1e-5,
         f"off by {error:.0e}: no product was in TF32. Compute it under gl.emulate('tf32')",
     )
     return (
-        f"off by {error:.1e} only. That the product is innocent, a matrix does not show: an audit"
-        " of the step does."
+        f"off by only {error:.1e}. A matrix does not show that the product is harmless: an audit of"
+        " the step does."
     )
