@@ -1,4 +1,4 @@
-"""What the benchmarks share: `race`, records, and tables between the marks of a page."""
+"""Helpers of the benchmarks: `race`, records, and tables between the marks of a page."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from gpulab.errors import describe_error
 from gpulab.settings import Setting
 from gpulab.store import recorded
 
-ROOT = Path(__file__).resolve().parents[1]  # of the clone
+ROOT = Path(__file__).resolve().parents[1]  # the root of the clone
 RESULTS = ROOT / "benchmarks" / "results"
 Step = Callable[[], Any]
-WARM_UP = 3  # steps of each way before any is timed
+WARM_UP = 3  # steps of each way before any step is timed
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Way:
     seconds: list[float] = field(default_factory=list)
 
     def per_second(self, count: int) -> dict[str, Any]:
-        """Median and quartiles of how many are done in a second, where a step does `count`."""
+        """Return the median and the quartiles of items per second, if a step does `count` items."""
         slow, median, fast = (count / seconds for seconds in quartiles(self.seconds)[::-1])
         return {"per_second": median, "quartiles": [slow, fast], "memory": self.memory}
 
@@ -52,23 +52,23 @@ def race(
     label: str = "",
     failed: dict[str, str] | None = None,
 ) -> dict[str, Way]:
-    """Time several ways of doing something: each is made and warmed up, then they take turns.
+    """Time several ways of doing something: each is prepared and warmed up, then they take turns.
 
-    So a machine that warms up or slows down favours none.
+    A machine that warms up or slows down therefore favours none of them.
 
     Args:
-        made: Makes the step of each way.
-        setting: Of the device, which is waited for; it is not applied here.
-        rounds: How many turns each has.
-        steps: Of a turn, which are timed together.
-        warm_up: Steps before.
-        label: Of the progress bar.
-        failed: Takes what kept a way from being made and warmed up, which is then left out; without
-            it that is raised.
+        made: For each way, a function that makes its step.
+        setting: The setting whose device is waited for. It is not applied by this function.
+        rounds: The number of turns of each way.
+        steps: The number of steps in a turn, which are timed together.
+        warm_up: The number of steps before the first turn.
+        label: The label of the progress bar.
+        failed: Receives the error of each way that could not be prepared and warmed up, which is
+            then left out. If it is None, the error is raised.
 
     Returns:
-        The ways. `memory` is the most that was allocated on a GPU while one was made and warmed up,
-        above what the others hold.
+        The ways. `memory` is the largest GPU memory that was allocated while a way was prepared and
+        warmed up, in addition to what the others hold.
     """
     ways: dict[str, Way] = {}
     for name, make in made.items():
@@ -81,7 +81,7 @@ def race(
                 way.step()
             wait_for(setting)
         except Exception as problem:
-            # Whatever a library raises, the others are still to be measured.
+            # A library may raise any error. The others are still measured.
             if failed is None:
                 raise
             failed[name] = describe_error(problem)[:200]
@@ -96,7 +96,7 @@ def race(
 
 
 def seconds(step: Step, setting: Setting, steps: int = 1) -> float:
-    """How long a step takes until the device is done, the mean of so many."""
+    """Return the mean time of `steps` steps, until the device is done."""
     wait_for(setting)
     started = time.perf_counter()
     for _ in range(steps):
@@ -106,12 +106,12 @@ def seconds(step: Step, setting: Setting, steps: int = 1) -> float:
 
 
 def wait_for(setting: Setting) -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device has finished its work."""
     getattr(torch, setting.kind).synchronize()
 
 
 def quartiles(values: list[float]) -> list[float]:
-    """The lower quartile, the median and the upper quartile; of one value, that value."""
+    """Return the lower quartile, the median and the upper quartile; a single value three times."""
     return statistics.quantiles(values, n=4) if len(values) > 1 else 3 * values
 
 
@@ -119,17 +119,17 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def this_command() -> str:
-    """The command line of this process."""
+    """Return the command line of this process."""
     return shlex.join(["python", *sys.argv])
 
 
 def made_by() -> str:
-    """Which command made a page, when and where."""
+    """State which command made a page, when and where."""
     return f"Made by `{this_command()}` on {date.today()}: {machine()}."
 
 
 def keep(file: Path | None, device: str, **tables: Any) -> dict[str, Any]:
-    """What was measured, with passport, machine and command; in a file, too, where one is named."""
+    """Return measurements with passport, machine and command; write them to `file` if given."""
     document = recorded.make_measurement(device, **tables)
     if file:
         recorded.write_document(file, document)
@@ -137,28 +137,28 @@ def keep(file: Path | None, device: str, **tables: Any) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """This machine for a page, and how many threads torch has."""
+    """Describe this machine for a page, with the number of torch's threads."""
     return f"{gl.passport().summary()}, {torch.get_num_threads()} threads"
 
 
 def table(heads: str, rows: Iterable[Sequence[Any]]) -> str:
-    """A table of Markdown; heads are separated by `|`."""
+    """Return a Markdown table; `heads` are separated by `|`."""
     lines = [heads.split("|"), ["---"] * (1 + heads.count("|")), *rows]
     return "\n".join(f"| {' | '.join(str(cell).strip() for cell in line)} |" for line in lines)
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """The same of a frame, without its index."""
+    """Return a data frame as a Markdown table, without its index."""
     return table("|".join(frame.columns), frame.itertuples(index=False))
 
 
 def show(title: str, page: Path | None, **parts: str) -> None:
-    """Print what was measured, and put it on a page: what people wrote there stays.
+    """Print results, and put them on a page without changing the rest of the page.
 
     Args:
-        title: Of a page that is not there yet.
-        page: A Markdown file, in which a part stands between `<!-- NAME -->` and `<!-- /NAME -->`.
-        parts: By their names.
+        title: The title of a page that does not exist yet.
+        page: A Markdown file, in which each part is between `<!-- NAME -->` and `<!-- /NAME -->`.
+        parts: The parts, by their names.
     """
     print("\n\n".join(parts.values()))
     if page is None:
@@ -174,14 +174,14 @@ def show(title: str, page: Path | None, **parts: str) -> None:
 
 
 def command_line(doc: str) -> typer.Typer:
-    """An application with subcommands, which the first line of a docstring explains."""
+    """Create a command line with subcommands, whose help is the first line of a docstring."""
     return typer.Typer(
         help=doc.splitlines()[0], rich_markup_mode=None, add_completion=False, no_args_is_help=True
     )
 
 
 def run(app: Callable[[], Any]) -> None:
-    """A command line whose errors of gpulab's are a sentence."""
+    """Run a command line, and print an error of gpulab as one sentence."""
     try:
         app()
     except gl.GpulabError as error:

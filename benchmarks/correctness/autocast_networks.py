@@ -2,9 +2,9 @@
 
     python benchmarks/correctness/autocast_networks.py --write benchmarks/results/autocast.md
 
-Each network is drawn from a seed: its kind, its widths, its activations, whether an optimizer
-updates it. Each is audited in float32 against autocast in bfloat16 and in float16, on the CPU and,
-where there is one, on a GPU. An expert expects reduced precision of all of them.
+The kind, widths and activations of each network, and whether an optimizer updates it, are drawn
+from a seed. Each network is audited in float32 against autocast in bfloat16 and in float16, on the
+CPU and, if there is one, on a GPU. An expert would expect `reduced precision` for all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Residual(nn.Module):
-    """Adds to its input what a network makes of it."""
+    """Adds the output of a network to its input."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class LastState(nn.Module):
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs of the last time."""
+        """Return the outputs of the last time step."""
         return self.network(x)[0][:, -1]
 
 
@@ -65,7 +65,7 @@ class MeanOverTime(nn.Module):
 
 
 def perceptron(draw: random.Random) -> tuple[nn.Module, Tensor]:
-    """Linear layers, some with normalisation or dropout that drops nothing."""
+    """Linear layers, some with normalisation or with dropout of probability 0."""
     width, act = draw.choice((16, 48, 128)), draw.choice(ACTIVATIONS)
     layers: list[nn.Module] = [nn.Linear(20, width), act()]
     for _ in range(draw.randint(0, 4)):
@@ -85,7 +85,7 @@ def residual(draw: random.Random) -> tuple[nn.Module, Tensor]:
 
 
 def convolutions(draw: random.Random) -> tuple[nn.Module, Tensor]:
-    """Convolutions with normalisation and pooling, as LeNet and its successors."""
+    """Convolutions with normalisation and pooling, like LeNet and its successors."""
     width, act = draw.choice((6, 16)), draw.choice(ACTIVATIONS)
     norm = draw.choice((nn.Identity, lambda: nn.BatchNorm2d(width), lambda: nn.GroupNorm(2, width)))
     pool = draw.choice((lambda: nn.MaxPool2d(2), lambda: nn.AvgPool2d(2)))
@@ -111,7 +111,7 @@ def recurrent(draw: random.Random) -> tuple[nn.Module, Tensor]:
 
 
 def transformer(draw: random.Random) -> tuple[nn.Module, Tensor]:
-    """Words, one or two layers of an encoder, and a linear layer."""
+    """An embedding, one or two encoder layers, and a linear layer."""
     width, depth = draw.choice((16, 32)), draw.randint(1, 2)
     act = draw.choice(("relu", "gelu"))
     layers = [
@@ -130,7 +130,7 @@ KINDS = (perceptron, residual, convolutions, recurrent, transformer)
 
 
 def step_of(seed: int) -> tuple[str, Callable[..., object]]:
-    """The name of a network and a step of it; every second one with an optimizer."""
+    """Return the name of a network and a step of it; every second step has an optimizer."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     kind = KINDS[seed % len(KINDS)]
@@ -156,7 +156,7 @@ def step_of(seed: int) -> tuple[str, Callable[..., object]]:
 
 
 def audits(seeds: int, devices: list[str]) -> pd.DataFrame:
-    """A row for each audit: network, device, format, first finding, and whether it is a bug."""
+    """Return a row for each audit: network, device, format, first finding, whether it is a bug."""
     rows = []
     for seed in tqdm(range(seeds), leave=False, disable=None):
         for device in devices:
@@ -195,15 +195,14 @@ def audits(seeds: int, devices: list[str]) -> pd.DataFrame:
 
 def main(
     write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
-    seeds: Annotated[int, typer.Option(help="how many networks are drawn")] = 50,
+    seeds: Annotated[int, typer.Option(help="the number of networks")] = 50,
 ) -> None:
     """Audit each network in float32 against autocast."""
     rows = audits(seeds, ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
     counts = rows.groupby(["device", "autocast", "said"]).size().rename("audits").reset_index()
     called_bugs = int(rows.bug.fillna(False).sum())
     shown = (
-        f"{markdown(counts)}\n\n{called_bugs} of {len(rows)} audits say that there is a"
-        f" bug.\n\n{made_by()}"
+        f"{markdown(counts)}\n\n{called_bugs} of {len(rows)} audits report a bug.\n\n{made_by()}"
     )
     show("Ordinary networks under autocast", write, measured=shown)
 

@@ -3,9 +3,9 @@
     python benchmarks/correctness/calibrate.py [--only looks]
 
 It fills the tables `errors`, `skewed` and `looks` of `benchmarks/results/verdict_calibration.md`,
-which says how they are read. Losses are standardised to a standard deviation of 1 between seeds; a
-pair's difference is a shift plus noise, and the noise is the difference of two fresh losses,
-scaled: under no effect both settings are exchangeable.
+which explains how to read them. Losses are standardised to a standard deviation of 1 between seeds.
+The difference of a pair is a shift plus noise, and the noise is the scaled difference of two newly
+drawn losses, so without an effect the two settings are exchangeable.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SHARE, ALPHA = 0.25, 0.05
 REPEATS = 10_000
 PLANNED = (8, 16, 24, 32)  # seeds at each look
 LOOKS = len(PLANNED)
-MOST_SEEDS = 64  # at a look whose time the results choose
-HUMP = 0.35  # share of seeds that stay on the plateau; of the recorded PredNets about a third do
+MOST_SEEDS = 64  # the largest number of seeds at a look whose time depends on the results
+HUMP = 0.35  # share of seeds that stay on the plateau; about a third of the recorded PredNets do
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
@@ -60,7 +60,7 @@ LOSSES: dict[str, Draw] = {
 
 
 def jumps(share: float) -> Draw:
-    """Differences of which a share jump up and all others make up for it."""
+    """Return differences of which a share jump up, while all others compensate for it."""
     return lambda generator, shape: (
         (generator.random(shape) < share)
         - share
@@ -68,7 +68,7 @@ def jumps(share: float) -> Draw:
     )
 
 
-DIFFERENCES: dict[str, Draw] = {  # whose mean is zero
+DIFFERENCES: dict[str, Draw] = {  # differences with a mean of zero
     "normal": LOSSES["normal"],
     "Student t, 3 d.f.": LOSSES["Student t, 3 d.f."],
     "one in ten jumps, either way": lambda generator, shape: (
@@ -87,24 +87,24 @@ DIFFERENCES: dict[str, Draw] = {  # whose mean is zero
 }
 
 
-# --- the shipped tests, of many rows at once ------------------------------------------------------
+# --- the shipped tests, for many rows at once -----------------------------------------------------
 
 
 def different_p(moved: np.ndarray) -> np.ndarray:
-    """`inference.mean_p` of each row of (repeats, n), for differences other than zero."""
+    """Compute `inference.mean_p` of each row of (repeats, n), for differences other than zero."""
     n, (mean, skewness), p = moved.shape[1], moments(moved), flipped_p(moved)
     corrected = np.maximum(p, 2 * stats.t.sf(np.abs(inference.skewed_t(mean, skewness, n)), n - 1))
     return np.where(mean * skewness < 0, corrected, p)
 
 
 def moments(moved: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over standard deviation and skewness of each row."""
+    """Compute each row's mean divided by its standard deviation, and its skewness."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return moved.mean(axis=1) / moved.std(axis=1, ddof=1), stats.skew(moved, axis=1)
 
 
 def flipped_p(moved: np.ndarray) -> np.ndarray:
-    """`inference.sign_flip_p` of each row."""
+    """Compute `inference.sign_flip_p` of each row."""
     moved = np.sort(moved, axis=1)
     n = moved.shape[1]
     signs = 2.0 * np.concatenate(list(inference.sign_flips(n))).T - 1
@@ -123,7 +123,7 @@ def flipped_p(moved: np.ndarray) -> np.ndarray:
 def equivalent_p(
     moved: np.ndarray, margin: np.ndarray | float, corrected: bool = True
 ) -> np.ndarray:
-    """`inference.equivalence_p` of each row; uncorrected, by Student's t alone."""
+    """Compute `inference.equivalence_p` of each row, uncorrected, from Student's t alone."""
     n, (mean, skewness) = moved.shape[1], moments(moved)
     with np.errstate(divide="ignore", invalid="ignore"):
         reach = margin / moved.std(axis=1, ddof=1)
@@ -136,7 +136,7 @@ def equivalent_p(
 
 
 def sd_limit(losses: np.ndarray, confidence: float = inference.SD_CONFIDENCE) -> np.ndarray:
-    """`inference.sd_lower_limit` of each row."""
+    """Compute `inference.sd_lower_limit` of each row."""
     kurtosis, freedom = (
         np.maximum(3.0, 3 + stats.kurtosis(losses, axis=1, bias=False)),
         losses.shape[1] - 1,
@@ -146,7 +146,7 @@ def sd_limit(losses: np.ndarray, confidence: float = inference.SD_CONFIDENCE) ->
 
 
 def rate(p: np.ndarray) -> float:
-    """How often a test says so."""
+    """Return how often a test rejects."""
     return float((p <= ALPHA).mean())
 
 
@@ -168,7 +168,7 @@ def check_that_these_are_the_shipped_tests() -> None:
 
 
 def error_rates() -> pd.DataFrame:
-    """False `different` without an effect, false `equivalent` with one as large as the margin."""
+    """Compute false `different` without an effect, and false `equivalent` at one of a margin."""
     rows = []
     for (name, draw), n, noise in tqdm(
         [*product(LOSSES.items(), SEEDS, NOISES)], desc="error rates"
@@ -192,7 +192,7 @@ def error_rates() -> pd.DataFrame:
 
 
 def skewed() -> pd.DataFrame:
-    """Errors about the mean of skewed or jumping differences, by each test and as corrected."""
+    """Compute errors about the mean of skewed or jumping differences, by each test."""
     rows = []
     for (name, draw), n in tqdm(
         [*product(DIFFERENCES.items(), (6, 10, 20, 32, 50))], desc="skewed"
@@ -224,7 +224,7 @@ Test = Callable[[np.ndarray, int], np.ndarray]  # (experiment numbers, number of
 
 
 def rejected_at_planned_looks(test: Test, level: float) -> float:
-    """How often a test rejects at one of `PLANNED` looks, each at `level`."""
+    """Return how often a test rejects at one of the `PLANNED` looks, each at `level`."""
     rejected = np.zeros(REPEATS, bool)
     for n in PLANNED:
         left = np.flatnonzero(~rejected)
@@ -233,10 +233,10 @@ def rejected_at_planned_looks(test: Test, level: float) -> float:
 
 
 def rejected_at_chosen_looks(test: Test, level: float, sides: int) -> float:
-    """The same where the results so far choose the time of the next look in the worst way.
+    """Return the same if the results so far determine the next look in the worst way.
 
-    If z is short of the quantile c, that is (c / z)² times as many (Proschan and Hunsberger 1995),
-    up to `MOST_SEEDS`.
+    If z is below the quantile c, the next look has (c / z)² times as many seeds (Proschan and
+    Hunsberger 1995), up to `MOST_SEEDS`.
     """
     rejected = np.zeros(REPEATS, bool)
     seeds = np.full(REPEATS, PLANNED[0])
@@ -252,7 +252,7 @@ def rejected_at_chosen_looks(test: Test, level: float, sides: int) -> float:
 
 
 def errors_over_looks(test: Test, sides: int) -> dict[str, float]:
-    """Errors of a test at one look, and over several without and with the correction."""
+    """Compute errors of a test at one look, and over several looks without and with correction."""
     level = ALPHA / LOOKS
     return {
         "one look": rate(test(np.arange(REPEATS), PLANNED[-1])),
@@ -263,7 +263,7 @@ def errors_over_looks(test: Test, sides: int) -> dict[str, float]:
 
 
 def tests_on_losses(draw: Draw) -> Iterator[tuple[str, Test, int]]:
-    """The tests of losses that both settings draw alike, or with a difference of one margin."""
+    """Yield the tests of losses whose distributions are equal or differ by one margin."""
     generator, shape = np.random.default_rng(3), (REPEATS, MOST_SEEDS)
     base, noise = (
         draw(generator, shape),
@@ -289,7 +289,7 @@ def tests_on_losses(draw: Draw) -> Iterator[tuple[str, Test, int]]:
 
 
 def repeated_looks() -> pd.DataFrame:
-    """Errors over four looks, of every distribution of the other two tables."""
+    """Compute errors over four looks, for every distribution of the other two tables."""
     rows = []
     for name, draw in tqdm(LOSSES.items(), desc="looks, losses"):
         for question, test, sides in tests_on_losses(draw):
@@ -324,21 +324,21 @@ def repeated_looks() -> pd.DataFrame:
 
 
 def worst_error(looks: int, growth: float, sides: int, level: float) -> float:
-    """The error over several looks, each at `level`, for the worst data-dependent rule.
+    """Compute the error over several looks, each at `level`, for the worst data-dependent rule.
 
-    z is the sum of the differences over the root of its variance. If the variance has grown from 1
-    to r between two looks, the second z is normal with mean z / √r and variance 1 − 1 / r. The
-    worst rule picks the r at which rejection at that look or a later one is likeliest, which is
-    found backwards from the last look (dynamic programming). The last look has `growth` times as
-    many seeds as the first at most. For two looks, one side and any growth it is level + exp(−c² /
-    2) / 4, with c the normal quantile of the level (Proschan and Hunsberger 1995).
+    z is the sum of the differences divided by the root of its variance. If the variance has grown
+    from 1 to r between two looks, the second z is normal with mean z / √r and variance 1 − 1 / r.
+    The worst rule picks the r at which rejection at that look or a later one is most likely. It is
+    found backwards from the last look (dynamic programming). The last look has at most `growth`
+    times as many seeds as the first. For two looks, one side and any growth, the error is level +
+    exp(−c² / 2) / 4, where c is the normal quantile of the level (Proschan and Hunsberger 1995).
     """
     c = stats.norm.isf(level / sides)
     edges = np.linspace(-c if sides == 2 else -7, c, 161)
     z, log_seeds = (edges[1:] + edges[:-1]) / 2, np.linspace(0, np.log(growth), 48)
 
     def transition(r: float, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """From each z, the chances that the next is beyond the edges, and in each cell."""
+        """Return, for each z, the probability that the next is beyond the edges or in each cell."""
         below = stats.norm.cdf((edges - start[:, None] / np.sqrt(r)) / np.sqrt(1 - 1 / r))
         rejects = 1 - below[:, -1] + (below[:, 0] if sides == 2 else 0)
         if sides == 1:
@@ -346,7 +346,7 @@ def worst_error(looks: int, growth: float, sides: int, level: float) -> float:
         return rejects, np.diff(below, axis=1)
 
     moves = [transition(np.exp(step), z) for step in log_seeds[1:]]
-    later = np.zeros((len(log_seeds), len(z)))  # the chance to reject at the looks that are left
+    later = np.zeros((len(log_seeds), len(z)))  # the chance of rejection at the remaining looks
     for _ in range(looks - 1):
         later = np.array(
             [
@@ -365,7 +365,7 @@ def worst_error(looks: int, growth: float, sides: int, level: float) -> float:
 
 
 def worst_times() -> pd.DataFrame:
-    """Errors over several data-dependent looks, in the limit of normal sums."""
+    """Compute errors over several data-dependent looks, in the limit of normal sums."""
     assert (
         abs(worst_error(2, 1e6, 1, ALPHA) - (ALPHA + np.exp(-(stats.norm.isf(ALPHA) ** 2) / 2) / 4))
         < 0.002
@@ -391,7 +391,7 @@ def _of_rows(
 
 
 def percent(frame: pd.DataFrame) -> str:
-    """A table of rates."""
+    """Return a table of rates in percent."""
 
     def shown(value: Any) -> Any:
         if not isinstance(value, float):
@@ -402,7 +402,7 @@ def percent(frame: pd.DataFrame) -> str:
 
 
 def errors_part() -> str:
-    """The table of two settings that are exchangeable."""
+    """Return the table of two exchangeable settings."""
     errors = error_rates()
     rates = errors.columns[3:6]
     worst = ", ".join(f"{name} {errors[name].max():.1%}" for name in rates)
@@ -415,7 +415,7 @@ def errors_part() -> str:
 
 
 def skewed_part() -> str:
-    """The table of differences that are skewed or jump."""
+    """Return the table of differences that are skewed or jump."""
     lopsided = skewed()
     no_jumps = lopsided[lopsided["no jump seen"].isna()]
     before, after = (no_jumps[f"false different{test}"].max() for test in (", sign flips", ""))
@@ -429,7 +429,7 @@ def skewed_part() -> str:
 
 
 def looks_part() -> str:
-    """The tables of repeated looks."""
+    """Return the tables of repeated looks."""
     started = time.process_time()
     looked_at, worst = repeated_looks(), worst_times()
     alike = looked_at["no jump seen"].isna()
@@ -455,9 +455,9 @@ PARTS = {"errors": errors_part, "skewed": skewed_part, "looks": looks_part}
 
 
 def verdicts(
-    only: Annotated[str, typer.Option(help=f"one of {', '.join(PARTS)}; by default all")] = "",
+    only: Annotated[str, typer.Option(help=f"one of {', '.join(PARTS)}; all by default")] = "",
 ) -> None:
-    """Error rates; minutes."""
+    """Compute the error rates, which takes minutes."""
     check_that_these_are_the_shipped_tests()
     parts = {name: part() for name, part in PARTS.items() if only in ("", name)}
     show("How often a verdict is wrong", PAGE, **parts)

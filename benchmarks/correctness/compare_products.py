@@ -1,15 +1,15 @@
-"""Products of a real GPU beside emulated ones: how much of the chip is emulated?
+"""Products of a real GPU compared with emulated ones: how much of the chip is emulated?
 
-A case is one matrix product or convolution on inputs that any machine can make again from their
-seed. What a GPU computed is kept in `data/measured/products-*`, so that every machine can compare.
+A case is one matrix product or convolution on inputs that any machine can reproduce from a seed.
+The results of a GPU are stored in `data/measured/products-*`, so that every machine can compare.
 
     python benchmarks/correctness/compare_products.py --write    # on any machine: compare with what
     is recorded
 
-Its form at commit 6aece191 also records a GPU's products (`--record`), and searches for minutes for
-the arithmetic that fits what is recorded (`--find`, kept in `data/measured/products-found.json`).
-`--write` writes `benchmarks/results/products.md`, and what notebook 02 shows into
-`data/measured/products-comparison.json`.
+The version of this script at commit 6aece191 also records a GPU's products (`--record`), and
+searches for the arithmetic that fits the records (`--find`, stored in
+`data/measured/products-found.json`), which takes minutes. `--write` writes
+`benchmarks/results/products.md`, and for notebook 02 `data/measured/products-comparison.json`.
 
 References:
     The method of Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330).
@@ -40,7 +40,7 @@ from gpulab.report import Progress
 from gpulab.store.recorded import read_document, recorded_folder
 
 RECORDED = recorded_folder("measured") / "products-nvidia-h200.json"
-SAMPLE = 1024  # elements of each result that are compared
+SAMPLE = 1024  # the number of elements of each result that are compared
 # (rows, summed, columns) of a matrix product; (images, channels, height, width) and (channels,
 # size, stride) of a convolution: two of PredNet's, one of its published size, and three of a
 # residual network's.
@@ -61,7 +61,7 @@ OPERATIONS = (MATRIX, FORWARD, TO_INPUT, TO_WEIGHT)
 
 @dataclass(frozen=True)
 class Case:
-    """One product: of what, asked for in which format, on which inputs."""
+    """One product: its operation and shape, the requested format, and its inputs."""
 
     operation: str
     shape: int
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def size(self) -> str:
-        """The shape in words."""
+        """Return the shape in words."""
         if self.operation == MATRIX:
             return "×".join(map(str, MATRICES[self.shape]))
         x, (channels, size, stride) = CONVOLUTIONS[self.shape]
@@ -88,7 +88,7 @@ class Case:
 
     @cached_property
     def operands(self) -> tuple[Tensor, Tensor]:
-        """The two float32 factors: matrices, or a convolution's input, weight or gradient."""
+        """Return two float32 factors: matrices, or a convolution's input, weight or gradient."""
         generator = np.random.default_rng(
             [INPUTS.index(self.inputs), self.shape, OPERATIONS.index(self.operation)]
         )
@@ -116,7 +116,7 @@ class Case:
         )
 
     def compute(self, first: Tensor, second: Tensor) -> Tensor:
-        """The product in the factors' own type, on the device where they are."""
+        """Compute the product in the factors' own type, on their device."""
         if self.operation == MATRIX:
             return first @ second
         x, (_, size, stride) = CONVOLUTIONS[self.shape]
@@ -128,7 +128,7 @@ class Case:
         return conv2d_weight(second, (first.shape[1], x[1], size, size), first, **options)
 
     def crop(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """So much of the factors as the elements of a sample are made of."""
+        """Crop the factors to the part from which the elements of a sample are computed."""
         parts = {
             FORWARD: (first[:1], second[:8]),
             TO_INPUT: (first[:1], second[:, :8]),
@@ -137,7 +137,7 @@ class Case:
         return parts.get(self.operation, (first, second))
 
     def sample(self, product: Tensor) -> Tensor:
-        """Up to `SAMPLE` elements of a product, of the whole one or of its cropped factors'."""
+        """Return up to `SAMPLE` elements of a product, of the whole or of the cropped factors."""
         if self.operation != MATRIX:
             product = product[:8] if self.operation == TO_WEIGHT else product[:1, :8]
         flat = product.reshape(-1)
@@ -146,17 +146,17 @@ class Case:
         ]
 
     def exact(self) -> Tensor:
-        """The sample in float64."""
+        """Compute the sample in float64."""
         return self.sample(self.compute(*(x.double() for x in self.crop(*self.operands))))
 
     def emulated(self, how: Arithmetic) -> Tensor:
-        """The sample as an arithmetic has it, as float64."""
+        """Compute the sample in an arithmetic; return it as float64."""
         with emulate(how):
             return self.sample(self.compute(*self.crop(*self.operands))).double()
 
 
 def cases() -> list[Case]:
-    """Every case that is recorded."""
+    """Return every recorded case."""
     formats = [
         ("float32", "float32"),
         ("tf32", "float32"),
@@ -181,7 +181,7 @@ def cases() -> list[Case]:
 
 
 def recorded_samples() -> dict[Case, Tensor]:
-    """What the GPU computed: a sample of every case, as float64."""
+    """Return the results of the GPU: a sample of every case, as float64."""
     samples = load_file(RECORDED.with_suffix(".safetensors"))
     return {case: samples[str(case)].double() for case in cases()}
 
@@ -190,10 +190,10 @@ def recorded_samples() -> dict[Case, Tensor]:
 
 
 def found_arithmetic() -> dict[Case, Arithmetic]:
-    """The arithmetic of each case, with the rounding, tile and slices closest to its result.
+    """Return the arithmetic of each case, with the rounding, tile and slices closest to its result.
 
-    A library chooses its kernel by the shape, not by the numbers: those found for normal ones stand
-    for all.
+    A library chooses its kernel by the shape, not by the numbers, so the choices found for normally
+    distributed numbers are used for all.
     """
     found = {
         fit.pop("case"): fit
@@ -215,11 +215,11 @@ def compare_products(
 ) -> pd.DataFrame:
     """Compare samples of a GPU's products, as float64, with emulated ones: a row for each case.
 
-    `used` is the format that the kernel multiplied in: `float32` where the library left TF32
-    unused. `error` is the GPU's relative distance from the exact result; `explained` the share of
-    its squared deviation that the emulation makes as well, and `equal` the share of elements that
-    are the same bits, both with sums as this machine makes them; `explained_exact` and
-    `equal_exact` are the same in the tensor core's order.
+    `used` is the format in which the kernel multiplied; it is `float32` if the library did not use
+    TF32. `error` is the GPU's relative distance from the exact result. `explained` is the share of
+    its squared deviation that the emulation reproduces, and `equal` the share of elements with the
+    same bits, both with sums in this machine's order. `explained_exact` and `equal_exact` are the
+    same with sums in the tensor core's order.
     """
     return pd.DataFrame(
         compared(case, result, arithmetic[case]) for case, result in Progress(results.items())
@@ -227,7 +227,7 @@ def compare_products(
 
 
 def compared(case: Case, result: Tensor, how: Arithmetic) -> dict[str, Any]:
-    """A row of `compare_products`."""
+    """Return a row of `compare_products`."""
     truth = case.exact()
     emulated = case.emulated(replace(how, order=None, slices=1))
     row: dict[str, Any] = {
@@ -254,27 +254,30 @@ def compared(case: Case, result: Tensor, how: Arithmetic) -> dict[str, Any]:
 
 
 def explained(result: Tensor, emulated: Tensor, exact: Tensor) -> float:
-    """The share of a result's squared deviation from the exact one that emulation explains."""
+    """Return the share of a result's squared deviation from the exact one that is explained."""
     deviation = finite_norm(result - exact)
     return 1 - (finite_norm(result - emulated) / deviation) ** 2 if deviation else float("nan")
 
 
 def share_equal(emulated: Tensor, result: Tensor) -> float:
-    """The share of elements that are the same; a NaN is the same as a NaN."""
+    """Return the share of equal elements; NaN equals NaN."""
     return float(((emulated == result) | (emulated.isnan() & result.isnan())).double().mean())
 
 
 def finite_norm(x: Tensor) -> float:
-    """The norm of what is finite: 16 bits overflow, in both alike or it shows in `equal`."""
+    """Return the norm of the finite elements.
+
+    Formats of 16 bits overflow. If they do so differently in the two results, `equal` shows it.
+    """
     return float(x[x.isfinite()].norm())
 
 
 def summarize(frame: pd.DataFrame) -> pd.DataFrame:
-    """What `compare_products` found, a row for each operation, format asked for and format used.
+    """Summarise `compare_products`: a row for each operation, requested format and used format.
 
     `bit for bit` counts the cases in which every element is the same.
     """
-    # Factors that are short already leave no deviation but that of the sums: a question of its own.
+    # If factors are already rounded, only the sums deviate, which is a separate question.
     inputs = frame.inputs.where(frame.inputs == "already rounded", "to be rounded")
     groups = frame.assign(inputs=inputs, same_bits=frame.equal_exact == 1).groupby(
         ["operation", "asked", "result", "used", "rounding", "inputs"], sort=False
@@ -295,7 +298,7 @@ def summarize(frame: pd.DataFrame) -> pd.DataFrame:
 def main(
     write: Annotated[bool, typer.Option("--write", help="write the tables")] = False,
 ) -> None:
-    """Compare what is recorded."""
+    """Compare the recorded products with emulated ones."""
     frame = compare_products(recorded_samples(), found_arithmetic())
 
     def shown(table: pd.DataFrame) -> str:
@@ -306,7 +309,7 @@ def main(
     differ = frame[(frame.used != "float32") & (frame.equal_exact < 1)]
     page = RESULTS / "products.md" if write else None
     show(
-        "Emulated products beside those of a GPU",
+        "Emulated products compared with those of a GPU",
         page,
         short=shown(summarize(frame)),
         differ=shown(differ),

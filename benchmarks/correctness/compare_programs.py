@@ -3,9 +3,9 @@
     python benchmarks/correctness/compare_programs.py --write benchmarks/results/programs.md
 
 The programs are in `whole_programs.py` and `other_programs.py`. Both sets were written before the
-audit was run on them; the second by somebody who had not seen it. A fault is placed where the first
-finding names a line, of either side, that is at most two lines from one that is marked as the
-fault; and exactly, where it names that line.
+audit was run on them; the second by an author who had not seen the audit. A fault is located if the
+first finding names a line, of either side, at most two lines from a line that is marked as the
+fault. It is located exactly if the finding names that line.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import gpulab as gl
 from benchmarks.correctness import other_programs, whole_programs
 from benchmarks.measuring import made_by, markdown, run, show
 
-NEAR = 2  # lines
+NEAR = 2  # the largest distance from the fault, in lines
 SETS = {"first": whole_programs, "second": other_programs}
 
 
 def scores(setting: str) -> pd.DataFrame:
-    """A row for each program."""
+    """Return a row for each program."""
     rows = []
     for name, module in SETS.items():
         file = Path(module.__file__ or "").name
@@ -63,14 +63,14 @@ def main(
     write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
     setting: Annotated[str, typer.Option(help="the setting of both programs")] = "cpu:threads=1",
 ) -> None:
-    """Audit each program against itself computed in another way, without and with a fault."""
+    """Audit each program against another way to compute the same, with and without a fault."""
     torch.set_num_threads(1)
     rows = scores(setting)
     counts = rows.groupby("set")[["right", "found", "placed", "exactly"]].sum()
     counts.insert(0, "programs", rows.groupby("set").size())
     misplaced = ", ".join(rows.program[rows.found & ~rows.placed])
     shown = (
-        f"{markdown(counts.reset_index())}\n\nFound, and named elsewhere:"
+        f"{markdown(counts.reset_index())}\n\nFound, but located elsewhere:"
         f" {misplaced}.\n\n{made_by()}"
     )
     show("Programs computed in two ways", write, measured=shown)

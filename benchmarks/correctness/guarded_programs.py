@@ -1,4 +1,4 @@
-"""Programs that `gl.guard` watches, and whether it says of them what is expected."""
+"""Programs under `gl.guard`, and whether its report is as expected."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from benchmarks.measuring import made_by, show, table
 
 
 class Program(NamedTuple):
-    """A program, and what the guard should say of it. Where a fault is, a line ends in `# here`."""
+    """A program, and the expected report of the guard. The line of a fault ends in `# here`."""
 
     program: Callable[..., Any]
-    thread: str = ""  # where the fault was told of
-    cause: str = ""  # expected: of a finding; empty where nothing is wrong
+    thread: str = ""  # the public thread about the fault
+    cause: str = ""  # the expected cause of a finding; empty if nothing is wrong
 
 
 def guarded(case: Program, *given: Any) -> dict[str, Any]:
-    """What the guard says of a program: whether it was right, and whether a fault was placed."""
+    """Return whether the guard's report on a program was right, and whether a fault was located."""
     with warnings.catch_warnings(action="ignore"), gl.guard(on="warn", reads="any") as report:
         case.program(*given)
     causes = {finding.cause for finding in report.findings}
@@ -36,14 +36,14 @@ def guarded(case: Program, *given: Any) -> dict[str, Any]:
 
 
 def show_guarded(title: str, page: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Print the rows of `guarded` and what they come to, and put them on a page."""
+    """Print the rows of `guarded` with a summary, and put them on a page."""
     wrong, right = (
         [row for row in rows if (row["placed"] is not None) is fault] for fault in (True, False)
     )
     text = (
-        f"Of {len(wrong)} faults {sum(row['as expected'] for row in wrong)} are caught and "
-        f"{sum(row['placed'] for row in wrong)} placed; of {len(right)} right programs "
-        f"{sum(not row['as expected'] for row in right)} give a false alarm. {made_by()}"
+        f"{sum(row['as expected'] for row in wrong)} of {len(wrong)} faults are found and "
+        f"{sum(row['placed'] for row in wrong)} are located; {len(right)} correct programs give "
+        f"{sum(not row['as expected'] for row in right)} false alarms. {made_by()}"
     )
     marks = {True: "yes", False: "**no**", None: ""}
     cells = [[marks.get(cell, cell) for cell in row.values()] for row in rows]

@@ -1,9 +1,9 @@
-"""How many planted faults an audit detects and places, and how many correct steps it suspects.
+"""How many planted faults an audit detects and locates, and how many false alarms it raises.
 
     python benchmarks/correctness/planted_faults.py --write benchmarks/results/planted_faults.md
 
-The faults and the sweep are helpers of the tests, in `tests/audits`; `test_planted_faults.py` there
-runs a part of it.
+The faults and the sweep are helpers of the tests in `tests/audits`; `test_planted_faults.py` in
+that folder runs a part of the sweep.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(
     detected = rates(sweep(faults())).to_string(float_format="{:.0%}".format)
     correct_steps = pd.concat([right_steps(network, range(seeds)) for network in NETWORKS])
     false_alarms = (correct_steps.kind != "rounding").sum()
-    counts = f"{false_alarms} false alarms in {len(correct_steps)} right steps"
+    counts = f"{false_alarms} false alarms in {len(correct_steps)} correct steps"
     show("Planted faults", write, measured=f"```\n{detected}\n{counts}\n```\n\n{made_by()}")
 
 

@@ -3,14 +3,14 @@
     python benchmarks/peers/frameworks.py cpu:threads=1 --write benchmarks/results/frameworks.md
     python benchmarks/peers/frameworks.py cuda:tf32=off --size paper
 
-How far a first step differs from torch's, and frames per second. Trainings take turns; a speed is
-the median of the rounds, each of which is the median window of a training without its first two, in
-which JAX and TensorFlow compile.
+This measures how much a first step differs from torch's, and frames per second. Trainings take
+turns. A speed is the median over rounds; a round is the median window of a training without its
+first two windows, in which JAX and TensorFlow compile.
 
 The trainings are `benchmarks/peers/in_jax.py:prednet` and `:autoencoder`, and the same in
 `in_keras.py`, for `gpulab train` and `gpulab experiment`; torch's are gpulab's own, `prednet` and
-`autoencoder`. `benchmarks/README.md` shows how a verdict compares the libraries. Needs the extras
-jax and keras; `--libraries jax` needs only the first.
+`autoencoder`. `benchmarks/README.md` shows how a verdict compares the libraries. The script needs
+the extras jax and keras; `--libraries jax` needs only the first.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def one_step(
     size: str = "quick",
     libraries: Sequence[str] = LIBRARIES,
 ) -> pd.DataFrame:
-    """The first window of a training, before any update, in other libraries and in torch.
+    """Compare the first window of a training, before any update, in other libraries and in torch.
 
-    The relative distances of its losses and of its gradient to torch's (`loss_difference`,
-    `gradient_difference`), and the same in units of `torch.finfo(…).eps`, the relative distance of
-    neighbouring numbers in the setting's precision (`loss_roundings`, `gradient_roundings`). A
-    library that is not there, or cannot honour the setting, is an error.
+    The result has the relative distances of its losses and of its gradient to torch's
+    (`loss_difference`, `gradient_difference`), and the same in units of `torch.finfo(…).eps`, the
+    relative distance of neighbouring numbers in the setting's precision (`loss_roundings`,
+    `gradient_roundings`). It is an error if a library is not installed or cannot honour the
+    setting.
 
     Examples:
         >>> float(
@@ -86,13 +87,13 @@ def library_speeds(
     rounds: int = 3,
     windows: int = 10,
 ) -> pd.DataFrame:
-    """Frames per second of trainings of so many windows that take turns: a row a library and round.
+    """Measure frames per second of trainings that take turns; a row for each library and round.
 
-    The first two windows, in which a library may compile, are not timed; `first_two` are the
-    seconds until the second was done. `frames_per_second` are the median window's.
+    The first two windows, in which a library may compile, are not timed; `first_two` is the time in
+    seconds until the second was done. `frames_per_second` is that of the median window.
     """
     if windows < 3:
-        raise UsageError(f"windows={windows}: expected 3 or more, for the first two are not timed")
+        raise UsageError(f"windows={windows}: expected at least 3, as the first two are not timed")
     length, rows = protocol(net, size).window, []
     for number, library in itertools.product(range(rounds), libraries):
         if library == TORCH:
@@ -118,8 +119,8 @@ def library_speeds(
 
 
 def libraries(setting: Setting, size: str) -> Iterator[Row]:
-    """Images a second of the autoencoder in PyTorch, JAX and Keras, one image a batch."""
-    # JAX would take most of a GPU's memory
+    """Time the autoencoder in PyTorch, JAX and Keras: images per second, one image per batch."""
+    # By default JAX reserves most of a GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     for library in (TORCH, *LIBRARIES) if size != "paper" else ():  # one image is one image
         try:
@@ -132,7 +133,7 @@ def libraries(setting: Setting, size: str) -> Iterator[Row]:
 
 
 def _in(library: str) -> Any:
-    """The module of a library's trainings; `GpulabError` with advice if it is not installed."""
+    """Return the module of a library's trainings; raise `GpulabError` if it is not installed."""
     if library not in LIBRARIES:
         raise UsageError(f"library {library!r}: expected one of {', '.join(LIBRARIES)}")
     return importlib.import_module(f"in_{library}")
@@ -142,13 +143,13 @@ def main(
     setting: Annotated[str, typer.Argument(help="such as cpu:threads=1 or cuda:tf32=off")] = "cpu",
     size: Annotated[str, typer.Option(help="smoke, quick or paper")] = "quick",
     compared: Annotated[
-        list[str], typer.Option("--libraries", help="jax or keras; several times")
+        list[str], typer.Option("--libraries", help="jax or keras; may be repeated")
     ] = LIBRARIES,
     rounds: int = 5,
     windows: int = 12,
     write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
 ) -> None:
-    """How far a first step differs from torch's, and frames per second."""
+    """Measure how much a first step differs from torch's, and frames per second."""
     software = gl.passport()["software"]
     versions = [
         f"{name} {software[name]}"

@@ -26,18 +26,18 @@ try:
 except ImportError:
     raise same_start.MissingLibraryError("JAX", "jax") from None
 
-NPROC = os.environ.get("NPROC")  # how many threads JAX has on a CPU where it is set
+NPROC = os.environ.get("NPROC")  # the number of JAX's threads on a CPU, if it is set
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 Weights = dict[str, Array]
-State = list[tuple[Array, Array, Array]]  # of each layer R, c and P, as in `gpulab.models.prednet`
+State = list[tuple[Array, Array, Array]]  # R, c and P of each layer, as in `gpulab.models.prednet`
 
 
 # --- the networks ---------------------------------------------------------------------------------
 
 
 def conv(weights: Weights, name: str, x: Array) -> Array:
-    """A convolution that keeps the size, x (B, C, H, W)."""
-    # On a CPU XLA's convolutions are ten times slower in the body of a loop
+    """Compute a convolution of x (B, C, H, W) that keeps the size."""
+    # On a CPU, XLA's convolutions are ten times slower in the body of a loop
     # (github.com/jax-ml/jax/issues/12868).
     library = functools.partial(lax.conv, window_strides=(1, 1), padding="SAME")
     y = lax.platform_dependent(x, weights[f"{name}.weight"], cpu=as_product, default=library)
@@ -45,7 +45,7 @@ def conv(weights: Weights, name: str, x: Array) -> Array:
 
 
 def as_product(x: Array, kernel: Array) -> Array:
-    """The same as one product of the kernel (O, I, k, k) with shifted copies of x."""
+    """Compute the same as one product of the kernel (O, I, k, k) with shifted copies of x."""
     out, into, k, _ = kernel.shape
     (_, _, height, width), edge = x.shape, k // 2
     wide = jnp.pad(x, ((0, 0), (0, 0), (edge, edge), (edge, edge)))
@@ -56,7 +56,7 @@ def as_product(x: Array, kernel: Array) -> Array:
 
 
 def conv_lstm(weights: Weights, name: str, inputs: list[Array], cell: Array) -> tuple[Array, Array]:
-    """The new hidden state and cell of a convolutional LSTM; its last input is the old state."""
+    """Return the new hidden state and cell of a convolutional LSTM; the last input is the old."""
     i, f, g, o = jnp.split(conv(weights, f"{name}.gates", jnp.concatenate(inputs, 1)), 4, axis=1)
     peep_i, peep_f, peep_o = (weights[f"{name}.peep_{gate}"] for gate in "ifo")
     new_cell = sigmoid(i + peep_i * cell) * jnp.tanh(g) + sigmoid(f + peep_f * cell) * cell
@@ -64,7 +64,7 @@ def conv_lstm(weights: Weights, name: str, inputs: list[Array], cell: Array) -> 
 
 
 def predict(weights: Weights, state: State, frame: Array) -> tuple[State, Array]:
-    """PredNet's state and prediction after a frame (B, C, H, W)."""
+    """Return PredNet's state and prediction after a frame (B, C, H, W)."""
     errors: list[Array] = []
     for layer, (_, _, prediction) in enumerate(state):
         target = (
@@ -81,12 +81,12 @@ def predict(weights: Weights, state: State, frame: Array) -> tuple[State, Array]
 
 
 def max_pool(x: Array) -> Array:
-    """The largest of every 2×2 pixels."""
+    """Return the largest of every 2×2 pixels."""
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
 
 
 def chained(weights: Weights, state: State) -> State:
-    """The same numbers, with each P but the lowest chained to its convolution: see `PredNet`."""
+    """Return the same state, each P but the lowest chained to its convolution: see `PredNet`."""
     lowest, *above = state
     again = [conv(weights, f"conv_p.{layer}", r) for layer, (r, _, _) in enumerate(above, 1)]
     again = [made - lax.stop_gradient(made) for made in again]
@@ -99,7 +99,7 @@ def chained(weights: Weights, state: State) -> State:
 def prednet_loss(
     truncation: str, weights: Weights, state: State, frames: Array
 ) -> tuple[Array, tuple[Array, State]]:
-    """The summed and the separate errors of frames (T, B, C, H, W), and the state after them."""
+    """Return the summed and separate errors of frames (T, B, C, H, W), and the state after them."""
     state = {"loss": chained, "state": lambda _, before: before}[truncation](weights, state)
     state, predictions = lax.scan(functools.partial(predict, weights), state, frames[:-1])
     errors = jnp.square(predictions - frames[1:]).mean((1, 2, 3, 4))
@@ -109,7 +109,7 @@ def prednet_loss(
 def autoencoder_loss(
     weights: Weights, state: State, images: Array
 ) -> tuple[Array, tuple[Array, State]]:
-    """The mean squared error of an image (1, 1, H, W), as `prednet_loss`; there is no state."""
+    """Return the mean squared error of an image (1, 1, H, W), as `prednet_loss`, and no state."""
     pixels = x = images.reshape(len(images), -1)
     names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
     for name in names:
@@ -123,12 +123,13 @@ def autoencoder_loss(
 
 
 def adam(weights: Weights, moments: Any, gradient: Weights, rate: float) -> tuple[Weights, Any]:
-    """The weights and moments after an update by Adam: the step and the two running means."""
+    """Return the weights after an update by Adam, and its moments: step and two running means."""
     step, mean, square = moments
     step, (beta1, beta2) = step + 1, BETAS
     mean = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, mean, gradient)
     square = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, square, gradient)
-    # 1 − βᵗ: the power in float32 would leave the first 1 − 0.999 wrong by 5e-5.
+    # 1 − βᵗ is not computed from a power in float32, which would make the first 1 − 0.999 wrong by
+    # 5e-5.
     unbias1, unbias2 = (-jnp.expm1(step * math.log(beta)) for beta in BETAS)
     weights = jax.tree.map(
         lambda w, m, v: w - rate / unbias1 * m / (jnp.sqrt(v / unbias2) + EPSILON),
@@ -141,7 +142,7 @@ def adam(weights: Weights, moments: Any, gradient: Weights, rate: float) -> tupl
 
 @functools.partial(jax.jit, static_argnums=0)
 def train_window(loss: Any, carried: Any, window: Array, rate: float) -> tuple[Any, Array]:
-    """An update for each batch of a window: `carried` weights, moments and state, and losses."""
+    """Update on each batch of a window; return `carried` (weights, moments, state) and losses."""
 
     def update(carried: Any, batch: Array) -> tuple[Any, Array]:
         weights, moments, state = carried
@@ -152,7 +153,7 @@ def train_window(loss: Any, carried: Any, window: Array, rate: float) -> tuple[A
 
 
 def losses_of(spec: NetworkRun, loss: Any) -> Iterator[float]:
-    """Train as specified; yields the mean loss of each window."""
+    """Train as specified; yield the mean loss of each window."""
     with on(spec.setting):
         weights = jax.tree.map(jnp.asarray, weights_of(spec))
         zeros = jax.tree.map(jnp.zeros_like, weights)
@@ -169,7 +170,7 @@ def losses_of(spec: NetworkRun, loss: Any) -> Iterator[float]:
 
 
 def blank(weights: Weights) -> State:
-    """PredNet's state before the first frame, all zero; none for the autoencoder."""
+    """Return PredNet's state before the first frame, all zeros; none for the autoencoder."""
     zeros = [jnp.zeros_like(array) for name, array in weights.items() if name.endswith("peep_i")]
     return [(zero, zero, zero) for zero in zeros]
 
@@ -179,19 +180,19 @@ def on(setting: Setting) -> Iterator[None]:
     """Compute on the setting's device, in its precision and threads, or raise `GpulabError`."""
     if os.environ.get("NPROC") != (wanted := str(setting.threads) if setting.threads else NPROC):
         try:
-            # To change this is refused once JAX has begun, which is when it reads NPROC.
+            # JAX refuses to change this once it has started, which is when it reads NPROC.
             for count in ((usual := jax.config.jax_num_cpu_devices) + 1, usual):
                 jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
             raise GpulabError(
-                f"setting {str(setting)!r}: JAX chooses its threads once in a process; use"
+                f"setting {str(setting)!r}: JAX chooses its threads once per process; use"
                 " gpulab.Experiment"
             ) from None
         os.environ.update({"NPROC": wanted} if wanted else {})
     try:
         device = jax.devices(setting.kind)[int(setting.device.partition(":")[2] or 0)]
     except (RuntimeError, IndexError) as error:
-        raise GpulabError(f"setting {str(setting)!r} cannot run here: JAX says {error}") from None
+        raise GpulabError(f"setting {str(setting)!r} cannot run here: JAX: {error}") from None
     products = {
         None: jax.config.jax_default_matmul_precision,
         True: "tensorfloat32",
@@ -211,8 +212,8 @@ def on(setting: Setting) -> Iterator[None]:
 def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = "loss") -> float:
     """Train the published PredNet with the weights, frames and protocol of `gpulab.train`.
 
-    The settings are `cpu` and `cuda`, with `threads`, `tf32` and `precision` (float32 or float64);
-    others are refused.
+    The settings are `cpu` and `cuda`, with `threads`, `tf32` and `precision` (float32 or float64).
+    Other settings raise an error.
 
     Examples:
         >>> from gpulab import train
@@ -233,7 +234,7 @@ def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = 
 
 
 def autoencoder(seed: int, setting: Setting, size: str = "quick") -> float:
-    """Train the autoencoder as `gpulab.train("autoencoder")` does; all else as `prednet`.
+    """Train the autoencoder as `gpulab.train("autoencoder")` does; everything else as `prednet`.
 
     Examples:
         >>> from gpulab import train
@@ -249,7 +250,7 @@ def autoencoder(seed: int, setting: Setting, size: str = "quick") -> float:
 
 
 def windows(net: str, seed: int, setting: Setting, size: str, **options: str) -> Iterator[float]:
-    """Train; yields the mean loss of each window when it is done."""
+    """Train; yield the mean loss of each window when it is done."""
     loss = functools.partial(prednet_loss, options["truncation"]) if options else LOSSES[net]
     return losses_of(begun(net, seed, setting, size, **options), loss)
 
@@ -257,7 +258,7 @@ def windows(net: str, seed: int, setting: Setting, size: str, **options: str) ->
 def first_window(
     net: str, setting: Setting | str = "cpu", seed: int = 0, size: str = "quick"
 ) -> Computed:
-    """The losses and the gradient of the first window before any update, as `FirstWindow.gradient`.
+    """Return losses and gradient of the first window before any update, as `FirstWindow.gradient`.
 
     Examples:
         >>> first_window("autoencoder", size="smoke").losses.shape

@@ -18,7 +18,7 @@ from gpulab.settings import Setting
 from gpulab.training._networks import NetworkRun
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-# of what it says when it loads, only what went wrong
+# While loading, TensorFlow prints only errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 try:
     import keras
@@ -28,11 +28,11 @@ except ImportError:
     raise same_start.MissingLibraryError("Keras on TensorFlow", "keras") from None
 if keras.backend.backend() != "tensorflow":
     raise GpulabError(
-        f"Keras computes with {keras.backend.backend()}; start Python with KERAS_BACKEND=tensorflow"
+        f"Keras uses {keras.backend.backend()}; start Python with KERAS_BACKEND=tensorflow"
     )
 
-TO_KERAS = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}  # axes of torch's weights, by how many they have
-State = list[tuple[Any, Any, Any]]  # of each layer R, c and P, as in `gpulab.models.prednet`
+TO_KERAS = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}  # axes of torch's weights, by their number
+State = list[tuple[Any, Any, Any]]  # R, c and P of each layer, as in `gpulab.models.prednet`
 
 
 # --- the networks ---------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ class ConvLSTM(layers.Layer):
         self.gates = layers.Conv2D(4 * channels, 3, padding="same")
 
     def call(self, inputs: list[Any], cell: Any) -> tuple[Any, Any]:
-        """The new hidden state and cell; the last of the inputs is the old hidden state."""
+        """Return the new hidden state and cell; the last input is the old hidden state."""
         i, f, g, o = ops.split(self.gates(ops.concatenate(inputs, -1)), 4, axis=-1)
         new_cell = (
             ops.sigmoid(i + self.peep_i * cell) * ops.tanh(g)
@@ -59,7 +59,7 @@ class ConvLSTM(layers.Layer):
 
 
 class PredNet(keras.Model):
-    """The published PredNet: called on a state and a frame (B, H, W, C), it returns the next state.
+    """The published PredNet: given a state and a frame (B, H, W, C), it returns the next state.
 
     The prediction of the next frame is the P of the lowest layer.
     """
@@ -79,14 +79,14 @@ class PredNet(keras.Model):
         self.lstm = [ConvLSTM(shape[-1], shape[1:3]) for shape in self.shapes]
         self.pool, self.upsample = layers.MaxPooling2D(), layers.UpSampling2D()
         state = self.blank()
-        self(state, state[0][0])  # which makes the weights
+        self(state, state[0][0])  # This call creates the weights.
 
     def blank(self) -> State:
-        """The state before the first frame, all zero."""
+        """Return the state before the first frame, all zeros."""
         return [(ops.zeros(shape),) * 3 for shape in self.shapes]
 
     def call(self, state: State, frame: Any) -> State:
-        """One frame: the errors from the bottom up, then the states from the top down."""
+        """Process one frame: the errors from the bottom up, then the states from the top down."""
         errors: list[Any] = []
         for layer, (_, _, prediction) in enumerate(state):
             target = self.pool(self.conv_a[layer - 1](errors[-1])) if layer else frame
@@ -100,7 +100,7 @@ class PredNet(keras.Model):
         return following
 
     def chained(self, state: State) -> State:
-        """The same numbers, with each P but the lowest chained to its convolution."""
+        """Return the same state, with each P but the lowest chained to its convolution."""
         lowest, *above = state
         again = [conv(r) for conv, (r, _, _) in zip(self.conv_p[1:], above, strict=True)]
         again = [made - ops.stop_gradient(made) for made in again]
@@ -113,16 +113,16 @@ class PredNet(keras.Model):
         ]
 
     def window_loss(self, state: State, frames: Any) -> tuple[Any, Any, State]:
-        """The summed and the separate errors of frames (T, B, H, W, C), and the final state."""
+        """Return the summed and separate errors of frames (T, B, H, W, C), and the final state."""
         state = {"loss": self.chained, "state": lambda before: before}[self.truncation](state)
-        states = tf.scan(self, frames[:-1], state)  # of every frame
+        states = tf.scan(self, frames[:-1], state)  # the states after every frame
         predictions, state = states[0][2], tf.nest.map_structure(lambda each: each[-1], states)
         errors = ops.mean(ops.square(predictions - frames[1:]), axis=(1, 2, 3, 4))
         return ops.sum(errors), errors, state
 
 
 class Autoencoder(keras.Sequential):
-    """Fully connected, rectified inside, a sigmoid at the end."""
+    """A fully connected autoencoder, with ReLU inside and a sigmoid at the end."""
 
     def __init__(self, widths: list[int]) -> None:
         inside = [layers.Dense(width, activation="relu") for width in widths[1:-1]]
@@ -131,11 +131,11 @@ class Autoencoder(keras.Sequential):
         )
 
     def blank(self) -> State:
-        """There is no state."""
+        """Return an empty state."""
         return []
 
     def window_loss(self, state: State, images: Any) -> tuple[Any, Any, State]:
-        """The mean squared error of an image (1, 1, H, W, 1), as `PredNet.window_loss`."""
+        """Return the mean squared error of an image (1, 1, H, W, 1), as `PredNet.window_loss`."""
         pixels = ops.reshape(images, (images.shape[0], -1))
         errors = ops.mean(ops.square(self(pixels) - pixels), axis=1)
         return ops.mean(errors), errors, state
@@ -145,10 +145,10 @@ class Autoencoder(keras.Sequential):
 
 
 class Adam(keras.optimizers.Adam):
-    """Adam with epsilon added to √v̂ as in torch and algorithm 1 of the paper, unlike Keras's.
+    """Adam with epsilon added to √v̂ as in torch and algorithm 1 of the paper, unlike in Keras.
 
-    The rest is Keras's own, which rounds β to float32 before 1 − βᵗ is taken: its first steps are
-    off by some 1e-5.
+    The rest is that of Keras, which rounds β to float32 before it computes 1 − βᵗ: its first steps
+    are off by some 1e-5.
     """
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -159,7 +159,7 @@ class Adam(keras.optimizers.Adam):
 
 
 def begin(spec: NetworkRun) -> Any:
-    """The specified network with its weights."""
+    """Return the specified network with its weights."""
     net: Any = spec.model
     if spec.experiment == "prednet":
         model: Any = PredNet(net.channels, net.size, net.truncation)
@@ -174,14 +174,14 @@ def begin(spec: NetworkRun) -> Any:
 
 
 def gradient_of(model: Any, state: State, frames: Any) -> tuple[list[Any], Any, State]:
-    """The gradient of each variable, the errors, and the next state."""
+    """Return the gradient of each variable, the errors, and the next state."""
     with tf.GradientTape() as tape:
         loss, errors, state = model.window_loss(state, frames)
     return tape.gradient(loss, model.trainable_variables), errors, state
 
 
 def losses_of(spec: NetworkRun) -> Iterator[float]:
-    """Train as specified; yields the mean loss of each window."""
+    """Train as specified; yield the mean loss of each window."""
     with on(spec.setting):
         model, optimizer = begin(spec), Adam(spec.configuration["learning_rate"])
         optimizer.build(model.trainable_variables)
@@ -202,7 +202,7 @@ def losses_of(spec: NetworkRun) -> Iterator[float]:
 
 
 def channels_last(frames: npt.NDArray[Any]) -> Any:
-    """Batches (n, t, B, C, H, W) as tensors (n, t, B, H, W, C)."""
+    """Return batches (n, t, B, C, H, W) as tensors (n, t, B, H, W, C)."""
     return tf.constant(np.moveaxis(frames, -3, -1))
 
 
@@ -216,7 +216,7 @@ def on(setting: Setting) -> Iterator[None]:
         tf.config.threading.set_inter_op_parallelism_threads(setting.threads or 0)
     except RuntimeError:
         raise GpulabError(
-            f"setting {str(setting)!r}: TensorFlow chooses its threads once in a process; use"
+            f"setting {str(setting)!r}: TensorFlow chooses its threads once per process; use"
             " gpulab.Experiment"
         ) from None
     if name not in {
@@ -233,8 +233,8 @@ def on(setting: Setting) -> Iterator[None]:
 
 
 def _switch(precision: str, tf32: bool) -> None:
-    keras.config.set_floatx(precision)  # of tensors
-    keras.config.set_dtype_policy(precision)  # of layers
+    keras.config.set_floatx(precision)  # the type of tensors
+    keras.config.set_dtype_policy(precision)  # the type of layers
     tf.config.experimental.enable_tensor_float_32_execution(tf32)
 
 
@@ -242,7 +242,7 @@ def _switch(precision: str, tf32: bool) -> None:
 
 
 def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = "loss") -> float:
-    """Train the published PredNet: all else as `in_jax.prednet`.
+    """Train the published PredNet; everything else as `in_jax.prednet`.
 
     Examples:
         >>> from gpulab import train
@@ -261,19 +261,19 @@ def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = 
 
 
 def autoencoder(seed: int, setting: Setting, size: str = "quick") -> float:
-    """Train the autoencoder; all else as `prednet`."""
+    """Train the autoencoder; everything else as `prednet`."""
     return final_loss(windows("autoencoder", seed, setting, size))
 
 
 def windows(net: str, seed: int, setting: Setting, size: str, **options: str) -> Iterator[float]:
-    """Train; yields the mean loss of each window when it is done."""
+    """Train; yield the mean loss of each window when it is done."""
     return losses_of(begun(net, seed, setting, size, **options))
 
 
 def first_window(
     net: str, setting: Setting | str = "cpu", seed: int = 0, size: str = "quick"
 ) -> Computed:
-    """The losses and gradient of the first window, before any update, as in `in_jax`."""
+    """Return losses and gradient of the first window, before any update, as in `in_jax`."""
     spec = begun(net, seed, Setting.parse(setting), size)
     with on(spec.setting):
         model, (window, _) = begin(spec), next(batches(spec))

@@ -1,20 +1,19 @@
-"""The published experiment with its own code: the authors' network, unchanged, in stock Chainer, on
-a CPU or a GPU.
+"""The published experiment with its own code: the authors' unchanged network, in stock Chainer.
 
     python benchmarks/peers/published.py prednet_in_chainer_py3/PredNet --seeds 8 --loader reused
     copied --workers 2
 
-trains seeds × loaders in worker processes; what is done already is skipped. `--help` says what it
-needs.
+This trains seeds × loaders in worker processes, on a CPU or a GPU. Runs that are already done are
+skipped. `--help` lists the requirements.
 
 The operations and their order are those of the authors' `main.py`
-(github.com/eijwat/prednet_in_chainer_py3): one NumPy buffer for the frame that is seen and one for
-the frame to come, wrapped by `xp.asarray`; the losses of a window summed; `zerograds`, `backward`,
-`unchain_backward`, Adam; and, on a GPU, the network taken `to_cpu()` and back `to_gpu()` after each
-update. On a CPU the weights have the same bits as those of `main.py` itself (a test says so),
-though three things differ: `main.py` draws its weights without a seed, writes a window's last frame
-into the first buffer after the update and not before, and computes predictions for frames that fill
-no window.
+(github.com/eijwat/prednet_in_chainer_py3): one NumPy buffer for the current frame and one for the
+next frame, wrapped by `xp.asarray`; the losses of a window summed; `zerograds`, `backward`,
+`unchain_backward`, Adam; and, on a GPU, the network moved `to_cpu()` and back `to_gpu()` after each
+update. On a CPU the weights have the same bits as those of `main.py` itself (a test checks this),
+although three things differ: `main.py` draws its weights without a seed, writes a window's last
+frame into the first buffer after the update instead of before it, and computes predictions for
+frames that do not fill a window.
 """
 
 from __future__ import annotations
@@ -50,13 +49,14 @@ Arrays = dict[str, npt.NDArray[Any]]
 class Published:
     """The authors' network with its optimiser, and their loop over one window.
 
-    Their `net.py`, or its folder; `size` is (height, width), and NumPy's global generator draws the
-    weights, on a CPU.
+    The network comes from their `net.py`, or its folder; `size` is (height, width). NumPy's global
+    generator draws the weights, on a CPU.
 
-    The loader `reused` is theirs: one buffer, whose memory every step of a window shares on a CPU,
-    and which is copied to a GPU at each step. `copied`: every frame has an array of its own.
-    `shared`: one array on the device, overwritten, which is what `reused` is on a CPU. With
-    `round_trip` a GPU takes the network to the CPU and back after each update, as they do.
+    The loader `reused` is the authors': one buffer, whose memory all steps of a window share on a
+    CPU, and which is copied to a GPU at each step. With `copied`, every frame has its own array.
+    With `shared`, one array on the device is overwritten, which is what `reused` does on a CPU.
+    With `round_trip`, the network is moved from the GPU to the CPU and back after each update, as
+    in their code.
 
     References:
         Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural
@@ -91,14 +91,14 @@ class Published:
             self.model.to_gpu()
 
     def restart(self, first: npt.NDArray[np.float32]) -> None:
-        """Begin a pass over the frames with its first one."""
+        """Start a pass over the frames with the first frame."""
         self.network.reset_state()
         self.seen, self.coming = (np.ndarray((1, *first.shape), np.float32) for _ in range(2))
         self.wrap_seen, self.wrap_coming = self._wrapper(first.shape), self._wrapper(first.shape)
         self.seen[0] = first
 
     def _wrapper(self, shape: tuple[int, ...]) -> Callable[[Any], Any]:
-        """What makes an array of the device of a buffer."""
+        """Return the function that turns a buffer into an array on the device."""
         if self.loader == "reused":
             return self.xp.asarray
         if self.loader == "copied":
@@ -114,14 +114,14 @@ class Published:
     def window(
         self, frames: npt.NDArray[np.float32], on_gradient: Callable[[], None] | None = None
     ) -> list[float]:
-        """Predict each of the frames from those before, and update once.
+        """Predict each frame from the previous ones, and update once.
 
         Args:
-            frames: (T, C, H, W) in [0, 1]: those to come.
-            on_gradient: Called when the gradients are there and the weights are not updated yet.
+            frames: The next frames, (T, C, H, W), in [0, 1].
+            on_gradient: Called when gradients are computed, before the weights are updated.
 
         Returns:
-            The loss of each.
+            The loss of each frame.
         """
         loss, losses = 0, []
         for frame in frames:
@@ -144,7 +144,7 @@ class Published:
         return numbers
 
     def gradients(self) -> Arrays:
-        """The gradient of each array of weights, by its name."""
+        """Return the gradient of each array of weights, by its name."""
         to_cpu = self.chainer.backends.cuda.to_cpu
         return {
             name: to_cpu(p.grad).copy()
@@ -156,21 +156,21 @@ class Published:
 def windows(
     data: Sequence, length: int = 20, every: int = 1
 ) -> Iterator[tuple[npt.NDArray[np.float32], bool]]:
-    """Windows of frames in [0, 1], endlessly, and whether the state begins anew.
+    """Yield windows of frames in [0, 1] without end, and whether the state is reset.
 
-    The first of a pass has `length` frames, of which the first is only seen; each later one has
-    `length` to predict, which follow. Frames that fill no window at the end of a pass train
-    nothing, in the published loop too.
+    The first window of a pass has `length` frames, the first of which is not predicted. Each later
+    window has the `length` frames that follow. Frames at the end of a pass that do not fill a
+    window are not used for training, as in the published loop.
 
     Args:
-        data: All of it is trained on, the held-out part as well.
-        length: Of a window.
-        every: Take one frame in this many. Passes begin at the first, the second, … in turn.
+        data: The data. All frames are used for training, including the held-out part.
+        length: The length of a window.
+        every: Take one frame in this many. Passes start at the first frame, the second, … in turn.
     """
     stop = data.frames if isinstance(data, Rendered) else data.frames + data.heldout_count
     if stop // every < length:
         raise UsageError(
-            f"{data.name}: {stop // every} frames, of every {every}; a window needs {length}"
+            f"{data.name}: {stop // every} frames with every={every}; a window needs {length}"
         )
     film = None if isinstance(data, Rendered) else list(data.stream(0, stop))  # decoded once
     for offset in itertools.cycle(range(every)):
@@ -197,29 +197,28 @@ def published(
     loader: str = "reused",
     round_trip: bool = True,
 ) -> dict[str, float]:
-    """Train the authors' network by a loop with their operations, as `gpulab.train` and `gpulab
-    experiment` call it.
+    """Train the authors' network in a loop with their operations.
 
-    One that is interrupted begins anew.
+    `gpulab.train` and `gpulab experiment` call this function. An interrupted training starts again.
 
     Args:
-        seed: Of the weights.
-        setting: `cpu`, `cpu:threads=N`, or `cuda:tf32=off,cudnn=off`, which is all that CuPy and
-            Chainer know today.
+        seed: The seed of the weights.
+        setting: `cpu`, `cpu:threads=N`, or `cuda:tf32=off,cudnn=off`, the only settings that CuPy
+            and Chainer support today.
         net: The authors' `net.py`.
-        data: `walk`, whose `speed` that is, or a video file, of which one frame in `every` is
-            taken.
-        frames: To train on: as many updates are made as they fill windows.
+        data: `walk`, with the given `speed`, or a video file, of which one frame in `every` is
+            used.
+        frames: The number of frames to train on. There is one update for each window they fill.
         size: Width x height of a frame in pixels, as the authors write it.
         loader, round_trip: As in `Published`.
 
     Returns:
-        Of the last fifth of the windows the mean `loss` of all frames, that of the `last_frame`,
-        which the authors log, and `repeat_loss`, that of repeating the frame before; and
-        `beats_repeating`, whether the loss is below that.
+        Means over the last fifth of the windows: the `loss` of all frames; that of the
+        `last_frame`, which the authors log; `repeat_loss`, that of repeating the previous frame;
+        and `beats_repeating`, whether `loss` is below `repeat_loss`.
     """
     if str(setting) not in ("cpu", f"cpu:threads={setting.threads}", "cuda:tf32=off,cudnn=off"):
-        raise UsageError(f"setting {setting}: the published network runs under {SETTINGS}")
+        raise UsageError(f"setting {setting}: the published network supports {SETTINGS}")
     width, height = whole_numbers(size)
     layers = tuple(whole_numbers(channels))
     film = data if data == "walk" else f"video:{data}"
@@ -259,12 +258,12 @@ def main() -> None:
     )
     parser.add_argument("net", type=Path, help="the authors' net.py, or its folder PredNet")
     parser.add_argument("--setting", default="cpu", help=SETTINGS)
-    parser.add_argument("--seeds", default="1", help="how many (10), or which (0,1,7)")
+    parser.add_argument("--seeds", default="1", help="their number (10), or a list (0,1,7)")
     parser.add_argument(
         "--loader", nargs="+", default=["reused"], help="reused (as published), copied, or shared"
     )
     parser.add_argument(
-        "--no-round-trip", action="store_true", help="on a GPU: not to the CPU and back"
+        "--no-round-trip", action="store_true", help="on a GPU: do not move to the CPU and back"
     )
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
     parser.add_argument("--store", default=None, help="folder of the runs")

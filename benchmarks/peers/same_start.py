@@ -1,4 +1,4 @@
-"""What a training in another library shares with gpulab's own: weights, frames and protocol."""
+"""Weights, frames and protocol that trainings in other libraries share with those of gpulab."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class MissingLibraryError(GpulabError, ImportError):
 
 
 def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any) -> NetworkRun:
-    """A training as `gpulab.train` begins it: its network with the weights drawn, and its data.
+    """Prepare a training as `gpulab.train` does: its network with initial weights, and its data.
 
     Raises:
-        UsageError: For a setting that only torch can honour, by the name of the option, and for
-            nonsense.
+        UsageError: If only torch can honour the setting (the message names the option), or if
+            arguments are invalid.
     """
     honoured = ("threads", "tf32", "precision")
     refused = [
@@ -45,7 +45,7 @@ def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any
         refused.append(setting.kind)
     if refused:
         raise UsageError(
-            f"setting {str(setting)!r}: {refused[0]} is torch's alone; in another library there are"
+            f"setting {str(setting)!r}: only torch supports {refused[0]}; other libraries support"
             f" cpu and cuda with {', '.join(honoured)} (float32 or float64)"
         )
     spec = NetworkRun.plan(
@@ -56,10 +56,10 @@ def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any
 
 
 def batches(spec: NetworkRun) -> Iterator[tuple[npt.NDArray[Any], bool]]:
-    """For each window of a training what its updates see, and whether the state begins anew.
+    """Yield the frames of each window of a training, and whether its state is reset.
 
-    Frames in [0, 1], of the setting's precision: (1, t, 1, C, H, W) for PredNet, one update on t
-    frames; for the autoencoder (t, 1, 1, H, W), t updates on an image each.
+    Frames are in [0, 1], in the setting's precision: (1, t, 1, C, H, W) for PredNet, with one
+    update on t frames; (t, 1, 1, H, W) for the autoencoder, with t updates on one image each.
     """
     loader = Loader("window", replace(spec.setting, device="cpu"))
     windows = spec.data.windows(spec.window, spec.seed)
@@ -71,21 +71,21 @@ def batches(spec: NetworkRun) -> Iterator[tuple[npt.NDArray[Any], bool]]:
 
 
 def weights_of(spec: NetworkRun) -> dict[str, npt.NDArray[Any]]:
-    """The weights of the spec's network by their names in torch, of the setting's precision."""
+    """Return the weights of the spec's network in the setting's precision, named as in torch."""
     return {
         name: p.detach().to(spec.setting.dtype).numpy() for name, p in spec.model.named_parameters()
     }
 
 
 def final_loss(losses: Iterable[float]) -> float:
-    """The mean of the last fifth of the windows' losses, as `gpulab.train` has it."""
+    """Return the mean loss of the last fifth of the windows, as `gpulab.train` computes it."""
     values = list(losses)
     last = values[-max(1, len(values) // FINAL_LOSS_DIVISOR) :]
     return sum(last) / len(last)
 
 
 def computed(spec: NetworkRun, losses: Any, gradient: dict[str, Any]) -> Computed:
-    """Arrays of any library, the gradient's by their names in torch, as `Computed` in float64."""
+    """Convert a library's arrays to `Computed` in float64; gradients are named as in torch."""
 
     def tensor(array: Any) -> torch.Tensor:
         return torch.from_numpy(np.array(array, np.float64))

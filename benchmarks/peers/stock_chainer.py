@@ -1,7 +1,7 @@
-"""Chainer 7.8 as its authors published it, on a Python, NumPy and CuPy that came after it.
+"""Chainer 7.8 as its authors published it, on newer versions of Python, NumPy and CuPy.
 
-What it asks for and no longer finds is stood in for before it is imported; nothing of Chainer is
-changed.
+Names that it needs and that no longer exist are replaced before it is imported. Chainer itself is
+not changed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from gpulab.errors import GpulabError, UsageError
 
-VERSION = "7.8.1"  # of all recorded runs
-# 7.8.0, which the authors name, differs in what it knows of CuPy alone
+VERSION = "7.8.1"  # the version of all recorded runs
+# 7.8.0, which the authors name, differs only in its support of CuPy.
 VERSIONS = (
     "7.8.0",
     VERSION,
@@ -44,14 +44,14 @@ SWITCHES = {
     "CHAINER_USE_CUDNN": "never",
     "CHAINER_USE_IDEEP": "never",
     "CHAINER_DTYPE": "float32",
-    "CHAINER_TYPE_CHECK": "0",  # of shapes, in Python: no number depends on it
+    "CHAINER_TYPE_CHECK": "0",  # a check of shapes in Python, which affects no number
     "CUPY_TF32": "0",
     "NVIDIA_TF32_OVERRIDE": "0",
 }
 
 
 def chainer() -> Any:
-    """Import `chainer`; raises `GpulabError` with advice if it is not installed."""
+    """Import `chainer`; raise `GpulabError` with advice if it is not installed."""
     if "chainer" in sys.modules:
         return sys.modules["chainer"]
     if importlib.util.find_spec("chainer") is None:
@@ -65,8 +65,8 @@ def chainer() -> Any:
         )
     os.environ.update(SWITCHES)
     os.environ.pop("CUPY_ENABLE_UMP", None)  # host arrays are copied to the GPU, never mapped
-    # It warns about versions of other packages, by pkg_resources and numpy.distutils, which are
-    # gone.
+    # This module warns about versions of other packages. It needs pkg_resources and
+    # numpy.distutils, which no longer exist.
     unchecked: Any = types.ModuleType("chainer._environment_check")
     unchecked.check = lambda: None
     sys.modules["chainer._environment_check"] = unchecked
@@ -87,11 +87,11 @@ def chainer() -> Any:
 
 
 def network(file: str | Path) -> Any:
-    """The authors' `net.py`, unchanged, as a module.
+    """Load the authors' `net.py`, unchanged, as a module.
 
     Raises:
-        UsageError: Where there is no such file.
-        GpulabError: Where it cannot be run.
+        UsageError: If there is no such file.
+        GpulabError: If it cannot be run.
     """
     path = Path(file)
     if path.is_dir():
@@ -112,7 +112,7 @@ def network(file: str | Path) -> Any:
 
 
 def arrays(kind: str) -> Any:
-    """NumPy for `cpu`, CuPy for `cuda`; `GpulabError` where CuPy finds no GPU."""
+    """Return NumPy for `cpu` and CuPy for `cuda`; raise `GpulabError` if CuPy finds no GPU."""
     if kind == "cpu":
         return importlib.import_module("numpy")
     cuda = chainer().backends.cuda

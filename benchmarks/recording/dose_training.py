@@ -1,4 +1,7 @@
-"""The training of a cell of dose and response: twelve lengths of window and speeds of motion."""
+"""The training of a cell of the dose–response experiment: a window length and a speed of motion.
+
+There are twelve cells.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from gpulab.training import loop
 from gpulab.training._networks import NetworkRun
 from gpulab.training.loop import Training
 
-EVERY = 10  # windows along a training, the bias is looked at
+EVERY = 10  # the bias is measured at every tenth window of a training
 
 
 def bias_and_loss(
     seed: int, setting: Setting, window: int = 20, speed: float = 1.0, size: str = "quick"
 ) -> dict[str, float]:
-    """The final loss on copied frames and on shared memory, and how far sharing turns the gradient.
+    """Return the final losses with copied frames and with shared memory, and the gradient's bias.
 
-    `bias` is the relative distance of the gradient with shared memory to that with copies, at the
-    weights and the state of the training on copies: mean of every tenth window along it.
-    `bias_first` is that of the first window.
+    `bias` is the relative distance between the gradients with shared memory and with copies, at the
+    weights and the state of the training on copies. It is the mean over every tenth window of that
+    training. `bias_first` is the distance at the first window.
     """
     sharing = "reused" if setting.kind == "cpu" else "imitated"
     spec = NetworkRun.plan(
@@ -56,7 +59,7 @@ def bias_and_loss(
 
 
 def gradient(spec: NetworkRun, training: Training, window: Window, loader: str) -> Tensor:
-    """Of a window at the weights and the state that there are, flat."""
+    """Return the gradient of a window at the current weights and state, as a flat vector."""
     (batch,) = Loader(loader, spec.setting).batches(training.model, window.frames)
     training.model.zero_grad()
     state = None if window.restart else training.state
@@ -65,7 +68,7 @@ def gradient(spec: NetworkRun, training: Training, window: Window, loader: str) 
 
 
 def final_loss(spec: NetworkRun, look: Callable[[Training], None] = lambda _: None) -> float:
-    """Train with a look before the first window and after each; NaN if the training diverged."""
+    """Train, calling the observer before the first window and after each; NaN if it diverged."""
     training = spec.init_training()
     look(training)
     loop.train(

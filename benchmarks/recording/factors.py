@@ -1,10 +1,10 @@
-"""Each factor of notebook 02 changed alone, on networks that learned.
+"""Each factor of notebook 02 changed on its own, on trained networks.
 
     python -m benchmarks.recording.factors cpu --store FOLDER
     python -m benchmarks.recording.factors cuda --store FOLDER
     python -m benchmarks.recording.factors cuda-paper --store FOLDER
 
-Runs that are in the store are not made again, so it can be stopped and called again. The plan is in
+Runs that are in the store are not repeated, so it can be stopped and restarted. The plan is in
 `data/registered/factors-on-networks-that-learned.md`.
 """
 
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     Attributes:
         models: Keyword arguments of `gpulab.Experiment` for each network.
         settings: One setting for each change, the reference first.
-        options: Options of further runs under the reference, by what they change.
+        options: Options of further runs under the reference, keyed by what they change.
         seeds: The number of seeds.
         beside: A setting of another device, run with the same seeds.
     """
@@ -98,7 +98,7 @@ PARTS = {
 
 
 def jobs(part: Part) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
-    """The network, the setting and the options of each kind of run."""
+    """Yield the network, the setting and the options of each kind of run."""
     reference = part.settings[0]
     rows = [(setting, {}) for setting in [*part.settings, *part.beside]]
     rows[1:1] = [(reference, options) for options in part.options]
@@ -108,20 +108,20 @@ def jobs(part: Part) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
 def main(
     device: Annotated[str, typer.Argument(help=f"one of {', '.join(PARTS)}")],
     store: Annotated[Path, typer.Option(help="folder for the runs")],
-    seeds: Annotated[int, typer.Option(help="fewer seeds; 0: as planned")] = 0,
+    seeds: Annotated[int, typer.Option(help="number of seeds; 0 means as planned")] = 0,
     workers: Annotated[int, typer.Option(help="runs at the same time")] = 1,
     only: Annotated[str, typer.Option(help="settings that contain this text")] = "",
     model: Annotated[str, typer.Option(help="one network only")] = "",
-    minutes: Annotated[float, typer.Option(help="begin no further experiment after this")] = 1e9,
+    minutes: Annotated[float, typer.Option(help="start no new experiment after this time")] = 1e9,
 ) -> None:
-    """Make the runs of one part that are missing in the store."""
+    """Make the runs of one part that are missing from the store."""
     part = PARTS[device]
     started = time.monotonic()
     for network, setting, options in jobs(part):
         if only not in setting or (model and network["model"] != model):
             continue
         if time.monotonic() - started > 60 * minutes:
-            print("the time is over", flush=True)
+            print("the time is up", flush=True)
             break
         asked = dict(options)
         reruns = 1 + asked.pop("rerun", 0)
@@ -139,7 +139,7 @@ def main(
                 registered=PLAN,
                 **given,
             ).run(progress=False)
-        except gl.GpulabError as error:  # one setting that this machine lacks
+        except gl.GpulabError as error:  # this machine does not support the setting
             print(f"{network['model']} {setting} {options}: {error}", flush=True)
             continue
         done = table.groupby("status").size().to_dict()

@@ -1,8 +1,8 @@
-"""Record what is inside a CPU or a GPU: the microbenchmarks of notebook 01, and its description.
+"""Record the inside of a CPU or a GPU: the microbenchmarks of notebook 01, and a description.
 
     python benchmarks/recording/inside.py cuda:tf32=off --write data/measured/inside-my-gpu.json
 
-It takes less than a minute. `companion.microbenchmarks` explains what is measured.
+This takes less than a minute. `companion.microbenchmarks` explains what is measured.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def record_inside(
         Path | None, typer.Option(help="JSON file, such as data/measured/inside-my-gpu.json")
     ] = None,
     rounds: Annotated[int, typer.Option(help="how often each point is timed")] = 15,
-    only: Annotated[list[str] | None, typer.Option(help="a microbenchmark; several times")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="a microbenchmark; repeatable")] = None,
 ) -> None:
-    """Measure the microbenchmarks of a device, and keep them with the passport and a description.
+    """Run the microbenchmarks of a device, and store them with the passport and a description.
 
-    A microbenchmark that fails is named under `failed`; the others are kept.
+    A microbenchmark that fails is listed under `failed`; the results of the others are stored.
     """
     parsed = gl.Setting.parse(setting)
     parsed.check()
@@ -40,7 +40,7 @@ def record_inside(
         try:
             frames.append(measure_inside(setting, [name], rounds, progress=False))
         except Exception as problem:
-            # Whatever a library raises, the others are worth keeping.
+            # A library may raise any error. The results of the others are still stored.
             failed[name] = describe_error(problem)[:500]
         print(f"{name}: {failed.get(name, 'measured')}", flush=True)
         document: dict[str, Any] = {"hardware": describe_devices(), "failed": failed}

@@ -1,11 +1,11 @@
-"""The authors' network at the published size on a CPU, one process of one thread for each run.
+"""The authors' network at the published size on a CPU, with a single-threaded process per run.
 
     python -m benchmarks.recording.published_on_a_cpu NET --minutes 24 --output FOLDER
     python -m benchmarks.recording.published_on_a_cpu NET --collect FOLDER --write FILE
 
-The first command starts the runs and ends them when the time is over. Each run appends a line to a
-file of its own after each window, so that nothing is lost if the machine is. The second command
-puts the files together as one record. The plan is in
+The first command starts the runs and ends them when the time is up. Each run appends a line to its
+own file after each window, so that nothing is lost if the machine is lost. The second command
+combines the files into one record. The plan is in
 `data/registered/published-size-on-a-cpu.md`.
 """
 
@@ -44,7 +44,7 @@ def run_all(
     reused: Annotated[int, typer.Option(help="how many seeds, from 100 on")] = 8,
     copied: Annotated[int, typer.Option(help="how many seeds, from 100 on")] = 4,
 ) -> None:
-    """Train all seeds at the same time, until the time is over."""
+    """Train all seeds at the same time, until the time is up."""
     output.mkdir(parents=True, exist_ok=True)
     seeds = {"reused": reused, "copied": copied}
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -101,7 +101,7 @@ def collect(
     write: Annotated[Path, typer.Option(help="JSON file in data/measured")],
     command: Annotated[str, typer.Option(help="the command that made the runs")] = "",
 ) -> None:
-    """Put the files of all runs together, with the passport of this machine."""
+    """Combine the files of all runs into one record, with the passport of this machine."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise DataError(f"{folder}: expected files *.jsonl of runs, found none")
@@ -110,7 +110,7 @@ def collect(
         for line in file.read_text().splitlines():
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError:  # the last line of a process that was ended
+            except json.JSONDecodeError:  # the last line of a process that was terminated
                 continue
     keep(write, "cpu", rows=rows, made_by=command)
 

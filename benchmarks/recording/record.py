@@ -1,12 +1,11 @@
-"""Record on this machine what `data/` keeps of others: a subcommand each, and with `--help` what it
-takes.
+"""Make the recordings in `data/` on this machine, with a subcommand for each; see `--help`.
 
     python benchmarks/recording/record.py roofline cuda:tf32=off cuda:tf32=on
     data/measured/rooflines-my-gpu.json python benchmarks/recording/record.py speed cuda:tf32=off
     --write data/measured/speed-my-gpu.json
 
-`record_NAME.py` in the commands of older records is the subcommand of that name here, with the same
-arguments.
+`record_NAME.py` in the commands of older records is the subcommand `NAME` of this script, with the
+same arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ File = Annotated[Path, typer.Argument(help="JSON file, such as data/measured/KIN
 
 @app.command("roofline")
 def record_roofline(settings: Settings, file: File) -> None:
-    """The roofline of this machine under the settings given."""
+    """Measure the roofline of this machine under the given settings."""
     frame = pd.concat([roofline(setting) for setting in settings], ignore_index=True)
     print(
         frame[
@@ -53,22 +52,22 @@ def record_roofline(settings: Settings, file: File) -> None:
 def record_speed(
     setting: str,
     write: Annotated[Path, typer.Option(help="JSON file, such as data/measured/speed-my-gpu.json")],
-    sizes: Annotated[list[str], typer.Option(help="of smoke, quick and paper; several times")] = (
+    sizes: Annotated[list[str], typer.Option(help="smoke, quick or paper; may be repeated")] = (
         "quick",
         "paper",
     ),
-    parts: Annotated[list[str], typer.Option(help="some sections only; several times")] = PARTS,
+    parts: Annotated[list[str], typer.Option(help="only this section; may be repeated")] = PARTS,
 ) -> None:
-    """The trainings that notebook 07 shows, under one setting; what this machine lacks is kept as a
-    row that says so.
+    """Time the trainings of notebook 07 under one setting.
 
-    What else the notebook shows beside its own measurements was recorded at commit 14efec38.
+    A training that this machine does not support becomes a row that says so. The other recordings
+    in the notebook were made at commit 14efec38.
     """
     frames = []
     for size, part in itertools.product(sizes, parts):
         try:
             rows = measure_speed(part, [setting], size)
-        except Exception as error:  # of one section, which says so: the others are worth having
+        except Exception as error:  # The row of this section reports it; the others are still run.
             why = Row(part, note=f"failed: {describe_error(error)[:200]}")._asdict()
             rows = pd.DataFrame([{"part": part, **why, "size": size, "setting": setting}])
         frames.append(rows)
@@ -78,12 +77,12 @@ def record_speed(
         )
         table = table.astype(object)
         found = table.where(table.notna(), None).to_dict("records")
-        keep(write, setting.partition(":")[0], rows=found)  # so far, if it is cut off
+        keep(write, setting.partition(":")[0], rows=found)  # so far, in case it is interrupted
 
 
 # --- saddles --------------------------------------------------------------------------------------
 
-# The most wanted first: network, profile, options of gpulab.saddles.curvature_along.
+# The most important first: network, profile, options of gpulab.saddles.curvature_along.
 CURVATURE = [
     ("autoencoder", "quick", {}),
     ("prednet", "quick", {}),
@@ -104,7 +103,8 @@ ESCAPES = {
     ],
     "cpu": ["cpu:precision=float64", "cpu", "cpu:precision=bfloat16"],
 }
-# The arithmetic in which optimisers are let go: notebook 06 draws them beside its own.
+# The arithmetic under which optimisers start at the saddle. Notebook 06 draws these escapes next to
+# its own.
 ONE_THREAD = ["", ",precision=float64", ",precision=bfloat16", ",emulate=tf32", ",emulate=bfloat16"]
 ARITHMETIC = {
     "cuda": ["cuda:precision=float64", "cuda:tf32=off", "cuda:tf32=on", "cuda:precision=bfloat16"],
@@ -129,10 +129,10 @@ def record_saddles(
         str, typer.Option(help="such as prednet:paper,autoencoder:quick; or escapes")
     ] = "",
 ) -> None:
-    """The Hessian's spectrum along trainings, and escapes from a known saddle by each optimiser.
+    """Record the Hessian's spectrum along trainings, and each optimiser's escapes from a saddle.
 
-    What is there already is not made again, so it can be stopped and called again. The escapes, in
-    four files, take about ten minutes.
+    Recordings that already exist are not repeated, so it can be stopped and restarted. The escapes,
+    in four files, take about ten minutes.
     """
     if kind not in ALONG:
         raise UsageError(f"kind {kind!r}: expected cpu or cuda")
@@ -157,8 +157,9 @@ def record_saddles(
 
 
 def record_escapes(folder: Path, name: str, kind: str) -> None:
-    """Gradient descent pushed off and let go, and all optimisers let go, with weights in
-    float64, with minibatches.
+    """Record escapes of gradient descent with and without a push, and of all optimisers without.
+
+    The latter are also recorded with master weights in float64, and with minibatches.
     """
     batches = {"optimizers": {"sgd": [1.0], "adam": [1e-3]}, "batch_sizes": [20], "steps": 5_000}
     jobs = {
@@ -181,7 +182,7 @@ def record_escapes(folder: Path, name: str, kind: str) -> None:
 
 
 def known_saddle() -> gl.saddles.LinearAutoencoderSaddle:
-    """Digits of 7×7 pixels, of which components 0 and 2 are held: the way out is component 1."""
+    """Return the saddle of 7×7 digits that holds components 0 and 2; component 1 leads down."""
     images = torch.from_numpy(gl.load("digits").train[:500]).double() / 255
     pixels = torch.nn.functional.avg_pool2d(images, 4).flatten(1)
     return gl.saddles.linear_autoencoder_saddle(pixels - pixels.mean(0), [0, 2])

@@ -18,7 +18,7 @@ TABLE_ROWS = {"smoke": 2_000, "quick": 50_000, "paper": 1_000_000}
 
 
 def trees(setting: Setting, size: str) -> Iterator[Row]:
-    """Fifty gradient-boosted trees (XGBoost) on a random table in the host's memory."""
+    """Train fifty gradient-boosted trees (XGBoost) on a random table in the host's memory."""
     try:
         import xgboost
     except ImportError:
@@ -38,7 +38,7 @@ def trees(setting: Setting, size: str) -> Iterator[Row]:
             note="this XGBoost was built without CUDA: pip install xgboost, not xgboost-cpu",
         )
     elif setting.kind not in ("cpu", "cuda"):
-        yield Row("XGBoost", note=f"XGBoost computes on cpu and cuda, not on {setting.kind}")
+        yield Row("XGBoost", note=f"XGBoost runs on cpu and cuda, not on {setting.kind}")
     else:
         times = [clocked(setting, train)[0] for _ in range(1 + REPEATS[size])]
         yield Row("XGBoost", "fifty trees", *summary(times[1:]))

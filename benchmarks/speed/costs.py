@@ -1,4 +1,4 @@
-"""What gpulab costs: time and memory of notebooks, guard and emulation.
+"""The cost of gpulab: time and memory of notebooks, guard and emulation.
 
 python benchmarks/speed/costs.py budgets --profile smoke --profile quick --device cpu
 python benchmarks/speed/costs.py memory --only 03,04
@@ -45,14 +45,14 @@ from companion.notebooks import find_notebooks
 from gpulab.numerics._emulation import CHIPS
 
 app = command_line(__doc__)
-Write = Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")]
+Write = Annotated[Path | None, typer.Option(help="Markdown page to fill between its marks")]
 
 
-# --- what the companion costs ---------------------------------------------------------------------
+# --- the companion --------------------------------------------------------------------------------
 
 
 def process_seconds(command: list[str], repeats: int = 1) -> float:
-    """Seconds of a process, the median; its failure is ours."""
+    """Return the median time of a process in seconds; exit if it fails."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -62,7 +62,7 @@ def process_seconds(command: list[str], repeats: int = 1) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a reader says them.
+    """Return a time in words.
 
     >>> duration(0.0421), duration(7.31), duration(251)
     ('0.04 s', '7 s', '4 min 11 s')
@@ -75,18 +75,18 @@ def duration(seconds: float) -> str:
 
 @app.command()
 def budgets(
-    profile: Annotated[list[str], typer.Option(help="smoke, quick or paper; several times")] = (
+    profile: Annotated[list[str], typer.Option(help="smoke, quick or paper; may be repeated")] = (
         "smoke",
         "quick",
     ),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps or xpu")] = "cpu",
 ) -> None:
-    """Time and peak memory of the companion, of each notebook and of a start, into docs/costs.md.
+    """Write time and peak memory of the companion, each notebook and a start to docs/costs.md.
 
-    Time: the wall clock of `python -m companion`, into an empty folder, and of each notebook in it.
-    Memory: the largest process of a notebook, which is its kernel. A start is the median of seven
-    processes. Since machines differ, the whole is also said in frames: so many does one thread
-    train PredNet on meanwhile, at the size of the quick profile.
+    Time is the wall-clock time of `python -m companion`, into an empty folder, and of each
+    notebook. Memory is that of a notebook's largest process, its kernel. A start is the median of
+    seven processes. Since machines differ, the total is also given in frames: the number of frames
+    on which one thread trains PredNet in that time, at the size of the quick profile.
     """
     trained = gl.train("prednet", setting="cpu:threads=1", profile="quick", progress=False)
     frames_per_second = trained.record["configuration"]["frames"] / trained.history.seconds.iloc[-1]
@@ -136,11 +136,11 @@ def budgets(
     )
 
 
-SAMPLE_SECONDS = 0.3  # between two looks at the memory of a notebook's processes
+SAMPLE_SECONDS = 0.3  # between two measurements of the memory of a notebook's processes
 
 
 def proportional_bytes(process: psutil.Process) -> int:
-    """The memory of a process, of what it shares its share (PSS); 0 if it has ended."""
+    """Return a process's proportional set size (PSS) in bytes; 0 if it has ended."""
     try:
         return process.memory_full_info().pss
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -148,7 +148,7 @@ def proportional_bytes(process: psutil.Process) -> int:
 
 
 def find_kernel(root: psutil.Process) -> psutil.Process | None:
-    """The Jupyter kernel below a process, if it has begun."""
+    """Return the Jupyter kernel among the children of a process, if it has started."""
     for process in root.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             if any("ipykernel" in part for part in process.cmdline()):
@@ -157,7 +157,7 @@ def find_kernel(root: psutil.Process) -> psutil.Process | None:
 
 
 def peak_of_all_processes(command: list[str]) -> list[int]:
-    """The memory of each process of a notebook at the moment when their sum is largest."""
+    """Return the memory of each process of a notebook at the time when their sum is largest."""
     peak: list[int] = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as runner:
         root, kernel = psutil.Process(runner.pid), None
@@ -175,15 +175,15 @@ def peak_of_all_processes(command: list[str]) -> list[int]:
 
 @app.command()
 def memory(
-    only: Annotated[str, typer.Option(help="notebooks whose names begin so, such as 03,04")] = "",
+    only: Annotated[str, typer.Option(help="first letters of notebooks, such as 03,04")] = "",
     profile: Annotated[str, typer.Option(help="smoke, quick or paper")] = "quick",
     write: Write = None,
 ) -> None:
-    """Peak memory of notebooks, summed over the kernel and the processes that it starts.
+    """Measure the peak memory of notebooks, summed over the kernel and the processes it starts.
 
-    Each notebook is executed alone, into an empty folder, and its processes are looked at three
-    times a second. What several processes share is counted once. The program that executes the
-    notebook, in whose place a reader has JupyterLab, is not counted.
+    Each notebook is executed alone, into an empty folder, and its processes are measured about
+    three times a second. Memory that several processes share is counted once. The program that
+    executes the notebook, for which a reader has JupyterLab instead, is not counted.
     """
     rows = []
     for notebook in find_notebooks(ROOT / "notebooks", only):
@@ -202,7 +202,7 @@ def memory(
 
 
 class LSTM(nn.Module):
-    """A cell of two layers and a linear layer on its last output."""
+    """A two-layer recurrent cell, and a linear layer on its last output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class LSTM(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Four layers of an encoder and a linear layer on the mean."""
+    """Four encoder layers, and a linear layer on the mean of their outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ CASES = {
 
 
 def ratios(ways: dict[str, Any], plain: str, other: str) -> list[float]:
-    """How many times as long as the plain way another took, round by round."""
+    """Return the time of a way divided by that of the plain way, for each round."""
     return [b / a for a, b in zip(ways[plain].seconds, ways[other].seconds, strict=True)]
 
 
@@ -248,12 +248,12 @@ def ratios(ways: dict[str, Any], plain: str, other: str) -> list[float]:
 def guard(
     device: str = "cpu",
     repeats: int = 7,
-    only: Annotated[str, typer.Option(help="cases whose names begin so")] = "",
+    only: Annotated[str, typer.Option(help="first letters of the cases to run")] = "",
     write: Write = None,
 ) -> None:
-    """A training step under `gpulab.guard` over the same step without it.
+    """Measure the time of a training step under `gpulab.guard`, relative to the step without it.
 
-    Each step gets its batch from a NumPy array, or from pinned memory where it goes to a GPU.
+    Each step gets its batch from a NumPy array, or from pinned memory if it runs on a GPU.
     """
     setting, rows = gl.Setting.parse(device), []
     for name, (build, shape) in CASES.items():
@@ -285,7 +285,7 @@ def guard(
         print(*rows[-1], flush=True)
     steps = table('one step of SGD|input|without, ms|times as long|with reads="any"', rows)
     text = f"{made_by()}\n\n{steps}"
-    show("What the guard costs", write, measured=text)
+    show("The cost of the guard", write, measured=text)
 
 
 def sgd_step(net: nn.Module, array: np.ndarray, device: str) -> Step:
@@ -303,7 +303,7 @@ def sgd_step(net: nn.Module, array: np.ndarray, device: str) -> Step:
 
 ARITHMETICS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ("tf32", "bfloat16", "float16", "float8_e4m3fn")},
-    "ampere": {"name": CHIPS["ampere"]},  # in TF32, whatever this program allows
+    "ampere": {"name": CHIPS["ampere"]},  # in TF32, even if this program does not allow it
     "hopper": {"name": CHIPS["hopper"]},
     "split-4": {"order": "split-4"},
 }
@@ -311,7 +311,7 @@ WINDOW = "PredNet, a window of the quick profile"
 
 
 def laptop_steps() -> dict[str, Step]:
-    """Training steps of the size that people train on a laptop."""
+    """Return training steps of networks of a size that people train on a laptop."""
 
     def squared(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Step:
         net, x = make(), torch.randn(shape)
@@ -338,8 +338,9 @@ def emulated(step: Step, how: dict[str, Any]) -> Step:
 
 @app.command()
 def emulation(repeats: int = 9, write: Write = None) -> None:
-    """A training step under emulation over a plain one, which take turns: the median of paired
-    ratios.
+    """Measure the time of a training step under emulation, relative to a plain step.
+
+    The two take turns, and the result is the median of the paired ratios.
     """
     rows, cpu = [], gl.Setting.parse("cpu")
 
@@ -362,7 +363,7 @@ def emulation(repeats: int = 9, write: Write = None) -> None:
         f"{machine()}, {repeats}"
         f" pairs.\n\n{table('|'.join(['step', 'plain, ms', *ARITHMETICS]), rows)}"
     )
-    show("What emulation costs", write, measured=text)
+    show("The cost of emulation", write, measured=text)
 
 
 if __name__ == "__main__":

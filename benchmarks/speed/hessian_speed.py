@@ -1,15 +1,15 @@
-"""gpulab's Hessian beside other libraries: time, GPU memory and accuracy.
+"""gpulab's Hessian compared with other libraries: time, GPU memory and accuracy.
 
-The others are curvlinops, hessian-eigenthings and PyHessian.
+The other libraries are curvlinops, hessian-eigenthings and PyHessian.
 
     pip install curvlinops-for-pytorch==3.0.1 hessian-eigenthings==1.0.0a5 PyHessian==0.1 python
     benchmarks/speed/hessian_speed.py --size quick --record data/measured/hessian_speed-my-cpu.json
     python benchmarks/speed/hessian_speed.py cuda:tf32=off --record
     data/measured/hessian_speed-my-gpu.json
 
-The loss is that of one window of frames of the PredNet of a profile, in float32 without TF32. Each
-library is called as its own documentation does. What is not installed is noted as failed. The form
-of this script that also timed densities and wrote the tables of
+The loss is that of one window of frames of a profile's PredNet, in float32 without TF32. Each
+library is called as in its own documentation. A library that is not installed is recorded as
+failed. The version of this script that also timed densities and wrote the tables of
 `benchmarks/results/hessian_speed.md` is at commit 6aece191.
 """
 
@@ -34,16 +34,16 @@ import gpulab as gl
 from benchmarks.measuring import keep, race, run, seconds, table
 from gpulab.training._profiles import protocol
 
-CHECKED = 4  # products compared with float64
+CHECKED = 4  # the number of products that are compared with float64
 Product = Callable[[Tensor], Any]
 
 
 # --- the libraries --------------------------------------------------------------------------------
-# Each makes of a network and a window what multiplies the Hessian with a vector.
+# Each function takes a network and a window, and returns an object that multiplies by the Hessian.
 
 
 class Predictions(nn.Module):
-    """PredNet as a function from inputs to outputs, for libraries that ask for one and a loss."""
+    """PredNet as a function from inputs to outputs, for libraries that need it and a loss."""
 
     def __init__(self, net: gl.models.PredNet) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class Predictions(nn.Module):
 
 
 class WindowLoss(nn.Module):
-    """The loss of `PredNet.training_loss`, from the predictions and the frames that came."""
+    """The loss of `PredNet.training_loss`, from the predictions and the actual frames."""
 
-    reduction = "sum"  # curvlinops asks: the sum over the window, nothing to average
+    reduction = "sum"  # read by curvlinops: the sum over the window, without averaging
 
     def forward(self, predictions: Tensor, frames: Tensor) -> Tensor:
         return (predictions - frames).square().flatten(1).mean(1).sum()
@@ -75,7 +75,7 @@ def curvlinops(net: gl.models.PredNet, window: Tensor) -> Product:
     """https://curvlinops.readthedocs.io: `jvp` of `jacrev`, under `vmap` for many vectors."""
     library = importlib.import_module("curvlinops")
     model, parameters, data = Predictions(net), list(net.parameters()), [(window[:-1], window[1:])]
-    # Its check that two products are the same is left out: it would make the set-up longer.
+    # Its check that two products are equal is disabled, because it would lengthen the set-up.
     return library.HessianLinearOperator(
         model, WindowLoss(), parameters, data, check_deterministic=False
     ).__matmul__
@@ -110,7 +110,7 @@ def pyhessian(net: gl.models.PredNet, window: Tensor) -> Product:
 
 
 def a_gradient(net: gl.models.PredNet, window: Tensor) -> Product:
-    """One gradient, to measure products by."""
+    """One gradient, as a reference for the time of products."""
     return lambda _: torch.autograd.grad(window_loss(net, window), list(net.parameters()))
 
 
@@ -121,7 +121,7 @@ LIBRARIES: dict[str, tuple[str, Callable[..., Product]]] = {
     "PyHessian": ("PyHessian", pyhessian),
     "a gradient": ("torch", a_gradient),
 }
-BLOCKS = ("gpulab", "curvlinops")  # which multiply many vectors at once
+BLOCKS = ("gpulab", "curvlinops")  # the libraries that multiply many vectors at once
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -130,13 +130,13 @@ BLOCKS = ("gpulab", "curvlinops")  # which multiply many vectors at once
 def measure(
     size: str, frames: int, setting: gl.Setting, count: int, block: int
 ) -> list[dict[str, Any]]:
-    """A row for each library, of one size."""
+    """Return a row for each library, for one size."""
     plan = protocol("prednet", size)
     net = gl.models.PredNet(channels=plan.model["channels"], size=plan.size).to(setting.device)
     film = next(gl.load("walk", frames=frames + 1, size=plan.size).windows(frames, 0)).frames
     window = torch.from_numpy(film / np.float32(255))[:, None].to(setting.device)
     parameters = sum(p.numel() for p in net.parameters())
-    # Of length one, as Lanczos multiplies.
+    # The vectors have length one, as in Lanczos' method.
     vectors = torch.randn(
         max(CHECKED, block), parameters, generator=torch.Generator().manual_seed(0)
     )
@@ -150,11 +150,11 @@ def measure(
     rows = {name: {"library": name, **same, "failed": {}, "memory": {}} for name in LIBRARIES}
 
     def make(name: str) -> Product:
-        # PyHessian's finite differences change it
+        # PyHessian's finite differences change the weights.
         return LIBRARIES[name][1](copy.deepcopy(net), window)
 
     def make_first(name: str) -> Product:
-        """The first of a library is timed, with its first product."""
+        """Create a library's operator; the first one is timed, including its first product."""
         if "set_up" not in rows[name]:
             rows[name]["set_up"] = seconds(lambda: make(name)(vectors[0]), setting)
         return make(name)
@@ -162,7 +162,7 @@ def measure(
     def work(
         what: str, which: Sequence[str], rounds: int, given: Callable[[], Tensor]
     ) -> dict[str, list[float]]:
-        """Each library is made anew for a kind of work, so that its memory counts for that work."""
+        """Create each operator again for each kind of work, to measure the memory of that work."""
         failed: dict[str, str] = {}
         made = {
             name: lambda name=name: partial(lambda product: product(given()), make_first(name))
@@ -195,7 +195,7 @@ def measure(
 
 
 def exact_products(net: gl.models.PredNet, window: Tensor, vectors: Tensor) -> Tensor:
-    """Products in float64, by two backward passes through the whole loss."""
+    """Compute products in float64, by two backward passes through the whole loss."""
     net, window = copy.deepcopy(net).double(), window.double()
     parameters, exact = list(net.parameters()), []
     for vector in vectors.double():
@@ -213,7 +213,7 @@ def flat(result: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def in_words(row: dict[str, Any]) -> list[Any]:
-    """A line of the table."""
+    """Return a row of the table."""
     if "products" not in row:
         return [row["size"], row["library"], "", "", "", "", "; ".join(row["failed"].values())]
     blocks = [
@@ -234,7 +234,7 @@ def in_words(row: dict[str, Any]) -> list[Any]:
 
 def main(
     setting: Annotated[str, typer.Argument(help="such as cpu, cuda:tf32=off")] = "cpu",
-    size: Annotated[list[str], typer.Option(help="the PredNet of these profiles")] = (
+    size: Annotated[list[str], typer.Option(help="profiles whose PredNet is measured")] = (
         "quick",
         "paper",
     ),
@@ -243,7 +243,7 @@ def main(
         int, typer.Option(help="products timed one at a time, of each library")
     ] = 100,
     block: Annotated[int, typer.Option(help="vectors multiplied at once")] = 10,
-    record: Annotated[Path | None, typer.Option(help="keep it in this file")] = None,
+    record: Annotated[Path | None, typer.Option(help="JSON file for the results")] = None,
 ) -> None:
     """Measure, and print a table."""
     rows: list[dict[str, Any]] = []

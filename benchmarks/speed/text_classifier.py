@@ -1,10 +1,10 @@
-"""A text classifier, trained in every precision: one of the sections that notebook 07 shows.
+"""A text classifier, trained in every precision: a section of notebook 07.
 
     python benchmarks/recording/record.py speed cpu:threads=1 --parts text --write
     data/measured/speed-my-cpu.json
 
-The texts are the docstrings of Python's standard library, and the question is which package one
-stands in.
+The texts are the docstrings of Python's standard library, and the classes are the packages that
+contain them.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ TRAINING = {
     "paper": (8, 64, 128),
 }
 SEEDS = 6
-CORPUS = "docstrings"  # as it is named in the rows
+CORPUS = "docstrings"  # its name in the rows
 BATCH = 32
-SLOW = 4.0  # a format whose products take this much longer than float32's is not trained in
+SLOW = 4.0  # a format is skipped if its products take this many times as long as float32's
 
 
 @functools.cache
 def docstrings() -> tuple[list[str], list[str]]:
-    """Docstrings of the standard library, each once, with the packages that contain them.
+    """Return the docstrings of the standard library, each once, and the packages they belong to.
 
-    Read from the source, which is not executed.
+    They are read from the source, which is not executed.
 
     Examples:
         >>> texts, packages = docstrings()
@@ -86,7 +86,7 @@ def docstrings() -> tuple[list[str], list[str]]:
 
 
 def as_words(texts: Iterable[str], length: int) -> Int[Tensor, "b t"]:
-    """The first words of each text as numbers from 1, by a fixed hash, padded with 0.
+    """Return the first words of each text as numbers from 1, by a fixed hash, padded with 0.
 
     Examples:
         >>> as_words(["a b", "a"], 3).tolist()[1]
@@ -102,7 +102,7 @@ def as_words(texts: Iterable[str], length: int) -> Int[Tensor, "b t"]:
 
 
 def split(length: int, every: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Words and classes to train on, and those of every fifth text, which are held out."""
+    """Return words and classes for training, and those of every fifth text, which are held out."""
     texts, names = (part[::every] for part in docstrings())
     labels = torch.from_numpy(np.unique(names, return_inverse=True)[1])
     words, held = as_words(texts, length), torch.arange(len(texts)) % 5 == 0
@@ -113,10 +113,10 @@ def split(length: int, every: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def text(setting: Setting, size: str) -> Iterator[Row]:
-    """A Transformer that names a docstring's package, in each precision, from the same seeds.
+    """Train a Transformer that predicts a docstring's package, in each precision.
 
-    Of each training the seconds, the joules where the device counts them, the mean loss of the last
-    epoch, and the accuracy on texts held out.
+    All precisions start from the same seeds. For each training it yields the seconds, the joules if
+    the device counts them, the mean loss of the last epoch, and the accuracy on held-out texts.
     """
     texts = split(TRAINING[size][1], every=2 if size == "smoke" else 1)
     yield Row(
@@ -139,18 +139,18 @@ def text(setting: Setting, size: str) -> Iterator[Row]:
             yield Row(
                 CORPUS,
                 way,
-                note="compiling takes longer than so short a training: at the paper size only",
+                note="compiling takes longer than such a short training: only at the paper size",
             )
             continue
         try:
             for value, unit in trained(setting, size, texts, precision, 0, compiled=True):
                 yield Row(CORPUS, way, value, unit, seed=0)
-        except Exception as error:  # whatever the lack of a compiler raises
+        except Exception as error:  # a missing compiler may raise any error
             yield Row(CORPUS, way, note=f"cannot be compiled here: {describe_error(error)[:120]}")
 
 
 def precisions(setting: Setting) -> dict[str, str]:
-    """The precisions for training, each with what rules it out on this device, or nothing.
+    """Return the precisions, each with the reason why this device skips it, or an empty text.
 
     Examples:
         >>> precisions(Setting.parse("cpu"))["float32"]
@@ -163,7 +163,7 @@ def precisions(setting: Setting) -> dict[str, str]:
     )
     found = {
         "float32": "",
-        "tf32": "" if ampere else "not on this device: NVIDIA's GPUs have TF32, from Ampere on",
+        "tf32": "" if ampere else "not on this device: NVIDIA GPUs have TF32 from Ampere on",
     }
     seconds = {}
     for name in ("float32", "bfloat16", "float16"):
@@ -171,7 +171,7 @@ def precisions(setting: Setting) -> dict[str, str]:
         seconds[name] = time_calls(setting, functools.partial(torch.mm, factor, factor), 2)[0]
         slower = seconds[name] / seconds["float32"]
         found[name] = (
-            f"products take {slower:.0f} times as long as in float32 here" if slower > SLOW else ""
+            f"products take {slower:.0f} times as long here as in float32" if slower > SLOW else ""
         )
     return found
 
@@ -184,7 +184,7 @@ def trained(
     seed: int,
     compiled: bool = False,
 ) -> Iterator[tuple[float, str]]:
-    """Numbers with their units, of one training."""
+    """Yield the numbers of one training with their units."""
     words, labels, held_words, held_labels = (part.to(setting.device) for part in texts)
     torch.manual_seed(seed)
     model = TextNet("Transformer", int(labels.max()) + 1, TRAINING[size][2]).to(setting.device)
@@ -195,7 +195,7 @@ def trained(
     order, half = torch.Generator().manual_seed(seed), precision.endswith("float16")
     dtype = getattr(torch, precision) if half else torch.bfloat16
     cast = functools.partial(torch.autocast, setting.kind, dtype, enabled=half)
-    # small gradients would become zero
+    # Without scaling, small gradients would become zero.
     scaler = torch.amp.GradScaler(setting.kind, enabled=precision == "float16")
 
     def update(rows: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def trained(
 
 
 def joules(setting: Setting) -> float | None:
-    """The energy used by a GPU since its driver was loaded (NVML); None if not counted.
+    """Return the energy used by a GPU since its driver was loaded (NVML); None if not counted.
 
     Examples:
         >>> joules(Setting.parse("cpu")) is None

@@ -1,5 +1,4 @@
-r"""How fast training is: both networks beside other ways of training them, step by step and end to
-end.
+r"""The speed of training both networks, compared with other ways, by step and end to end.
 
     python benchmarks/speed/training_speed.py race prednet cpu:threads=2 \
         --leido pytorch-prednet --authors prednet_in_pytorch
@@ -8,7 +7,7 @@ end.
     python benchmarks/speed/training_speed.py end-to-end cuda:tf32=on \
         --record data/measured/end_to_end-my-gpu.json
 
-The tables of the page, from all that is recorded:
+These commands write the tables of the page from all recorded measurements:
 
     python benchmarks/speed/training_speed.py race prednet --write benchmarks/results/prednet.md
     python benchmarks/speed/training_speed.py end-to-end --write benchmarks/results/prednet.md
@@ -44,11 +43,11 @@ from gpulab.training.loop import AutogradEngine
 
 app = command_line(__doc__)
 Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]
-Sizes = Annotated[list[str], typer.Option(help="quick, paper or kitti; several times")]
+Sizes = Annotated[list[str], typer.Option(help="quick, paper or kitti; may be repeated")]
 Record = Annotated[
     Path | None, typer.Option(help="JSON file, such as data/measured/KIND-my-gpu.json")
 ]
-Write = Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")]
+Write = Annotated[Path | None, typer.Option(help="Markdown page to fill between its marks")]
 
 Shape = tuple[int, int, int, int, tuple[int, ...]]  # batch, frames, height, width, channels
 SIZES: dict[str, Shape] = {
@@ -56,18 +55,18 @@ SIZES: dict[str, Shape] = {
     "paper": (1, 20, 120, 160, (3, 48, 96, 192)),
     "kitti": (16, 10, 128, 160, (3, 48, 96, 192)),
 }
-STEPS = 3  # that are timed together
-IMAGES = 20  # in a window of the autoencoder
+STEPS = 3  # the number of steps that are timed together
+IMAGES = 20  # the number of images in a window of the autoencoder
 
 
 # --- PredNet --------------------------------------------------------------------------------------
 # A step is the forward and the backward pass through a window and Adam's update, on random frames
-# that lie on the device. Each network is trained as its authors' own script does it; both ports
+# that are already on the device. Each network is trained as in its authors' own script; both ports
 # have the architecture of Lotter et al.
 
 
 def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
-    """One update of gpulab's from one window; the state goes on."""
+    """Make one update with gpulab from one window; the state is carried over."""
     batch, count, height, width, channels = shape
     options = {"channels": list(channels), "size": (height, width)}
     spec = NetworkRun.plan(
@@ -91,7 +90,7 @@ def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
         (frames, state),
         [*training.model.parameters(), *moments],
     )
-    # whose buffers the graph reads and writes
+    # The graph reads and writes the buffers of this object.
     return lambda: (
         graph(frames, graph.outputs[1]),
         engine,
@@ -111,12 +110,12 @@ def of_a_port(net: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
 
 
 def leidos(folder: Path, shape: Shape, setting: Setting) -> Step:
-    """The port as its kitti_train.py trains it, on the lowest error units.
+    """Train the port as in its kitti_train.py, on the lowest error units.
 
     https://github.com/leido/pytorch-prednet
     """
     batch, count, height, width, channels = shape
-    if setting.kind == "cpu":  # it moves everything to a GPU
+    if setting.kind == "cpu":  # The port moves everything to a GPU.
         torch.Tensor.cuda = lambda self, *_: self  # type: ignore[method-assign, assignment]
         torch.cuda.FloatTensor = torch.FloatTensor  # type: ignore[misc, assignment]
     net = (
@@ -145,7 +144,7 @@ def authors_port(folder: Path, shape: Shape, setting: Setting) -> Step:
 
 
 def module_of(folder: Path, name: str) -> Any:
-    """Load a module of a folder that is no package, and forget others of the same name."""
+    """Load a module from a folder that is not a package; unload others of the same name."""
     for known in ("prednet", "convlstmcell", "debug"):
         sys.modules.pop(known, None)
     sys.path.insert(0, str(folder))
@@ -156,7 +155,7 @@ def module_of(folder: Path, name: str) -> Any:
 
 
 def peak(setting: Setting) -> float:
-    """FLOP/s of a large matrix product, the ceiling of all that is measured."""
+    """Measure the FLOP/s of a large matrix product, the ceiling for all other measurements."""
     edge = 8192 if setting.kind == "cuda" else 2048
     a = torch.rand(edge, edge, device=setting.device)
     times = [seconds(lambda: a @ a, setting) for _ in range(7)]
@@ -164,11 +163,11 @@ def peak(setting: Setting) -> float:
 
 
 # --- the autoencoder, one image at a time ---------------------------------------------------------
-# A step is a window of images, an update for each, and one look at the losses.
+# A step is a window of images, with an update for each image, and one read of the losses.
 
 
 def autoencoder_window(setting: Setting, fast: bool) -> Step:
-    """A window as `gpulab.train` does it."""
+    """Train on a window as `gpulab.train` does."""
     spec = NetworkRun.plan("autoencoder", setting=setting, profile="quick", fast=fast)
     training, images = (
         spec.init_training(),
@@ -185,7 +184,7 @@ def autoencoder_window(setting: Setting, fast: bool) -> Step:
 
 
 def usual_loop(setting: Setting, look: bool) -> Step:
-    """The usual loop; a `look` at every loss makes each update wait for the device."""
+    """Train with the usual loop; with `look`, it reads each loss, which waits for the device."""
     widths = (784, 128, 32, 128, 784)
     layers = [part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
     net = nn.Sequential(*layers[:-1], nn.Sigmoid()).to(setting.device)
@@ -206,15 +205,15 @@ def usual_loop(setting: Setting, look: bool) -> Step:
     return step
 
 
-# --- several ways, beside each other --------------------------------------------------------------
+# --- comparison of several ways -------------------------------------------------------------------
 
-USUAL = {"prednet": "leido", "autoencoder": "usual loop"}  # what the others are measured by
+USUAL = {"prednet": "leido", "autoencoder": "usual loop"}  # the reference for the others
 
 
 def ways_of(
     net: str, shape: Shape, setting: Setting, leido: Path | None = None, authors: Path | None = None
 ) -> dict[str, Callable[[], Step]]:
-    """Makes the step of each way to train a network."""
+    """Return, for each way to train a network, a function that makes its step."""
     if net == "autoencoder":
         return {
             "gpulab, plain": lambda: autoencoder_window(setting, False),
@@ -291,7 +290,7 @@ def race_ways(
     record: Record = None,
     write: Write = None,
 ) -> None:
-    """Training by gpulab, plain and fast, beside ports in a folder or beside the usual loop."""
+    """Compare training by gpulab, plain and fast, with ports in a folder or the usual loop."""
     rows: list[dict[str, Any]] = []
     peaks = {}
     for text in settings:
@@ -321,22 +320,22 @@ def race_ways(
 
 
 # --- end to end -----------------------------------------------------------------------------------
-# What a reader has of `gl.train`, which sees one film at a time: frames are rendered or decoded,
-# and brought to the device; losses are noted, checkpoints and the record kept.
+# What a user of `gl.train` experiences with one film at a time: frames are rendered or decoded and
+# copied to the device; losses, checkpoints and the record are stored.
 
-WARM_WINDOWS = 5  # of a training, in which kernels are chosen and a graph is captured
+WARM_WINDOWS = 5  # first windows of a training, in which kernels are chosen and a graph is captured
 SCENES = itertools.count()
 
 
 def end_to_end_row(size: str, setting: Setting, data: str, count: int) -> dict[str, Any]:
-    """A training on some frames, its step alone, and its data alone, in seconds a window."""
+    """Time a training on some frames, its step alone, and its data alone, in seconds per window."""
     _, window, height, width, channels = SIZES[size]
     step = prednet_step((1, window, height, width, channels), setting, True)
     for _ in range(WARM_WINDOWS):
         step()
     alone = statistics.median(seconds(step, setting, STEPS) for _ in range(15))
     options = {"channels": list(channels), "size": (height, width)}
-    # Frames that are rendered are kept for a while: another walk each time.
+    # Rendered frames are cached for a while, so each call uses another walk.
     walks = [{"seed": next(SCENES)} if data == "walk" else {} for _ in range(2)]
     with tempfile.TemporaryDirectory() as store:
         common = {"profile": "quick", "frames": count, "window": window, "model_options": options}
@@ -345,7 +344,7 @@ def end_to_end_row(size: str, setting: Setting, data: str, count: int) -> dict[s
         )
     each = float(run.history.seconds.diff()[WARM_WINDOWS:].median())
     film, number = gl.load(data, frames=count, size=(height, width), **walks[1]), count // window
-    began = time.perf_counter()  # before the first: several windows of a walk are rendered with it
+    began = time.perf_counter()  # before the first window, with which several are rendered
     for _ in itertools.islice(prefetch(film.windows(window), setting, film), number):
         pass
     of_data = (time.perf_counter() - began) / number
@@ -381,19 +380,19 @@ def measure_end_to_end(
     settings: Settings = (),
     size: Sizes = ("quick", "paper", "kitti"),
     data: Annotated[
-        list[str], typer.Option(help="walk, video:FILE or frames:DIR; several times")
+        list[str], typer.Option(help="walk, video:FILE or frames:DIR; may be repeated")
     ] = ("walk",),
-    frames: Annotated[int, typer.Option(help="to train on")] = 2000,
+    frames: Annotated[int, typer.Option(help="number of frames to train on")] = 2000,
     record: Record = None,
     write: Write = None,
 ) -> None:
-    """The time of `gl.train("prednet")` for a window, beside the captured step alone."""
+    """Compare the time of `gl.train("prednet")` per window with that of the captured step alone."""
     rows = []
     for text, one, film in itertools.product(settings, size, data):
         with gl.setting(text) as setting:
             rows.append(end_to_end_row(one, setting, film, frames))
         print(rows[-1], flush=True)
-        keep(record, setting.kind, rows=rows)  # so far, if it is cut off
+        keep(record, setting.kind, rows=rows)  # the rows so far, in case it is interrupted
     if write:
         show(
             "Training: prednet",

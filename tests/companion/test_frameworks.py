@@ -74,7 +74,7 @@ def test_frameworks_training_follows_that_of_torch(library, what):
 def test_frameworks_refuse_a_setting_that_only_torch_has(option):
     device = "cuda" if "cudnn" in option else "cpu"
     named = option if "precision" in option else option.partition("=")[0]
-    with pytest.raises(gl.UsageError, match=f"{named} is torch's alone"):
+    with pytest.raises(gl.UsageError, match=f"only torch supports {named}"):
         same_start.begun("prednet", 0, gl.Setting.parse(f"{device}:{option}"), "smoke")
 
 
@@ -111,7 +111,7 @@ def test_frameworks_use_as_many_threads_as_asked_or_refuse(library, python):
     """
     threads, refusal = python(code).stdout.splitlines()
     assert threads == "1"
-    assert "chooses its threads once in a process" in refusal
+    assert "chooses its threads once per process" in refusal
 
 
 def test_frameworks_trainings_in_two_libraries_give_a_verdict(library, tmp_path):
