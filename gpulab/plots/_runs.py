@@ -345,7 +345,9 @@ def differences(verdict: Verdict) -> Picture:
         xlabel=f"change of the same seed against {level_names[reference]}: {unit}",
     )
     ratio = verdict.table.largest_difference.max() / (verdict.between_seeds or np.nan)
-    headline = f"The {factor} changes a seed's result by up to {ratio:.2g} times the spread between seeds"
+    headline = (
+        f"The {factor} changes a seed's result by up to {ratio:.2g} times the spread between seeds"
+    )
     if np.isnan(ratio):
         headline = "One seed has no spread to compare with"
     _, *compared, _ = level_names.values()
