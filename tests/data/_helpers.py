@@ -1,4 +1,4 @@
-"""Films, folders of images and files of MNIST, as the tests of data write them."""
+"""Functions that write films, folders of images and files of MNIST for the tests of data."""
 
 import gzip
 import io
@@ -17,12 +17,12 @@ def noise(*shape):
 
 
 def every_frame(data):
-    """All frames of a sequence, those to train on and those that are held out."""
+    """Return all frames of a sequence, both training and held-out frames."""
     return np.stack(list(data.stream(0, data.frames + data.heldout_count)))
 
 
 def write_video(file, frames, codec="ffv1", pixels="bgr0"):
-    """Encode colour (T, H, W, 3) or grey (T, H, W) frames; FFV1 and PNG lose nothing."""
+    """Encode colour (T, H, W, 3) or grey (T, H, W) frames; FFV1 and PNG are lossless."""
     with av.open(str(file), "w") as container:
         stream = container.add_stream(codec, rate=25)
         stream.height, stream.width = frames.shape[1:3]
@@ -50,7 +50,7 @@ def write_images(folder, frames, suffix="png"):
 
 
 def encoded(*frames, suffix="png"):
-    """The content of an image file, of several pictures if there are several frames."""
+    """Return the content of an image file, with several pictures if there are several frames."""
     file, (first, *more) = io.BytesIO(), map(Image.fromarray, frames)
     kind = Image.registered_extensions()[f".{suffix}"]
     first.save(file, kind, **({"save_all": True, "append_images": more} if more else {}))

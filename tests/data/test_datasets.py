@@ -49,7 +49,7 @@ def taken(windows, count):
 
 
 class Counter(Sequence):
-    """A sequence whose frames hold their own number, to see which are used, and how often."""
+    """A sequence whose frames contain their own numbers, to count how often each is used."""
 
     def __init__(self, frames, heldout_count=20):
         super().__init__("counter", 1, (1, 1), frames, heldout_count)
@@ -73,7 +73,7 @@ REFUSED += [
     ("walk", options)
     for options in ({"size": (24, -1)}, {"frames": 2.5}, {"seed": -1}, {"speed": 0})
 ]
-# would have no meaning
+# options that are not valid for these data
 REFUSED += [
     ("digits", {"seed": 3}),
     ("mnist", {"speed": 2.0}),
@@ -169,8 +169,10 @@ def test_windows_of_images_show_each_image_once_per_pass_in_a_new_order(length, 
         passes = {tuple(shown[begin : begin + 20]) for begin in (0, 20, 40, 60)}
         assert all(sorted(one) == list(range(20)) for one in passes)
         orders |= passes
-    assert len(orders) == 12, "nor is the second pass the first one of the next seed"
-    assert (torch.get_rng_state() == state).all(), "the random numbers of torch are left alone"
+    assert len(orders) == 12, (
+        "and the second pass of a seed differs from the first pass of the next one"
+    )
+    assert (torch.get_rng_state() == state).all(), "torch's random state is unchanged"
 
 
 def test_load_digits_gives_the_real_digits_enlarged_and_each_in_one_part_only():
@@ -178,7 +180,7 @@ def test_load_digits_gives_the_real_digits_enlarged_and_each_in_one_part_only():
 
     data, spoiled = gl.load("digits"), gl.load("digits")
     spoiled.heldout_images[:] = 0
-    assert gl.load("digits").heldout_images.any(), "what one caller writes no other reads"
+    assert gl.load("digits").heldout_images.any(), "each caller gets a copy"
     every, small = np.concatenate([data.train, data.heldout_images])[:, 0], load_digits().images
     shrunk = np.stack(
         [np.asarray(Image.fromarray(digit).resize((8, 8), Image.Resampling.BOX)) for digit in every]
@@ -197,7 +199,7 @@ def test_load_mnist_finds_files_under_their_usual_names(tmp_path, place):
     assert (len(data.train), len(data.heldout_images)) == (30, 20)
     (tmp_path / place.format("train")).unlink()
     assert len(gl.load(f"mnist:{tmp_path}").heldout_images) == 20 // 10, (
-        "of one part the last tenth"
+        "the last tenth of the only part is held out"
     )
 
 
@@ -207,7 +209,7 @@ def sha256(file):
 
 @pytest.fixture
 def mirror(tmp_path, monkeypatch):
-    """A mirror of MNIST on this machine, after one that has nothing, and a cache to download to."""
+    """A mirror of MNIST on this machine, listed after an empty one, and a cache for downloads."""
     served = tmp_path / "mirror"
     write_idx(served / "train-images-idx3-ubyte.gz", noise(30, 28, 28))
     write_idx(served / "t10k-images-idx3-ubyte.gz", noise(10, 28, 28))
@@ -233,7 +235,7 @@ def test_load_mnist_downloads_both_files_once_or_none(mirror, tmp_path, name, ho
         (mirror / name).unlink()
     else:
         write_idx(mirror / name, noise(30, 28, 28) // 2)
-    for _ in range(2):  # what is there of it is not taken for the whole
+    for _ in range(2):  # an incomplete download is not taken for the file
         with pytest.raises(
             gl.DataError, match=rf"{name} could not be downloaded.*nowhere.*http://127"
         ):
@@ -244,7 +246,7 @@ def test_load_mnist_downloads_both_files_once_or_none(mirror, tmp_path, name, ho
     assert (data.train[:, 0] == noise(30, 28, 28)).all()
     assert (data.heldout_images[:, 0] == noise(10, 28, 28)).all()
     (tmp_path / "cache" / "mnist" / name).write_bytes(good[:-1])
-    assert (gl.load("mnist").train == data.train).all(), "a damaged one is fetched again"
+    assert (gl.load("mnist").train == data.train).all(), "a damaged file is downloaded again"
 
 
 def test_mnist_mirrors_use_https_and_sha256_is_that_of_the_original_file(real_data):
@@ -263,10 +265,10 @@ def test_load_gives_exact_frames_of_a_lossless_film_or_folder_of_odd_size(files,
 
 def test_load_video_crops_the_middle_and_scales(tmp_path):
     frames = np.zeros((5, 40, 120, 3), dtype=np.uint8)
-    frames[:, :, 40:80] = (200, 100, 50)  # the middle third, a square, is all that a square shows
+    frames[:, :, 40:80] = (200, 100, 50)  # the middle third, a square, is what a square crop shows
     write_video(tmp_path / "a.mkv", frames)
     (frame,) = gl.load(f"video:{tmp_path / 'a.mkv'}", size=(10, 10)).stream(0, 1)
-    # edges are blended with what is beyond
+    # pixels at the edges are blended with those beyond
     assert (frame[:, :, 1:-1] == np.array([200, 100, 50])[:, None, None]).all()
 
 
@@ -274,7 +276,7 @@ def test_load_video_crops_the_middle_and_scales(tmp_path):
     ("shape", "size"), [((124, 214), (118, 26)), ((201, 386), (49, 184)), ((206, 174), (45, 42))]
 )
 def test_load_frames_crops_to_a_shape_that_no_number_of_pixels_has(tmp_path, shape, size):
-    """The edges of such a cut lie between pixels, and may not lie outside by a rounding."""
+    """The edges of such a crop lie between pixels; rounding must not move them outside."""
     write_images(tmp_path, noise(4, *shape, 3))
     assert every_frame(gl.load(f"frames:{tmp_path}", size=size)).shape == (4, 3, *size)
 
@@ -347,7 +349,7 @@ STORED = [
 @pytest.mark.parametrize(("suffix", "kind"), STORED)
 def test_load_frames_requires_grey_for_grey_images_and_keeps_their_shades(tmp_path, suffix, kind):
     ramp = np.linspace(0, 255, 24 * 32).astype(np.uint8).reshape(24, 32)
-    # Of 16 bits the shades are 257 apart, and a number belongs to the nearest.
+    # With 16 bits, the shades are 257 apart, and a number is rounded to the nearest.
     shades = (
         ramp.astype(np.uint16) * 257 + 128 * (ramp < 255) if np.dtype(kind).itemsize == 2 else ramp
     ).astype(kind)
@@ -360,7 +362,7 @@ def test_load_frames_requires_grey_for_grey_images_and_keeps_their_shades(tmp_pa
     assert (frame[0] == ramp).all()
 
 
-# --- what data are made from, by content ----------------------------------------------------------
+# --- content hashes of data -----------------------------------------------------------------------
 
 CLIP, OTHER = noise(12, 24, 32, 3), noise(24, 24, 32, 3)[12:]
 
@@ -400,7 +402,7 @@ def test_content_of_images_is_that_of_their_arrays_and_scenes_have_none(tmp_path
 
 
 def touch(file):
-    """Give a file another time of modification."""
+    """Change the modification time of a file."""
     os.utime(file, ns=(10**18, 10**18))
 
 

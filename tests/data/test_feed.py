@@ -15,7 +15,7 @@ from gpulab.settings import Setting
 from gpulab.training._planning import plan_run
 
 BUFFERED = ("copied", "reused", "imitated")
-# Tiny networks: several threads would spend their time waiting for each other.
+# With such small networks, several threads would spend their time waiting for each other.
 SETTING = "cpu:threads=1"
 SMALL = {"profile": "smoke", "frames": 20, "progress": False}
 CPU = gl.Setting.parse(SETTING)
@@ -27,7 +27,7 @@ def small_net():
 
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
 def test_loader_gives_the_same_numbers_in_the_precision_of_the_setting(precision):
-    """In float32 the nearest to k / 255, of every byte."""
+    """In float32, each byte k becomes the number nearest to k / 255."""
     setting = gl.Setting.parse(f"cpu:precision={precision}")
     given = (
         np.random.default_rng(0)
@@ -48,7 +48,7 @@ def test_loader_gives_the_same_numbers_in_the_precision_of_the_setting(precision
 
 @pytest.mark.parametrize("setting", ["cuda", "cuda:precision=float64", "cpu"])
 def test_loader_on_a_gpu_gives_the_same_numbers_from_bytes(setting):
-    """What a GPU looks up there, is looked up here where there is none."""
+    """Without a GPU, the lookup in the table is tested on the CPU."""
     setting = Setting.parse(setting)
     here = (
         setting if torch.cuda.is_available() else Setting.parse(str(setting).replace("cuda", "cpu"))
@@ -71,9 +71,9 @@ def test_loader_copied_is_refused_where_an_update_sees_several_frames(net, optio
 
 SAME = [
     ("prednet", "float32", ["window copied", "reused imitated"]),
-    # A buffer of NumPy, which has no bfloat16, is copied when it is converted: nothing is shared.
+    # NumPy has no bfloat16, so its buffer is copied in the conversion, and no memory is shared.
     ("prednet", "bfloat16", ["window copied reused", "imitated"]),
-    # One image is one graph: nothing is written between its forward and its backward pass.
+    # Each image has its own graph: nothing is written between its forward and backward pass.
     ("autoencoder", "float32", ["window copied reused imitated"]),
 ]
 
@@ -104,12 +104,12 @@ def chainer(real_data):
 
 @pytest.mark.parametrize("name", BUFFERED)
 def test_loader_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
-    """The truth test: Chainer itself, its frames copied, and its frames in one buffer."""
+    """Compare with gradients from Chainer itself, with copied frames and with a reused buffer."""
     net, expected = chainer
     loader = Loader(name, CPU)
     scaled = expected["frames"]
     feed = loader.feed(np.rint(scaled * 255).astype(np.uint8))
-    feed.frames = scaled * np.float32(255)  # frames that are no bytes, to within one rounding
+    feed.frames = scaled * np.float32(255)  # not whole bytes, exact up to one rounding
     net.zero_grad()
     net.training_loss(feed, None)[0].backward()
     mine = chainer_views(net, lambda parameter: parameter.grad)
@@ -139,7 +139,7 @@ def test_prefetch_in_thread_makes_one_window_ahead_and_raises_its_error():
         assert next(coming) == number
         deadline = time.monotonic() + 20
         while len(made) < min(number + 2, 12) and time.monotonic() < deadline:
-            time.sleep(0.01)  # while this one is looked at
+            time.sleep(0.01)  # the next one is prepared meanwhile
         assert len(made) == min(number + 2, 12)
     with pytest.raises(DataError, match="truncated"):
         next(coming)

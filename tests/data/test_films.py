@@ -1,4 +1,4 @@
-"""Films of every common container, and as they are to be shown."""
+"""Films in every common container, and films that are rotated or mirrored for display."""
 
 import struct
 from fractions import Fraction
@@ -12,7 +12,7 @@ from tests.data._helpers import SMALL, every_frame, noise, write_video
 
 FRAMES = 60
 X264 = {"g": "12", "bf": "2"}
-KINDS = {  # codec, its options, the container's
+KINDS = {  # the codec, its options, and those of the container
     "mp4": ("libx264", X264),
     "fragments.mp4": ("libx264", X264, {"movflags": "frag_keyframe+empty_moov"}),
     "mkv": ("libx264", X264),
@@ -71,8 +71,10 @@ def test_film_is_read_whole_from_any_frame_on(made, kind):
 
 
 def count(file):
-    """How many frames are read of a film; 0 where it is refused, with the file named in one
-    line.
+    """Return the number of frames that are read from a film.
+
+    The result is 0 if the film is rejected in one line that names the file, and −1 for any other
+    message.
     """
     try:
         return len(every_frame(load(file)))
@@ -92,7 +94,7 @@ def test_film_avi_with_empty_chunks_for_dropped_frames_is_read(tmp_path):
     assert count(write_film(tmp_path / "dropped.avi", "mpeg4", times=times)) == len(times)
 
 
-SHOWN = {  # by the matrix
+SHOWN = {  # how a picture is displayed, by the matrix
     (0, 1, -1, 0): lambda picture: np.rot90(picture, -1),
     (-1, 0, 0, -1): lambda picture: np.rot90(picture, 2),
     (0, -1, 1, 0): np.rot90,
@@ -101,7 +103,7 @@ SHOWN = {  # by the matrix
 
 
 def write_turned(file, matrix):
-    """A film of a still picture without loss, and the matrix by which it is to be shown."""
+    """Write a lossless film of a still picture with a display matrix, and return the picture."""
     picture = noise(*SMALL, 3)
     content = write_video(file, np.stack(6 * [picture]), "png", "rgb24").read_bytes()
     place = content.index(b"tkhd") + 44

@@ -1,5 +1,5 @@
-"""Images and films are read as they are shown, or refused: transparency, wide numbers,
-negatives, ink, animations.
+"""Images and films are read as they are displayed, or rejected: transparency, wide numbers,
+negatives, ink and animations.
 """
 
 import struct
@@ -37,8 +37,9 @@ def palette():
 
 
 def write_png16(file, kind, numbers, transparent=b""):
-    """A PNG of 16 bits, which Pillow can write in grey only; `transparent` is what stands for
-    nothing.
+    """Write a PNG with 16 bits, which Pillow can write only in grey.
+
+    `transparent` is the colour that is transparent.
     """
 
     def chunk(name, content):
@@ -63,7 +64,7 @@ def write_png16(file, kind, numbers, transparent=b""):
 
 
 def write_negative(file, image):
-    """A TIFF in which zero is white."""
+    """Write a TIFF in which zero is white."""
     image.save(file)
     before, after = (struct.pack("<2HIH", 262, 3, 1, value) for value in (1, 0))
     content = file.read_bytes()

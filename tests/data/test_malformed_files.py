@@ -1,5 +1,5 @@
-"""Files that are damaged, cut off, too large or of another kind: an error names the file, and
-what is wrong with it.
+"""If a file is damaged, cut off, too large or of the wrong kind, an error names the file and what
+is wrong with it.
 """
 
 import gzip
@@ -38,7 +38,7 @@ def damaged(content, place, by=b"\xff\xff\xff\xff"):
 
 
 def a_png_of(edge):
-    """84 bytes that promise so many pixels to either side."""
+    """Return a PNG file of 84 bytes whose header declares `edge` × `edge` pixels."""
 
     def chunk(kind, content):
         return (
@@ -69,7 +69,7 @@ MALFORMED = [
     (TEST, WHOLE + b"x", "30 images of 28×28"),
     (TRAIN, WHOLE[:10], "30 images of 0×0"),
     ("004.png", PROSE, NO_IMAGE),
-    # the next chunk begins elsewhere
+    # a wrong length: the next chunk begins elsewhere
     (
         "004.png",
         damaged(IMAGE, IMAGE.index(b"IDAT") - 1, b"\x07"),
@@ -77,16 +77,16 @@ MALFORMED = [
     ),
     ("004.png", encoded(noise(20, 32, 3)), "is 32×20 pixels, the images before it 32×24"),
     ("004.png", encoded(*noise(3, 24, 32, 3)), "3 pictures"),
-    # Pillow would hand an EPS file, whatever its name, to Ghostscript, which runs it.
+    # Pillow would pass an EPS file, whatever its name, to Ghostscript, which runs it.
     (
         "004.png",
         encoded(noise(24, 32, 3), suffix="eps"),
         f"{NO_IMAGE} of a known format (PNG, JPEG",
     ),
-    ("004.png", a_png_of(12_000), "12,000×12,000 pixels"),  # more than gpulab allows
-    ("004.png", a_png_of(16_000), "256000000 pixels"),  # and than Pillow does
+    ("004.png", a_png_of(12_000), "12,000×12,000 pixels"),  # more pixels than gpulab allows
+    ("004.png", a_png_of(16_000), "256000000 pixels"),  # more pixels than Pillow allows
     ("text.mp4", PROSE, "not a video"),
-    # which would open another file
+    # a list that would open another file
     (
         "list.mp4",
         b"ffconcat version 1.0\nfile 'film.mkv'\n",
@@ -112,7 +112,7 @@ if hasattr(os, "mkfifo"):  # Windows has no pipes in folders
 
 
 def load(file):
-    """All that is loaded from an image's or IDX file's folder, or from a film."""
+    """Load everything from the folder of an image or IDX file, or from a film."""
     if "idx" in file.name:
         data = gl.load(f"mnist:{file.parent}")
         return np.concatenate([data.train, data.heldout_images])
@@ -138,7 +138,7 @@ def test_malformed_file_is_named_with_what_is_wrong(tmp_path, monkeypatch, name,
     assert "object at 0x" not in str(error.value)
 
 
-# hold a sum of their content; of others only the length can be told to be wrong
+# These files contain a checksum. In other files, only a wrong length can be detected.
 SUMMED = [
     "004.png",
     f"{TEST}.gz",
@@ -148,7 +148,7 @@ ENDING = [*SUMMED, TEST, *(f"004.{suffix}" for suffix in ("jpg", "webp", "bmp", 
 
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory):
-    """Files in folders of their own, their contents, and what is loaded from them."""
+    """Files in separate folders, their contents, and the data loaded from them."""
     found = {}
     for name in ENDING:
         file = tmp_path_factory.mktemp("valid") / name
@@ -179,7 +179,7 @@ def test_malformed_file_damaged_or_cut_anywhere_never_loads_as_another(valid, da
 
 
 OTHER_SIZE = f"{TEST}: a single image, or images of a different size"
-FOLDERS = [  # what lies in one
+FOLDERS = [  # the name of the data, the files in the folder, and the error
     ("frames:{}/missing", {}, "missing: no such folder"),
     ("frames:{}", {}, "holds no images"),
     (
@@ -213,7 +213,7 @@ def test_malformed_video_with_a_hole_is_named(real_data, tmp_path):
 
 
 def test_malformed_archive_of_small_size_does_not_use_much_memory(tmp_path):
-    """100 kB that unpack to 100 MB are read as far as the header says."""
+    """Of 100 kB that unpack to 100 MB, only as much is read as the header declares."""
     (tmp_path / f"{TEST}.gz").write_bytes(gzip.compress(WHOLE[:16] + bytes(100 << 20)))
     tracemalloc.start()
     try:

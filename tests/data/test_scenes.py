@@ -5,7 +5,7 @@ import pytest
 
 from gpulab.data._scenes import MovingDigits, Walk
 
-# Two "digits" that are ramps of grey, so that nothing depends on how another library scales digits.
+# The "digits" are ramps of grey, so that nothing depends on how another library scales digits.
 RAMPS = (np.arange(7 * 28 * 28) % 251).astype(np.uint8).reshape(7, 28, 28)
 
 
@@ -14,10 +14,9 @@ def moving(seed, size, speed=1.0):
 
 
 SCENES = pytest.mark.parametrize("scene", [Walk, moving])
-# The bytes are the same with every NumPy, on every platform. If one of these changes, every
-# recorded run that was trained on the scene says something about other data than this version
-# renders.
-BYTES = [  # of the frames 0, 137 and 5000, one after the other
+# The bytes are the same with every NumPy, on every platform. If one of these digests changes, all
+# recorded runs on the scene were trained on other data than this version renders.
+BYTES = [  # digests of the frames 0, 137 and 5000, one after the other
     (Walk, 0, (48, 64), 1.0, "31489e6b94b8aa2795214e73e1739a7cc6c3aac6934849bd5e9cf441d1af2c92"),
     (Walk, 3, (24, 32), 2.0, "85603fb00f69a013db3b087b1261d8da539bf8e7ac8b136efe9da9e883c1e28c"),
     (Walk, 7, (45, 61), 0.5, "cc16c8069981f3d2a7a0e81f82ab4a6da19fa93c34092b10350ace968003e90c"),

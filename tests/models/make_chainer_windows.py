@@ -1,5 +1,5 @@
-"""Make chainer_windows.npz: windows of the authors' own network, trained by stock Chainer on a CPU,
-frames copied.
+"""Make chainer_windows.npz: windows of the authors' own network, trained by stock Chainer on a CPU
+with copied frames.
 
     python tests/models/make_chainer_windows.py prednet_in_chainer_py3/PredNet
     tests/models/chainer_windows.npz
@@ -20,11 +20,11 @@ import numpy as np
 from companion.benchmarks import benchmark
 
 CHANNELS, SIZE = [3, 4, 8], [12, 16]  # height and width
-WINDOWS, FRAMES = 3, 6  # so many windows of so many frames (their --bprop)
+WINDOWS, FRAMES = 3, 6  # the number of windows, and of frames in each (the authors' --bprop)
 
 
 def scene(count, height, width):
-    """Smooth waves that drift, as bytes: another speed and direction in each colour."""
+    """Smooth waves that drift, as bytes, with a different speed and direction in each colour."""
     t, y, x = np.meshgrid(np.arange(count), np.arange(height), np.arange(width), indexing="ij")
     colours = [
         np.sin(0.5 * x + 0.3 * y - 0.7 * t) + np.cos(0.9 * y + 0.4 * t),
@@ -35,7 +35,7 @@ def scene(count, height, width):
 
 
 def main():
-    """Train, and keep what each window gave."""
+    """Train, and save the losses and the gradient of each window."""
     net, output = sys.argv[1:]
     authors = benchmark("peers/published").Published(
         net, size=SIZE, channels=CHANNELS, loader="copied"
@@ -69,7 +69,7 @@ def main():
 
 
 def flat(arrays):
-    """One after the other."""
+    """Concatenate arrays."""
     return np.concatenate([array.ravel() for array in arrays.values()])
 
 

@@ -1,4 +1,4 @@
-"""Networks and data sets refuse arguments of the wrong type, length or sign with a sentence."""
+"""Networks and data sets reject arguments of the wrong type, length or sign with a clear error."""
 
 import functools
 

@@ -67,8 +67,8 @@ def test_from_chainer_never_loads_a_damaged_or_cut_model_as_another(
     except gl.DataError:
         refused(file)
     else:
-        assert by, "what is cut is refused"
-        assert (weights(found) == weights(net)).all(), "what was damaged was not needed"
+        assert by, "a truncated file is rejected"
+        assert (weights(found) == weights(net)).all(), "the damaged part was not needed"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The published network, window after window, beside the authors' own in stock Chainer
+"""The published network, compared window by window with the authors' own in stock Chainer
 (make_chainer_windows.py).
 """
 
@@ -22,8 +22,8 @@ def chainer():
 
 
 def windows(chainer):
-    """Of frames, as the published loop cuts them: each begins with the last frame of the one
-    before.
+    """Split the frames into windows as the published loop does: each begins with the last frame
+    of the window before.
     """
     count = sum(name.startswith("losses") for name in chainer)
     frames, length = chainer["frames"], len(chainer["frames"]) // count
@@ -31,9 +31,7 @@ def windows(chainer):
 
 
 def network(chainer, truncation="loss"):
-    """With the weights that Chainer began with, and these, one after the other, to be written
-    to.
-    """
+    """Make a network with the weights with which Chainer began."""
     net = gl.models.PredNet((3, 4, 8), chainer["frames"].shape[2:], truncation=truncation)
     place = 0
     for _, weights in sorted(chainer_views(net, lambda parameter: parameter.data).items()):
@@ -46,8 +44,8 @@ def network(chainer, truncation="loss"):
 
 
 class ChainersAdam:
-    """As Kingma and Ba 2014 end their section 2: epsilon is added to the root of the moment
-    before its correction.
+    """Adam as at the end of section 2 of Kingma and Ba 2014: epsilon is added to the root of the
+    moment before the bias correction.
     """
 
     def __init__(self, parameters):
@@ -67,7 +65,7 @@ class ChainersAdam:
 
 
 def trained(chainer, truncation="loss", loader="window"):
-    """The losses of each window, and its gradient by Chainer's names."""
+    """Yield the losses of each window, and its gradient by Chainer's names."""
     net = network(chainer, truncation)
     optimizer = ChainersAdam(list(net.parameters()))
     loading, state = Loader(loader, gl.Setting.parse("cpu")), None
@@ -82,7 +80,7 @@ def trained(chainer, truncation="loss", loader="window"):
 
 
 def distances(chainer, number, gradient):
-    """How far each array of a gradient is from Chainer's, relatively; under `all`, the whole."""
+    """Return the relative distance of each array of a gradient from Chainer's, and of `all`."""
     theirs, place, found = chainer[f"gradient{number}"], 0, {}
     for name, mine in gradient.items():
         part = theirs[place : (place := place + len(mine))]

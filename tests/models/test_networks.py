@@ -1,5 +1,5 @@
-"""What all networks have in common: what they refuse, that an option makes another run, and bits
-that are flipped.
+"""Properties of all networks: arguments that they reject, options that make different runs, and
+flipped bits.
 """
 
 import math
@@ -152,7 +152,7 @@ def test_runs_table_says_what_was_flipped_and_which_device_drew(tmp_path):
     assert frame.weights.nunique() == 1
 
 
-# --- one network, many images; drawn weights ------------------------------------------------------
+# --- batches; drawn weights -----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -169,7 +169,7 @@ def test_prednet_batch_is_its_members_one_by_one():
     "net", [gl.models.PredNet((3, 48, 96), (64, 96)), gl.models.Autoencoder((500, 200))]
 )
 def test_draw_weights_gives_lecun_normal_weights_and_zero_biases(net):
-    """Those of each convolution of the authors' code, by how many numbers it reads."""
+    """The variance is 1 / fan-in for each convolution of the authors' code."""
     of_prednet, scaled = isinstance(net, gl.models.PredNet), []
     named = (
         chainer_views(net, lambda parameter: parameter)

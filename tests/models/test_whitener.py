@@ -36,7 +36,7 @@ def test_whiten_gives_uncorrelated_codes_of_variance_one_or_nan():
     assert white.shape == x.shape
     assert white.isnan().all()
     assert whiten(x, torch.diag(torch.tensor([1.0, 0.0]))).isfinite().all(), (
-        "a variance of nothing is made up for"
+        "epsilon makes up for a variance of zero"
     )
 
 
@@ -58,7 +58,7 @@ def test_whitener_learns_in_float32_and_diverges_in_tf32_unless_cured(seed):
     fine, lost = trained(CPU, seed), trained(TF32, seed)
     assert fine.status == "finished"
     images = torch.from_numpy(next(gl.load("digits").windows(500)).frames) / 255
-    assert fine.heldout_loss < 0.75 * images.var(0).mean()  # of what the mean image leaves
+    assert fine.heldout_loss < 0.75 * images.var(0).mean()  # the loss of the mean image
     assert (lost.status, lost.record["diverged_at"] <= 40) == ("diverged", True)
     for cure in ("float32", "centred") if seed < 2 else ():
         assert trained(TF32, seed, cure).final_loss == pytest.approx(fine.final_loss, rel=0.05)

@@ -1,4 +1,4 @@
-"""Tables of runs, and logs as other libraries write them."""
+"""Tables of runs, and logs in the formats of other libraries."""
 
 import io
 
@@ -7,7 +7,7 @@ import pandas as pd
 
 
 def runs_of(losses, **columns):
-    """Runs from a list of losses per setting, seeds counted from 0."""
+    """Make runs from a list of losses for each setting; seeds are counted from 0."""
     rows = [(name, seed, loss) for name, some in losses.items() for seed, loss in enumerate(some)]
     return pd.DataFrame(rows, columns=["setting", "seed", "final_loss"]).assign(**columns)
 
@@ -28,7 +28,7 @@ FLOORS = {"adam": 0.30, "sgd": 0.25}
 
 
 def metrics(optimizer, seed, epochs=6, blank=True):
-    """The text of Lightning's `metrics.csv`: training and validation have rows of their own.
+    """The text of Lightning's `metrics.csv`: training and validation have separate rows.
 
     `sgd` starts worse and ends better than `adam`.
     """
@@ -48,7 +48,7 @@ def metrics(optimizer, seed, epochs=6, blank=True):
 
 
 def logged(seeds=6, read=pd.read_csv, **options):
-    """One table of the logs of all runs."""
+    """One table with the logs of all runs."""
     tables = [
         read(io.StringIO(metrics(optimizer, seed, **options))).assign(
             optimizer=optimizer, seed=seed

@@ -1,4 +1,4 @@
-"""Tests and intervals by hand and against other libraries, and how many seeds they need."""
+"""Tests and intervals compared with other libraries, and the number of seeds that they need."""
 
 import math
 
@@ -21,7 +21,7 @@ def test_sign_flip_p_agrees_with_scipy(n):
         (differences,), np.mean, permutation_type="samples", n_resamples=np.inf, vectorized=True
     )
     assert inference.sign_flip_p(differences) == pytest.approx(theirs.pvalue)
-    many = np.random.default_rng(2).standard_normal(60) + 0.2  # of which some flips are drawn
+    many = np.random.default_rng(2).standard_normal(60) + 0.2  # too many for all flips
     assert inference.sign_flip_p(many) == pytest.approx(stats.ttest_1samp(many, 0).pvalue, abs=0.01)
 
 
@@ -84,7 +84,7 @@ def test_skewed_t_interval_holds_the_shifts_that_its_t_allows():
     for end, sign in zip(ends, (1, -1), strict=True):
         assert inference.skewed_t(*inference.moments(values - end)) == pytest.approx(sign * limit)
     assert ends[0] == pytest.approx(students[0])
-    assert ends[1] > students[1], "further on the side of the tail"
+    assert ends[1] > students[1], "it extends further on the side of the longer tail"
     mirrored = inference.skewed_t_interval(-values, 0.05)
     assert mirrored == pytest.approx((-ends[1], -ends[0]))
 
@@ -93,7 +93,7 @@ def test_sd_lower_limit_is_seldom_above_the_sd():
     draws = np.random.default_rng(6).standard_normal((300, 10))
     limits = np.array([inference.sd_lower_limit(draw) for draw in draws])
     assert (limits > 1).mean() < 0.04
-    assert np.median(limits) > 0.4, "yet it is of use"
+    assert np.median(limits) > 0.4, "the limit is not uselessly low"
 
 
 def test_clopper_pearson_upper_agrees_with_scipy():

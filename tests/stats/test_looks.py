@@ -1,4 +1,4 @@
-"""Verdicts that hold if the same question is asked several times as seeds come in."""
+"""Verdicts whose error rates hold if they are computed several times while seeds are added."""
 
 import numpy as np
 import pandas as pd
@@ -64,12 +64,9 @@ def test_looks_change_a_margin_in_standard_deviations_and_none_in_units():
 
 def test_looks_are_named_in_the_verdict():
     verdict = gl.verdict(RUNS, looks=LOOKS)
-    expected = (
-        "This holds for up to 4 looks as seeds come in: each is at a level of 1.25 %, all together"
-        " at 5 %; "
-    )
-    assert expected in str(verdict)
-    assert expected in verdict.sentences()[-1]
+    for named in ("4 looks", " 1.25 %", " 5 %"):
+        assert named in str(verdict)
+        assert named in verdict.sentences()[-1]
     assert verdict.looks == LOOKS
     assert "98.8 % interval" in str(verdict)
 
@@ -79,7 +76,7 @@ def test_looks_raise_the_number_of_seeds_that_are_enough():
     assert gl.verdict(runs).decision == "different"
     verdict = gl.verdict(runs, looks=LOOKS)
     assert verdict.decision == "inconclusive"
-    assert "7 seeds are too few to show a difference, 8 are enough" in str(verdict)
+    assert "At least 8 seeds" in str(verdict)
     assert gl.verdict(normal_runs(8, 5.0), looks=LOOKS).decision == "different"
 
 
@@ -88,7 +85,8 @@ def test_looks_too_many_to_show_anything_are_named():
     assert gl.verdict(runs, looks=100).decision == "different"
     verdict = gl.verdict(runs, looks=1000)
     assert verdict.decision == "inconclusive"
-    assert "no difference can be shown with more than 16 seeds: ask for fewer looks" in str(verdict)
+    assert "more than 16 seeds" in str(verdict)
+    assert "fewer looks" in str(verdict)
 
 
 def test_looks_correct_diverged_runs_and_binary_metrics_too():
@@ -108,7 +106,7 @@ def test_looks_correct_diverged_runs_and_binary_metrics_too():
 
 
 @pytest.mark.parametrize("looks", [0, -1, 2.5, 4.0, "4", True, None, float("nan"), [4], 10**400])
-def test_looks_refuse_what_is_no_whole_number(looks):
+def test_looks_refuse_anything_but_a_whole_number(looks):
     with pytest.raises(
         gl.UsageError, match=r"looks=.*: expected a whole number from 1 to 1,000,000"
     ):
@@ -123,14 +121,14 @@ def test_looks_are_an_option_of_the_verdict_command(tmp_path):
     file = tmp_path / "runs.csv"
     RUNS.to_csv(file)
     done = CliRunner().invoke(app, ["verdict", str(file), "--looks", "4"])
-    assert "This holds for up to 4 looks" in done.stdout
+    assert "4 looks" in done.stdout
     assert CliRunner().invoke(app, ["verdict", str(file), "--looks", "0"]).exit_code == 2
 
 
 @pytest.mark.slow("makes 1,200 verdicts")
 @pytest.mark.parametrize(("shift", "wrong"), [(0.0, "different"), (0.3, "equivalent")])
 def test_looks_at_four_times_together_are_seldom_wrong(shift, wrong):
-    """Differences of a margin's size, or none: 150 experiments, of which 5 % are wrong at most."""
+    """With differences as large as the margin, or none, at most 5 % of 150 verdicts are wrong."""
     counts = {1: 0, LOOKS: 0}
     for seed in range(150):
         generator = np.random.default_rng(seed)

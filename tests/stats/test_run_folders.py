@@ -1,4 +1,4 @@
-"""Folders of runs as Hydra, Lightning, Weights & Biases and TensorBoard leave them."""
+"""Folders of runs as Hydra, Lightning, Weights & Biases and TensorBoard write them."""
 
 import argparse
 import io
@@ -18,8 +18,8 @@ EXPECTED = gl.verdict(logged(), "val_loss", "optimizer", last="epoch").table.dif
 
 
 def hydra(folder, optimizer, seed, number):
-    """As `python train.py -m optimizer=adam,sgd seed=range(6)` with Lightning's logger leaves a
-    run.
+    """Write a run as `python train.py -m optimizer=adam,sgd seed=range(6)` does with Lightning's
+    logger.
     """
     job = folder / "multirun" / "2026-03-01" / "10-00-00" / str(number)
     config = {
@@ -36,7 +36,7 @@ def hydra(folder, optimizer, seed, number):
 
 
 def lightning(folder, optimizer, seed, number):
-    """As Lightning's command line leaves a run."""
+    """Write a run as Lightning's command line does."""
     version = folder / "lightning_logs" / f"version_{number}"
     write(
         version / "config.yaml",
@@ -50,7 +50,7 @@ def lightning(folder, optimizer, seed, number):
 
 
 def wandb(folder, optimizer, seed, number):
-    """A configuration as Weights & Biases writes it."""
+    """Write a run with a configuration in the format of Weights & Biases."""
     config = {
         "_wandb": {"value": {}},
         "optimizer": {"desc": None, "value": optimizer},
@@ -80,7 +80,7 @@ def tensorboard(folder, optimizer, seed, number):  # noqa: ARG001
         write(folder / f"run-{optimizer}_seed{seed}-tag-{tag}.csv", curve.to_csv(index=False))
 
 
-LAYOUTS = {  # and the column of the factor
+LAYOUTS = {  # the column of the factor for each layout
     hydra: "optimizer",
     lightning: "optimizer",
     wandb: "optimizer",
@@ -120,9 +120,7 @@ def test_read_table_notes_say_what_came_from_where(tmp_path):
         ),
     )
     frame = gl.stats.read_table(tmp_path)
-    assert set(frame["optimizer.lr"]) == {0.001}, (
-        "a reference, and a number that YAML takes for text"
-    )
+    assert set(frame["optimizer.lr"]) == {0.001}, "a reference to a number that YAML reads as text"
     assert set(frame.betas) == {"[0.9, 0.99]"}
     assert str(gl.verdict(frame, "val_loss", "optimizer", last="epoch")).endswith("\n".join(notes))
     notes = gl.stats.read_table(fill(tmp_path / "other", lightning)).attrs["notes"]

@@ -1,4 +1,6 @@
-"""Tables with a row for each epoch or step: refused, or one row of each run by `last` or `best`."""
+"""Tables with a row for each epoch or step: rejected, or reduced to one row for each run by `last`
+or `best`.
+"""
 
 import io
 import math
@@ -57,7 +59,7 @@ def test_verdict_best_takes_the_row_that_is_best_in_the_column():
     assert own.table.difference[0] == pytest.approx(
         (lowest.val_loss.sgd - lowest.val_loss.adam).mean()
     )
-    # The training loss is in other rows: of those of the same epoch the last is taken.
+    # The training loss is in other rows. The last of those with the same epoch is taken.
     train = (
         table.dropna(subset="train_loss").groupby(["optimizer", "seed", "epoch"]).train_loss.last()
     )
@@ -134,8 +136,8 @@ def test_verdict_last_counts_a_run_that_becomes_nan_as_diverged(lost):
     table.loc[is_late(table) & table.val_loss.notna(), "val_loss"] = lost
     verdict = gl.verdict(table, **LOGS, last="epoch", reference="adam")
     assert verdict.table[["seeds", "diverged", "unpaired"]].values.tolist() == [[5, 1, 0]]
-    # Its best row was before; where NaN may be an empty cell, it is known by the epochs of the
-    # other runs.
+    # The best row comes before the divergence. If NaN may be an empty cell, the divergence is
+    # detected from the epochs of the other runs.
     best = gl.verdict(table, **LOGS, best="val_loss", reference="adam")
     assert best.table[["seeds", "diverged"]].values.tolist() == [[6, 0]]
     assert "Diverged after their best row: optimizer sgd seed 4." in str(best)
@@ -172,7 +174,7 @@ def test_verdict_last_counts_a_run_without_any_value_as_missing():
         assert "Missing: seed 4 with sgd." in str(verdict)
 
 
-# By the name of a case: the choice, and what the message names beside the offending argument.
+# By the name of a case: the choice, and what the message names besides the offending argument.
 REFUSED = {
     "an unknown counting column": ({"last": "epochs"}, ["epoch, step"]),
     "an unknown best column": ({"best": "loss"}, ["epoch, step"]),

@@ -6,8 +6,8 @@ from gpulab.stats._tables import read_table
 from tests.stats._helpers import runs_of
 
 # ruff: noqa: E501
-# As Weights & Biases' table of runs exports it, its column `State` renamed: every cell in quotes,
-# configuration and summary by their plain names.
+# An export of the table of runs of Weights & Biases, with its column `State` renamed. Every cell is
+# in quotes, and configuration and summary have plain names.
 WANDB = """"Name","status","Notes","User","Tags","Created","Runtime","Sweep","device","lr","seed","epoch","val/loss"
 "calm-sun-6","finished","-","ann","","2026-03-01T10:00:00.000Z","61","","cuda","0.001","2","9","0.32"
 "calm-sun-5","finished","-","ann","","2026-03-01T10:00:00.000Z","61","","cuda","0.001","1","9","NaN"
@@ -27,7 +27,7 @@ MLFLOW = """,run_id,experiment_id,status,start_time,metrics.loss,params.lr,param
 
 @pytest.fixture
 def table(tmp_path):
-    """Read some text, or bytes, as a table."""
+    """Read a text, or bytes, as a table."""
 
     def read(content):
         (tmp_path / "runs.csv").write_bytes(
@@ -73,7 +73,7 @@ def test_read_table_of_text_of_every_kind(table, text):
     missing = text.endswith((";\n", "\t\n"))
     assert verdict.table[["diverged", "seeds"]].values.tolist() == [[1 if missing else 2, 0]]
     assert ("did not finish: 1 (cuda 1 missing)" in str(verdict)) == missing, (
-        "an empty cell is no loss that diverged"
+        "an empty cell does not count as divergence"
     )
 
 
@@ -99,7 +99,7 @@ UNTIDY = {
         UsageError,
         ["'loss'", "los, seed, setting", "pandas.melt"],
     ),
-    "a column of states that is none of runs": (
+    "a column State of something else": (
         "State,loss\nOhio,1\nUtah,2\n",
         UsageError,
         ["'State'"],

@@ -1,4 +1,4 @@
-"""The page of a verdict: what stands where, in a file and in a notebook."""
+"""The page of a verdict: its content and its order, in a file and in a notebook."""
 
 import html.parser
 import math
@@ -19,7 +19,7 @@ LEVELS = {
 
 
 class Page(html.parser.HTMLParser):
-    """The text of each element of a page, and the order of what stands in it."""
+    """The elements of a page in their order, each with its text."""
 
     def __init__(self, text):
         super().__init__()

@@ -1,6 +1,4 @@
-"""All that lies in `data/`: what comes in by a pull request is read and checked here, like
-everything else.
-"""
+"""All files in `data/` are read and checked, including those that a pull request adds."""
 
 import math
 import re
@@ -54,7 +52,7 @@ MEASURED = sorted(recorded.recorded_folder("measured").glob("*.json"))
 def test_measured_tables_name_their_command_and_torch(file):
     document = recorded.read_document(file)
     assert document["command"]
-    # computed from what the others hold, on no machine in particular
+    # This file is computed from the others, so it belongs to no particular machine.
     if file.name != "products-found.json":
         assert document["passport"]["software"]["torch"]
 

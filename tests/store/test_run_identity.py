@@ -1,4 +1,4 @@
-"""A run is known by what it was made of: never is another result returned for it."""
+"""The identity of a run depends on what was run, so a store never returns another run's result."""
 
 import functools
 import shutil
@@ -17,7 +17,7 @@ SMALL = {"profile": "smoke", "setting": "cpu:threads=1", "progress": False}
 
 
 def frames(folder, brightness):
-    """A stripe that moves through 60 images."""
+    """Write 60 images through which a stripe moves."""
     folder.mkdir()
     for number in range(60):
         image = np.full((24, 32, 3), brightness, np.uint8)
@@ -35,7 +35,7 @@ def test_run_identity_depends_on_the_content_of_frames_and_not_on_their_name(tmp
     assert first.path != other.path
     assert first.final_loss != other.final_loss
     assert train(f"frames:{moved}").path == first.path
-    assert gl.runs(store).protocol.nunique() == 2, "they are not compared either"
+    assert gl.runs(store).protocol.nunique() == 2, "a verdict does not compare them, either"
 
 
 def test_store_refuses_data_whose_content_cannot_be_known(tmp_path):
@@ -76,9 +76,9 @@ def test_run_identity_depends_on_the_content_of_a_file_that_an_option_names(tmp_
     assert train().path == first.path
     Path("table.csv").write_text("2.5")
     assert train().final_loss == 4.5
-    assert gl.runs("runs").protocol.nunique() == 2, "they are not compared"
+    assert gl.runs("runs").protocol.nunique() == 2, "a verdict does not compare them"
 
 
 def test_as_json_depends_on_values_and_not_on_their_order():
     assert as_json({"b": 1, "a": max}) == as_json({"a": max, "b": 1}) == '{"a": "max", "b": 1}'
-    assert as_json([object()]) == '["object"]', "an address is no part of it"
+    assert as_json([object()]) == '["object"]', "the address is left out"

@@ -1,5 +1,5 @@
-"""Runs at rest, one and many: what is written is read back whole, or refused by name; stores as
-tables.
+"""Stored runs are read back completely, or rejected with an error that names the file; stores are
+listed as tables.
 """
 
 import functools
@@ -39,13 +39,13 @@ LOSSES = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, 
 
 @pytest.fixture(scope="module")
 def record():
-    """The record of a real run, to make others from."""
+    """The record of a real run, from which other records are made."""
     return gl.train("autoencoder", profile="smoke", frames=20, progress=False).record
 
 
 @pytest.fixture(scope="module")
 def written(record):
-    """Write a run of a seed into a store, its record changed; returns its folder."""
+    """Write a run with a changed record into a store, and return its folder."""
 
     def write(store, seed, history=HISTORY, weights=None, **changes):
         return stores.write_run(
@@ -71,7 +71,7 @@ def test_run_store_reads_back_what_was_written_packed_or_not_and_keeps_it_once(
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "new" / "store"
         run = written(store, seed, history, **changes)
-        for _ in range(2):  # the first to finish wins; weights are added to it
+        for _ in range(2):  # the first run is kept, and weights are added to it
             assert written(store, seed, history.assign(seconds=9.0), weights, **changes) == run
         assert sorted(file.name for file in run.iterdir()) == ["results.safetensors", "run.json"]
         assert list((store / stores.WORK_FOLDER).iterdir()) == []
@@ -113,14 +113,14 @@ def test_run_store_with_many_writing_threads_shows_whole_runs_only(written, tmp_
         list(pool.map(work, range(8)))
     frame = gl.runs(tmp_path)
     assert frame.seed.tolist() == [*range(6)]
-    for path in frame.path:  # each is wholly of one writer
+    for path in frame.path:  # each run comes from a single writer
         back, history, _ = stores.read_run(Path(path))
         assert back["command"] == f"writer {int(history.loss[0])}"
     assert list((tmp_path / stores.WORK_FOLDER).iterdir()) == []
 
 
 def flipped(share, bit, file):
-    """One bit of a file, at a share of its length."""
+    """Flip one bit of a file, at a share of its length."""
     content = bytearray(file.read_bytes())
     content[int(share * len(content))] ^= 1 << bit
     file.write_bytes(content)
@@ -188,7 +188,7 @@ def test_run_store_names_damage_and_never_returns_another_result(two_runs, name,
         assert gl.runs(store).id.tolist() == ["run-2"]
 
 
-MISSING = [  # the place in a record of what is removed from it
+MISSING = [  # the keys that lead to the value that is removed from a record
     ("seed",),
     ("summary", "final_loss"),
     ("passport", "cpu"),
@@ -227,8 +227,8 @@ def test_read_tensors_gives_back_what_was_written_unless_the_format_differs(tmp_
 
 
 def test_gpulab_unpickles_no_file():
-    # What joblib does in memory and through the pipes of its processes reads no file; its `load`
-    # does.
+    # These uses of joblib, in memory and through the pipes of its processes, read no files;
+    # `joblib.load` does.
     in_memory = (
         r" import cpu_count|\.externals\.loky[\w.]* import \w+|\.hashing import NumpyHasher|'s hash"
     )
@@ -240,7 +240,7 @@ def test_gpulab_unpickles_no_file():
         for file in Path(gl.__file__).parent.rglob("*.py")
         for hit in re.findall(pattern, file.read_text())
     ]
-    # What a process sends its own worker, through the pipe between them.
+    # A process sends this to its own worker, through the pipe between them.
     assert found == [("_workers.py", 'pickle.loads(job), progress=False).record["id"]')]
 
 
@@ -310,7 +310,7 @@ def test_runs_lists_packed_runs_of_a_store_once(packed, written):
 
 def test_packed_file_that_is_not_whole_is_reported_and_skipped(packed, tmp_path):
     whole, store = (packed / "shared.parquet").read_bytes(), tmp_path / "files"
-    # a recording, and none of runs
+    # a recording that does not contain runs
     recorded.write_table(store / "other.parquet", HISTORY, {"passport": {}})
     with pytest.raises(gl.DataError, match="there are no runs in"):
         tables.pack(store, tmp_path / "b.parquet")

@@ -1,5 +1,5 @@
-"""Experiments, their workers in processes and threads, several drivers, and a Ray cluster as in
-notebook 08.
+"""Experiments: workers in processes and threads, several drivers, and a Ray cluster as in notebook
+08.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def test_experiment_jobs_are_each_variant_under_each_setting_from_each_seed(tmp_
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """Two settings × two seeds, each twice, run in a worker."""
+    """Two settings × two seeds, each run twice in a worker."""
     store = tmp_path_factory.mktemp("store")
     return store, experiment(store, SETTINGS, reruns=2).run(progress=False)
 
@@ -67,7 +67,7 @@ def test_experiment_runs_every_setting_from_every_seed_again_with_the_same_bits(
     assert frame.rerun.groupby([frame.setting, frame.seed]).apply(sorted).tolist() == [[0, 1]] * 4
     assert set(frame.status) == {"finished"}
     assert frame.groupby(["setting", "seed"]).weights.nunique().tolist() == [1] * 4, (
-        "one thread: the same bits"
+        "with one thread, the bits are the same"
     )
     assert frame.weights.nunique() == 4
     assert len(gl.runs(store)) == 8
@@ -93,7 +93,7 @@ def test_experiment_starts_no_worker_for_runs_that_are_done(done, monkeypatch):
 
 
 def dies(seed):
-    """From some seeds its process is killed, as by a system without memory."""
+    """Kill the process for some seeds, as a system does that runs out of memory."""
     if seed in (1, 2):
         os.kill(os.getpid(), signal.SIGKILL)
     return seed
@@ -126,7 +126,7 @@ def test_experiment_continues_after_a_failing_job_in_the_order_of_variants(tmp_p
 
 
 def named(seed, width=3):
-    """A training that names its metrics."""
+    """A training function that names its metrics."""
     return {"accuracy": 0.5 + 0.1 * seed, "steps": width}
 
 
@@ -134,7 +134,7 @@ def test_experiment_has_no_column_of_nan_where_a_training_names_its_metrics(tmp_
     frame = gl.Experiment(named, [ONE], 2, store=tmp_path).run(progress=False)
     assert frame.accuracy.tolist() == [0.5, 0.6]
     assert not {"final_loss", "heldout_loss"} & set(frame)
-    assert "final_loss" in gl.runs(tmp_path), "the table of a store has all its columns"
+    assert "final_loss" in gl.runs(tmp_path), "the table of a store has all columns"
     assert list(gl.seed_runs(named, seeds=2, progress=False)) == [
         "setting",
         "seed",
@@ -162,7 +162,7 @@ def test_progress_bar_moves_within_a_run(tmp_path, monkeypatch):
     shares = [share for noted in seen for share in noted.values()]
     assert shares == sorted(shares)
     assert notes[0] is not None
-    assert any(0 < share <= 1 for share in shares), "of a run under way"
+    assert any(0 < share <= 1 for share in shares), "the share of an active run"
 
 
 def test_run_clock_estimates_the_time_left_from_the_speed_of_each_setting():
@@ -175,7 +175,7 @@ def test_run_clock_estimates_the_time_left_from_the_speed_of_each_setting():
     clock.start_run(2)
     now[0] = 21.0
     assert clock.seconds_left({}) == pytest.approx(1 + 20), (
-        "it has taken twenty seconds, and so will the other"
+        "the active run has taken twenty seconds, and the other will take as long"
     )
     assert clock.seconds_left({2: 0.5}) == pytest.approx(1 + 20 + 40), "half of it is done"
     assert 0.9 < clock.shares({})[2] < 1
@@ -214,14 +214,14 @@ def jobs(store, setting=ONE):
 
 
 def alone(setting=ONE):
-    """The weights of each network, trained one after the other."""
+    """Return the weights of each network, trained one after the other."""
     return [
         gl.train(**job, progress=False).record["summary"]["weights"] for job in jobs(None, setting)
     ]
 
 
 def do_each(jobs, count=4):
-    """The id of each run, or why it has none."""
+    """Return the id of each run, or the error if it failed."""
     ended = {}
 
     def do(number):
@@ -242,7 +242,7 @@ def ctrl_c(when):
             time.sleep(0.1)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    # a job in the background ignores it
+    # In a background job SIGINT is ignored, so the default handler is set.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.1, press).start()
     with pytest.raises(KeyboardInterrupt):
@@ -252,7 +252,7 @@ def ctrl_c(when):
 
 @pytest.fixture
 def trained_together(monkeypatch):
-    """What threads that share a device give; a CPU stands in for it where there is none."""
+    """Train in threads that share a device (a CPU if there is no GPU), and return the weights."""
     monkeypatch.setattr(workers.Workers, "_shared_setting", lambda _, job: job["setting"])
 
     def trained(store, setting=ONE):
@@ -326,7 +326,7 @@ def test_workers_in_threads_that_share_a_gpu_have_one_setting_at_a_time(monkeypa
 
 
 def goes_on(seed, begun=""):
-    """Does not hear that it should end."""
+    """Ignore the request to end."""
     Path(begun).write_text(str(os.getpid()))
     while True:
         with contextlib.suppress(KeyboardInterrupt):
@@ -402,7 +402,7 @@ def test_experiment_by_two_drivers_does_no_run_twice_nor_waits_for_a_killed_one(
     started = psutil.Process(killed.pid).children(recursive=True)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
-    assert not psutil.wait_procs(started, 60)[1], "what a killed driver has started ends"
+    assert not psutil.wait_procs(started, 60)[1], "the processes of a killed driver end"
     Path("begun").unlink()
     Path("go").touch()
     (mark,) = Path("runs/.claims").iterdir()
@@ -421,7 +421,7 @@ def test_experiment_by_two_drivers_does_no_run_twice_nor_waits_for_a_killed_one(
     with ThreadPoolExecutor(2) as pool:
         frames = list(pool.map(lambda each: each.run(progress=False), drivers))
     assert [frame.final_loss.tolist() for frame in frames] == [[0.0, 0.5], [0.0, 0.5]], (
-        "both have them all"
+        "both drivers return all runs"
     )
     assert sorted(Path("begun").read_text().split()) == ["0", "1"]
     assert os.listdir("runs/.claims") == []
@@ -444,5 +444,5 @@ def test_run_on_ray_keeps_the_runs_of_this_machine(tmp_path):
     assert frame.id.tolist() == [record["id"] for record in alone]
     assert frame.weights.tolist() == [record["summary"]["weights"] for record in alone]
     assert there.equals(frame[frame.seed == 1].reset_index(drop=True)), (
-        "what was there is as it was"
+        "the run that existed before is unchanged"
     )

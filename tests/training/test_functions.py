@@ -19,7 +19,7 @@ from gpulab.training._functions import TrainingFunction
 QUIET = {"progress": False}
 ONE = "cpu:threads=1"
 
-# What people have: a data set, loaders, an optimiser.
+# A usual training: a data set, loaders and an optimiser.
 USUAL = """
     from __future__ import annotations
     from dataclasses import dataclass
@@ -55,7 +55,7 @@ USUAL = """
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Write files into an empty folder in which one is."""
+    """Write files into an empty folder, which is the current one."""
     monkeypatch.chdir(tmp_path)
     before, modules = list(sys.path), set(sys.modules)
 
@@ -140,7 +140,7 @@ def test_train_refuses_a_result_that_is_no_number_or_names_a_column_of_runs(valu
 
 
 def wrong(seed, setting):
-    """Fails from some seeds; from the others it prints, and reads what is not for it."""
+    """Fail for some seeds; for the others, print, and read from standard input."""
     if seed == 1:
         json.loads("no data")
     if seed == 2:
@@ -157,14 +157,14 @@ def test_experiment_names_seeds_that_fail_with_the_line_and_keeps_the_others(tmp
     line = wrong.__code__.co_firstlineno
     assert "seed 1: json.decoder.JSONDecodeError: Expecting value" in str(error.value)
     assert f"(test_functions.py:{line + 3})" in str(error.value), (
-        "in the function, not in the library"
+        "the line is in the function, not in the library"
     )
     assert f"seed 2: SystemExit: enough (test_functions.py:{line + 5})" in str(error.value)
     assert gl.runs(tmp_path)[["seed", "final_loss"]].values.tolist() == [[0, 0], [3, 3]]
     with pytest.raises(gl.GpulabError, match="JSONDecodeError") as error:
         gl.seed_runs(wrong, seeds=[1], **QUIET)
     assert isinstance(error.value.__cause__, json.JSONDecodeError), (
-        "in this process the traceback is there"
+        "in this process, the traceback is available"
     )
 
 
@@ -191,7 +191,7 @@ def test_experiment_refuses_what_cannot_be_trained_before_any_worker_starts(
     write(broken="\nx = undefined\n", tidy="import sys\n\nsys.exit(2)\n")
     with pytest.raises(gl.UsageError, match=words):
         gl.Experiment(train, [ONE], 2, store="runs").run(progress=False)
-    assert not {"broken", "tidy"} & set(sys.modules), "half a module is no module"
+    assert not {"broken", "tidy"} & set(sys.modules), "incomplete modules are removed"
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_training_function_source_is_the_text_when_a_training_begins(write):
     training = TrainingFunction("usual.py:train")
     before = once(training)
     assert once("usual.py:train").record == before.record
-    write(usual=text.replace("+ 0", "+ 1"))  # as long, and of the same second
+    write(usual=text.replace("+ 0", "+ 1"))  # of the same length, within the same second
     assert once("usual.py:train").final_loss == 2
-    # of another length: by that and the second Python tells what it has compiled
+    # of another length: Python recognises outdated compiled files by second and length
     write(parts="loss = 2.00\n")
     del sys.modules["parts"]
     assert once("usual.py:train").final_loss == 3

@@ -1,4 +1,4 @@
-"""The loop alone: against one that is written down here, and with an engine of one's own."""
+"""The training loop alone: compared with a loop that is written here, and with a custom engine."""
 
 import copy
 import inspect
@@ -54,7 +54,7 @@ def test_loop_gives_the_losses_of_a_loop_written_out(model):
 
 
 class Telling:
-    """An engine that trains nothing, and has the losses it is told."""
+    """An engine that trains nothing and returns given losses."""
 
     def __init__(self, *losses):
         self.losses, self.states = iter(losses), []
@@ -103,7 +103,7 @@ def test_loop_ends_at_a_loss_that_is_not_finite_also_when_seldom_checked(wrong):
         )
     assert str(notes[0]) == str(notes[1]) == str([(0, 2, 2.0), (1, 4, 2.0), (2, 6, wrong)])
     assert looks == [0.0, 0.0, 0.0, 1000.0], (
-        "after each window; and once, where the end is the first look"
+        "after each window, and once if the losses are copied only at the end"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is planned before a run: profiles, specifications, and registrations by their digest."""
+"""Planning of runs: profiles, requests, and registrations by their digests."""
 
 import copy
 import hashlib
@@ -79,8 +79,8 @@ def test_code_version_is_that_of_the_noted_losses(name):
         LOSSES.get(CODE_VERSION, {}).get(name, [math.nan, math.nan]),
     )
     assert found == pytest.approx(noted, rel=1e-9), (
-        f"trainings give other losses: raise CODE_VERSION, and note {found} for {name!r} under the"
-        " new number"
+        f"trainings give other losses: increase CODE_VERSION, and add {found} for {name!r} under"
+        " the new number"
     )
 
 
@@ -147,7 +147,7 @@ REGISTERED = Path(__file__).parents[2] / "data" / "registered"
 
 
 def test_registered_runs_keep_the_digest_of_their_registration(tmp_path):
-    """It is no part of what is run."""
+    """The registration is recorded but is not part of a run's identity."""
     plan, store, options = (
         tmp_path / "a-plan.md",
         tmp_path / "store",
@@ -173,9 +173,11 @@ def test_registered_runs_that_are_recorded_have_their_registration_here():
         for registered in gl.runs(study).registered.dropna().unique():
             name, digest = registered.split()
             file = REGISTERED / f"{name}.md"
-            assert digest == hashlib.sha256(file.read_bytes()).hexdigest(), "changed since"
+            assert digest == hashlib.sha256(file.read_bytes()).hexdigest(), (
+                "the plan was changed afterwards"
+            )
             names.add(name)
-    # The runs of this plan are recorded as a measurement, which holds no registration.
+    # The runs of this plan are recorded as a measurement, which contains no registration.
     measured = {"published-size-on-a-cpu"}
     assert len(recorded.recorded_table("published_cpu"))
     assert {file.stem for file in REGISTERED.glob("*.md")} == names | measured

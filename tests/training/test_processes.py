@@ -1,4 +1,4 @@
-"""Trainings in experiments that start processes, and what is left of them where something is
+"""Trainings in experiments that start processes, and the processes that remain after something is
 killed.
 """
 
@@ -27,7 +27,7 @@ ON_POSIX = pytest.mark.skipif(
 
 
 def count_workers(seed):
-    """Report, from a worker, how many workers its parent has."""
+    """Return the number of workers of this worker's parent."""
     siblings = psutil.Process(os.getppid()).children()
     workers_alive = sum("LokyProcess" in " ".join(each.cmdline()) for each in siblings)
     return workers_alive + 0.0 * seed
@@ -236,7 +236,7 @@ if __name__ == '__main__':
 def test_start_method_of_workers_is_that_of_the_program(chosen, monkeypatch):
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
     multiprocessing.set_start_method(chosen, force=True)
-    multiprocessing.get_start_method()  # which takes the default for chosen from now on
+    multiprocessing.get_start_method()  # from now on, the default counts as chosen
     assert workers.chosen_start_method() == chosen or METHODS[0] == chosen
     monkeypatch.setattr(worker_process, "_start_method", chosen)
     multiprocessing.set_start_method("spawn", force=True)
@@ -259,7 +259,7 @@ if __name__ == "__main__":
 
 
 def living(ids):
-    """Which of the processes have not ended."""
+    """Return those processes that have not ended."""
     alive = []
     for number in ids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -278,7 +278,7 @@ def wait_until(condition, what):
 
 @pytest.fixture
 def waiting(tmp_path):
-    """An experiment whose second run has started processes and waits; the first is done."""
+    """An experiment whose first run is done, and whose second has started processes and waits."""
     (tmp_path / "starts_processes.py").write_text(TRAINING)
     (tmp_path / "driver.py").write_text(WAITING)
     driver = subprocess.Popen(

@@ -37,7 +37,7 @@ def trained(model="prednet", **options):
 
 @functools.cache
 def reference(model="prednet", **options):
-    """The same, once: what other trainings are compared with."""
+    """Return the same run, trained only once, with which other trainings are compared."""
     return trained(model, **options)
 
 
@@ -46,7 +46,7 @@ def weights(run):
 
 
 def same(run, other):
-    """The same bits: weights, losses, updates and summary."""
+    """Check that weights, losses, updates and summary are bitwise the same."""
     assert weights(run) == weights(other)
     assert run.history[["window", "step", "loss"]].equals(other.history[["window", "step", "loss"]])
     assert (run.final_loss, run.heldout_loss) == (other.final_loss, other.heldout_loss)
@@ -120,13 +120,13 @@ def test_train_leaves_a_network_handed_in_alone_and_trains_as_by_its_name():
     net.load_state_dict(run.model.state_dict())
     kept = [train(net, seed=seed, learning_rate=0.0, **USUAL) for seed in (0, 1)]
     assert weights(kept[0]) == weights(kept[1]) == weights(run), (
-        "loaded weights are trained on, whatever the seed"
+        "training starts from loaded weights, whatever the seed"
     )
     assert not kept[0].model.fresh
     assert planned(net, **{**USUAL, "frames": 40}, seed=5).id != run.record["id"]
 
 
-# at last the held-out loss shows it
+# In the last case, only the held-out loss shows the divergence.
 DIVERGING = [
     ("autoencoder", 200, 2),
     ("prednet", 200, 2),
@@ -144,7 +144,9 @@ def test_train_diverges_at_too_high_a_learning_rate(model, frames, step, tmp_pat
     (row,) = gl.runs(tmp_path).itertuples()
     assert (row.status, row.diverged_at) == ("diverged", step)
     assert math.isnan(row.final_loss)
-    assert str(run).endswith(f": diverged at step {step}"), "a CPU is looked at after every window"
+    assert str(run).endswith(f": diverged at step {step}"), (
+        "on a CPU, losses are checked after every window"
+    )
 
 
 def test_train_records_how_many_windows_were_computed_after_it_diverged(monkeypatch):
@@ -164,7 +166,7 @@ def test_train_records_how_many_windows_were_computed_after_it_diverged(monkeypa
 
 
 def interrupted(run, after, error=KeyboardInterrupt):
-    """Run until so many frames are done, then press Ctrl-C."""
+    """Interrupt a run once it has trained on `after` frames."""
 
     def watch(model, updates):
         if updates * (20 if model.sequential else 1) >= after:
@@ -174,7 +176,7 @@ def interrupted(run, after, error=KeyboardInterrupt):
         run({"watch": watch})
 
 
-# at last after the last window
+# The last interruption comes after the last window.
 STOPS = [
     ("autoencoder", [80]),
     ("prednet", [40, 80, 120, 160]),
@@ -197,7 +199,7 @@ def test_checkpoint_of_an_interrupted_run_resumes_to_the_same_bits(model, stops,
 
 
 def test_checkpoint_of_a_killed_run_is_where_it_resumes(tmp_path, monkeypatch):
-    """It saves every so many seconds, and not at its end."""
+    """A killed run has only its periodic checkpoints."""
     monkeypatch.setattr("gpulab.training._supervision.CHECKPOINT_SECONDS", 0)
     interrupted(lambda watch: trained(store=tmp_path, **watch), after=120, error=RuntimeError)
     run = trained(store=tmp_path)
@@ -255,7 +257,9 @@ def test_predict_refuses_a_network_whose_weights_were_not_kept(tmp_path):
     with pytest.raises(gl.UsageError, match="weights only with keep_weights=True"):
         trained(**options).predict()
     expected = trained(**options | {"keep_weights": True}).predict()
-    assert torch.equal(trained(**options).predict()[1], expected[1]), "kept now, and loaded"
+    assert torch.equal(trained(**options).predict()[1], expected[1]), (
+        "now the weights are stored, and loaded"
+    )
 
 
 @BOTH
