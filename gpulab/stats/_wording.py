@@ -23,8 +23,8 @@ from gpulab.wording import Level, TextByLevel, level_text
 
 # With fewer seeds than this, the estimate of the number of seeds needed is called a rough guess.
 MIN_SEEDS_FOR_ESTIMATE = 10
-# Words for a margin in standard deviations, as a multiple of the spread between seeds.
-FRACTION_WORDS = {0.25: "a quarter of", 0.5: "half", 1.0: "once"}
+# Words for a margin in standard deviations.
+FRACTION_WORDS = {0.25: "a quarter of", 0.5: "half", 1.0: "one times"}
 
 EFFECT_TEMPLATE = "{at_level} the {metric} is {average} {at_reference}"
 MAX_NAMED_SEEDS = 8  # the largest number of seeds that a sentence names
@@ -35,27 +35,28 @@ SENTENCE_TEMPLATES = {
         "{at_reference} {reference_diverged} of {reference_runs}."
     ),
     "too few pairs": (
-        "Between {level} and {reference} nothing can be compared: {shared} finished {preposition}"
-        " both; run the same {block}s {preposition} both, {fewest} or more."
+        "{level} and {reference} cannot be compared: {shared} finished {preposition} both. Run at"
+        " least {fewest} {block}s {preposition} both."
     ),
     "same bits": (
         "{at_level} every {block} ends with the same bits as {at_reference}, so there is nothing to"
         " test."
     ),
     "not one digit": (
-        "{at_level} not one {block} differs by a digit from that {at_reference}: "
-        "make sure that the {factor} reached the training."
+        "{at_level} every {block} has exactly the same {metric} as {at_reference}. Check that the"
+        " {factor} reached the training."
     ),
     "different": "{at_level} the {metric} is {change} {at_reference}, and {agreement}.",
     "different but negligible": (
-        EFFECT_TEMPLATE + ", and {agreement}: that is no luck, but {negligible}."
+        EFFECT_TEMPLATE + ", and {agreement}. The difference is statistically significant, but"
+        " smaller than {margin}."
     ),
     "equivalent": (
-        EFFECT_TEMPLATE
-        + "; {negligible}. {n_beyond_margin:.0f} of {seeds} {block}s moved further than that, but"
-        " jumps in up to {unseen_percent:.0f} % of all {block}s cannot be ruled out (95 % limit)."
+        EFFECT_TEMPLATE + ". This is less than {margin}. Single {block}s: {n_beyond_margin:.0f} of"
+        " {seeds} differ by more than the margin, and up to {unseen_percent:.0f} % of all {block}s"
+        " could (95 % confidence limit)."
     ),
-    "inconclusive": EFFECT_TEMPLATE + ", and {agreement}, which decides nothing{conditions}.",
+    "inconclusive": EFFECT_TEMPLATE + ", and {agreement}. {not_shown}{conditions}",
 }
 NUMBER_TEMPLATES = (  # clauses about a level; clauses with an unknown number are left out
     "Difference {difference:.2g}",
@@ -92,8 +93,8 @@ def describe_with_numbers(verdict: Decisions) -> str:
     lines += _outlier_sentences(verdict)
     if any(math.isnan(row.margin) for row in verdict.rows):
         lines.append(
-            f"Equivalence was not asked: {reference_seeds} have no spread; give a margin in the"
-            " metric's units."
+            f"Equivalence was not tested: the spread between {reference_seeds} is zero or unknown."
+            " Give a margin in units of the metric."
         )
     return "\n".join([*lines, *_looks_sentences(verdict), *verdict.notes]).replace(
         " is nan.", " is unknown."
@@ -212,20 +213,24 @@ def _effect_facts(verdict: Decisions, row: LevelDecision) -> dict[str, object]:
     if row.difference:
         agreement = f"{direction} in {same_direction} of {row.seeds} {block}s"
     else:
-        agreement = f"another in {(differences.fillna(0) != 0).sum()} of {row.seeds} {block}s"
+        n_different = (differences.fillna(0) != 0).sum()
+        agreement = f"different in {n_different} of {row.seeds} {block}s"
     margin_text = _amount_text(verdict, row, row.margin)
-    negligible = f"differences below {margin_text}{_margin_meaning(verdict)} count as none here"
-    conditions = [negligible] if row.margin > 0 else []
-    conditions += _open_conditions(verdict, row)
+    margin = f"the margin of {margin_text}{_margin_meaning(verdict)}"
+    if row.margin > 0:
+        not_shown = f"This shows neither a difference nor equivalence within {margin}."
+    else:
+        not_shown = "This does not show a difference."
     return {
         "average": _average_text(verdict, row, direction),
         "change": _change_text(verdict, row),
         "agreement": agreement,
-        "negligible": negligible,
+        "margin": margin,
+        "not_shown": not_shown,
         "n_beyond_margin": row.beyond_margin,
         "seeds": row.seeds,
         "unseen_percent": 100 * inference.clopper_pearson_upper(row.beyond_margin, row.seeds),
-        "conditions": "".join(f"; {condition}" for condition in conditions),
+        "conditions": "".join(f" {reason}" for reason in _reasons_undecided(verdict, row)),
     }
 
 
@@ -264,30 +269,35 @@ def _change_text(verdict: Decisions, row: LevelDecision) -> str:
 
 
 def _margin_meaning(verdict: Decisions) -> str:
-    """Explain a margin in standard deviations, in brackets; an empty text for other margins."""
+    """Explain a margin in standard deviations, in brackets; return "" for other margins."""
     number, unit = parse_margin(verdict.margin)
     if unit != "sd":
         return ""
     times = FRACTION_WORDS.get(number, f"{number:g} times")
-    return f" ({times} the spread between {verdict.block}s, estimated cautiously)"
+    return (
+        f" ({times} the standard deviation between {verdict.block}s, at its lower confidence limit)"
+    )
 
 
-def _open_conditions(verdict: Decisions, row: LevelDecision) -> Iterator[str]:
-    """Yield the reasons why the question is open, and the number of seeds that would settle it."""
+def _reasons_undecided(verdict: Decisions, row: LevelDecision) -> Iterator[str]:
+    """Yield sentences on why a level is undecided, and on how many seeds would decide it."""
     block = verdict.block
     min_pairs = min_significant_pairs(1 - row.confidence)
     if may_diverge_discordantly(row):
         yield (
-            f"on up to {100 * row.discordant_diverged_upper:.0f} % of {block}s one of the two could"
-            " diverge alone"
+            f"On up to {100 * row.discordant_diverged_upper:.0f} % of {block}s, only one of the two"
+            " could diverge."
         )
     if row.seeds < min_pairs:
-        yield f"{row.seeds} {block}s are too few to show a difference, {min_pairs} are enough"
+        yield f"At least {min_pairs} {block}s are needed to show a difference."
     if row.margin > 0 and not may_diverge_discordantly(row):
-        caveat = "" if row.seeds >= MIN_SEEDS_FOR_ESTIMATE else "a rough guess, "
+        estimate = "estimate" if row.seeds >= MIN_SEEDS_FOR_ESTIMATE else "rough estimate"
         is_finite = math.isfinite(row.seeds_needed)
-        number = f"about {row.seeds_needed:.0f}" if is_finite else f"more than {MAX_SEEDS:,}"
-        yield f"{number} {block}s would settle it ({caveat}power 0.8, if others are like these)"
+        number = f"About {row.seeds_needed:.0f}" if is_finite else f"More than {MAX_SEEDS:,}"
+        yield (
+            f"{number} {block}s would be needed to decide ({estimate} for a power of 0.8, if other"
+            f" {block}s are like these)."
+        )
 
 
 def _outlier_sentences(verdict: Decisions) -> Iterator[str]:
@@ -303,7 +313,7 @@ def _outlier_sentences(verdict: Decisions) -> Iterator[str]:
         margin = margin_size(verdict.margin, losses, confidence=confidence)
         margin_without = margin_size(verdict.margin, losses[~is_outlier], confidence=confidence)
         margins = f"without them the margin would be {margin_without:.2g}, not {margin:.2g}"
-        yield f"Most of this spread comes from {outliers}: {margins}."
+        yield f"Most of the spread between {verdict.block}s comes from {outliers}: {margins}."
 
 
 def _looks_sentences(verdict: Decisions) -> Iterator[str]:
@@ -312,17 +322,18 @@ def _looks_sentences(verdict: Decisions) -> Iterator[str]:
         return
     all_looks = f"{100 * verdict.alpha:.3g} %"
     one_look = f"{100 * (verdict.alpha / verdict.looks):.3g} %"
-    levels = f"each is at a level of {one_look}, all together at {all_looks}"
-    correction = f"{levels}; p values and intervals are corrected for it"
-    yield f"This holds for up to {verdict.looks} looks as {verdict.block}s come in: {correction}."
+    yield (
+        f"The verdict allows up to {verdict.looks} looks while {verdict.block}s come in. Each look"
+        f" is tested at a level of {one_look}, so that all together have a level of {all_looks}."
+        " The p values and intervals are corrected for this."
+    )
     max_exact = inference.MAX_EXACT_DIFFERENCES
     if any(
         row.seeds > max_exact and row.confidence > 1 - inference.MIN_DRAWN_P for row in verdict.rows
     ):
-        advice = "ask for fewer looks, or compare fewer levels at a time"
         yield (
-            f"With so many, no difference can be shown with more than {max_exact} {verdict.block}s:"
-            f" {advice}."
+            "With this many looks and levels, no difference can be shown with more than"
+            f" {max_exact} {verdict.block}s. Use fewer looks, or compare fewer levels at a time."
         )
 
 
