@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gpulab._torch_internals import Nested, convert_tensors, is_lazy, tree_leaves, tree_map
+from gpulab._torch_internals import (
+    Nested,
+    convert_tensors,
+    is_lazy,
+    is_plain,
+    tree_leaves,
+    tree_map,
+)
 from gpulab.errors import UsageError
 from gpulab.guards._call_sites import line_of_error
 from gpulab.settings import Setting
@@ -199,6 +206,7 @@ class Snapshot:
         containers: Dictionaries, lists and sets of a module, each with a shallow copy.
         tensors: The tensors, each with its data, its gradient and `requires_grad`.
         contents: The memory of data and gradients, each with a copy; empty without `with_contents`.
+        storages: The storages of data and gradients, each with its size in bytes.
         optimizer: The owner if it is an optimizer, else None.
         progress: A copy of the optimizer's `state_dict`.
 
@@ -237,6 +245,10 @@ class Snapshot:
             if memory is not None
         ]
         self.contents = [(memory, memory.clone()) for memory in memories if with_contents]
+        self.storages = [
+            (storage, storage.nbytes())
+            for storage in (memory.untyped_storage() for memory in memories if is_plain(memory))
+        ]
         self.optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         self.progress = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else {}
 
@@ -256,6 +268,9 @@ class Snapshot:
             tensor.data = data
             tensor.requires_grad_(needs_gradient)
             tensor.grad = gradient
+        for storage, size in self.storages:
+            if storage.nbytes() < size:  # sharded training frees the memory of whole parameters
+                storage.resize_(size)
         for memory, content in self.contents:
             memory.detach().copy_(content)
         if self.optimizer is not None:

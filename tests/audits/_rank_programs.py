@@ -1,6 +1,6 @@
-"""Distributed steps as people write them, right and faulty, and each in one process.
+"""Typical distributed steps, correct and faulty, each with its equivalent in a single process.
 
-Every function step of the ranks takes the name of a fault, which is empty for the right program.
+Every function step of the ranks takes the name of a fault, which is empty for the correct program.
 """
 
 import os
@@ -46,7 +46,7 @@ def data_parallel(fault=""):
     rows = samples_of(dist.get_rank())
     loss = F.cross_entropy(net(INPUTS[rows]), TARGETS[rows])
     if fault == "divided_twice":
-        loss = loss / dist.get_world_size()  # DDP takes the mean already
+        loss = loss / dist.get_world_size()  # DDP already takes the mean
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -109,7 +109,7 @@ def all_words():
 
 
 class CopyToRanks(torch.autograd.Function):
-    """The input of a column-parallel layer: its gradient is the sum over the ranks."""
+    """Pass the input to a column-parallel layer; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx, x):  # noqa: ARG004
@@ -123,7 +123,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The output of a row-parallel layer."""
+    """Sum the output of a row-parallel layer over the ranks."""
 
     @staticmethod
     def forward(ctx, x):  # noqa: ARG004
@@ -170,7 +170,7 @@ def one_network():
 
 
 class GatherSequence(torch.autograd.Function):
-    """The parts of a sequence of all ranks; the gradient is summed and divided into parts."""
+    """Gather the parts of a sequence from all ranks; the gradient is summed and scattered."""
 
     @staticmethod
     def forward(ctx, x):  # noqa: ARG004
@@ -186,7 +186,7 @@ class GatherSequence(torch.autograd.Function):
 
 
 class ScatterSequence(torch.autograd.Function):
-    """The sum over the ranks of which each keeps its part of the sequence."""
+    """Sum over the ranks, of which each keeps its part of the sequence."""
 
     @staticmethod
     def forward(ctx, x):  # noqa: ARG004
@@ -213,7 +213,7 @@ def sequence_parallel(fault=""):
         nn.Parameter(t.detach().clone())
         for t in (up.weight[half], up.bias[half], down.weight[:, half])
     ]
-    # Words first, as Megatron has them: each rank normalises half of the words.
+    # Words are the first dimension, as in Megatron: each rank normalises half of the words.
     words = TEXT.transpose(0, 1).contiguous().chunk(N_RANKS)[rank]
     gathered = GatherSequence.apply(norm(words))
     hidden = F.gelu(F.linear(gathered, weights[0], weights[1]))
@@ -232,7 +232,64 @@ def one_block():
     out.square().sum().backward()
 
 
-# Each distributed step, the same in one process, and the lines on which its faults are found.
+# --- sequence parallel attention, in which the ranks exchange words for heads ---------------------
+
+
+class ExchangeParts(torch.autograd.Function):
+    """Give every rank its part of one dimension, and get all parts of another one."""
+
+    @staticmethod
+    def forward(ctx, x, given, gathered):
+        ctx.dims = given, gathered
+        return exchange_parts(x, given, gathered)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        given, gathered = ctx.dims
+        return exchange_parts(gradient, gathered, given), None, None
+
+
+def exchange_parts(x, given, gathered):
+    sent = [part.contiguous() for part in x.chunk(N_RANKS, given)]
+    received = [torch.empty_like(part) for part in sent]
+    dist.all_to_all(received, sent)
+    return torch.cat(received, gathered)
+
+
+def attention_layers():
+    return seeded(lambda: (nn.Linear(12, 36), nn.Linear(12, 12)))
+
+
+def heads_of(words, projection):
+    batch, length, _ = words.shape
+    return projection(words).view(batch, length, 3, 4, 3).permute(2, 0, 3, 1, 4)
+
+
+def exchanged_attention(fault=""):
+    projection, last = attention_layers()
+    rank = dist.get_rank()
+    words = TEXT.chunk(N_RANKS, 1)[rank]
+    queries, keys, values = (ExchangeParts.apply(t, 1, 2) for t in heads_of(words, projection))
+    causal = fault != "mask_of_words_lost"
+    mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=causal)
+    mixed = ExchangeParts.apply(mixed, 2, 1)
+    out = last(mixed.transpose(1, 2).flatten(2))
+    out.square().sum().backward()
+    for name, parameter in [*projection.named_parameters(), *last.named_parameters()]:
+        if fault == "bias_gradient_unreduced" and name == "bias":
+            continue
+        dist.all_reduce(parameter.grad)
+
+
+def whole_attention():
+    projection, last = attention_layers()
+    queries, keys, values = heads_of(TEXT, projection)
+    mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    out = last(mixed.transpose(1, 2).flatten(2))
+    out.square().sum().backward()
+
+
+# Each distributed step, the equivalent step in one process, and the lines of its faults.
 PROGRAMS = {
     "data_parallel": (data_parallel, whole_batch, {"divided_twice": "loss = F.cross_entropy("}),
     "data_parallel_by_hand": (
@@ -262,6 +319,14 @@ PROGRAMS = {
         one_block,
         {"norm_gradient_unreduced": "gathered = GatherSequence.apply(norm(words))"},
     ),
+    "exchanged_attention": (
+        exchanged_attention,
+        whole_attention,
+        {
+            "mask_of_words_lost": "mixed = F.scaled_dot_product_attention(queries, keys, values, ",
+            "bias_gradient_unreduced": "out = last(mixed.transpose(1, 2).flatten(2))",
+        },
+    ),
 }
 
 
@@ -280,14 +345,31 @@ def uses_functional_collectives():
     return functional.all_reduce(INPUTS.exp(), "sum", dist.group.WORLD).sum()
 
 
+def fully_sharded():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = fully_shard(network(), mesh=init_device_mesh("cpu", (N_RANKS,)))
+    F.cross_entropy(net(INPUTS), TARGETS).backward()
+
+
+def sharded_flat_parameters():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    net = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    F.cross_entropy(net(INPUTS), TARGETS).backward()
+
+
 REFUSED = {
+    "fully_sharded": fully_sharded,
+    "sharded_flat_parameters": sharded_flat_parameters,
     "sends_messages": sends_messages,
     "uses_functional_collectives": uses_functional_collectives,
 }
 
 
 def run_rank(rank, folder):
-    """Record every program on one of the ranks, right and faulty."""
+    """Record every program, correct and faulty, on one of the ranks."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -306,5 +388,5 @@ def run_rank(rank, folder):
 
 
 def record_all(folder):
-    """Record every program on two ranks into files of a folder."""
+    """Record every program on two ranks, in files of a folder."""
     multiprocessing.spawn(run_rank, (folder,), nprocs=N_RANKS)
