@@ -4,7 +4,7 @@ There are five, and two more where there is a GPU:
 
 - `memory`: one operation reads the same numbers again and again. The more memory they occupy, the
   fewer caches can hold them, so the bandwidth falls in steps.
-- `access`: equally many numbers are read one after another, at a distance, or in random order.
+- `access`: a fixed number of values is read one after another, at a distance, or in random order.
 - `launch`: an addition of one number takes nearly as long as an addition of thousands, because
   starting an operation has a fixed cost.
 - `blocks`: equal tasks are given to the cores of a CPU, equal blocks of threads to the SMs of a
@@ -306,7 +306,7 @@ def probe_gpu_memory() -> Iterator[Probe]:
 
 
 def probe_access(kind: str) -> Iterator[Probe]:
-    """Read equally many numbers, one after another, at a distance, or in random order."""
+    """Read a fixed number of values, one after another, at a distance, or in random order."""
     if kind == "cuda":
         yield from probe_gpu_access()
         return
@@ -321,7 +321,7 @@ def probe_access(kind: str) -> Iterator[Probe]:
 
 
 def probe_gpu_access() -> Iterator[Probe]:
-    """Read equally many numbers in several orders, with all SMs of a GPU."""
+    """Read a fixed number of values in several orders, with all SMs of a GPU."""
     free = torch.cuda.mem_get_info()[0]
     length = 2**30  # numbers
     while 4 * length > free / 4:
