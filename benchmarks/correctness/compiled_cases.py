@@ -2,14 +2,15 @@
 
     python benchmarks/correctness/compiled_cases.py --write benchmarks/results/compiled_cases.md
 
-Each case is a training step of a network of several modules, retold in our own words from a public
-thread, or with a fault that is planted: a backend of torch.compile, registered here, that computes
-one kind of module wrongly. Besides, whole networks and steps of the kinds that people ask about,
-uncompiled. What the first line should say, and of which module or operation, was laid down before
-the audit was run on any of them, and not changed afterwards. A first run showed that twelve faults
-had not been there: the planted ones looked for a module's name, which the compiler does not know
-where that is compiled alone; the backend of torch's tests changes `torch.relu` and not `nn.ReLU`;
-of the angles none was missed. The expected lines stayed.
+Each case is a training step of a network of several modules. It is rewritten by us from a public
+thread, or has a planted fault: a backend of torch.compile, registered in this file, that computes
+one kind of module wrongly. There are also whole networks and uncompiled steps of the kinds that
+people ask about. The expected first line, with its module or operation, was written down before the
+audit was run on any of the cases, and has not been changed since. A first run showed that twelve
+faults had not been present: the planted ones looked for a module's name, which the compiler does
+not know if the module is compiled alone; the backend of torch's tests changes `torch.relu`, not
+`nn.ReLU`; and none of the angles was missed. These faults were planted again, and the expected
+lines were kept.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def case(
     options: str = "",
     cpu_alone: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Add the function to `CASES`, compiled by a backend and not; its docstring is the cause."""
+    """Add the function to `CASES`, with and without a backend; its docstring is the cause."""
     compiled = f"{options},compile={backend}".lstrip(",")
     cuda, cpu = (
         (f"{device}:{options}".rstrip(":"), f"{device}:{compiled}") for device in ("cuda", "cpu")
@@ -88,7 +89,7 @@ def followed_by(function: Callable[[Tensor], Tensor]) -> Change:
 
 
 def where_a(other: str, change: Change) -> Change:
-    """The change only where the graph also has an operation of this name: two that are fused."""
+    """Apply the change only if the graph also has an operation of this name: both are fused."""
 
     def if_there(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         if any(other in str(one.target) for one in graph.nodes):
@@ -133,7 +134,7 @@ class Mlp(nn.Module):
 
 
 class Difference(nn.Module):
-    """What changes from one number to the next."""
+    """The differences between neighbouring numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sub(x.roll(1, -1), x)
@@ -149,7 +150,7 @@ class Turned(nn.Module):
 
 
 class Doubled(nn.Module):
-    """A buffer of its own, changed in place."""
+    """A separate buffer that is changed in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x + 1
@@ -168,14 +169,14 @@ class Gapped(nn.Module):
 
 
 class Angle(nn.Module):
-    """The smallest of three angles of a row."""
+    """The smallest of three angles in each row."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.atan2(x[:, :3], x[:, 3:6]).amin(-1, keepdim=True)
 
 
 class Rotary(nn.Module):
-    """Rotary positions, as language models have them."""
+    """Rotary position embeddings, as in language models."""
 
     def forward(self, x: Tensor) -> Tensor:
         angle = torch.arange(x.shape[-1], device=x.device) / 7
@@ -184,7 +185,7 @@ class Rotary(nn.Module):
 
 
 class Rectified(nn.Module):
-    """A ReLU, by the function that the tests' backend looks for."""
+    """A ReLU, computed by the function that the tests' backend looks for."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x)
@@ -195,7 +196,7 @@ class Table(nn.Embedding):
 
 
 class Mixture(nn.Module):
-    """Experts, of which each row takes the two that it likes best."""
+    """A mixture of experts in which each row uses the two with the highest scores."""
 
     def __init__(self, width: int, experts: int = 4) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ class Mixture(nn.Module):
 
 
 def network(*modules: nn.Module, inputs: Tensor | None = None) -> gl.Step:
-    """A step of linear layers before and after the modules, with weights from seed 0."""
+    """Return a step of linear layers before and after the modules, with weights from seed 0."""
     layers = [nn.Linear(16, 16), *modules, nn.LazyLinear(4)]
     model = nn.Sequential(*layers)
     given = batch(8, 16) if inputs is None else inputs
@@ -228,7 +229,7 @@ def network(*modules: nn.Module, inputs: Tensor | None = None) -> gl.Step:
 
 @case("planted", "swaps", MISMATCH, "Difference")
 def minuend_and_subtrahend() -> gl.Step:
-    """The two sides of a subtraction are exchanged."""
+    """The two operands of a subtraction are exchanged."""
     return network(Mlp(16), Difference(), Mlp(16))
 
 
@@ -240,25 +241,25 @@ def a_view_that_is_lost() -> gl.Step:
 
 @case("planted, as pytorch/pytorch#152425", "ignores_in_place", MISMATCH, "Doubled")
 def in_place_write_that_is_lost() -> gl.Step:
-    """An operation in place is taken for one whose result nobody uses."""
+    """An in-place operation is treated as one whose result is unused."""
     return network(Doubled(), Mlp(16))
 
 
 @case("planted, as pytorch/pytorch#181568", "rounds", MISMATCH, "Linear")
 def product_in_bfloat16() -> gl.Step:
-    """What a linear layer gives is rounded to bfloat16."""
+    """The output of a linear layer is rounded to bfloat16."""
     return network(nn.LayerNorm(16), nn.Tanh())
 
 
 @case("planted, as pytorch/pytorch#182012", "cuts_the_graph", MISMATCH, "GELU")
 def gradient_that_is_lost() -> gl.Step:
-    """The forward pass is right, and a gradient stays behind."""
+    """The forward pass is correct, but a gradient is lost."""
     return network(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
 
 
 @case("planted, as pytorch/pytorch#185509", "fuses_wrongly", MISMATCH, "Mlp")
 def two_that_are_wrong_together() -> gl.Step:
-    """Each layer is right alone, and the code that is made of two of them is not."""
+    """Each layer is correct in isolation, but the code that is generated for two of them is not."""
     return network(nn.LayerNorm(16), Mlp(16), nn.Tanh())
 
 
@@ -270,13 +271,13 @@ def layer_norm_off_by_a_thousandth() -> gl.Step:
 
 @case("planted", "clamps", MISMATCH, "Softplus")
 def softplus_that_is_cut_off() -> gl.Step:
-    """A function is computed by a formula that holds for small arguments alone."""
+    """A function is computed by a formula that holds only for small arguments."""
     return network(nn.Softplus(), Mlp(16))
 
 
 @case("planted, as pytorch/pytorch#193061", "reads_stale_memory", MISMATCH, "Table")
 def table_read_from_elsewhere() -> gl.Step:
-    """What a table gives holds numbers of another tensor."""
+    """The output of a table contains numbers of another tensor."""
     model = nn.Sequential(Table(10, 16), Mlp(16))
     return gl.Step(
         model, (torch.arange(8) % 10, torch.zeros(1)), lambda output, _: output.square().mean()
@@ -299,36 +300,34 @@ def relu_of_the_tests() -> gl.Step:
 
 @case("pytorch/pytorch#198102", "aot_eager", MISMATCH, "Gapped")
 def view_with_gaps() -> gl.Step:
-    """What a view with gaps does not cover is set to zero by functionalisation, which every
-    backend uses.
+    """Functionalisation, which every backend uses, sets the elements to zero that a view with gaps
+    does not cover.
     """
     return network(Mlp(16), Gapped(), Mlp(16))
 
 
 @case("pytorch/pytorch#186799", "inductor", MISMATCH, "Angle", cpu_alone=True)
 def smallest_angle() -> gl.Step:
-    """The backward pass computes the angle again, rounds it otherwise, and misses the smallest
-    one.
-    """
+    """The backward pass recomputes the angle, rounds it differently and misses the smallest."""
     return network(Angle(), inputs=batch(16, 16))
 
 
 @case("pytorch/pytorch#168186", "inductor", ROUNDING, "", "precision=bfloat16")
 def rotary_in_bfloat16() -> gl.Step:
-    """What is fused is not rounded in between, which is nearer to float64."""
+    """Fused operations are not rounded in between, so the result is closer to float64."""
     return network(Rotary(), nn.LayerNorm(16), Mlp(16))
 
 
 @case("pytorch/pytorch#159239", "inductor", ROUNDING, "", "autocast=bfloat16")
 def under_autocast() -> gl.Step:
-    """A maintainer: the compiled one is the nearer to float32, by half."""
+    """A maintainer: the compiled network is closer to float32, by half."""
     return network(Rotary(), Mlp(16), nn.LayerNorm(16))
 
 
 @case("pytorch/pytorch#141317", "inductor", ROUNDING)
 def convolution_and_batch_norm() -> gl.Step:
-    """Outputs of next to nothing differ by all of their size, and by nothing beside what they
-    are made of.
+    """Outputs close to zero differ by all of their size, but by very little compared with the terms
+    of their sums.
     """
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=2, dilation=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
@@ -340,7 +339,7 @@ def convolution_and_batch_norm() -> gl.Step:
 
 @case("pytorch/pytorch#181696", "inductor", ROUNDING)
 def norm_of_equal_numbers() -> gl.Step:
-    """A normalisation divides what rounding leaves of nothing by the root of its epsilon."""
+    """A normalisation divides values that are only rounding errors by the root of its epsilon."""
     model = nn.Sequential(nn.BatchNorm1d(6).eval(), nn.ELU(), nn.GroupNorm(6, 6))
     return gl.Step(
         model,
@@ -351,13 +350,13 @@ def norm_of_equal_numbers() -> gl.Step:
 
 @case("pytorch/pytorch#100075", "inductor", public_cases.RANDOM, "Sequential")
 def dropout_of_inductor() -> gl.Step:
-    """Inductor draws its random numbers by a generator of its own."""
+    """Inductor draws its random numbers with its own generator."""
     return network(nn.Dropout(0.3), Mlp(16))
 
 
 @case("pytorch/pytorch#163449", "inductor", ROUNDING)
 def whole_transformer_layer() -> gl.Step:
-    """Compiled or not, all is within what rounding explains."""
+    """Compiled or not, all differences are explained by rounding."""
     return network(
         nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), inputs=batch(2, 5, 16)
     )
@@ -365,7 +364,7 @@ def whole_transformer_layer() -> gl.Step:
 
 @case("pytorch/pytorch#113180", "aot_eager", ROUNDING)
 def same_operations() -> gl.Step:
-    """The operations are the same, and so is every bit."""
+    """The operations are the same, and so are all bits."""
     return network(Mlp(16), nn.LayerNorm(16), Mixture(16))
 
 
@@ -383,7 +382,7 @@ def batch_norm_and_dropout() -> gl.Step:
 
 @uncompiled("pytorch/pytorch#192212", ROUNDING)
 def penalty_on_a_gradient(setting: gl.Setting) -> Tensor:
-    """A gradient inside of the step is differentiated again."""
+    """A gradient inside the step is differentiated again."""
     w, x = drawn(setting, 12, 12, leaf=True), drawn(setting, 6, 12, seed=1, leaf=True)
     (gradient,) = torch.autograd.grad((x @ w).tanh().sum(), x, create_graph=True)
     loss = (gradient.norm(dim=1) - 1).square().mean()
@@ -393,14 +392,14 @@ def penalty_on_a_gradient(setting: gl.Setting) -> Tensor:
 
 @uncompiled("NVIDIA/Megatron-LM#1464", ROUNDING)
 def mixture_of_experts() -> gl.Step:
-    """Rows choose their experts by numbers that no rounding brings near each other."""
+    """Rows choose experts by scores that are too far apart for rounding to change the order."""
     return network(Mixture(16))
 
 
 @uncompiled("pytorch/pytorch#118115", MISMATCH, "addcdiv|copy|clone|sub|rsub")
 def in_place_on_a_transposed_view(setting: gl.Setting) -> Tensor:
-    """A device writes the result of an operation in place into a copy of a transposed tensor,
-    which is lost.
+    """A device writes the result of an in-place operation into a copy of a transposed tensor, which
+    is lost.
     """
     weights, moment = drawn(setting, 6, 4).t(), drawn(setting, 6, 4, seed=1).t()
     target = weights.contiguous() if second(setting) else weights
@@ -410,14 +409,14 @@ def in_place_on_a_transposed_view(setting: gl.Setting) -> Tensor:
 
 @uncompiled("pytorch/pytorch#173640", MISMATCH, "mm|addmm|matmul|linear")
 def weights_read_as_if_contiguous(setting: gl.Setting) -> Tensor:
-    """A kernel reads a transposed weight as it lies in memory."""
+    """A kernel reads a transposed weight in the order of its memory."""
     x, weight = drawn(setting, 6, 8), drawn(setting, 8, 8, seed=1).t()
     return F.linear(x, weight.t() if second(setting) else weight).square().mean()
 
 
 @uncompiled("huggingface/transformers#35556", MISMATCH, "sum|mean|div")
 def mean_that_became_a_sum(setting: gl.Setting) -> Tensor:
-    """After an upgrade the loss is added up over tokens, and no longer averaged."""
+    """After an upgrade the loss is summed over tokens instead of averaged."""
     losses = F.cross_entropy(
         drawn(setting, 10, 5, leaf=True),
         torch.arange(10, device=setting.device) % 5,
@@ -430,7 +429,7 @@ def mean_that_became_a_sum(setting: gl.Setting) -> Tensor:
 
 @uncompiled("pytorch/pytorch#194004", MISMATCH, "layer_norm")
 def another_epsilon_after_an_upgrade(setting: gl.Setting) -> Tensor:
-    """After an upgrade a normalisation has another default."""
+    """After an upgrade a normalisation has a different default."""
     x = 0.01 * drawn(setting, 6, 16, leaf=True)
     return F.layer_norm(x, (16,), eps=1e-3 if second(setting) else 1e-5).square().mean()
 

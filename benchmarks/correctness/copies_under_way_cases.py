@@ -3,10 +3,10 @@
     python benchmarks/correctness/copies_under_way_cases.py --write
     benchmarks/results/copies_under_way.md
 
-Seven have the fault of a public thread, retold in a program of our own; ten are right and resemble
-them. The expected answers stood here before the guard was tried on any of them. Each program is
-first run without the guard, once as it is and once with copies that wait: do its numbers differ?
-The GPU is kept busy before each copy, as in a training.
+Seven programs of our own have the fault of a public thread; ten similar programs are correct. The
+expected answers were written down before the guard was tried on any of them. Each program is first
+run without the guard, once as it is and once with copies that wait, to see whether its numbers
+differ. The GPU is kept busy before each copy, as in a training.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from torch import Tensor
 from benchmarks.correctness.guarded_programs import Program, guarded, show_guarded
 from benchmarks.measuring import keep
 
-SIZE = 1 << 20  # numbers in a tensor
-BUSY = 50_000_000  # cycles of the GPU: some 30 ms
+SIZE = 1 << 20  # the number of elements in a tensor
+BUSY = 50_000_000  # cycles of the GPU, about 30 ms
 
 
 def pinned() -> Tensor:
-    """Memory of the host that the GPU can copy from and to by itself."""
+    """Return pinned memory, which the GPU can read and write on its own."""
     return torch.zeros(SIZE, pin_memory=True)
 
 
 def sent(host: Tensor, going_on: bool) -> Tensor:
-    """A copy on the GPU, behind other work."""
+    """Copy to the GPU, queued behind other work."""
     torch.cuda._sleep(BUSY)
     return host.to("cuda", non_blocking=going_on)  # here
 
 
 def computed(number: float) -> Tensor:
-    """A result that takes the GPU some time."""
+    """Compute a result that takes the GPU some time."""
     torch.cuda._sleep(BUSY)
     return torch.full((SIZE,), number, device="cuda")
 
 
-# --- wrong ----------------------------------------------------------------------------------------
+# --- faulty programs ------------------------------------------------------------------------------
 
 
 def inputs_refilled(going_on: bool) -> Tensor:
-    """A server fills the next step's inputs into the pinned array of the last."""
+    """A server writes the next step's inputs into the pinned array of the last step."""
     host, seen = pinned(), []
     array = host.numpy()
     for step in range(3):
@@ -56,7 +56,7 @@ def inputs_refilled(going_on: bool) -> Tensor:
 
 
 def mask_refilled(going_on: bool) -> Tensor:
-    """The same, and it is torch that writes."""
+    """The same, but torch writes."""
     host, seen = pinned(), []
     for step in range(3):
         host.fill_(step + 1)
@@ -65,7 +65,7 @@ def mask_refilled(going_on: bool) -> Tensor:
 
 
 def prefetched_into_one_buffer(going_on: bool) -> Tensor:
-    """A prefetcher has its own stream, for which the GPU waits and the host does not."""
+    """A prefetcher has its own stream; the GPU waits for it, but the host does not."""
     host, stream, seen = pinned(), torch.cuda.Stream(), []
     for step in range(3):
         host.numpy()[:] = step + 1
@@ -77,17 +77,17 @@ def prefetched_into_one_buffer(going_on: bool) -> Tensor:
 
 
 def summed_on_arrival(going_on: bool) -> Tensor:
-    """A result is brought to the host, and used at once."""
+    """A result is copied to the host and used immediately."""
     return computed(3).to("cpu", non_blocking=going_on).sum()  # here
 
 
 def as_numpy_on_arrival(going_on: bool) -> Tensor:
-    """The same, by NumPy."""
+    """The same with NumPy."""
     return torch.tensor(computed(3).to("cpu", non_blocking=going_on).numpy().sum())  # here
 
 
 def metrics_on_arrival(going_on: bool) -> Tensor:
-    """Several metrics are moved, and joined on the host."""
+    """Several metrics are copied to the host and joined there."""
     # here
     moved = {
         name: computed(number).to("cpu", non_blocking=going_on)
@@ -104,18 +104,18 @@ def view_made_before(going_on: bool) -> Tensor:
     return torch.tensor(view.sum())
 
 
-# --- right ----------------------------------------------------------------------------------------
+# --- correct programs -----------------------------------------------------------------------------
 
 
 def loader_of_pinned_batches(going_on: bool) -> Tensor:
-    """`DataLoader(pin_memory=True)`: a batch's memory is not used again before its copy is done."""
+    """`DataLoader(pin_memory=True)`: a batch's memory is not reused before its copy is done."""
     data = torch.utils.data.TensorDataset(torch.arange(8.0)[:, None].expand(8, 1 << 16))
     loader = torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True)
     return torch.stack([sent(batch, going_on).sum() for (batch,) in loader]).cpu()
 
 
 def event_before_refilling(going_on: bool) -> Tensor:
-    """The host waits for an event behind the copy."""
+    """The host waits for an event recorded after the copy."""
     host, seen = pinned(), []
     for step in range(3):
         host.numpy()[:] = step + 1
@@ -127,7 +127,7 @@ def event_before_refilling(going_on: bool) -> Tensor:
 
 
 def two_buffers(going_on: bool) -> Tensor:
-    """A prefetcher of two buffers waits for the copy of the one that it fills again."""
+    """A prefetcher with two buffers waits for a buffer's copy before refilling the buffer."""
     hosts, events, seen = [pinned(), pinned()], [torch.cuda.Event(), torch.cuda.Event()], []
     for step in range(5):
         host, copied = hosts[step % 2], events[step % 2]
@@ -139,7 +139,7 @@ def two_buffers(going_on: bool) -> Tensor:
 
 
 def asked_until_done(going_on: bool) -> Tensor:
-    """The host asks until the copy is done."""
+    """The host polls until the copy is done."""
     host, seen = pinned(), []
     for step in range(3):
         host.numpy()[:] = step + 1
@@ -152,7 +152,7 @@ def asked_until_done(going_on: bool) -> Tensor:
 
 
 def loss_as_a_number(going_on: bool) -> Tensor:
-    """`.item()` waits for what was asked for before."""
+    """`.item()` waits for all earlier work."""
     host, seen = pinned(), []
     for step in range(3):
         host.numpy()[:] = step + 1
@@ -161,7 +161,7 @@ def loss_as_a_number(going_on: bool) -> Tensor:
 
 
 def another_buffer_each_time(going_on: bool) -> Tensor:
-    """Every batch has pinned memory of its own."""
+    """Every batch has its own pinned memory."""
     return torch.stack(
         [sent(torch.full((SIZE,), step).float().pin_memory(), going_on).sum() for step in range(3)]
     ).cpu()
@@ -191,7 +191,7 @@ def results_of_a_stream(going_on: bool) -> Tensor:
 
 
 def one_after_the_other(going_on: bool) -> Tensor:
-    """A pinned tensor that the host reads while the GPU reads it, too."""
+    """The host and the GPU read a pinned tensor at the same time."""
     host = torch.ones(SIZE, pin_memory=True)
     return sent(host, going_on).sum().cpu() + host.sum()
 
@@ -227,8 +227,8 @@ CASES = [
 
 
 def tried(case: Program) -> dict[str, Any]:
-    """A row of the table."""
-    # memory that torch will hand out again
+    """Return a row of the table."""
+    # Memory that torch will reuse.
     held = [torch.full((SIZE,), torch.nan, pin_memory=True) for _ in range(4)]
     del held
     torch.cuda.synchronize()
@@ -240,9 +240,9 @@ def tried(case: Program) -> dict[str, Any]:
 
 def main(
     write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
-    record: Annotated[Path | None, typer.Option(help="keep it as JSON, for data/measured/")] = None,
+    record: Annotated[Path | None, typer.Option(help="JSON file, for data/measured/")] = None,
 ) -> None:
-    """Try all the programs."""
+    """Run all programs with and without the guard."""
     rows = [tried(case) for case in CASES]
     show_guarded("Copies under way", write, rows)
     columns = ("program", "thread", "other_numbers", "expected", "said")

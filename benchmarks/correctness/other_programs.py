@@ -6,7 +6,7 @@ straightforward way, `rewritten` computes mathematically the same results by oth
 drawn on the CPU in float64 from a fixed seed and then moved, so that they are the same under every
 setting.
 
-`python benchmarks/correctness/other_programs.py` checks in float64 that this is so.
+`python benchmarks/correctness/other_programs.py` verifies this in float64.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Program:
 
     Attributes:
         name: The name of the function.
-        function: It takes a setting and one of `VARIANTS`.
-        kinds: The kinds of finding that name the fault rightly.
+        function: A function of a setting and one of `VARIANTS`.
+        kinds: The kinds of finding that describe the fault correctly.
         source: Where the computation comes from.
     """
 
@@ -53,14 +53,14 @@ class Program:
     source: str
 
     def step(self, variant: str) -> Callable[[Setting], Any]:
-        """The program in this variant, as a function of the setting."""
+        """Return the program in this variant, as a function of the setting."""
         if variant not in VARIANTS:
             raise ValueError(f"variant {variant!r}: expected one of {', '.join(VARIANTS)}")
         return partial(self.function, variant=variant)
 
     @property
     def fault_lines(self) -> tuple[int, ...]:
-        """The numbers, in this file, of the lines where the fault is."""
+        """Return the numbers, in this file, of the lines with the fault."""
         lines, first = inspect.getsourcelines(self.function)
         return tuple(
             first + number for number, line in enumerate(lines) if line.rstrip().endswith(MARK)
@@ -91,29 +91,29 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Normal numbers with mean zero."""
+        """Draw normal numbers with mean zero."""
         numbers = scale * torch.randn(shape, generator=self.generator, dtype=torch.float64)
         return numbers.to(self.setting.device, self.setting.dtype)
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        """Numbers evenly distributed between two bounds."""
+        """Draw numbers uniformly distributed between two bounds."""
         numbers = low + (high - low) * torch.rand(
             shape, generator=self.generator, dtype=torch.float64
         )
         return numbers.to(self.setting.device, self.setting.dtype)
 
     def integers(self, high: int, *shape: int, low: int = 0) -> Tensor:
-        """Whole numbers from `low` to `high - 1`."""
+        """Draw integers from `low` to `high - 1`."""
         return torch.randint(low, high, shape, generator=self.generator).to(self.setting.device)
 
     def weight(self, *shape: int, scale: float | None = None) -> Tensor:
-        """Normal numbers that need a gradient, scaled by default to the first dimension."""
+        """Draw normal numbers that require a gradient, by default scaled by the first dimension."""
         return self.normal(
             *shape, scale=shape[0] ** -0.5 if scale is None else scale
         ).requires_grad_()
 
     def module(self, module: nn.Module) -> nn.Module:
-        """The module with newly drawn parameters, on the device and in the type of the setting."""
+        """Draw new parameters for a module, and move it to the setting's device and type."""
         module = module.to(self.setting.device, self.setting.dtype)
         with torch.no_grad():
             for parameter in module.parameters():
@@ -1252,7 +1252,7 @@ def physics_informed(setting: Setting, variant: str) -> tuple[Tensor, Tensor]:
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value, with names that tell where they are."""
+    """Yield the tensors in a value, with names that describe their positions."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, nn.Module):
@@ -1264,7 +1264,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def results(each: Program, variant: str, setting: Setting) -> dict[str, Tensor]:
-    """What a program returns, and the weights in its variables at its end, with their gradients."""
+    """Return a program's results, and the final weights in its variables, with their gradients."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
 
@@ -1288,7 +1288,7 @@ def results(each: Program, variant: str, setting: Setting) -> dict[str, Tensor]:
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference between results of one name, relative to the largest number."""
+    """Return the largest difference between results of one name, relative to the largest number."""
     largest = 0.0
     for name in ours.keys() & theirs.keys():
         a, b = ours[name].double(), theirs[name].double()
@@ -1314,11 +1314,11 @@ def check() -> None:
         )
         same, other = difference(rewritten, plain), difference(faulty, plain)
         assert same < 1e-9, f"{each.name}: rewritten differs by {same:.1e}"
-        assert other > 1e-4, f"{each.name}: faulty differs by {other:.1e} only"
+        assert other > 1e-4, f"{each.name}: faulty differs by only {other:.1e}"
         assert 1 <= len(each.fault_lines) <= 2, (
             f"{each.name}: {len(each.fault_lines)} lines are marked"
         )
-    print(f"{len(PROGRAMS)} programs: rewritten as plain, faulty not")
+    print(f"{len(PROGRAMS)} programs: rewritten agrees with plain, faulty does not")
 
 
 if __name__ == "__main__":

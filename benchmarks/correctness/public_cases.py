@@ -1,12 +1,12 @@
-"""Public questions of the kind "CPU and GPU differ", and whether the audit answers them first.
+"""Public questions of the kind "CPU and GPU differ", and whether the audit's first line is right.
 
     python benchmarks/correctness/public_cases.py --write benchmarks/results/public_cases.md
 
-Each case is a step retold in our own words from a public thread whose cause was confirmed there: by
-a maintainer's comment or label, by a merged change, or by the setting that made the difference go.
-It says which two settings are compared, which kind of finding should come first and, as a regular
-expression, at which operation: laid down before the audit was run on any of them, and not changed
-afterwards. Inputs are drawn from a seed.
+Each case is a step rewritten by us from a public thread in which the cause was confirmed: by a
+maintainer's comment or label, by a merged change, or by the setting that removed the difference. It
+states which two settings are compared, which kind of finding should come first and, as a regular
+expression, at which operation. These answers were written down before the audit was run on any of
+the cases, and have not been changed since. Inputs are drawn from a seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REDUCED, ROUNDING, RANDOM = "reduced precision", "rounding", "different random n
 MATRIX = r"^(mm|addmm|bmm|baddbmm|linear|mv|addmv|matmul)"
 DRAWS = "rand|normal|uniform|bernoulli"
 
-# The two settings of the question where there is a GPU, and two that show the same on a CPU.
+# The two settings of the question if there is a GPU, and two that show the same on a CPU.
 TF32 = ("cuda:tf32=off", "cuda:tf32=on"), ("cpu", "cpu:emulate=tf32")
 BFLOAT16_PRODUCTS = ("cuda:tf32=off", "cuda:emulate=bfloat16"), ("cpu", "cpu:emulate=bfloat16")
 FLOAT16_PRODUCTS = ("cuda:tf32=off", "cuda:emulate=float16"), ("cpu", "cpu:emulate=float16")
@@ -62,7 +62,7 @@ class Case:
     function: Callable[..., Any]
 
     def step(self) -> Callable[..., Any]:
-        """The audited step: the function itself, or the `gpulab.Step` that it makes."""
+        """Return the audited step: the function itself, or the `gpulab.Step` that it makes."""
         return self.function if inspect.signature(self.function).parameters else self.function()
 
 
@@ -86,7 +86,7 @@ def case(
 
 
 def drawn(setting: gl.Setting, *shape: int, seed: int = 0, leaf: bool = False) -> Tensor:
-    """Normal numbers that float32 holds, the same ones under every setting; NumPy draws them."""
+    """Return normal numbers that float32 can represent, drawn by NumPy, the same in any setting."""
     return given(setting, batch(*shape, seed=seed)).requires_grad_(leaf)
 
 
@@ -103,14 +103,14 @@ def batch(*shape: int, seed: int = 0) -> Tensor:
 def network(
     make: Callable[[], nn.Module], inputs: Tensor, loss: Callable[[Any, Any], Tensor] | None = None
 ) -> gl.Step:
-    """A training step of the network that seed 0 draws."""
+    """Return a training step of a network whose weights are drawn from seed 0."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return gl.Step(make(), inputs if loss is None else (inputs, inputs), loss)
 
 
 def second(setting: gl.Setting) -> bool:
-    """Whether the setting has another implementation: the GPU, or one thread in its place."""
+    """Return whether the setting has the other implementation: the GPU, or one thread instead."""
     return setting.kind == "cuda" or setting.threads == 1
 
 
@@ -133,37 +133,33 @@ def times_the_unit_matrix(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#84334", TF32, REDUCED, MATRIX)
 def product_on_an_rtx_3080(setting: gl.Setting) -> Tensor:
-    """A maintainer: the error is the one to be expected of TF32, which an older card does not
-    have.
-    """
+    """A maintainer: the error is to be expected with TF32, which an older card does not have."""
     return (100 * drawn(setting, 64, 96)) @ drawn(setting, 96, 48, seed=1)
 
 
 @case("pytorch/pytorch#61890", TF32, REDUCED, MATRIX)
 def rotated_mesh(setting: gl.Setting) -> Tensor:
-    """The corners of a face, rotated by a matrix product in TF32, leave their places."""
+    """The corners of a face are displaced when they are rotated by a matrix product in TF32."""
     c, s = np.cos(0.3), np.sin(0.3)
     return (200 + 80 * drawn(setting, 500, 3)) @ given(setting, [[c, -s, 0], [s, c, 0], [0, 0, 1]])
 
 
 @case("pytorch/pytorch#107514", TF32, REDUCED, "convolution")
 def convolution_on_an_rtx_3090() -> gl.Step:
-    """Convolutions may use TF32 by default; `cudnn.allow_tf32 = False` made the difference go."""
+    """Convolutions may use TF32 by default; `cudnn.allow_tf32 = False` removed the difference."""
     return network(lambda: nn.Conv2d(32, 64, 3, padding=1), batch(16, 32, 32, 32))
 
 
 @case("pytorch/pytorch#153698", TF32, REDUCED, "convolution")
 def convolution_of_whole_numbers(setting: gl.Setting) -> Tensor:
-    """TF32 holds no odd whole number beyond 2048, and one of the values is 2077."""
+    """TF32 cannot represent odd integers beyond 2048, and one of the values is 2077."""
     numbers = given(setting, np.arange(16 * 32 * 32 * 32).reshape(16, 32, 32, 32) % 2080)
     return F.conv2d(numbers, given(setting, np.ones((64, 32, 3, 3))))
 
 
 @case("pytorch/torchdynamo#611", TF32, REDUCED, "convolution")
 def convolution_and_batch_norm() -> gl.Step:
-    """TF32 in the products, and not the batch normalisation between them, makes the outputs
-    part.
-    """
+    """TF32 in the products, not the batch normalisation between them, makes the outputs differ."""
 
     def layers(channels: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(channels, 64, 3), nn.BatchNorm2d(64), nn.ReLU())
@@ -173,8 +169,8 @@ def convolution_and_batch_norm() -> gl.Step:
 
 @case("pytorch/pytorch#57690", TF32, REDUCED, rf"{MATRIX}|euclidean|cdist")
 def distances_to_itself(setting: gl.Setting) -> Tensor:
-    """Distances come from a product of matrices, which TF32 makes coarse: a point is far from
-    itself.
+    """Distances are computed by a matrix product, which TF32 makes so inexact that a point is far
+    from itself.
     """
     x = drawn(setting, 64, 32)
     return torch.cdist(x, x)
@@ -182,15 +178,13 @@ def distances_to_itself(setting: gl.Setting) -> Tensor:
 
 @case("triton-lang/triton#1800", TF32, REDUCED, MATRIX)
 def product_of_a_tutorial(setting: gl.Setting) -> Tensor:
-    """A kernel's products of float32 matrices are in TF32 unless it asks for IEEE; PyTorch's are
-    in float32.
-    """
+    """A kernel multiplies float32 matrices in TF32 unless it requests IEEE; PyTorch does not."""
     return drawn(setting, 128, 32) @ drawn(setting, 32, 128, seed=1)
 
 
 @case("evintunador/triton_docs_tutorials#6", TF32, REDUCED, MATRIX)
 def attention_of_a_tutorial(setting: gl.Setting) -> tuple[Tensor, ...]:
-    """Products inside of flash attention are in TF32, which the gradients show more than the
+    """Products inside flash attention are in TF32, which affects the gradients more than the
     output.
     """
     q, k, v = (drawn(setting, 1, 64, 32, seed=seed, leaf=True) for seed in range(3))
@@ -201,7 +195,7 @@ def attention_of_a_tutorial(setting: gl.Setting) -> tuple[Tensor, ...]:
 
 @case("tensorflow/tensorflow#127346", TF32, REDUCED, MATRIX)
 def large_linear_layer(setting: gl.Setting) -> Tensor:
-    """The error of 3e-4 is TF32's, as rounding the same numbers to TF32 shows."""
+    """The error of 3e-4 comes from TF32, as rounding the same numbers to TF32 shows."""
     x, w, b = drawn(setting, 64, 256), drawn(setting, 32, 256, seed=1), drawn(setting, 32, seed=2)
     return F.linear(1000 * x, 50 * w, 50 * b)
 
@@ -252,7 +246,7 @@ def two_by_two_on_a_tpu(setting: gl.Setting) -> Tensor:
 
 @case("huggingface/transformers#25938", FLOAT16_PRODUCTS, REDUCED, MATRIX)
 def too_large_for_float16(setting: gl.Setting) -> Tensor:
-    """Sums over all pixels of a mask pass what float16 can hold, and the cost becomes infinite."""
+    """Sums over all pixels of a mask exceed the range of float16, and the cost becomes infinite."""
     masks, targets = (
         20 * drawn(setting, 6, 8000).abs(),
         (drawn(setting, 4, 8000, seed=1) > 0).to(setting.dtype),
@@ -265,28 +259,28 @@ def too_large_for_float16(setting: gl.Setting) -> Tensor:
 
 @case("huggingface/transformers#25420", BFLOAT16, REDUCED)
 def decoder_in_bfloat16() -> gl.Step:
-    """Outputs depend on shapes and caches by rounding: hardly in float32, visibly in a 16-bit
-    type.
+    """Outputs depend on shapes and caches because of rounding: hardly in float32, visibly in a
+    16-bit type.
     """
     return network(Decoder, sentences(4), next_word)
 
 
 @case("pytorch/pytorch#111457", BFLOAT16, REDUCED, MATRIX)
 def product_in_bfloat16(setting: gl.Setting) -> Tensor:
-    """Both are as far from float64 as bfloat16 makes a sum of so many products."""
+    """Both are as far from float64 as is expected for a sum of so many products in bfloat16."""
     return drawn(setting, 32, 512) @ drawn(setting, 512, 32, seed=1)
 
 
 @case("pytorch/pytorch#69969", DEVICES, REDUCED, MATRIX)
 def linear_layer_in_float16(setting: gl.Setting) -> Tensor:
-    """A CPU summed float16 products in float16; the step itself asks for the short type."""
+    """A CPU summed float16 products in float16; the step itself requests this type."""
     x, w = (drawn(setting, 24, 512, seed=seed).half() for seed in range(2))
     return F.linear(x, w)
 
 
 @case("pytorch/pytorch#180150", DEVICES, REDUCED, "cumsum")
 def running_sum_in_float16(setting: gl.Setting) -> Tensor:
-    """A running sum of float16 numbers is as coarse as the type, and more so where it is kept in
+    """A running sum of float16 numbers is as inexact as the type, and more so if the sum is kept in
     it.
     """
     return drawn(setting, 50_000).half().cumsum(0)
@@ -305,21 +299,21 @@ def under_autocast(setting: gl.Setting) -> Tensor | None:
 
 @case("pytorch/pytorch#34758", FLOAT64, ROUNDING)
 def odd_numbers_beyond_two_to_the_24(setting: gl.Setting) -> Tensor:
-    """Float32 has 24 bits: it holds no odd whole number beyond 16,777,216."""
+    """Float32 has 24 bits, so it cannot represent odd integers beyond 16,777,216."""
     return torch.tensor([16_777_217, 16_777_219], device=setting.device).to(setting.dtype) / 3
 
 
 @case("PriorLabs/TabPFN#800", FLOAT64, ROUNDING)
 def rows_together_and_in_parts(setting: gl.Setting) -> tuple[Tensor, Tensor]:
-    """Other shapes are computed in other tiles; in float64 the difference between them goes."""
+    """Different shapes are computed in different tiles; in float64 the difference disappears."""
     x, w = drawn(setting, 40, 48), drawn(setting, 48, 24, seed=1)
     return (x @ w).relu().mean(1), torch.cat([(part @ w).relu().mean(1) for part in x.split(9)])
 
 
 @case("pytorch/pytorch#137687", FLOAT64, ROUNDING)
 def determinant_of_an_ill_conditioned_matrix(setting: gl.Setting) -> Tensor:
-    """The matrix is extremely ill-conditioned: roundings of its entries change the determinant's
-    size.
+    """The matrix is extremely ill-conditioned: rounding its entries changes the size of the
+    determinant.
     """
     n = torch.arange(1.0, 8.0, device=setting.device, dtype=setting.dtype)
     return torch.linalg.slogdet(1 / (n[:, None] + n - 1)).logabsdet
@@ -338,13 +332,13 @@ def linear_layer_by_threads(setting: gl.Setting) -> Tensor:
 
 @case("torch/torch7#721", DEVICES, ROUNDING)
 def sum_of_five(setting: gl.Setting) -> Tensor:
-    """A CPU adds in turn, a GPU in pairs."""
+    """A CPU adds sequentially, a GPU pairwise."""
     return drawn(setting, 5).abs().sum()
 
 
 @case("torch/cutorch#407", ORDERS, ROUNDING)
 def product_in_another_order(setting: gl.Setting) -> Tensor:
-    """Both products are right to float32, accumulated in different orders."""
+    """Both products are correct in float32, but accumulated in different orders."""
     return drawn(setting, 24, 200) @ drawn(setting, 200, 24, seed=1)
 
 
@@ -356,27 +350,31 @@ def long_running_sum(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#180154", DEVICES, ROUNDING)
 def long_running_product(setting: gl.Setting) -> Tensor:
-    """A CPU keeps a running product in float64, a GPU in float32, where the roundings add up."""
+    """A CPU keeps a running product in float64, a GPU in float32, in which rounding errors
+    accumulate.
+    """
     return (1 + 1e-4 * drawn(setting, 200_000)).cumprod(0)
 
 
 @case("pytorch/pytorch#87944", DEVICES, ROUNDING)
 def just_below_one_cut_to_a_whole_number(setting: gl.Setting) -> Tensor:
-    """A GPU's logarithm is an ulp off, -0.99999988, and a cast to whole numbers makes 0 of it."""
+    """A GPU's logarithm is off by one ulp, -0.99999988, and a cast to integers makes it 0."""
     x = torch.arange(1, 6, device=setting.device)
     return (-(x.to(setting.dtype) ** 2)).exp().log().to(torch.int64)
 
 
 @case("pytorch/pytorch#58128", DEVICES, ROUNDING)
 def one_row_alone_minus_the_same_in_a_batch(setting: gl.Setting) -> Tensor:
-    """Another batch size is another operation, for which libraries may choose another algorithm."""
+    """A different batch size is a different operation, for which libraries may choose another
+    algorithm.
+    """
     x, w = drawn(setting, 32, 256), drawn(setting, 256, 64, seed=1)
     return ((x @ w)[:1] - x[:1] @ w).abs().max()
 
 
 @case("huggingface/transformers#2401", DEVICES, ROUNDING)
 def decoder_in_another_environment() -> gl.Step:
-    """Differences of 1e-7 are to be expected of another batch size, GPU or environment."""
+    """Differences of 1e-7 are to be expected with another batch size, GPU or environment."""
     return network(Decoder, sentences(3), next_word)
 
 
@@ -392,14 +390,16 @@ def fused_attention(setting: gl.Setting) -> tuple[Tensor, ...]:
 
 @case("mhpi/generic_deltamodel#75", DEVICES, ROUNDING)
 def long_short_term_memory() -> gl.Step:
-    """In float32 an LSTM on a CPU and on a GPU part by 1e-5, in float64 by its last digits."""
+    """In float32, an LSTM on a CPU and on a GPU differs by 1e-5; in float64, only in the last
+    digits.
+    """
     return network(lambda: nn.LSTM(8, 16), batch(20, 4, 8))
 
 
 @case("pytorch/pytorch#82493", DEVICES, ROUNDING)
 def weight_gradient_of_batch_norm(setting: gl.Setting) -> Tensor | None:
-    """The gradient is the sum of the normalised values, which is nothing but what roundings
-    leave of it.
+    """The gradient is the sum of the normalised values, which consists of nothing but rounding
+    errors.
     """
     weight, bias = drawn(setting, 3, seed=1, leaf=True), drawn(setting, 3, seed=2, leaf=True)
     F.batch_norm(
@@ -410,8 +410,8 @@ def weight_gradient_of_batch_norm(setting: gl.Setting) -> Tensor | None:
 
 @case("pytorch/pytorch#9602", DEVICES, ROUNDING)
 def batch_norm_of_two() -> gl.Step:
-    """Of two values normalised there remain their signs, whatever they were: the gradient before
-    it vanishes.
+    """Normalising two values leaves only their signs, whatever the values were, so the gradient
+    before it vanishes.
     """
     return network(
         lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)),
@@ -422,7 +422,7 @@ def batch_norm_of_two() -> gl.Step:
 
 @case("pytorch/pytorch#110387", DEVICES, ROUNDING)
 def convolution_of_another_layout(setting: gl.Setting) -> tuple[Tensor, Tensor]:
-    """For other strides a convolution may use another kernel, which rounds otherwise."""
+    """For other strides a convolution may use another kernel, which rounds differently."""
     x, w = drawn(setting, 4, 3, 24, 24), drawn(setting, 16, 3, 3, 3, seed=1)
     return F.conv2d(x, w), F.conv2d(x.to(memory_format=torch.channels_last), w)
 
@@ -437,9 +437,7 @@ def batch_norm_of_cudnn() -> gl.Step:
 
 @case("pytorch/pytorch#123074", DEVICES, ROUNDING)
 def fused_adam(setting: gl.Setting) -> Tensor:
-    """The fused kernel's updates agree with the loop's to a little more than the usual
-    tolerance.
-    """
+    """The fused kernel's updates differ from the loop's by slightly more than the usual tolerance."""
     weight = drawn(setting, 40, 20, leaf=True)
     optimizer = torch.optim.Adam([weight], lr=0.01, fused=True)
     for seed in range(3):
@@ -468,7 +466,7 @@ def drawn_in_another_type(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#2976", NEEDS_GPU, RANDOM, f"dropout|{DRAWS}")
 def dropout(setting: gl.Setting) -> Tensor | None:
-    """CPU and GPU drop other units from the same seed."""
+    """CPU and GPU drop different units from the same seed."""
     torch.manual_seed(0)
     x = drawn(setting, 32, 16, leaf=True)
     F.dropout(x, 0.5).square().mean().backward()
@@ -477,8 +475,8 @@ def dropout(setting: gl.Setting) -> Tensor | None:
 
 @case("pytorch/pytorch#107433", NEEDS_GPU, RANDOM, DRAWS)
 def alignment_of_drawn_inputs(setting: gl.Setting) -> Tensor:
-    """The two losses are of different inputs, which were drawn on the devices; moved inputs give
-    the same loss.
+    """The two losses belong to different inputs, which were drawn on the devices; inputs that are
+    moved give the same loss.
     """
     torch.manual_seed(2024)
     scores = torch.randn(20, 4, 10, device=setting.device, dtype=setting.dtype).log_softmax(2)
@@ -489,8 +487,8 @@ def alignment_of_drawn_inputs(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#143086", NEEDS_GPU, RANDOM, DRAWS)
 def drawn_beyond_the_grid(setting: gl.Setting) -> Tensor:
-    """Which number goes where depends on how many threads run at once, and so on the model of
-    the card.
+    """The position of each number depends on how many threads run at the same time, and so on the
+    model of the card.
     """
     generator = torch.Generator(setting.device).manual_seed(1)
     return torch.randn(
@@ -522,7 +520,7 @@ def gradient_of_an_enlarged_image(setting: gl.Setting) -> Tensor | None:
 
 @case("pytorch/pytorch#33798", NEEDS_GPU, "nondeterminism", "index_put")
 def written_to_one_place_many_times(setting: gl.Setting) -> Tensor:
-    """Of several values written to one place any may stay."""
+    """If several values are written to one position, any of them may remain."""
     places = torch.as_tensor(np.random.default_rng(0).integers(0, 100, 100_000)).to(setting.device)
     sums = torch.zeros(100, device=setting.device, dtype=setting.dtype)
     sums[places] += drawn(setting, 100_000)
@@ -531,7 +529,7 @@ def written_to_one_place_many_times(setting: gl.Setting) -> Tensor:
 
 @case("bethgelab/imagecorruptions#11", DEVICES, "nondeterminism")
 def noise_of_numpy(setting: gl.Setting) -> Tensor:
-    """Noise comes from NumPy, whose generator torch's seed does not touch."""
+    """Noise comes from NumPy, whose generator is not affected by torch's seed."""
     noise = np.random.default_rng().standard_normal((16, 8)).astype(np.float32)
     return (drawn(setting, 16, 8) + given(setting, noise)).square().mean()
 
@@ -541,28 +539,28 @@ def noise_of_numpy(setting: gl.Setting) -> Tensor:
 
 @case("TransformerLensOrg/TransformerLens#330", NEEDS_GPU, ANOTHER_ANSWER, "svd")
 def signs_of_singular_vectors(setting: gl.Setting) -> tuple[Tensor, Tensor]:
-    """A pair of singular vectors may change its signs together."""
+    """The signs of a pair of singular vectors may change together."""
     u, _, vh = torch.linalg.svd(drawn(setting, 12, 8), full_matrices=False)
     return u, vh
 
 
 @case("pytorch/pytorch#54002", FLOAT64, ANOTHER_ANSWER, "svd")
 def basis_of_equal_singular_values(setting: gl.Setting) -> Tensor:
-    """Any basis of the space that belongs to equal singular values is right."""
+    """Any basis of the space that belongs to equal singular values is correct."""
     return torch.linalg.svd(householder(setting) * 3).U
 
 
 @case("pytorch/pytorch#121010", NEEDS_GPU, ANOTHER_ANSWER, "eigh")
 def signs_of_eigenvectors(setting: gl.Setting) -> Tensor:
-    """An eigenvector times minus one is one."""
+    """An eigenvector times minus one is also an eigenvector."""
     a = drawn(setting, 10, 10)
     return torch.linalg.eigh(a + a.T).eigenvectors
 
 
 @case("pytorch/pytorch#47599", FLOAT64, ANOTHER_ANSWER, "eigh")
 def basis_of_equal_eigenvalues(setting: gl.Setting) -> Tensor:
-    """Where eigenvalues are equal, any basis of their space will do, and one gradient for all is
-    not defined.
+    """If eigenvalues are equal, any basis of their space is valid, and the gradient is not uniquely
+    defined.
     """
     q = householder(setting)
     return torch.linalg.eigh(
@@ -577,15 +575,15 @@ def householder(setting: gl.Setting) -> Tensor:
 
 @case("numpy/numpy#18177", NEEDS_GPU, ANOTHER_ANSWER, "qr")
 def signs_of_qr(setting: gl.Setting) -> tuple[Tensor, Tensor]:
-    """A column of Q and the row of R that belongs to it may change signs together."""
+    """The signs of a column of Q and the corresponding row of R may change together."""
     q, r = torch.linalg.qr(drawn(setting, 12, 6))
     return q, r
 
 
 @case("pytorch/pytorch#180157", NEEDS_GPU, ANOTHER_ANSWER, "lstsq|gels")
 def least_squares_without_full_rank(setting: gl.Setting) -> Tensor:
-    """A matrix without full rank has many solutions, and the GPU's method is documented for full
-    rank alone.
+    """A matrix without full rank has many solutions, and the GPU's method is documented only for
+    full rank.
     """
     a = given(setting, np.arange(1, 10).reshape(3, 3))
     return torch.linalg.lstsq(a, a).solution
@@ -593,14 +591,14 @@ def least_squares_without_full_rank(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#127196", NEEDS_GPU, ANOTHER_ANSWER, "topk")
 def largest_among_equals(setting: gl.Setting) -> Tensor:
-    """Which of equal values `topk` names is left open."""
+    """It is unspecified which of several equal values `topk` returns."""
     return given(setting, [3, 2, 3, 2, 1, 1, 3, 3]).topk(2).indices
 
 
 @case("pytorch/torchtitan#3336", NEEDS_GPU, ANOTHER_ANSWER, "topk")
 def experts_among_equals(setting: gl.Setting) -> Tensor:
-    """Equal scores of experts are resolved by the kernel: tokens go to others, which is no
-    matter of seeds.
+    """The kernel breaks ties between experts, so tokens go to different experts, independently of
+    seeds.
     """
     scores = (drawn(setting, 64, 16) * 2).round() / 8
     return drawn(setting, 16, 4, seed=1)[scores.topk(2).indices].sum((1, 2))
@@ -608,13 +606,13 @@ def experts_among_equals(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#46942", NEEDS_GPU, ANOTHER_ANSWER, "median")
 def place_of_a_median_among_equals(setting: gl.Setting) -> Tensor:
-    """Several places hold the median, and any may be named."""
+    """The median occurs at several positions, and any of them may be returned."""
     return torch.ones(3, 4, device=setting.device, dtype=setting.dtype).median(1).indices
 
 
 @case("pytorch/pytorch#37130", NEEDS_GPU, ANOTHER_ANSWER, "scatter")
 def scattered_to_one_place(setting: gl.Setting) -> Tensor:
-    """Where indices repeat, any of the values may stay."""
+    """If indices repeat, any of the values may remain."""
     places = torch.tensor([0, 1, 1, 1, 2], device=setting.device)
     return drawn(setting, 9).scatter(0, places, drawn(setting, 5, seed=1))
 
@@ -632,7 +630,7 @@ def running_variance(setting: gl.Setting) -> Tensor:
 
 @case("root-project/root#5367", DEVICES, "mismatch")
 def reset_gate_before_or_after(setting: gl.Setting) -> Tensor:
-    """The GRU of cuDNN resets the state after it was multiplied by the weights, the CPU's
+    """The GRU of cuDNN resets the state after multiplying it by the weights, that of the CPU
     before.
     """
     state, reset, w = (
@@ -645,17 +643,17 @@ def reset_gate_before_or_after(setting: gl.Setting) -> Tensor:
 
 @case("pytorch/pytorch#180159", NEEDS_GPU, "mismatch", "_to_copy")
 def whole_number_of_nan(setting: gl.Setting) -> Tensor:
-    """C++ leaves open which whole number NaN and infinity become; each device makes another."""
+    """C++ does not define which integers NaN and infinity become; each device returns another."""
     return given(setting, [np.nan, np.inf, -np.inf, 1.5]).to(torch.int32)
 
 
 @case("pytorch/pytorch#195041", DENORMALS, REDUCED, "mul|div")
 def halved_below_the_smallest_normal_number(setting: gl.Setting) -> Tensor:
-    """Code compiled to flush takes float32 numbers below 1.2e-38 for zero."""
+    """Code compiled to flush denormal numbers treats float32 numbers below 1.2e-38 as zero."""
     return drawn(setting, 64) * 1e-38 * 0.01 * 1e38
 
 
-# --- memory that is shared ------------------------------------------------------------------------
+# --- shared memory --------------------------------------------------------------------------------
 
 
 @case("jax-ml/jax#37830", DEVICES, "overwritten")
@@ -678,9 +676,7 @@ def one_buffer_for_every_frame(setting: gl.Setting) -> tuple[Tensor, Tensor | No
 
 @case("pytorch/tutorials#485", DEVICES, "overwritten")
 def target_changed_through_numpy(setting: gl.Setting) -> Tensor | None:
-    """A tensor on a CPU and its NumPy array are one memory, so that a change of one changes the
-    other.
-    """
+    """A tensor on a CPU and its NumPy array share memory, so changing one changes the other."""
     w, target = drawn(setting, 8, 3, seed=1, leaf=True), drawn(setting, 5, 3, seed=2)
     out = drawn(setting, 5, 8) @ w
     loss = (out * target).sum()
@@ -694,24 +690,24 @@ def target_changed_through_numpy(setting: gl.Setting) -> Tensor | None:
 
 
 def compared(one: Case) -> tuple[str, str] | None:
-    """The settings to run: on a GPU if there is one and the case has such a pair; or None."""
+    """Return the settings to run, on a GPU if there is one and the case has a pair for it."""
     cuda, cpu = one.pairs
     return (cuda if torch.cuda.is_available() else None) or cpu
 
 
 def first_line(step: Any, a: str, b: str) -> dict[str, Any]:
-    """What the audit of a step says first, at which operation, and how long it took."""
+    """Return the audit's first finding on a step, its operation, and how long the audit took."""
     start = time.perf_counter()
     try:
         first = gl.audit(step, a, b, progress=False).findings[0]
         said, at, text = first.kind, first.operation, str(first)
-    except Exception as error:  # which a researcher would see instead of an answer
+    except Exception as error:  # A researcher would see this error instead of an answer.
         said, at, text = "error", type(error).__name__, f"{type(error).__name__}: {error}"
     return {"said": said, "at": at, "seconds": time.perf_counter() - start, "text": text}
 
 
 def examined(one: Case, pair: tuple[str, str]) -> dict[str, Any]:
-    """What the audit says first, and whether that was expected."""
+    """Return the audit's first finding, and whether it was expected."""
     found = first_line(one.step(), *pair)
     return found | {
         "right": found["said"] == one.kind and re.search(one.operation, found["at"]) is not None
@@ -719,7 +715,7 @@ def examined(one: Case, pair: tuple[str, str]) -> dict[str, Any]:
 
 
 def run(cases: list[Case]) -> pd.DataFrame:
-    """A row for every case; nothing is `said` where its settings cannot run here."""
+    """Return a row for every case; `said` is missing if its settings cannot run here."""
     rows = []
     for one in tqdm(cases, disable=None):
         pair = compared(one)
@@ -731,7 +727,7 @@ def run(cases: list[Case]) -> pd.DataFrame:
 
 
 def totals(found: pd.DataFrame) -> pd.DataFrame:
-    """By the kind expected, how many were run and how many first lines were right."""
+    """Count, for each expected kind, the cases that were run and those that were right."""
     counts = (
         found[found.said.notna()].groupby("kind", sort=False).right.agg(run="size", right="sum")
     )
@@ -740,7 +736,7 @@ def totals(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def said_instead(missed: pd.DataFrame) -> str:
-    """The reports that begin with another line than expected."""
+    """Return the reports that do not begin with the expected line."""
     return "\n\n".join(
         f"{row[1]}, `{row.a}` against `{row.b}`:\n\n" + textwrap.indent(row.text, "    ")
         for row in missed.itertuples()
@@ -748,13 +744,13 @@ def said_instead(missed: pd.DataFrame) -> str:
 
 
 def document(found: pd.DataFrame) -> str:
-    """The table for a page."""
+    """Return the text and the tables for a page."""
     done = found[found.said.notna()]
     missed = done[~done.right]
     made = (
-        f"Of {len(done)} audits {done.right.sum()} begin with the line expected;"
-        f" {(missed.said == 'mismatch').sum()} say *mismatch* where something else is right."
-        f" {len(found) - len(done)} cases have no settings that this machine can run. {made_by()}"
+        f"{done.right.sum()} of {len(done)} audits begin with the expected line;"
+        f" {(missed.said == 'mismatch').sum()} report *mismatch* although another kind is correct."
+        f" {len(found) - len(done)} cases need settings that this machine cannot run. {made_by()}"
     )
     rows = []
     for row in found.itertuples():
@@ -777,14 +773,14 @@ def document(found: pd.DataFrame) -> str:
         made,
         markdown(totals(found)),
         cases,
-        "## What was said instead" * (len(missed) > 0),
+        "## Other first lines" * (len(missed) > 0),
         said_instead(missed),
     ]
     return "\n\n".join(filter(None, parts))
 
 
 def command(title: str, cases: list[Case]) -> None:
-    """The command line of a script with cases."""
+    """Run the command line of a script with cases."""
 
     def main(
         only: Annotated[
@@ -795,7 +791,7 @@ def command(title: str, cases: list[Case]) -> None:
             typer.Option("--write", "--record", help="page of Markdown, between its marks"),
         ] = None,
     ) -> None:
-        """Audit the cases and say how many first lines are as expected."""
+        """Audit the cases and report how many first lines are as expected."""
         parts = [part.strip().replace(" ", "_") for part in only.split(",")]
         found = run([one for one in cases if any(part in one.name for part in parts)])
         show(

@@ -2,9 +2,10 @@
 
     python benchmarks/correctness/shared_memory_cases.py --write benchmarks/results/shared_memory.md
 
-Twelve have the fault of a public thread, retold in a program of our own; twelve are right and
-resemble them. The expected answers stood here before the guard was tried on any of them. A fault is
-*placed* where the finding names the line that made the tensor, or saved it, which ends in `# here`.
+Twelve programs of our own have the fault of a public thread; twelve similar programs are correct.
+The expected answers were written down before the guard was tried on any of them. A fault is
+*placed* (located) if the finding names the line that created the tensor, or saved it, which ends in
+`# here`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from benchmarks.correctness.guarded_programs import Program, guarded, show_guard
 
 
 class Camera:
-    """What a simulator sees lies in one array, which each step overwrites."""
+    """A simulator that keeps its observation in one array, which each step overwrites."""
 
     def __init__(self, shape: tuple[int, ...] = (6,)) -> None:
         self.screen = np.zeros(shape, np.float32)
 
     def step(self) -> np.ndarray:
-        """The same array again, with what is seen now."""
+        """Return the same array again, with the current observation."""
         self.screen += 1
         return self.screen
 
@@ -40,7 +41,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-# --- wrong ----------------------------------------------------------------------------------------
+# --- faulty programs ------------------------------------------------------------------------------
 
 
 def replay_memory() -> None:
@@ -56,7 +57,7 @@ def replay_memory() -> None:
 
 
 def before_and_after() -> None:
-    """The difference of two observations, which are one."""
+    """The difference of two observations that share one array."""
     camera, value = Camera(), network()
     before = torch.from_numpy(camera.step())  # here
     after = torch.from_numpy(camera.step())
@@ -64,7 +65,7 @@ def before_and_after() -> None:
 
 
 def rollout_stacked() -> Tensor:
-    """A rollout of a vector of environments, stacked at its end."""
+    """A rollout of a vector of environments that is stacked at its end."""
     camera, rollout = Camera((4, 6)), []
     for _ in range(5):
         rollout.append(torch.as_tensor(camera.step()))  # here
@@ -72,13 +73,13 @@ def rollout_stacked() -> Tensor:
 
 
 def agents_of_one_array() -> Tensor:
-    """Each agent is handed the same array, written anew."""
+    """Every agent is given the same array, which is overwritten each time."""
     camera = Camera()
     return torch.cat([torch.as_tensor(camera.step()) for _ in range(4)])  # here
 
 
 def next_observation() -> None:
-    """A learner's batch of pairs, made later from a list of tensors."""
+    """A learner's batch of pairs that is assembled later from a list of tensors."""
     camera, pairs, model = Camera(), [], network()
     seen = torch.from_numpy(camera.step())  # here
     for _ in range(4):
@@ -90,7 +91,7 @@ def next_observation() -> None:
 
 
 def states_kept_by_an_agent() -> Tensor:
-    """An agent appends what it observes, and updates after the episode."""
+    """An agent appends its observations, and updates after the episode."""
     camera, states = Camera(), []
     for _ in range(3):
         states.append(torch.frombuffer(camera.step(), dtype=torch.float32))  # here
@@ -122,7 +123,7 @@ def loader_with_one_buffer() -> None:
 
 
 def memory_bank() -> None:
-    """A loader of two buffers, whose user holds three batches."""
+    """A loader with two buffers, whose user keeps three batches."""
     banks = [np.zeros(6, np.float32), np.zeros(6, np.float32)]
     held = []
     for number in range(3):
@@ -141,7 +142,7 @@ def published_loop() -> None:
 
 
 def slot_reused() -> None:
-    """A slot that the gradient needs is given to somebody else before it is computed."""
+    """A slot that the gradient needs is reused before the gradient is computed."""
     slot = np.ones(6, np.float32)
     weights = torch.ones(6, requires_grad=True)
     loss = (weights * torch.from_numpy(slot)).sum()  # here
@@ -157,11 +158,11 @@ def written_after_from_numpy() -> None:
     loss.backward()
 
 
-# --- right ----------------------------------------------------------------------------------------
+# --- correct programs -----------------------------------------------------------------------------
 
 
 def replay_of_copies() -> None:
-    """As `replay_memory`, with a copy."""
+    """Like `replay_memory`, with a copy."""
     camera, q, memory = Camera(), network(), collections.deque(maxlen=16)
     for _ in range(6):
         memory.append(torch.from_numpy(camera.step().copy()))
@@ -170,7 +171,7 @@ def replay_of_copies() -> None:
 
 
 def replay_in_one_tensor() -> Tensor:
-    """A replay memory of one tensor, into which each observation is copied."""
+    """A replay memory that is one tensor, into which each observation is copied."""
     camera, memory = Camera(), torch.empty(8, 6)
     for number in range(8):
         memory[number] = torch.from_numpy(camera.step())
@@ -191,20 +192,20 @@ def rollout_by_numpy() -> Tensor:
 
 
 def rows_of_one_array() -> Tensor:
-    """Each agent has a row of its own."""
+    """Each agent has its own row."""
     rows = np.arange(24, dtype=np.float32).reshape(4, 6)
     return torch.stack([torch.from_numpy(row) for row in rows]).sum()
 
 
 def step_by_step() -> None:
-    """A gradient after each observation, and none is kept."""
+    """A gradient is computed after each observation, and no observation is kept."""
     camera, model = Camera(), network()
     for _ in range(5):
         model(torch.from_numpy(camera.step())).sum().backward()
 
 
 def staging_buffer() -> None:
-    """One tensor over one array, filled for every batch: a view on purpose."""
+    """One tensor over one array that is refilled for every batch: an intended view."""
     array = np.zeros((3, 6), np.float32)
     batch, model = torch.from_numpy(array), network()
     for number in range(4):
@@ -233,7 +234,7 @@ def data_loader() -> None:
 
 
 def written_by_torch() -> None:
-    """Torch itself writes, and counts it."""
+    """Torch itself writes, and its version counter changes."""
     inputs = torch.from_numpy(np.ones(6, np.float32))
     for _ in range(3):
         inputs.add_(1)
@@ -241,7 +242,7 @@ def written_by_torch() -> None:
 
 
 def same_tensor_twice() -> Tensor:
-    """One observation, on purpose several times."""
+    """One observation that is intentionally used several times."""
     seen = torch.from_numpy(Camera().step())
     return torch.stack([seen] * 4).sum() + torch.cat([seen, seen]).sum()
 
@@ -292,7 +293,7 @@ CASES = [
 
 
 def tried(case: Program) -> dict[str, Any]:
-    """What the guard says of a program that has run without it."""
+    """Return the guard's report on a program that has also run without it."""
     case.program()
     return guarded(case)
 
@@ -302,8 +303,8 @@ def main(
         Path | None, typer.Option("--write", "--record", help="page of Markdown, between its marks")
     ] = None,
 ) -> None:
-    """Try all the programs."""
-    show_guarded("Shared memory, retold", write, [tried(case) for case in CASES])
+    """Run all programs under the guard."""
+    show_guarded("Shared memory", write, [tried(case) for case in CASES])
 
 
 if __name__ == "__main__":

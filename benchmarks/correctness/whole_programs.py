@@ -1,10 +1,10 @@
 """Twenty whole training programs, each computed in two ways, and with one fault in the second way.
 
 `plain` computes forward passes, backward passes and updates in a straightforward way, `rewritten`
-computes mathematically the same by other operations, and `faulty` is `rewritten` with one mistake
+computes mathematically the same with other operations, and `faulty` is `rewritten` with one mistake
 of the kind that people make. The lines of the mistake end in a comment. All numbers are drawn on
-the CPU, so that every setting has the same ones. `check` verifies in float64 that the two ways
-agree, in results, gradients and updated weights, and that the fault changes at least one of them.
+the CPU, so that they are the same under every setting. `check` verifies in float64 that the two
+ways agree, in results, gradients and updated weights, and that the fault changes at least one.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ AGREEING, DIFFERING = 1e-9, 1e-4  # relative to the largest number of a tensor
 
 @dataclass(frozen=True)
 class Program:
-    """A training program in its variants, and what a comparison should say of the faulty one.
+    """A training program in its variants, and the expected finding for the faulty one.
 
     Attributes:
-        name: Of the function.
-        function: Of a setting and a variant.
-        kinds: The kinds of finding that name the fault rightly.
-        source: Where the right way, or the mistake, is described.
-        fault_lines: The numbers of the lines, in this file, at which a finding should be placed.
+        name: The name of the function.
+        function: A function of a setting and a variant.
+        kinds: The kinds of finding that describe the fault correctly.
+        source: Where the correct method, or the mistake, is described.
+        fault_lines: The numbers of the lines, in this file, at which a finding should be located.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Program:
     fault_lines: tuple[int, ...]
 
     def step(self, variant: Variant) -> Callable[[Setting], Result]:
-        """The variant as a function of the setting alone."""
+        """Return the variant as a function of the setting alone."""
         return partial(self.function, variant=variant)
 
 
@@ -84,7 +84,7 @@ _weights: ContextVar[list[Tensor] | None] = ContextVar("_weights", default=None)
 
 
 class Draws:
-    """Numbers drawn on the CPU in float32, then moved to the setting's device and type."""
+    """Draw numbers on the CPU in float32, then move them to the setting's device and type."""
 
     def __init__(self, setting: Setting, seed: int):
         self.device, self.dtype = setting.device, setting.dtype
@@ -103,11 +103,11 @@ class Draws:
         return torch.randint(below, shape, generator=self.generator).to(self.device)
 
     def weight(self, *shape: int) -> Tensor:
-        """A weight that is trained, scaled by the number of its inputs."""
+        """Return a trainable weight, scaled by the number of its inputs."""
         return watched(self.normal(*shape, scale=math.prod(shape[1:]) ** -0.5).requires_grad_())
 
     def module(self, module: Module) -> Module:
-        """A moved network with newly drawn weights; scales of normalizations are close to one."""
+        """Move a network and draw its weights; scales of normalizations are close to one."""
         module.to(self.device, self.dtype)
         with torch.no_grad():
             for name, weight in module.named_parameters():
@@ -119,7 +119,7 @@ class Draws:
 
 
 def watched(weight: Tensor) -> Tensor:
-    """The weight itself, which `check` then compares."""
+    """Return the weight unchanged, and register it for the comparison in `check`."""
     weights = _weights.get()
     if weights is not None:
         weights.append(weight)
@@ -911,11 +911,11 @@ def contrastive_loss(setting: Setting, variant: Variant) -> Result:
     return loss.detach()
 
 
-# --- whether they do what they say ----------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def results(each: Program, variant: Variant, setting: Setting) -> list[Tensor]:
-    """What a program returns, its weights after it, and their last gradients."""
+    """Return the results of a program, its final weights, and their last gradients."""
     weights: list[Tensor] = []
     token = _weights.set(weights)
     try:
@@ -930,7 +930,7 @@ def results(each: Program, variant: Variant, setting: Setting) -> list[Tensor]:
 
 
 def largest_difference(ones: list[Tensor], others: list[Tensor]) -> float:
-    """The largest difference between tensors of two programs, relative to the largest number."""
+    """Return the largest difference between tensors of two programs, relative to the largest."""
     pairs = list(zip(ones, others, strict=True))
     if any(one.shape != other.shape for one, other in pairs):
         raise ValueError("two variants return tensors of different shapes")
@@ -957,7 +957,7 @@ def check(setting: str = "cpu:precision=float64", agreeing: float = AGREEING) ->
         if not same <= agreeing:
             raise AssertionError(f"{each.name}: the rewritten program differs by {same:.1e}")
         if not other > DIFFERING:
-            raise AssertionError(f"{each.name}: the fault changes results by {other:.1e} only")
+            raise AssertionError(f"{each.name}: the fault changes results by only {other:.1e}")
         if len(each.fault_lines) not in (1, 2):
             raise AssertionError(f"{each.name}: {len(each.fault_lines)} lines are marked")
 
