@@ -1,5 +1,5 @@
-"""The set-up around gpulab agrees with pyproject.toml, the one list of dependencies, and so do
-the README and docs/.
+"""The files around gpulab, the README and docs/ agree with pyproject.toml, which is the only list
+of dependencies, and with the code.
 """
 
 import ast
@@ -44,7 +44,7 @@ SEMINAR = [
     file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "seminar").glob("*.md"))
 ]
 ALL_PAGES = "\n".join([*PAGES.values(), *SEMINAR])
-# conda-forge's names, where they differ. The -base packages come without a window toolkit.
+# Names on conda-forge, where they differ. The -base packages come without a GUI toolkit.
 NOTEBOOKS_TORCH = "torch>=2.11"  # which docs/install.md states, for torchvision>=0.26
 CONDA_NAMES = {
     "matplotlib": "matplotlib-base",
@@ -54,7 +54,7 @@ CONDA_NAMES = {
 
 
 def script(name):
-    """A script of docs/_tools/, as a module."""
+    """Import a script from docs/_tools/ as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -86,7 +86,7 @@ def test_install_page_states_the_torch_of_the_notebooks():
 
 
 def test_binder_start_sets_one_thread_and_a_small_profile():
-    """A session on Binder shares its cores; what the user has set goes first."""
+    """A session on Binder shares its cores; values that the user has set take precedence."""
     start = ROOT / "binder" / "start"
     show = [str(start), "printenv", "OMP_NUM_THREADS", "GPULAB_PROFILE"]
     environment = {key: value for key, value in os.environ.items() if key != "GPULAB_PROFILE"}
@@ -120,10 +120,10 @@ def test_pages_name_only_commands_that_exist():
 def test_command_line_page_has_the_tables_of_the_commands():
     commands = script("commands")
     written = commands.MARKS.findall(DOCS["command_line.md"])
-    assert written == [commands.tables()], "write them anew: python docs/_tools/commands.py"
+    assert written == [commands.tables()], "rewrite them: python docs/_tools/commands.py"
 
 
-# whose blocks follow each other, and whose output is compared
+# The page whose code blocks build on each other and whose printed output is compared.
 WORKED_EXAMPLE = ROOT / "docs" / "audit.md"
 EXAMPLES = [
     pytest.param(code, id=f"{name}-{number}")
@@ -143,13 +143,13 @@ SESSIONS = [
     *sorted((ROOT / "docs" / "seminar").glob("session*.md")),
     ROOT / "docs" / "seminar" / "single.md",
 ]
-HERE = "text here"  # an output that depends on the machine is shown, and not compared
+HERE = "text here"  # marks output that depends on the machine and is not compared
 BLOCK = re.compile(
     rf"^```python\n(.+?)^```\n+(?:^```(text|{HERE})\n(.+?)^```)", re.MULTILINE | re.DOTALL
 )
 
-# All blocks of a page in one process, as in a lecture; what each printed. With the name of a file
-# they are its parts.
+# Execute all blocks of a page in one process, as in a lecture, and report what each one prints.
+# Given the name of a file, the blocks are treated as parts of that file.
 RUN = """
 import contextlib, io, json, sys
 from pathlib import Path
@@ -166,23 +166,23 @@ for number, code in enumerate(codes):
     line += code.count("\\n") if file else 0
 print(json.dumps(printed))
 """
-# Sizes, shares and ratios of roundings, which other processors make other ones of.
+# Sizes, shares and ratios of rounding errors, which differ between processors.
 ROUNDED = re.compile(r"\d\.\de[+-]\d\d|\b\d+%|\b0\.\d\d\b")
 
 
 def folded(text):
-    """A text without its line ends: pages break long lines."""
+    """A text on a single line, because pages break long lines."""
     return " ".join(text.split())
 
 
 def printed_by(blocks, python, folder, *file):
-    """What each block of a page prints, in order."""
+    """The printed output of each block of a page, in order."""
     codes = folder / "codes.json"
     codes.write_text(json.dumps([code for code, _, _ in blocks]), encoding="utf-8")
     return json.loads(python(RUN, codes, *file, OMP_NUM_THREADS="1").stdout.splitlines()[-1])
 
 
-@pytest.mark.slow("executes every demonstration in a process of its own")
+@pytest.mark.slow("executes the demonstrations of each page in a separate process")
 @pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.stem)
 def test_demonstrations_print_what_the_page_shows(page, python, tmp_path, monkeypatch):
     text = page.read_text(encoding="utf-8")
@@ -191,7 +191,7 @@ def test_demonstrations_print_what_the_page_shows(page, python, tmp_path, monkey
         "each demonstration is followed by what it prints"
     )
     assert {kind for _, kind, _ in blocks} >= {"text"}, (
-        "one at least prints the same on every machine"
+        "at least one block prints the same on every machine"
     )
     monkeypatch.chdir(tmp_path)
     for (code, kind, shown), got in zip(blocks, printed_by(blocks, python, tmp_path), strict=True):
@@ -201,7 +201,7 @@ def test_demonstrations_print_what_the_page_shows(page, python, tmp_path, monkey
 
 
 def test_audit_example_page_shows_what_its_example_prints(python, tmp_path, monkeypatch):
-    """Except for the sizes of roundings. `GPULAB_RECORD=1` writes the output into the page anew."""
+    """The sizes of rounding errors may differ. `GPULAB_RECORD=1` rewrites the output in the page."""
     text = WORKED_EXAMPLE.read_text(encoding="utf-8")
     blocks = BLOCK.findall(text)
     assert len(blocks) == text.count("```python"), "each block is followed by what it prints"
@@ -233,8 +233,8 @@ def test_audit_page_lists_the_thresholds_of_the_code():
 
 
 def anchors(page):
-    """What a link into a page may name: its headings, as GitHub writes them, or Jupyter those of
-    a notebook.
+    """The anchors that a link into a page can name: its headings as GitHub writes them or, for a
+    notebook, as Jupyter writes them.
     """
     text = page.read_text(encoding="utf-8")
     if page.suffix == ".ipynb":
@@ -293,9 +293,7 @@ def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
         for text in (kept, anew)
     ]
     assert len(places[0]) == 2 * len(answer.pairs())
-    assert places[0] == pytest.approx(places[1], abs=1), (
-        "draw it anew: python docs/_tools/answer.py"
-    )
+    assert places[0] == pytest.approx(places[1], abs=1), "redraw it: python docs/_tools/answer.py"
 
 
 def test_public_names_page_lists_the_names_and_parameters_that_there_are():
@@ -310,7 +308,7 @@ def test_paper_numbers_are_those_of_the_recorded_runs(monkeypatch):
     paper = script("paper")
     for file in paper.PAPERS:
         assert file.read_text(encoding="utf-8") == paper.paper(file), (
-            "write it anew: python docs/_tools/paper.py"
+            "rewrite it: python docs/_tools/paper.py"
         )
     cited = {name for file in paper.PAPERS for name in re.findall(r"@(\w+)", paper.paper(file))}
     assert cited == set(
@@ -396,7 +394,7 @@ def test_wheel_contains_recorded_data():
     for source in included:
         there = ROOT / source
         assert there.is_file() or any(there.iterdir()), (
-            f"{source} is empty: git has no such folder, the build fails"
+            f"{source} is empty: git does not keep empty folders, so the build would fail"
         )
     sources = [file for folder in ("gpulab", "notebooks") for file in (ROOT / folder).rglob("*.py")]
     code = "".join(file.read_text(encoding="utf-8") for file in sources)
@@ -435,7 +433,7 @@ COMMANDS = [
 ]
 # A path that follows "COMMIT:", or that "(commit …)" follows, is one in the history.
 BENCHMARK_PATH = re.compile(r"(?<![:\w])benchmarks/[\w./-]+\.(?:py|md|png)\b(?![^`\n]*`\s\(commit)")
-FORMER_PATHS = {"benchmarks/networks.py"}  # for which gpulab knows the present one
+FORMER_PATHS = {"benchmarks/networks.py"}  # gpulab knows the present path
 
 
 @pytest.mark.parametrize("folder", ["gpulab", "notebooks", "docs", "benchmarks"])
@@ -445,7 +443,7 @@ def test_benchmarks_that_are_named_exist(folder):
         for kind in ("py", "pyi", "md", "in", "ipynb")
         for file in (ROOT / folder).rglob(f"*.{kind}")
     ]
-    # which name older scripts, too
+    # the results also name older scripts
     files = [file for file in files if file.parent != ROOT / "benchmarks" / "results"]
     for file in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"]:
         named = set(BENCHMARK_PATH.findall(file.read_text(encoding="utf-8"))) - FORMER_PATHS
@@ -457,7 +455,7 @@ def test_benchmarks_that_are_named_exist(folder):
     "script", BENCHMARKS, ids=lambda script: script.relative_to(ROOT).as_posix()
 )
 def test_benchmarks_import_what_is_there(script):
-    """Names of this repository's packages, and scripts that lie beside one."""
+    """Imports name existing members of this repository's packages, or scripts in the same folder."""
     beside = {file.stem for file in script.parent.glob("*.py")}
     elsewhere = {file.stem for file in BENCHMARKS} - beside
     for node in ast.walk(ast.parse(script.read_bytes())):
@@ -473,7 +471,7 @@ def test_benchmarks_import_what_is_there(script):
                     ), name
 
 
-@pytest.mark.slow("starts a process for each script")
+@pytest.mark.slow("starts a process per script")
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.relative_to(ROOT).as_posix())
 def test_benchmarks_start(script):
     command = [sys.executable, script.relative_to(ROOT), "--help"]
@@ -483,7 +481,7 @@ def test_benchmarks_start(script):
 
 
 def gpulab_imports(code):
-    """The names that code imports from gpulab and companion, each with its module."""
+    """Yield the names that code imports from gpulab and companion, each with its module."""
     for node in ast.walk(ast.parse(re.sub(r"^\s*[%!].*$", "", code, flags=re.MULTILINE))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in (
             "gpulab",
