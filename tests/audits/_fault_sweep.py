@@ -73,7 +73,7 @@ def sweep(planted: list[Fault]) -> pd.DataFrame:
 
 
 def right_steps(network: str, seeds: Iterable[int]) -> pd.DataFrame:
-    """Audit steps without a fault; return the network, the seed and the kind of the first finding."""
+    """Audit steps without a fault; return network, seed and the kind of the first finding."""
     rows = []
     for seed in seeds:
         for optimizer in (None, lambda p: torch.optim.Adam(p, 1e-2)):

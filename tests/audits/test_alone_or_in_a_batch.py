@@ -45,7 +45,7 @@ class Block(nn.Module):
         return h + self.routed(h)
 
     def routed(self, h):
-        """Apply one of two experts to each word; a faulty router limits the words of each expert."""
+        """Apply one of two experts to each word; a faulty router limits the words per expert."""
         flat = h.flatten(0, 1)
         scores = self.router(flat).softmax(-1)
         chosen = scores.argmax(-1)

@@ -48,7 +48,7 @@ def in_turn(x):
 
 
 def in_blocks(x, size=512):
-    """Compute a running sum as on GPUs: within each block, plus the sums of the blocks before it."""
+    """Compute a running sum as on GPUs: within each block, plus the sums of earlier blocks."""
     blocks = [in_turn(block) for block in x.split(size)]
     before = in_turn(torch.stack([torch.zeros(()), *(block[-1] for block in blocks)]))
     return torch.cat([block + start for block, start in zip(blocks, before[:-1], strict=True)])

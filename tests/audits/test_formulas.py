@@ -1,4 +1,4 @@
-"""Formulas for kernels without a float64 version agree with autograd on other float64 operations."""
+"""Formulas for kernels without a float64 version agree with autograd on other operations."""
 
 import itertools
 import math
@@ -237,7 +237,7 @@ def by_cells(x, *others, reverse):
 
 
 def options(has_biases):
-    """Return the mode, width, number of layers, and whether there are biases and another direction."""
+    """Return mode, width, number of layers, and whether there are biases and another direction."""
     return LSTM, WIDTH, 1, has_biases, True
 
 

@@ -178,7 +178,7 @@ def test_value_is_uninformative_if_it_consists_of_roundings():
 
 
 def trace_of(*tensors):
-    """Return a trace of consecutive operations, of which each uses the result of the previous one."""
+    """Return a trace of consecutive operations, each of which uses the previous result."""
     values = {str(number): value_of(tensor) for number, tensor in enumerate(tensors)}
     names = list(values)
     operations = [
@@ -304,7 +304,7 @@ def test_audit_finds_a_wrong_layer_before_a_normalization():
 
 
 def zeros_or_roundings(zeros):
-    """The sum of a softmax is one, so its gradient is exactly zero or consists of rounding errors."""
+    """Return a step with a gradient that is exactly zero or consists of rounding errors."""
 
     def step(setting):
         x, w = drawn(5, 7).to(setting.dtype), drawn(7, seed=1).to(setting.dtype).requires_grad_()

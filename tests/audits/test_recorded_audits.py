@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow("a network of full size")
     ],
 )
 def test_audit_of_this_cpu_and_a_recorded_gpu_is_not_faulty(file):
-    """The trace was recorded on an NVIDIA H200 with another version of torch, from the same step."""
+    """The trace of the same step was recorded on an NVIDIA H200 with another version of torch."""
     there = gl.audits.Trace.load(file)
     assert "H200" in there.passport["gpus"][0]["name"]
     here = gl.record(getattr(example_steps, network_of(file)), "cpu", progress=False)

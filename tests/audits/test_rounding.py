@@ -83,7 +83,7 @@ def test_forward_error_and_bound_of_a_product_are_those_computed_by_hand():
 
 
 def inner_products():
-    """Yield an operation, its arguments, and the number of summed products in each of its results."""
+    """Yield an operation, its arguments, and the number of summed products in each result."""
     x, w, grad = drawn(2, 6, 9), drawn(8, 3, 4, seed=1), drawn(2, 8, 6, seed=2)
     more = ([1], [0], [1], False, [0], 2)
     yield aten.convolution.default, (x, w, None, *more), [12]
@@ -327,7 +327,7 @@ def test_forward_error_recognizes_the_format_of_rounded_factors_in_convolutions(
 
 
 def test_forward_error_takes_no_right_product_of_few_numbers_for_a_short_format():
-    """One number in three is nearer to the result in one of four formats than to the exact result."""
+    """One number in three is nearer to the result in one of four formats than to the exact one."""
     alarms = 0
     for seed in range(300):
         a, b = drawn(1, 3000, seed=seed).abs(), drawn(3000, 1, seed=seed + 1000).abs()
