@@ -37,8 +37,8 @@ from gpulab.wording import setting_words
 MAX_CARDS = 12  # cards that are shown; the others are in a collapsed section below
 MAX_ROWS = 20  # rows of the table that are shown; the others are in a collapsed section below
 CAPTION = (
-    "Each dot is an operation under one of the settings: its error relative to float64 on the same"
-    " inputs. Rounding explains the grey dots."
+    "A dot in the colour of a setting is the error of an operation, relative to float64 on the same"
+    " inputs. Grey dots are the largest errors that rounding explains."
 )
 PHONE_WIDTH = 3.9  # inches, the width of a figure on a phone
 BADGE_TEXTS = {"fault": "Fault", "note": "Explained", "ok": "No fault"}

@@ -41,7 +41,7 @@ def test_audit_calls_a_fault_whose_cause_is_not_found_a_fault():
 def test_audit_finds_names_and_places_planted_faults(start):
     """Check a sixth of the benchmark's table, in two parts.
 
-    The sixth covers all six ways in which kernels are wrong.
+    The kernels in this sixth are wrong in six different ways.
     """
     table = sweep(FAULTS[start::11])
     assert table[["detected", "kind", "place"]].all(axis=None), table.to_string()
