@@ -89,8 +89,7 @@ def _summary(pairs: pd.DataFrame) -> str:
         trainings = " pairs of trainings" if not counts else ""
         counts.append(f"in {(times < 1).sum()} of {len(times)}{trainings} with {name}")
     summary = (
-        "Networks left the saddle sooner in coarser arithmetic than in float64"
-        f" {'; '.join(counts)}."
+        f"Networks left the saddle sooner in coarser arithmetic than in float64 {listed(counts)}."
     )
     later, others = (times > 1).sum(), (times == 1).sum()
     if later > (times < 1).sum():
