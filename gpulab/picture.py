@@ -98,7 +98,7 @@ class Picture:
         heading = f"{IN_WORDS}, before anything is moved" if instead else IN_WORDS
         fold = Markup("<details><summary>{}</summary><p>{}</p></details>").format(heading, self.alt)
         display({"text/html": fold, "text/plain": f"{heading}: {self.alt}"}, raw=True)
-        # A notebook would show an open figure of pyplot, such as one of seaborn's, a second time.
+        # A notebook would show an open pyplot figure, such as one of seaborn's, a second time.
         if "matplotlib.pyplot" in sys.modules:
             sys.modules["matplotlib.pyplot"].close(self.figure)
 

@@ -513,7 +513,7 @@ def available_settings(device: str = "auto") -> list[str]:
         device: The kind of device, `cpu`, `cuda`, `mps` or `xpu`; or `auto` for all kinds.
 
     Returns:
-        The settings as texts. If the CPU is among the devices, the list begins with `cpu`, the
+        The settings as strings. If the CPU is among the devices, the list begins with `cpu`, the
         default reference of verdicts. Two settings are listed only on some CPUs:
 
         - `cpu:threads=1`, if torch uses more than one thread. Otherwise it is the same as `cpu`.

@@ -36,7 +36,7 @@ def parse_margin(margin: str | float) -> tuple[float, str]:
         number = float(margin)
     if not 0 < number < math.inf:
         raise UsageError(
-            f"margin {margin!r}: expected a number above 0, or a text such as '0.25sd' or '1%'"
+            f"margin {margin!r}: expected a number above 0, or a string such as '0.25sd' or '1%'"
         )
     return number, unit_match[2] if unit_match else ""
 

@@ -45,7 +45,7 @@ class PairedRuns:
         block: The name of the column by which runs are paired.
         reference: The level with which the others are compared.
         runs: A row for each level and block, without reruns.
-        pairs: A row for each run of another level whose block the reference has as well.
+        pairs: A row for each pair: a run of another level and the reference's run of that block.
         reruns: The same for reruns of the reference, which serve as a control.
         notes: Sentences on rows that were chosen, left out or averaged.
         source: The file or folder that the table was read from.

@@ -159,8 +159,8 @@ def choose_rows(
 ) -> ChosenRows:
     """Choose one row for each run whose rows are epochs or steps.
 
-    All rows are kept if no run has several, or if no column counts and no best row is asked for:
-    several rows of a run are then repetitions.
+    All rows are kept if no run has several, or if there is no counting column and no best row is
+    requested: several rows of a run are then repetitions.
 
     Args:
         frame: The table.

@@ -172,8 +172,8 @@ def verdict(
         metric: A column of numbers or booleans.
         factor: The column whose levels are compared.
         block: The column by which runs are paired, usually the seed.
-        margin: The largest negligible difference. A number is in the metric's units. A text such as
-            `"0.25sd"` (the default) is in standard deviations between seeds under the reference,
+        margin: The largest negligible difference. A number is in the metric's units. A string such
+            as `"0.25sd"` (the default) is in standard deviations between seeds under the reference,
             and one such as `"1%"` is a share of the mean under the reference. For booleans the
             margin is a share of the seeds, by default 0.1.
         alpha: The level of significance, between 0 and 0.5.

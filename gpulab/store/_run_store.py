@@ -101,7 +101,7 @@ def list_entries(store: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run in a store, of which only the record has been read.
+    """A run in a store, with its record and a function that reads its history.
 
     Attributes:
         record: The complete content of `run.json`.

@@ -1,8 +1,8 @@
 """Recorded data of every kind, with its provenance: the one place that reads `data/`.
 
-There are three kinds of files: a JSON document; a table, which is a Parquet file whose own
-description holds the passport and the command that made it; and packed runs, a table with the
-record (as JSON) and the history of each run.
+There are three kinds of files: a JSON document; a table, which is a Parquet file whose metadata
+contains the passport and the command that made it; and packed runs, a table with the record (as
+JSON) and the history of each run.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Experiment:
         model: A custom training function, `train(seed, setting)` or `"my_training.py:train"`, as
             `gpulab.train` describes it, which may start processes, such as those of a `DataLoader`;
             or one of gpulab's networks: `autoencoder`, `prednet` or `whitener`.
-        settings: The settings to compare, as texts.
+        settings: The settings to compare, as strings.
         seeds: The number of seeds, which are then counted from 0, or the seeds themselves. By
             default the number that the profile gives, and 10 for a custom training function.
         profile: The size of the training of gpulab's own networks: `smoke`, `quick` or `paper`; for
@@ -72,7 +72,7 @@ class Experiment:
             `gpulab.train`.
 
     Attributes:
-        settings: The list of settings, as texts.
+        settings: The list of settings, as strings.
         seeds: The list of seeds.
         variants: The list of variants.
         folder: The folder of the store, a `Path`.
@@ -322,8 +322,8 @@ def seed_runs(
     interruption.
 
     Args:
-        train: A function `train(seed, setting)`, as `gpulab.train` describes it, or a text such as
-            `"my_training.py:train"`.
+        train: A function `train(seed, setting)`, as `gpulab.train` describes it, or a string such
+            as `"my_training.py:train"`.
         setting: The setting to train under.
         seeds: The number of seeds, which are then counted from 0, or the seeds themselves.
         progress: Whether to show a progress bar.

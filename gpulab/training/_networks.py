@@ -218,8 +218,8 @@ class NetworkRun(PlannedRun):
                 setattr(
                     self.model, attribute, self.setting.compiled(getattr(self.model, attribute))
                 )
-                # The compiled function is removed at the end, since a copy of the model would call
-                # the function of this model.
+                # The compiled function is removed at the end, because a copy of the model would
+                # call the function of this model.
                 stack.callback(delattr, self.model, attribute)
             yield
 
@@ -262,8 +262,8 @@ class NetworkRun(PlannedRun):
         training = self.init_training()
         is_resumed = resume_checkpoint(training, checkpoint)
         resumed_at = len(training.history)
-        # A GPU copies its losses to the host only now and then. `watch` has to be called after each
-        # window, so the losses are then copied after each window as well.
+        # Losses are copied from a GPU to the host only from time to time. `watch` has to be called
+        # after each window, so with a `watch` they are copied after each window, too.
         training.loss_sync_interval = (
             LOSS_SYNC_SECONDS if watch is None and self.setting.kind != "cpu" else 0.0
         )

@@ -229,12 +229,12 @@ def train(
         net: The name of one of gpulab's networks, a network of these classes, or a custom training
             function. The weights of a new network are drawn from `seed`. A network that has loaded
             weights starts from them. A network is copied, and the original is not changed.
-        data: The data to train on: a name that `gpulab.load` knows, or loaded data. By default
+        data: The data to train on: a name that `gpulab.load` accepts, or loaded data. By default
             those of the profile.
         setting: Where and how to compute, such as `cuda:tf32=off`.
         seed: The seed of the initial weights and of the order of the images.
         profile: The size of the training, `smoke`, `quick` or `paper`; for PredNet also `motion`.
-            It gives the defaults of `data`, `frames`, `learning_rate` and `window`, and of the
+            It determines the defaults of `data`, `frames`, `learning_rate` and `window`, and of the
             sizes of the network.
         frames: The number of frames or images to train on.
         learning_rate: The learning rate of Adam. By default 1e-3; 3e-3 in the profile `motion`.
@@ -341,7 +341,7 @@ def _load_stored(
 ) -> Run | None:
     """Return the stored run; None if there is none, or if it lacks weights that are to be kept.
 
-    A missing run and one without the required weights are trained.
+    In both cases the run is then trained.
     """
     stored = find_run(folder, identity)
     restored_run = planned.restore(stored, keep_weights) if stored else None
