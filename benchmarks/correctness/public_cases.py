@@ -437,7 +437,7 @@ def batch_norm_of_cudnn() -> gl.Step:
 
 @case("pytorch/pytorch#123074", DEVICES, ROUNDING)
 def fused_adam(setting: gl.Setting) -> Tensor:
-    """The fused kernel's updates differ from the loop's by slightly more than the usual tolerance."""
+    """Updates of the fused kernel and the loop differ by slightly more than the usual tolerance."""
     weight = drawn(setting, 40, 20, leaf=True)
     optimizer = torch.optim.Adam([weight], lr=0.01, fused=True)
     for seed in range(3):

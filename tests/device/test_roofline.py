@@ -23,7 +23,7 @@ needs_cuda = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def small():
-    """Every operation, measured twice each, with copies and matrices that take no time."""
+    """Measure every operation twice, with copies and matrices that take no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rooflines, "COPY_BYTES", {"cpu": 2**20})
         patch.setattr(rooflines, "MAX_MATRIX_SIZE", {"cpu": 64})
@@ -136,7 +136,7 @@ def test_recorded_rooflines_are_shipped_and_one_is_read_back(small, tmp_path, mo
 
 
 def ceilings(bandwidth=100.0, peak=1000.0, launch=1e-6, setting="cpu"):
-    """A roofline with known ceilings: GB/s, Gflop/s of float32 products, seconds of a launch."""
+    """Return a roofline of known ceilings: GB/s, Gflop/s of float32 products, launch in seconds."""
     rows = [
         ("copy", "memory", 0.0, bandwidth, 1.0, ""),
         ("launch", "launch", 1e-9, 1e-9, launch, ""),
@@ -252,7 +252,7 @@ def test_place_measures_the_roofline_of_a_setting(monkeypatch):
 
 
 class RefusedCeilings(NamedTuple):
-    """Arguments of `place` that do not fit, and what the error says."""
+    """Arguments of `place` that do not fit, and a pattern of the error message."""
 
     id: str
     arguments: tuple

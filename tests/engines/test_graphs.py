@@ -1,4 +1,4 @@
-"""A window in a CUDA graph against kernel by kernel."""
+"""A window in a CUDA graph compared with one computed kernel by kernel."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ WAYS += [("prednet", {"loader": loader}, 1e-4) for loader in ("copied", "imitate
 @needs_cuda
 @pytest.mark.parametrize(("model", "options", "rounding"), WAYS)
 def test_cuda_graph_training_is_that_of_kernel_by_kernel(model, options, rounding):
-    """To the bit where the kernels are the same; PredNet's gradients are written out."""
+    """Results have the same bits if the kernels are the same; PredNet's gradients are analytic."""
     fast, plain = (trained(model, fast=fast, **options) for fast in (True, False))
     assert (fast.record["captured"], plain.record["captured"]) == (True, False)
     assert fast.history.loss.tolist() == pytest.approx(
@@ -58,7 +58,7 @@ ON_GPU = [
 @pytest.mark.parametrize("setting", ["cpu", *ON_GPU])
 @pytest.mark.parametrize("model", ["autoencoder", "whitener", "prednet"])
 def test_evaluation_engine_gives_heldout_loss_to_the_same_bits(model, setting):
-    options = {"frames": 700} if model == "prednet" else {}  # of which a tenth is held out
+    options = {"frames": 700} if model == "prednet" else {}  # a tenth is held out
     spec = NetworkRun.plan(model, setting=setting, profile="smoke", **options)
     with spec.activate():
         spec.draw_weights()

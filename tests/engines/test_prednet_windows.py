@@ -1,4 +1,4 @@
-"""The gradient that is written out against autograd's."""
+"""The analytic gradient compared with that of autograd."""
 
 import types
 
@@ -22,7 +22,7 @@ ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
 
 
 def unlike_fresh(dtype=torch.float64, device="cpu", **options):
-    """A network of which no bias is zero and no prediction far from the edges of [0, 1]."""
+    """Return a network without zero biases, and with predictions close to the ends of [0, 1]."""
     torch.manual_seed(0)
     net = PredNet((3, 8, 12), (16, 24), **options).to(device, dtype)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def unlike_fresh(dtype=torch.float64, device="cpu", **options):
 
 
 def both_ways(net, film, length=6):
-    """Losses, gradients and state of each window, by autograd and written out."""
+    """Return losses, gradients and state of each window, by autograd and analytically."""
     states, windows = [None, None], None
     for start in range(0, len(film) - length, length):
         frames, found = film[start : start + length + 1], []
@@ -99,7 +99,7 @@ def test_prednet_windows_overwritten_frames_spoil_the_gradient_as_under_autograd
         frames = loader.window(part)[:, None]
         windows = windows or WindowGradients(net, frames, frames_share_memory=True)
         same_losses, states[1] = windows(frames, states[1])
-        # a feed divides in float32
+        # A feed divides in float32.
         torch.testing.assert_close(same_losses, losses, rtol=1e-7, atol=0)
         for name, parameter in net.named_parameters():
             torch.testing.assert_close(
@@ -113,7 +113,7 @@ def test_prednet_windows_with_channels_last_and_padded_channels_are_those_of_aut
     monkeypatch, batch, truncation
 ):
     monkeypatch.setattr(prednet_windows, "uses_tf32", lambda like: like.is_floating_point())
-    net = unlike_fresh(truncation=truncation)  # of 3 channels, for which there is room for 4
+    net = unlike_fresh(truncation=truncation)  # 3 channels, padded to 4
     check(net, torch.rand(19, batch, 3, 16, 24, dtype=torch.float64))
     lowest = prednet_windows.WindowGradients(
         net, torch.rand(7, batch, 3, 16, 24, dtype=torch.float64)

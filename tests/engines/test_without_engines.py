@@ -1,4 +1,4 @@
-"""The folder of engines is hidden: everything works, and gives the same up to rounding."""
+"""Without the package of engines everything works, and results are equal up to rounding."""
 
 import subprocess
 import sys

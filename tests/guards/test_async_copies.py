@@ -1,6 +1,4 @@
-"""Copies between the host and a GPU that nobody has waited for: told where the host uses their
-memory, else not.
-"""
+"""Asynchronous copies are reported if the host uses their memory without waiting, and only then."""
 
 import contextlib
 import warnings

@@ -1,4 +1,4 @@
-"""A guard says what it does not watch, and what runs otherwise because of it."""
+"""A guard reports what it does not watch, and what runs differently because of it."""
 
 import concurrent.futures
 import threading

@@ -1,6 +1,4 @@
-"""Which line a finding blames: one of the user's, never one of the guard or of what it calls
-torch through.
-"""
+"""A finding names a line of user code, never one of the guard or of its calls of torch."""
 
 import numpy as np
 import pytest

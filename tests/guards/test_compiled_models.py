@@ -8,7 +8,7 @@ from torch._C._dynamo import eval_frame
 
 import gpulab as gl
 
-# An older torch (2.6) compiles what runs between the graphs of a compiled function that calls
+# Torch 2.6 compiles the code that runs between the graphs of a compiled function that calls
 # `backward`.
 needs_newer_torch = pytest.mark.skipif(
     not hasattr(eval_frame, "_FrameAction"),
@@ -66,7 +66,7 @@ def forward_compiled(backend):
 
 
 def whole_step_compiled(backend):
-    """The backward pass runs between two graphs, where TorchDynamo compiles what it meets."""
+    """The backward pass runs between two graphs, where TorchDynamo compiles any code it finds."""
     return torch.compile(lambda net, x: net(x).square().sum().backward(), backend=backend)
 
 

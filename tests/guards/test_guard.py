@@ -24,7 +24,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=n
 
 
 def findings(step):
-    """What the guard collects in a step that goes on to its end."""
+    """Return what the guard collects in a step that runs to its end."""
     with warnings.catch_warnings(record=True) as caught, gl.guard(on="warn") as report:
         warnings.simplefilter("always")
         step()
@@ -33,7 +33,7 @@ def findings(step):
 
 
 def clean(step):
-    """The guard raises nothing in a step, and has looked at something."""
+    """Assert that the guard raises nothing in a step, and has checked something."""
     with gl.guard() as report:
         step()
     assert not report.findings
@@ -42,9 +42,7 @@ def clean(step):
 
 
 def spoiled(forward, spoil):
-    """What the guard collects in a step that overwrites something between its forward and its
-    backward pass.
-    """
+    """Return what the guard collects if something is overwritten between the two passes."""
 
     def step():
         loss = forward().sum()
@@ -55,7 +53,7 @@ def spoiled(forward, spoil):
 
 
 class Weight(nn.Module):
-    """One weight; mul keeps its input."""
+    """One weight; `mul` saves its input."""
 
     def __init__(self, *shape):
         super().__init__()
@@ -65,7 +63,7 @@ class Weight(nn.Module):
         return x * self.w
 
 
-# --- what it catches ------------------------------------------------------------------------------
+# --- what it detects ------------------------------------------------------------------------------
 
 
 def test_guard_finds_a_numpy_buffer_that_is_used_again():
@@ -132,8 +130,9 @@ def test_guard_finds_a_write_through_data(device):
 
 
 def test_guard_finds_data_that_is_assigned():
-    """Without the guard autograd sees the new values of a leaf, and with it the old ones: so it
-    must say so.
+    """Autograd uses a leaf's new values without the guard, and the old ones with it.
+
+    The guard must therefore report the assignment.
     """
     net, x = Weight(3), torch.ones(3, requires_grad=True)
     (finding,) = spoiled(lambda: net(x), lambda: setattr(net.w, "data", torch.full((3,), 9.0)))
@@ -142,7 +141,7 @@ def test_guard_finds_data_that_is_assigned():
 
 
 def test_guard_finds_an_in_place_operation_that_torch_would_refuse():
-    """With hooks in force torch no longer compares versions."""
+    """While hooks are active, torch no longer compares versions."""
     net, x = Weight(3), torch.ones(3)
     (finding,) = spoiled(lambda: net(x), lambda: x.add_(1))
     assert (finding.cause, finding.function, finding.operand) == ("inplace", "mul", "self")
@@ -159,9 +158,9 @@ def numpy_loader():
 
 
 def test_guard_finds_a_loader_that_fills_one_numpy_buffer_repeatedly():
-    reader = numpy_loader()  # not the generator's array, which has no name here
+    reader = numpy_loader()  # not the generator's array, which has no name in this frame
     (finding,) = findings(lambda: sum(Weight(3)(batch).sum() for batch in reader).backward())
-    assert (finding.cause, finding.count) == ("numpy", 2)  # the last batch is still what it was
+    assert (finding.cause, finding.count) == ("numpy", 2)  # the last batch is unchanged
     assert "(2 times)" in str(finding)
     holder = "it shares memory with the NumPy array `hidden` (float32, shape (3,)) in numpy_loader"
     assert finding.explanation.startswith(f"NumPy wrote into its memory; {holder}")
@@ -194,7 +193,7 @@ class Times(torch.autograd.Function):
 
 
 def checkpointed(x, constant):
-    """What a checkpoint keeps is its inputs; those are seen."""
+    """A checkpoint saves its inputs, which the guard sees."""
     return checkpoint(lambda a, b: (a * b).sin(), x, constant, use_reentrant=False)
 
 
@@ -224,7 +223,7 @@ def test_guard_that_is_nested_and_used_again():
     for inner in (gl.guard(on="warn"), torch.autograd.graph.save_on_cpu()):
         with outer, inner:
             net(x).sum().backward()
-        assert outer.checked == 0  # torch applies the innermost hooks alone
+        assert outer.checked == 0  # torch applies only the innermost hooks
         assert getattr(inner, "checked", 1) > 0
     with outer, outer:
         net(x).sum().backward()
@@ -277,7 +276,7 @@ def test_guard_passes_on_an_error_of_the_program_itself():
     assert type(caught.value) is RuntimeError
 
 
-# --- what it leaves alone -------------------------------------------------------------------------
+# --- what it does not report ----------------------------------------------------------------------
 
 
 KERNEL = nn.Parameter(torch.rand(3, 3, 1, 1))
@@ -341,7 +340,7 @@ def test_guard_frees_memory_without_the_garbage_collector(end):
 
 
 def in_words(tensor):
-    """The fingerprint that accelerators use, here."""
+    """Compute the fingerprint that accelerators use, on this device."""
     return int(fingerprints._digest(tensor))
 
 
@@ -408,7 +407,7 @@ def test_fingerprint_of_a_tensor_of_several_chunks(monkeypatch):
 
 
 def test_guard_compares_at_the_end_of_backward_as_on_a_gpu(monkeypatch):
-    """The comparison is put off to the end of backward; here with a CPU's tensors."""
+    """The comparison is postponed to the end of backward, in this test with tensors on a CPU."""
     monkeypatch.setattr(guards, "fingerprint", lambda tensor: fingerprints._digest(tensor))
     net, x = Weight(3), torch.rand(3)
 
@@ -454,7 +453,7 @@ def test_guard_leaves_a_training_the_same_bits():
         "progress": False,
     }
     options["setting"] = (
-        "cpu:threads=1"  # with many threads even the same training need not repeat itself
+        "cpu:threads=1"  # with several threads, even the same training may give other bits
     )
     plain = gl.train("autoencoder", **options)
     with gl.guard():
@@ -465,7 +464,7 @@ def test_guard_leaves_a_training_the_same_bits():
 
 @pytest.mark.slow("starts a process")
 def test_guard_lets_a_process_end_as_usual_after_a_backward_that_failed(python):
-    """What a failed backward leaves in autograd's queue is not destroyed after Python has ended."""
+    """Tasks that a failed backward leaves in the queue are not destroyed after Python has ended."""
     python(
         """
         import torch, gpulab as gl
@@ -501,7 +500,7 @@ MODELS = {
 
 
 def two_steps(name, device):
-    """Two updates of a real model; every gradient of both."""
+    """Return every gradient of two updates of a real model."""
     torch.manual_seed(0)
     build, shape = MODELS[name]
     net, x = build().to(device), torch.rand(shape, device=device)

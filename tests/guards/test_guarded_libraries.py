@@ -1,5 +1,6 @@
-"""Libraries of others under `gl.guard(reads="any")`: what they do rightly is no finding. What is
-absent is skipped.
+"""Other libraries under `gl.guard(reads="any")`: their correct code gives no findings.
+
+Libraries that are not installed are skipped.
 """
 
 import tempfile

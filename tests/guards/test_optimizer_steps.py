@@ -11,9 +11,7 @@ import gpulab as gl
 
 
 def actor_and_critic(optimizer):
-    """The critic makes its step before the actor's loss, which went through the critic, is
-    differentiated.
-    """
+    """Step the critic before the actor's loss, which was computed with it, is differentiated."""
     torch.manual_seed(0)
     actor, critic = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
     critic_steps = optimizer(critic.parameters())
@@ -27,7 +25,7 @@ def actor_and_critic(optimizer):
 
 
 class WritesThroughData(torch.optim.Optimizer):
-    """As optimizers were written before `torch.no_grad`: autograd does not see it."""
+    """An optimizer as written before `torch.no_grad`: autograd does not see its step."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})

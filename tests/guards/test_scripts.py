@@ -61,7 +61,7 @@ def test_guard_command_runs_a_script_with_the_output_and_status_of_python(comman
 
 
 def ended(*arguments):
-    """The status with which `gpulab guard` ends."""
+    """Return the exit status of `gpulab guard`."""
     with pytest.raises(SystemExit) as end:
         main(lambda: app(["guard", *arguments]))
     return end.value.code

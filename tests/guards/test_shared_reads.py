@@ -1,6 +1,4 @@
-"""Memory that a tensor shares is written, and the tensor is read later: told where it is a
-fault, and nowhere else.
-"""
+"""Writes to memory that a tensor shares before it is read are reported only if they are faults."""
 
 import contextlib
 import re
@@ -20,7 +18,7 @@ from gpulab.cli import app
 from gpulab.guards import _shared_reads as shared_reads
 
 NET = nn.Linear(4, 2)
-MAKERS = {  # by a name that is looked up when it is called, as programs do
+MAKERS = {  # each looks up its function's name when it is called, as programs do
     "from_numpy": lambda array: torch.from_numpy(array),
     "as_tensor": lambda array: torch.as_tensor(array),
     "asarray": lambda array: torch.asarray(array),
@@ -35,9 +33,7 @@ MAKERS = {  # by a name that is looked up when it is called, as programs do
 
 
 class Environment:
-    """Like many of reinforcement learning: what it sees lies in one array, which the next step
-    overwrites.
-    """
+    """Like many in reinforcement learning: each step overwrites the array with the observation."""
 
     def __init__(self):
         self.seen = np.zeros(4, np.float32)
@@ -151,7 +147,7 @@ def test_guard_tells_the_overwritten_part_of_a_large_memory_from_others():
             gl.OverwrittenError, match=f"of shape \\({block},\\) on cpu: its memory was overwritten"
         ):
             old[1].sum()
-        old[1].copy_(new[1])  # which reads nothing of it, and is counted
+        old[1].copy_(new[1])  # an operation that does not read `old[1]`, and increments its version
         assert old.sum() == block + 1
 
 
@@ -164,7 +160,7 @@ def test_guard_forgets_tensors_whose_memory_is_gone():
 
 
 def kept_beside_a_temporary():
-    """The tensor that is made last is gone when the list is read."""
+    """The tensor that is created last no longer exists when the list is read."""
     camera, memory = Environment(), []
     for _ in range(5):
         seen = camera.step()
@@ -185,7 +181,7 @@ def test_guard_finds_overwritten_memory_in_subtle_programs(program):
 
 
 def columns():
-    """Each tensor shows a column, and other columns are filled after it."""
+    """Each tensor is a view of a column, and other columns are filled after it."""
     table, kept = np.zeros((5, 3), np.float32), []
     for column in range(3):
         table[:, column] = column + 1
@@ -194,7 +190,7 @@ def columns():
 
 
 def logged_by_a_copy():
-    """A view that is meant, with nothing or all of it read, and copies of the array beside it."""
+    """An intended view, none or all of which is read, in addition to copies of the array."""
     array = np.zeros(4, np.float32)
     batch = torch.from_numpy(array)
     for number in range(3):
@@ -212,7 +208,7 @@ def test_guard_leaves_unchanged_parts_and_copies_beside_a_view_alone(program):
     assert report.findings == []
 
 
-# --- a script that knows nothing of gpulab --------------------------------------------------------
+# --- a script that does not use gpulab ------------------------------------------------------------
 
 SCRIPT = """
 import sys

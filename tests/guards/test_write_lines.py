@@ -1,6 +1,4 @@
-"""Findings name the line that wrote, whoever wrote: NumPy, torch, another library, a collate
-function, a thread.
-"""
+"""Findings name the line that wrote: NumPy, torch, another library, a collate function, a thread."""
 
 import ctypes
 import queue
@@ -17,7 +15,7 @@ import gpulab as gl
 
 
 class Filler:
-    """Fills one array again and again, as some collate functions do."""
+    """Keeps refilling one array, as some collate functions do."""
 
     def __init__(self, buffer):
         self.buffer = buffer

@@ -1,4 +1,4 @@
-"""Random numbers, and what exact fractions make of them."""
+"""Random numbers, and rounding of exact fractions."""
 
 from fractions import Fraction
 
@@ -11,7 +11,7 @@ def draw(*shape, seed=0):
 
 
 def float32_of(value):
-    """The float32 number nearest to a fraction, ties to even."""
+    """Return the float32 number nearest to a fraction, with ties to even."""
     near = np.float32(float(value))
     around = [np.nextafter(near, np.float32(side)) for side in (-np.inf, np.inf)]
     even = {n: int(n.view(np.uint32)) & 1 for n in (near, *around)}

@@ -1,5 +1,6 @@
-"""Emulated arithmetic: against products written out, against exact fractions (test_products.py:
-an H200).
+"""Emulated arithmetic compared with explicit products and with exact fractions.
+
+`test_products.py` compares it with an H200.
 """
 
 import itertools
@@ -99,7 +100,7 @@ def test_emulated_order_of_every_kind_of_product_is_right_to_float32(product):
     ids=[product.__name__ for product in UNORDERED_PRODUCTS],
 )
 def test_emulated_order_of_other_convolutions_is_refused(product, option):
-    """In the forward pass, and in the backward pass if only that is inside the emulation."""
+    """This holds in the forward pass, and in the backward pass if only that is emulated."""
     out = product(lambda x: x.requires_grad_())
     for calculate in (lambda: product(lambda x: x), lambda: out.sum().backward()):
         with pytest.raises(gl.GpulabError) as error, emulate("tf32", order="split-2"):
@@ -175,7 +176,7 @@ REACHED = {
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", REACHED)
 def test_emulation_reaches_composite_operations_and_fused_layers(name, mode):
-    """In use torch has paths of its own for layers, which no product passes."""
+    """In inference, torch uses special paths for layers, which call no product operation."""
     function, shape = REACHED[name]
     if isinstance(function, nn.Module):
         function.train(mode is torch.enable_grad)
@@ -231,17 +232,17 @@ def pairwise(a, b, _):
 
 
 def leading(value):
-    """The exponent of a float32 number, of the smallest normal one for what is smaller."""
+    """Return the exponent of a float32 number; for subnormals, that of the smallest normal one."""
     return max(math.frexp(value)[1] - 1, -126) if value else -126
 
 
 def cut(value, last):
-    """A fraction without what lies below 2^last."""
+    """Truncate a fraction below 2^last."""
     return Fraction(math.trunc(value / Fraction(2) ** last)) * Fraction(2) ** last
 
 
 def tensor_core(a, b, how):
-    """Align to the largest exponent, cut, add, and cut to the bits kept."""
+    """Align to the largest exponent, truncate, add, and truncate the sum to the kept bits."""
     total = Fraction(0)
     for start in range(0, len(a), how.block_size):
         pairs = list(

@@ -1,6 +1,4 @@
-"""Whether TF32 is allowed, by both of torch's interfaces, and by the old one alone, as an older
-torch has it.
-"""
+"""The flags for TF32, with both interfaces of torch, and with the old one alone as in torch 2.6."""
 
 import itertools
 
@@ -45,8 +43,9 @@ def test_tf32_is_switched_read_and_restored():
 
 
 def short():
-    """Of matrix products and of convolutions, forward and backward: whether their factors were
-    rounded to TF32.
+    """Return whether factors were rounded to TF32, in matrix products and in convolutions.
+
+    Both are tested in the forward and in the backward pass.
     """
     x = torch.full((1, 1, 1, 1), 1 + 3 * 2.0**-12)
     weight = torch.ones(1, 1, 1, 1, requires_grad=True)

@@ -6,8 +6,8 @@ import gpulab as gl
 from gpulab.numerics._formats import round_to, rounded_format
 from tests.numerics._helpers import draw
 
-# What a format keeps: (bits of the significand after the leading one, smallest exponent, largest
-# finite number).
+# Each format: (bits of the significand after the leading one, smallest exponent, largest finite
+# number).
 FORMATS = {
     "float32": (23, -126, (2 - 2.0**-23) * 2.0**127),
     "tf32": (10, -126, (2 - 2.0**-10) * 2.0**127),
@@ -16,7 +16,7 @@ FORMATS = {
     "float8_e4m3fn": (3, -6, 448.0),
     "float8_e5m2": (2, -14, 57344.0),
 }
-# The largest numbers, what still rounds to them, and the first that does not.
+# The largest numbers, numbers that still round to them, and the first that do not.
 SPECIAL = [
     0.0,
     -0.0,
@@ -43,7 +43,7 @@ MODES += [(name, mode) for name in ("float32", "tf32", "bfloat16") for mode in (
 
 
 def rounded(x, name, mode):
-    """The format's numbers for float32 ones, in float64, where each operation here is exact."""
+    """Round float32 numbers to the format, in float64, where each operation used is exact."""
     bits, smallest, largest = FORMATS[name]
     x = x.astype(np.float64)
     step = 2.0 ** (np.maximum(np.frexp(x)[1] - 1, smallest) - bits)
@@ -57,7 +57,7 @@ def rounded(x, name, mode):
 
 
 def bit_patterns():
-    """Float32 numbers of every exponent, ties of every format, subnormals and special values."""
+    """Return numbers of every exponent, ties of every format, subnormals and special values."""
     generator = np.random.default_rng(0)
     exponents = np.arange(256, dtype=np.uint32)[:, None] << 23
     ends = [0, 1, 0x7FFFFF, 0x7FFFFE]
@@ -112,7 +112,7 @@ def test_rounded_format_names_rounded_numbers_and_no_full_ones(count):
         if count >= 64:
             assert rounded_format(round_to(x, "tf32", "truncate")) == "tf32"
             assert rounded_format(round_to(x, "bfloat16")) == "bfloat16"
-    unusual = torch.tensor([np.inf, -np.inf, np.nan, 0.0, 1e-42])  # which hide no rounding
+    unusual = torch.tensor([np.inf, -np.inf, np.nan, 0.0, 1e-42])  # these do not hide rounding
     assert rounded_format(torch.cat([round_to(draw(100), "tf32"), unusual])) == "tf32"
 
 

@@ -1,6 +1,4 @@
-"""The emulation against what an NVIDIA H200 computed, by
-`benchmarks/correctness/compare_products.py`.
-"""
+"""The emulation compared with an NVIDIA H200, by `benchmarks/correctness/compare_products.py`."""
 
 from dataclasses import replace
 
@@ -21,8 +19,9 @@ SAMPLES = products.recorded_samples()
 
 
 def assert_bit_for_bit(case, how):
-    """In one channel of a convolution, and eight rows of a matrix product unless a tensor has
-    one scale for all.
+    """Assert equal bits in one channel of a convolution, or in eight rows of a matrix product.
+
+    If a tensor has one scale for all numbers, the whole product is compared.
     """
     first, second = case.crop(*case.operands)
     whole = {
@@ -43,7 +42,7 @@ def assert_bit_for_bit(case, how):
     assert torch.equal(product[places[inside]].double(), sample[inside])
 
 
-# In how many slices the library split the sum is its choice for each shape, found by trying.
+# The library chooses the number of slices of a sum for each shape. These were found by trying.
 SLICES = {
     "tf32": (2, 14, 16, 52),
     "bfloat16": (1, 1, 1, 6),
@@ -63,8 +62,8 @@ def test_emulated_matrix_products_of_an_h200_are_reproduced_bit_for_bit(name, sh
     assert_bit_for_bit(case, how)
 
 
-# cuDNN's kernels for Hopper run through 32 channels at a time; those for Ampere, some through all,
-# round ties away.
+# cuDNN's kernels for Hopper process 32 channels at a time. Those for Ampere round ties away from
+# zero, and some process all channels at a time.
 HOPPER = replace(CHIPS["hopper"], order="tensor-core")
 AMPERE = replace(HOPPER, channel_tile=None, roundings=CHIPS["ampere"].roundings)
 BFLOAT16 = replace(PRECISIONS["bfloat16"], order="tensor-core", channel_tile=32)

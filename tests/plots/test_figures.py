@@ -1,5 +1,4 @@
-"""Every figure as it was when somebody last looked at it: words, places, sizes and colours of all
-that is drawn.
+"""Every figure is as recorded when somebody last looked at it: words, positions, sizes, colours.
 
 `test_figures.json` has a line for each thing that is drawn.
 """
@@ -46,8 +45,10 @@ THREE_VALUES = torch.diag(torch.tensor([-1.0, 0.0, 4.0]).repeat(9))
 
 
 def runs():
-    """Six seeds under three settings: the second half as much again, a run of the third
-    diverged, one run repeated.
+    """Return runs of six seeds under three settings.
+
+    The losses of the second setting are 1.5 times as high; a run of the third diverged; one run is
+    repeated.
     """
     table = [
         {"setting": setting, "seed": seed, "final_loss": 0.1 * (seed + 1) ** 2 * times, "rerun": 0}
@@ -79,9 +80,7 @@ def step():
 
 
 def audit():
-    """A table as audits have it, with a finding, an operation without error, and one without a
-    twin.
-    """
+    """Return an audit with a finding, an operation without error, and one without a reference."""
     kinds, phases = (
         ["rounding", "mismatch", "rounding", "mismatch"],
         ["forward", "forward", "backward", "backward"],
@@ -100,7 +99,7 @@ def audit():
 
 
 def untrained(net):
-    """A network that nobody trained, so that no processor's rounding is in its pictures."""
+    """Return an untrained network, so that its pictures do not depend on a processor's rounding."""
     run = gl.train(net, setting="cpu:threads=1", profile="smoke", frames=20, progress=False)
     for tensor in run.model.state_dict().values():
         tensor.copy_(torch.linspace(-0.1, 0.1, tensor.numel()).reshape(tensor.shape))
@@ -126,7 +125,7 @@ FIGURES = {
 
 
 def words(value):
-    """A property in words; of many numbers their ends, mean, greatest and count."""
+    """Return a property in words; many numbers as their ends, mean, maximum and count."""
     try:
         numbers = np.ma.asarray(value, float).compressed()
     except (TypeError, ValueError):
@@ -137,7 +136,7 @@ def words(value):
 
 
 def described(picture):
-    """A line for each thing that is drawn."""
+    """Return a line for each thing that is drawn."""
     figure, lines = picture.figure, [picture.alt]
     seen = [figure, figure._suptitle]
     for axes in figure.axes:

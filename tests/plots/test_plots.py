@@ -1,4 +1,4 @@
-"""What figures say and show, drawn from tables made by hand."""
+"""The text and content of figures, drawn from tables made by hand."""
 
 import io
 import re
@@ -18,8 +18,9 @@ SETTINGS = ("cpu", "cuda:tf32=on", "cpu:threads=1,emulate=tf32")
 
 @pytest.fixture
 def runs():
-    """Eight seeds from 0.1 to 0.8; the third setting moves each by a hundredth, and one run
-    diverged.
+    """Return runs of eight seeds from 0.1 to 0.8.
+
+    The third setting moves each seed by a hundredth, and one run diverged.
     """
     rows = [
         {
@@ -124,7 +125,7 @@ def test_picture_is_a_png_with_words_that_a_notebook_folds_below_it(tmp_path, ou
 
 
 def test_plots_take_rows_with_the_same_index(runs):
-    """As two experiments do that were concatenated."""
+    """Two experiments that were concatenated have repeated indices."""
     twice = pd.concat([some.reset_index(drop=True) for _, some in runs.groupby("setting")])
     drawn, drawn_again = (
         gl.verdict(frame).plot() for frame in (twice, twice.reset_index(drop=True))

@@ -1,4 +1,4 @@
-"""What several files here begin with: data, matrices and networks whose Hessians are known."""
+"""Helpers of several test files: data, matrices and networks whose Hessians are known."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def rand(*shape, seed=1):
 
 
 def scaled_data(samples, *scales):
-    """Independent normal numbers, a column for each standard deviation."""
+    """Draw independent normal numbers, with a column for each standard deviation."""
     return rand(samples, len(scales), seed=0) * torch.tensor(scales)
 
 
@@ -29,9 +29,7 @@ SADDLE = gl.saddles.linear_autoencoder_saddle(SIX_SCALES, [1, 2])
 
 
 def hessian_by(method, *arguments, **options):
-    """The Hessian, and for `reverse over reverse` that which is made where an operation cannot
-    be followed.
-    """
+    """Return the Hessian; for `reverse over reverse`, make forward over reverse fail first."""
 
     def follow_nothing(*_):
         raise UnsupportedError("nothing is followed here")
@@ -43,7 +41,7 @@ def hessian_by(method, *arguments, **options):
 
 
 def symmetric(values, seed=0):
-    """A dense float64 matrix with these eigenvalues."""
+    """Return a dense float64 matrix with these eigenvalues."""
     turn = torch.linalg.qr(rand(len(values), len(values), seed=seed)).Q
     matrix = turn @ torch.diag(torch.as_tensor(values, dtype=DOUBLE)) @ turn.T
     return (matrix + matrix.T) / 2
@@ -58,7 +56,7 @@ def escape(
     batch_size=None,
     **options,
 ):
-    """One escape: its row as attributes, and its `history`."""
+    """Return one escape: its row as attributes, and its `history`."""
     options |= {
         "optimizers": {optimizer: [rate]},
         "perturbations": [perturbation],
@@ -69,7 +67,7 @@ def escape(
 
 
 class Model(nn.Module):
-    """Layers and tensors by name, and what to do with them."""
+    """Layers and tensors by name, and a function that uses them."""
 
     def __init__(self, function, **parts):
         super().__init__()
@@ -86,7 +84,7 @@ def on_rows(function, **parts):
 
 
 def of_layer(function):
-    """A function that makes the model of a function that uses one layer."""
+    """Return a function that makes the model of a function that uses one layer."""
 
     def make():
         return on_rows(function, layer=nn.Linear(3, 4))
@@ -101,12 +99,12 @@ def language_model(padding=None):
 
 
 def problem(make):
-    """A model in float64 with weights of seed 0, and what goes into it."""
+    """Return a model in float64 with weights from seed 0, and its inputs."""
     torch.manual_seed(0)
     model, inputs = make()
     return model.double().eval(), inputs
 
 
 def loss_of(model, inputs):
-    """Squared and summed, so that the model's own curvature and the loss's both count."""
+    """Return the sum of squares, so that the curvatures of the model and of the loss both count."""
     return (torch.tanh(model(inputs)) ** 2).mean()

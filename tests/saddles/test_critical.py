@@ -1,6 +1,4 @@
-"""Critical points that theory knows, against the dense Hessian, and those that are searched for,
-against theory.
-"""
+"""Known critical points compared with the dense Hessian, and found ones compared with theory."""
 
 import itertools
 
@@ -24,7 +22,7 @@ def network(seed):
 
 
 def search(function, *start):
-    """A search for a critical point of a function of a vector."""
+    """Search for a critical point of a function of a vector."""
     point = Model(lambda s, _: s.x, x=torch.tensor(start))
     return find_critical_point(point, lambda x, _: function(x), (DATA, None), progress=False)
 
@@ -42,7 +40,7 @@ def test_find_critical_point_from_random_starts_finds_losses_and_indices_of_theo
         assert point.found
         assert point.hessian().gradient.square().sum() <= 1e-20
         (same,) = (saddle for saddle in known if abs(saddle.loss - point.loss) < 1e-9)
-        if len(same.components) == 2:  # one that holds fewer has many places, of several indices
+        if len(same.components) == 2:  # with fewer, the index is not unique
             assert point.index == same.index
         indices[same.components] = point.index
     assert len(indices) > 2, "not only the minimum is found"

@@ -27,7 +27,7 @@ def frame(tmp_path_factory):
 
 
 def test_curvature_has_a_row_for_every_setting_seed_and_snapshot(frame):
-    """Before training all have the same weights; afterwards they do not."""
+    """All settings have the same weights before the training, and different ones after it."""
     assert len(frame) == 8
     assert frame.final.tolist() == [False, True] * 4
     assert (frame.step > 0).tolist() == [False, True] * 4
@@ -76,7 +76,7 @@ def test_curvature_that_is_kept_is_not_made_again_and_a_damaged_file_is_named(
     for file in folder.glob("*.parquet"):
         assert recordings.read_table(file)[1]["command"] == "a command"
         (tmp_path / file.name).write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(TypeError, match="not callable"):  # another question is another recording
+    with pytest.raises(TypeError, match="not callable"):  # other options need another recording
         along(setting=SETTINGS, seeds=2, store=folder, steps=3)
     with pytest.raises(gl.DataError, match=rf"{tmp_path}.*\.parquet"):
         along(setting=SETTINGS, seeds=2, store=tmp_path)
@@ -89,7 +89,7 @@ def test_curvature_of_a_training_that_diverges_has_a_last_row_without_numbers(
         return gl.train(*arguments, **options, learning_rate=1e30)
 
     monkeypatch.setattr(curvature, "train", hot)
-    for _ in range(2):  # made, and read
+    for _ in range(2):  # computed first, then read from the store
         frame = along(seeds=1, store=tmp_path)
         assert frame.status.tolist() == ["diverged"] * 2
         assert frame.final.tolist() == [False, True]

@@ -21,7 +21,7 @@ def alone():
     return escape()
 
 
-leave = functools.partial(escape, seeds=[1])  # whose weights bfloat16 holds
+leave = functools.partial(escape, seeds=[1])  # bfloat16 can represent the weights of this seed
 
 
 def test_escape_table_pushed_trainings_leave_when_the_law_says():
@@ -32,7 +32,7 @@ def test_escape_table_pushed_trainings_leave_when_the_law_says():
         assert row.escaped
         assert row.start == pytest.approx(row.perturbation, rel=1e-3)
         assert abs(row.steps - row.expected_steps) < 2
-    # Four points on a line: the steps between two pushes, over those that the law has between them.
+    # Four points on a line: the steps between two pushes, divided by those that the law predicts.
     (first, last), rate = (
         pushed.table.steps.iloc[[0, -1]],
         pushed.table.learning_rate[0] * -SADDLE.curvature,
@@ -79,7 +79,7 @@ def test_escape_table_leaves_by_a_zero_unit_and_never_from_zeros_alone():
     seen = escape(spare, perturbation=1e-6)
     assert abs(seen.steps - seen.expected_steps) < 2
     zeros = gl.saddles.linear_autoencoder_saddle(SIX_SCALES, [])
-    never = escape(zeros, steps=20)  # zeros stay zeros: nothing is rounded
+    never = escape(zeros, steps=20)  # zeros stay zeros, because nothing is rounded
     assert never.expected_steps == math.inf
     assert never.stalled
 
@@ -190,7 +190,7 @@ def test_step_ratio_is_that_of_the_settled_step(optimizer, dtype):
 
 
 def test_escape_table_master_weights_follow_the_gradients_of_a_coarse_format():
-    """Its gradients lead away in the law's time: what is rounded away is the update."""
+    """Its gradients lead away in the time of the law, but the updates are rounded to zero."""
     held, free = (leave(setting=BFLOAT16, master_weights=masters) for masters in (False, True))
     assert held.stalled
     assert 0.5 < free.steps / free.expected_steps < 2

@@ -1,6 +1,4 @@
-"""Hessians of models as other people write them: the two ways to make products agree, and with
-differences.
-"""
+"""Hessians of typical models: both methods agree with each other and with finite differences."""
 
 import copy
 import functools
@@ -33,7 +31,7 @@ both_ways = pytest.mark.parametrize("method", [FORWARD, REVERSE])
 
 
 def check_products(H, model, loss, step=1e-5):
-    """Each product is what the gradient changes by along the vector."""
+    """Assert that each product is the change of the gradient along the vector."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     point, V = parameters_to_vector(parameters).detach(), rand(H.shape[0], 2)
 
@@ -169,7 +167,7 @@ PROBLEMS = LAYERS | {
         chain(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh()),
         rand(5, 3),
     ),
-    # By-products of these, a matrix's factors, serve the backward pass.
+    # The backward pass uses by-products of these operations, such as the factors of a matrix.
     "solved": of_matrix(lambda A: torch.linalg.solve(A, torch.ones(4, 2, dtype=DOUBLE))),
     "determinant": of_matrix(lambda A: torch.linalg.det(A) / 9),
     "log determinant": of_matrix(torch.logdet),
@@ -193,7 +191,7 @@ def test_hessian_products_by_both_methods_agree_with_differences_of_gradients(na
     assert reverse.method == REVERSE
     if name != "stopped gradients":  # which change, too
         check_products(reverse, model, lambda: loss_of(model, inputs))
-    for k in [(), (1,), (13,), (13,)]:  # on a GPU captured at the first
+    for k in [(), (1,), (13,), (13,)]:  # on a GPU, the first call captures a graph
         V = rand(H.shape[0], *k)
         expected = reverse @ V
         found = (H @ V.to(device)).cpu()
@@ -226,7 +224,7 @@ def overwritten_without_autograd(y):
 
 
 def overwritten_argument_of_a_rule(y):
-    """The rule for `rsqrt` uses its argument, where autograd uses its result."""
+    """The rule for `rsqrt` uses its argument, while autograd uses its result."""
     y.add_(2)
     z = y.rsqrt()
     y.add_(1)
@@ -251,7 +249,7 @@ def overwritten_constants(y):
     return y * z
 
 
-# Functions with operations in place, and the method that computes their Hessian.
+# Functions with in-place operations, and the method that computes their Hessian.
 OVERWRITING = {
     overwritten_through_a_view: REVERSE,
     view_of_an_overwritten_tensor: REVERSE,

@@ -1,4 +1,7 @@
-"""What has no Hessian is refused by name, in one line; asymmetry is told from rounding."""
+"""Losses without a Hessian raise an error of one line that names the cause.
+
+Asymmetry is distinguished from rounding.
+"""
 
 import copy
 import math
@@ -31,7 +34,7 @@ from tests.saddles._helpers import (
 
 
 class Cubed(torch.autograd.Function):
-    """With a derivative of the derivative."""
+    """A function whose backward can be differentiated again."""
 
     @staticmethod
     def forward(context, x):
@@ -54,7 +57,7 @@ def test_hessian_differentiates_a_custom_function_by_its_own_rules():
 
 
 class RefusedModel(NamedTuple):
-    """A model whose loss has no Hessian, and what the error says."""
+    """A model whose loss has no Hessian, and a pattern of the error message."""
 
     id: str
     make: Callable
@@ -63,7 +66,7 @@ class RefusedModel(NamedTuple):
 
 
 def embedding_model(**options):
-    """A function that makes a model which looks tokens up."""
+    """Return a function that makes a model with an embedding of tokens."""
 
     def make():
         return nn.Sequential(nn.Embedding(7, 4, **options), nn.Linear(4, 2)), TOKENS
@@ -72,7 +75,7 @@ def embedding_model(**options):
 
 
 def model_in_training(layer):
-    """A function that makes a model in training mode with a copy of the layer."""
+    """Return a function that makes a model in training mode with a copy of the layer."""
 
     def make():
         model = nn.Sequential(nn.Linear(3, 3), copy.deepcopy(layer))
@@ -219,7 +222,7 @@ def test_check_symmetric_tells_asymmetry_from_rounding(dtype, scale):
 
 
 class RefusedRequest(NamedTuple):
-    """A call of a function of `gl.saddles` that is refused, and what the error says."""
+    """A call of a function of `gl.saddles` that raises an error, and a pattern of the message."""
 
     id: str
     request: Callable

@@ -1,5 +1,6 @@
-"""What a batch may be, of `hessian`, `landscape` and `find_critical_point` alike; anything else
-is refused by name.
+"""The batches that `hessian`, `landscape` and `find_critical_point` accept.
+
+The error for any other batch names its type.
 """
 
 from collections import UserDict
@@ -68,7 +69,7 @@ def no_loss():
 
 
 class RefusedBatch(NamedTuple):
-    """A batch with a loss that does not fit, and what the error says."""
+    """A batch with a loss that does not fit, and a pattern of the error message."""
 
     id: str
     batch: object

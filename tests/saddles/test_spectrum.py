@@ -42,7 +42,7 @@ def test_extreme_eigenpairs_and_spectral_density_of_repeated_and_zero_eigenvalue
     assert np.isfinite(spectrum.nodes).all()
     low, high = spectrum.extremes
     assert least - 1e-9 <= low <= high <= greatest + 1e-9
-    # as many as there may be different eigenvalues: then each probe's own shares are exact
+    # With as many steps as there are different eigenvalues, the shares of each probe are exact.
     if steps > 7:
         exact, turn = torch.linalg.eigh(A)
         parts = (turn.T @ random_signs(len(values), 4, A, 0)).square().mean(1) / len(values)
@@ -62,7 +62,7 @@ def test_spectral_density_depends_on_its_seed_alone():
 
 
 def test_index_estimate_says_how_many_signs_it_cannot_tell(monkeypatch):
-    """Of 68 negative eigenvalues 37 are closer to zero than it can see: not "31 are negative"."""
+    """37 of 68 negative eigenvalues are too close to zero, so it must not say "31 are negative"."""
     monkeypatch.setattr("gpulab.saddles._spectrum.MAX_COUNTED_SIZE", 100)
     values = [*np.linspace(-1, -0.1, 31), *np.linspace(-1e-3, -1e-4, 37), *np.linspace(0.1, 1, 132)]
     index = gl.saddles.index(symmetric(values), progress=False)
