@@ -1,4 +1,4 @@
-"""Findings name the line that wrote: NumPy, torch, another library, a collate function, a thread."""
+"""Findings name the line that wrote, for NumPy, torch, other libraries, collation and threads."""
 
 import ctypes
 import queue
