@@ -41,7 +41,7 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
     is_narrow = width < theme.PAGE
     figure, (axes,) = theme.canvas(height=3.8 if is_narrow else 3.4, width=width)
     largest_bounds = table[["bound_a", "bound_b"]].max(axis=1).replace(0, np.nan)
-    axes.plot(table.index, largest_bounds, ".", color=FAINT, ms=3, label="rounding explains")
+    axes.plot(table.index, largest_bounds, ".", color=FAINT, ms=3, label="explained by rounding")
     for side, trace, tint in (
         ("a", report.a, colour_a),
         ("b", report.b, colour_b if colour_b != colour_a else INK),

@@ -75,7 +75,7 @@ def test_estimation_has_a_title_that_follows_the_decisions(runs, shifts, title):
 def test_plots_predictions_and_reconstructions_refuse_a_function():
     run = gl.train(lambda seed: 0.1 * seed, progress=False)
     for plot in (gl.plots.predictions, gl.plots.reconstructions):
-        with pytest.raises(gl.UsageError, match="gpulab does not know"):
+        with pytest.raises(gl.UsageError, match="no network to predict with"):
             plot(run)
 
 

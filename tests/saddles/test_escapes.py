@@ -124,7 +124,7 @@ def test_escape_table_has_a_row_for_each_training_and_its_figure_says_who_left()
         ].noise.nunique()
         == 2
     )
-    assert "theory expects" in escapes.plot().alt
+    assert "times the expected steps" in escapes.plot().alt
     assert "8 never left" in plots.escape_law(escapes.table.assign(escaped=False, steps=np.nan)).alt
 
 
