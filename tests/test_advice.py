@@ -424,7 +424,7 @@ def batches_of_a_loader_that_continues(cured):
     return audited(step, PLAIN, ONE_THREAD)
 
 
-@cure("nondeterminism", "let the step start from the same weights and optimizer state")
+@cure("nondeterminism", "make the step start from the same weights and optimizer state")
 def weights_that_the_last_execution_left(cured):
     held = [torch.ones(8)]
 
@@ -567,7 +567,7 @@ def a_kernel_that_differs_and_has_no_float64(cured):
         )
 
 
-@cure("cannot be told", "let it compute in float64 where its inputs are float64")
+@cure("cannot be told", "make it compute in float64 if its inputs are float64")
 def steps_of_an_operation_without_float64(cured):
     with torch.library._scoped_library("gpulab_cures", "FRAGMENT") as library:
 
@@ -620,7 +620,7 @@ finite(
 )
 finite(
     "a square root at zero",
-    "a derivative that is infinite",
+    "an infinite derivative",
     lambda h, cured: (h - h + 1e-6 * cured).sqrt(),
 )
 finite(
