@@ -201,7 +201,7 @@ def test_demonstrations_print_what_the_page_shows(page, python, tmp_path, monkey
 
 
 def test_audit_example_page_shows_what_its_example_prints(python, tmp_path, monkeypatch):
-    """The sizes of rounding errors may differ. `GPULAB_RECORD=1` rewrites the output in the page."""
+    """Sizes of rounding errors may differ. `GPULAB_RECORD=1` rewrites the output in the page."""
     text = WORKED_EXAMPLE.read_text(encoding="utf-8")
     blocks = BLOCK.findall(text)
     assert len(blocks) == text.count("```python"), "each block is followed by what it prints"
@@ -431,7 +431,7 @@ BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 COMMANDS = [
     file for file in BENCHMARKS if 'if __name__ == "__main__":' in file.read_text(encoding="utf-8")
 ]
-# A path that follows "COMMIT:", or that "(commit …)" follows, is one in the history.
+# A path after "COMMIT:" or before "(commit …)" belongs to an earlier commit.
 BENCHMARK_PATH = re.compile(r"(?<![:\w])benchmarks/[\w./-]+\.(?:py|md|png)\b(?![^`\n]*`\s\(commit)")
 FORMER_PATHS = {"benchmarks/networks.py"}  # gpulab knows the present path
 
@@ -455,7 +455,7 @@ def test_benchmarks_that_are_named_exist(folder):
     "script", BENCHMARKS, ids=lambda script: script.relative_to(ROOT).as_posix()
 )
 def test_benchmarks_import_what_is_there(script):
-    """Imports name existing members of this repository's packages, or scripts in the same folder."""
+    """Imports name members of this repository's packages, or scripts in the same folder."""
     beside = {file.stem for file in script.parent.glob("*.py")}
     elsewhere = {file.stem for file in BENCHMARKS} - beside
     for node in ast.walk(ast.parse(script.read_bytes())):
