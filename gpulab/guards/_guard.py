@@ -241,9 +241,7 @@ class Guard:
     def __str__(self) -> str:
         uses = f"uses of saved tensors: {self.checked}"
         if self.reads == "any":
-            uses += (
-                f"; reads of memory shared with other libraries: {self._shared_reads.checked}"
-            )
+            uses += f"; reads of memory shared with other libraries: {self._shared_reads.checked}"
         lines = list(map(str, self.findings)) or [f"nothing was overwritten ({uses})"]
         if self.unchecked:
             reason = "because torch does not expose the tensor's content"
