@@ -13,6 +13,7 @@ import torch
 from gpulab._torch_internals import ctc_lengths_as_lists, is_compiled
 from gpulab.audits import _count_sketch as sketches
 from gpulab.audits._comparison import differing_arguments
+from gpulab.audits._references import return_freed_memory
 from gpulab.audits._tracer import Tracer
 from gpulab.audits._traces import RESULT, Trace, align_operations
 from gpulab.errors import GpulabError, OverwrittenWarning, UsageError
@@ -89,8 +90,10 @@ def record(
         )
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
         first_trace = perform(step, parsed, Tracer(bar.update))
+        return_freed_memory()
         bar.total = len(first_trace.operations) * 2  # two executions
         trace = _perform_measured(step, parsed, bar)
+        return_freed_memory()
     _mark_changes(first_trace, trace)
     trace.passport = dict(passport())
     recorded_names = {value for op in trace.operations for value in op.values}

@@ -13,6 +13,8 @@ each operation on tensors.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 from collections.abc import Sequence
 
@@ -29,6 +31,7 @@ from gpulab._torch_internals import (
     named_arguments,
     negative_view,
     storage_identity,
+    without_dispatch_modes,
 )
 from gpulab.audits import _count_sketch as sketches
 from gpulab.audits._formulas import FORMULAS
@@ -39,6 +42,7 @@ HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 # of bytes, and a share of all copies.
 MIN_GROWTH = 1 << 18
 MAX_GROWTH = 1 / 32
+RETURN_INTERVAL = 1 << 25  # bytes of new copies after which freed memory is returned
 MIN_NEW_STORAGES = 64  # new storages, of any size, before freed ones are searched for
 # Operations on the program's own state, such as the scale of a gradient scaler. Their recorded
 # results are also the reference.
@@ -48,6 +52,16 @@ _REAL_DTYPES = {
     torch.complex128: torch.float64,
     torch.complex32: torch.float16,
 }
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the operating system, if the C library is glibc.
+
+    glibc keeps freed memory for later use. Blocks of many sizes leave gaps that later blocks do not
+    fit into, so a recording would need about twice the memory of the tensors that exist.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Memory:
@@ -85,6 +99,7 @@ class References:
         self.failures: dict[str, str] = {}  # torch's error by operation, if float64 failed
         self.is_disabled = False
         self.new_bytes = 0  # bytes of copies since freed storages were last discarded
+        self.kept_bytes = 0  # bytes of copies since freed memory was last returned
         self.next_bytes = MIN_GROWTH  # the number of new bytes at which they are discarded next
         self.next_count = MIN_NEW_STORAGES
 
@@ -116,6 +131,10 @@ class References:
             memory.numbers.nbytes for memory in self.memories.values() if memory.numbers is not None
         )
         self.next_count = MIN_NEW_STORAGES + 2 * len(self.memories)
+        self.kept_bytes += self.new_bytes
+        if self.kept_bytes > RETURN_INTERVAL:
+            return_freed_memory()
+            self.kept_bytes = 0
         self.new_bytes = 0
         self.next_bytes = max(MIN_GROWTH, int(MAX_GROWTH * copied_bytes))
 
@@ -268,6 +287,7 @@ class References:
 
     # --- operations -------------------------------------------------------------------------------
 
+    @without_dispatch_modes
     def inputs_of(
         self, args: Sequence[Nested], kwargs: dict[str, Nested], written: Sequence[Tensor] = ()
     ) -> Nested:
@@ -304,6 +324,7 @@ class References:
             return {key: self._with_exact_numbers(value) for key, value in values.items()}
         return self.read_numbers.get(values, values) if type(values) is float else values
 
+    @without_dispatch_modes
     def compute(
         self,
         operation: OpOverload,

@@ -16,7 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab._torch_internals import Nested, OpOverload, has_failed, named_arguments
+from gpulab._torch_internals import (
+    Nested,
+    OpOverload,
+    has_failed,
+    named_arguments,
+    without_dispatch_modes,
+)
 from gpulab.audits._count_sketch import is_float_or_complex, perturbation_factors
 from gpulab.audits._float64_calls import (
     Float64Reference,
@@ -119,6 +125,7 @@ class Accuracy:
         return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
 
 
+@without_dispatch_modes
 def forward_error(
     operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested], out: Nested
 ) -> Accuracy:

@@ -38,6 +38,7 @@ from gpulab._torch_internals import (
     result_names,
     returned_or_written,
     storage_identity,
+    without_dispatch_modes,
     written_tensors,
 )
 from gpulab.audits import _count_sketch as sketches
@@ -361,6 +362,7 @@ class Tracer(UncompiledDispatchMode):
         )
         return op
 
+    @without_dispatch_modes
     def _update_written_references(
         self,
         references: References,
@@ -391,6 +393,7 @@ class Tracer(UncompiledDispatchMode):
                 )
             )
 
+    @without_dispatch_modes
     def _store_new_references(
         self,
         references: References,
@@ -536,6 +539,7 @@ class Tracer(UncompiledDispatchMode):
 
     # --- values -----------------------------------------------------------------------------------
 
+    @without_dispatch_modes
     def value_of(self, tensor: Tensor, maker: Operation | None = None) -> str:
         """Return the name of a tensor's current value; store a value that is new.
 
