@@ -26,7 +26,10 @@ FILE = DOCS / "_static" / "answer.svg"
 LOOP = DOCS / "_static" / "loop.svg"  # the mechanism, also on the front page
 IN_PAPERS = DOCS / "paper" / "answer.png"  # the tools of journals do not accept SVG
 TINTS = {"GPU": ON_GPU, "CPU": ON_CPU}
-COLUMNS = 1.03, 1.38, 1.66  # positions of the text columns at the right, in widths of the axes
+# Where the names of the groups begin and the counts end, in widths of the axes.
+NAMES = -0.4
+COUNTS = 1.28
+TEXT = {"fontsize": 9.5, "bbox": {"fc": "white", "ec": "none", "pad": 0.8}, **RIGHT_OF_AXES}
 PORT = {"paper": "160×120", "quick": "64×48"}
 
 
@@ -120,61 +123,53 @@ def device_table():
 
 @with_theme
 def picture():
-    """Draw a row for each device, film, size and length, with copied above overwritten frames and
-    the two trainings of each seed joined.
+    """Draw two rows for each device, film, size and length, copied above overwritten frames, with
+    the two trainings of each seed joined. The figure is narrow, to be read on a telephone.
     """
     runs = pairs()
-    figure, (axes,) = canvas(height=7.6)
-    figure.set_figwidth(6.6)
-    text = {"fontsize": 10, **RIGHT_OF_AXES}
+    figure, (axes,) = canvas(height=7.2)
+    figure.set_figwidth(4.0)
     names = dict(zip(runs.row, runs.code, strict=True))
-    places = [row + (0 if code == "authors" else 0.8) for row, code in enumerate(names.values())]
+    # Groups of two rows, and space for a heading above the first group of each code.
+    places = [row + (0 if code == "authors" else 0.7) for row, code in enumerate(names.values())]
+    ticks = {}
     for place, name in zip(places, names, strict=True):
         some = runs[runs.row == name]
         tint = TINTS[some.device.iloc[0]]
-        heights = {COPIED: place - 0.2, OVERWRITTEN: place + 0.2}
+        heights = {COPIED: place - 0.07, OVERWRITTEN: place + 0.26}
         losses = paired(some)
         # one line with gaps for all pairs
         joined = losses.assign(between=np.nan)[[*heights, "between"]]
         up_down = np.tile([*heights.values(), np.nan], len(losses))
         axes.plot(joined.to_numpy().ravel(), up_down, color=tint, lw=0.5, alpha=0.35, zorder=1)
         for condition, part in some.groupby("frames_are"):
-            draw_points(
-                axes, part.times, [heights[condition]] * len(part), tint, is_hollow=True, s=16
-            )
-            axes.annotate(condition.partition(" ")[0], (COLUMNS[0], heights[condition]), **text)
-            axes.annotate(
-                f"{(part.times < 1).sum()} of {len(part)}", (COLUMNS[1], heights[condition]), **text
-            )
-        worse = f"{(losses[OVERWRITTEN] > losses[COPIED]).sum()} of {len(losses)}"
-        axes.annotate(worse, (COLUMNS[2], place), **text)
+            height = heights[condition]
+            draw_points(axes, part.times, [height] * len(part), tint, is_hollow=True, s=14)
+            left = f"{(part.times < 1).sum()} of {len(part)}"
+            axes.annotate(left, (COUNTS, height), ha="right", **TEXT)
+            ticks[height] = condition.partition(" ")[0]
+        worse = f"{(losses[OVERWRITTEN] > losses[COPIED]).sum()} of {len(losses)} pairs worse"
+        axes.annotate(name.replace("\n", ", "), (NAMES, place - 0.36), color=tint, **TEXT)
+        axes.annotate(worse, (COUNTS, place - 0.36), ha="right", color=tint, **TEXT)
     axes.axvline(1, color=INK, lw=0.8, ls="--", zorder=1)
-    axes.annotate(
-        "as good as repeating\nthe last frame",
-        (1, -0.8),
-        (4, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=10,
-    )
-    heads = "frames", "better\nthan that", "pairs in which\noverwriting is worse"
-    for words, x in zip(heads, COLUMNS, strict=True):
-        axes.annotate(words, (x, -0.8), **text)
     ported = next(
         place for place, code in zip(places, names.values(), strict=True) if code != "authors"
     )
     for words, place in (("The authors' code", places[0]), ("Our port", ported)):
-        axes.annotate(words, (-0.03, place - 0.8), ha="right", weight="bold", **text)
-    axes.set_yticks(places, [*names])
-    axes.tick_params(labelsize=10)  # read where a page is narrow
-    axes.set_ylim(places[-1] + 0.5, -1.1)
+        axes.annotate(words, (NAMES, place - 0.75), weight="bold", **TEXT)
+    axes.annotate("left of the line", (COUNTS, places[0] - 0.75), ha="right", **TEXT)
+    axes.set_yticks([*ticks], [*ticks.values()])
+    axes.tick_params(labelsize=9.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(places[-1] + 0.45, -0.9)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator([0.3, 0.5, 1, 2, 3, 5, 10, 20]))
+    axes.xaxis.set_major_locator(FixedLocator([0.3, 1, 3, 10, 20]))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(
-        "final loss, divided by that of repeating the last frame\n(further left is better)",
-        fontsize=10,
+        "final loss, divided by that of repeating\nthe last frame (dashed; left is better)",
+        fontsize=9.5,
     )
     return Picture(figure, sentence(runs))
 

@@ -113,11 +113,11 @@ def draw_prednet() -> Picture:
 
 def draw_published_loop() -> Picture:
     """Draw the memory of the published loop: a buffer that a CPU keeps using and a GPU copies."""
-    figure, axes = _blank_axes(7.6, 4.4, (-0.2, 12.2), (-0.2, 7.2))
+    figure, axes = _blank_axes(4.4, 4.2, (-0.1, 12.1), (-0.9, 7.2))
     _label(axes, (0, 6.75), "CPU: each tensor is the buffer itself", ON_CPU, "left")
     _label(axes, (0, 2.75), "GPU: each tensor is a copy", ON_GPU, "left")
     for row, colour in ((5.7, ON_CPU), (1.1, ON_GPU)):
-        _draw_box(axes, (1.1, row), 2.1, 1.0, "buffer,\nnow frame 3", FRAME_COLOUR)
+        _draw_box(axes, (1.1, row), 2.1, 1.0, "buffer:\nframe 3", FRAME_COLOUR)
         for number in range(3):
             x = 4.6 + 3.1 * number
             text = f"step {number + 1} saw\nframe {number + 1}"
@@ -129,7 +129,7 @@ def draw_published_loop() -> Picture:
     _label(
         axes,
         (0, 4.0),
-        "In the backward pass, all three steps find frame 3: the gradients are wrong.",
+        "In the backward pass, all three steps find frame 3:\nthe gradients are wrong.",
         ON_CPU,
         "left",
         "top",
@@ -137,7 +137,7 @@ def draw_published_loop() -> Picture:
     _label(
         axes,
         (0, 0.3),
-        "In the backward pass, each step finds its own frame: the gradients are right.",
+        "In the backward pass, each step finds its own frame:\nthe gradients are right.",
         ON_GPU,
         "left",
         "top",
@@ -174,7 +174,7 @@ def draw_saddle() -> Picture:
     return Picture(
         figure,
         "The loss around a saddle, seen from above: it rises in two directions (dark) and falls in"
-        " the two others. A training that begins near the saddle first moves towards it, and then"
+        " the other two. A training that begins near the saddle first moves towards it, and then"
         " leaves along the descent direction in growing steps.",
     )
 
