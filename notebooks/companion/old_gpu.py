@@ -51,12 +51,12 @@ def cards_finding(
     verdicts = [_verdict_on_cures(runs[runs.recorded], margin) for margin in MARGINS]
     sections: dict[str, Part] = {
         SUMMARY: [
-            f"The first NaN goes back to {first.kind} at {first.line}.",
+            f"The first NaN can be traced back to {first.kind} at {first.line}.",
             *(f"Seeds with NaN, {origin}: {', '.join(words)}." for origin, words in counts.items()),
             f"Old losses restored by: {'; '.join(restored)}.",
         ],
         "Why it becomes NaN": (
-            f"A line is computed with {first.kind}, and the first NaN goes back to it: {first.line}"
+            f"The first NaN can be traced back to a line computed with {first.kind}: {first.line}"
             f" ({first.operation}, {first.phase})."
         ),
         "The recorded cures": verdicts[0],
@@ -72,14 +72,14 @@ def cards_finding(
     unchanged = (conversions.returned == 256).mean()
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
     sections["When a loss counts as the old one"] = (
-        "If it differs from the old one by less than one standard deviation between seeds: whoever"
-        " wants an old result back would also accept the result of another seed. The other"
-        " notebooks use a quarter of that margin."
+        "A loss counts as the old one if the two differ by less than one standard deviation between"
+        " seeds, because somebody who wants an old result back would also accept the result of"
+        " another seed. The other notebooks use a quarter of that margin."
     )
     sections["Was it the images"] = [
         (
             f"All 256 bytes return unchanged in {unchanged:.0%} of the combinations of way, format"
-            " and device tried."
+            " and device that were tried."
         ),
         *(
             f"x / 255 on {row.machine}: {row.as_division} of 256 numbers have the same bits as a"

@@ -109,11 +109,11 @@ def _whether(pairs: pd.DataFrame, also: str = "") -> str:
     answer = "not shown"
     if sooner >= CLEAR * len(times):
         answer = "yes, unless rounding keeps the network there" if held else "yes"
-    stayed = f"; {held} never left, with weights in {_formats_held(pairs)}" if held else ""
+    stayed = f"; {held} never left (weights in {_formats_held(pairs)})" if held else ""
     return (
         f"With {who}: {answer}. In {len(times)} pairs both trainings left the saddle; the one in"
-        f" coarser arithmetic left sooner than float64 in {sooner} and later in {later} pairs"
-        f" (median ratio of steps {times.median():.2f}){stayed}{also}."
+        f" coarser arithmetic left sooner than the one in float64 in {sooner} pairs and later in"
+        f" {later} (median ratio of steps {times.median():.2f}){stayed}{also}."
     )
 
 
@@ -162,12 +162,12 @@ def _with_minibatches(escapes: pd.DataFrame) -> str:
     held = ""
     if not escapes.escaped.all():
         held = (
-            f"; {(~escapes.escaped).sum()} of {len(escapes)} never left, with weights in"
-            f" {_formats_held(escapes)}"
+            f"; {(~escapes.escaped).sum()} of {len(escapes)} never left (weights in"
+            f" {_formats_held(escapes)})"
         )
     return (
-        "With the same minibatches, the slowest arithmetic that leaves takes"
-        f" {arithmetic.median():.1%} more steps than the fastest (median), and the slowest seed"
+        f"With the same minibatches, networks that left took {arithmetic.median():.1%} more steps"
+        " in the slowest arithmetic than in the fastest (median). The slowest seed took"
         f" {seeds.median():.0%} more than the fastest{held}."
     )
 

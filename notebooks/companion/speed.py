@@ -34,7 +34,7 @@ CLAIMS = [Claim(*fields) for fields in (
      "theirs: nothing named; here: a small Transformer on docstrings"),
     ("gradient-boosted trees are faster on GPUs", "23.2×", "trees", "s",
      ("cpu", "fifty trees"), ("gpu", "fifty trees"),
-     "theirs: RAPIDS, four GPUs; here: XGBoost, one, random numbers"),
+     "theirs: RAPIDS, four GPUs; here: XGBoost, one GPU, random numbers"),
     ("GPUs serve faster", "804 % faster = 9.04×", "inference", "images/s",
      ("cpu", ""), ("gpu", ""),
      "theirs: three GPUs, five clusters of CPUs; here: the devices and cores of one machine"),
@@ -46,7 +46,7 @@ CLAIMS = [Claim(*fields) for fields in (
      "theirs: no number; here: compile time excluded"),
     ("transfers can be hidden behind computation", "hidden", "transfer", "s",
      ("gpu", "pageable"), ("gpu", "overlapped"),
-     "theirs: no number; here: images, copied while resnet18 reads the batch before"),
+     "theirs: no number; here: images, copied while resnet18 processes the previous batch"),
     ("accumulated gradients need less memory", "less", "memory", "MB",
      ("gpu", "1 part"), ("gpu", "4 parts"),
      "theirs: no number; here: a Transformer's batch in four parts"),
@@ -169,9 +169,9 @@ def speed_finding(
         parts[f"What was claimed, and measured on {machine} (recorded)"] = sentences
     text = everything_here[everything_here.part == "text"].groupby(["way", "unit"]).value.median()
     numbers = (
-        f"A text classifier trains in {text['float32', 's']:.3g} s here; right on"
-        f" {text['float32', 'accuracy']:.0%} of unseen texts, and"
-        f" {text['most frequent class', 'accuracy']:.0%} are of the most frequent class."
+        f"A text classifier trains in {text['float32', 's']:.3g} s here. It classifies"
+        f" {text['float32', 'accuracy']:.0%} of the unseen texts correctly;"
+        f" {text['most frequent class', 'accuracy']:.0%} belong to the most frequent class."
     )
     return finding(parts, [numbers])
 

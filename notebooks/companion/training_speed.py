@@ -129,7 +129,7 @@ def describe_training(frame: pd.DataFrame) -> list[str]:
         if parts:
             name = NAMES[network, size].rpartition(" (")[0]
             sentences.append(
-                f"{name}, a GPU compared with the fastest CPU: {', and '.join(parts)}."
+                f"{name}: compared with the fastest CPU, a GPU is {', and '.join(parts)}."
             )
     return sentences
 
