@@ -284,7 +284,7 @@ def dose_sentence(cells: pd.DataFrame) -> str:
     return (
         f"{cells.machine.iloc[0]}: with {OVERWRITTEN} the loss is higher in"
         f" {(cells.ratio > 1).sum()} of {len(cells)} cells (up to {cells.seeds.max()} seeds each);"
-        f" with a larger error of the gradient it {trend} (rank correlation {rho:+.2f}, 95 %"
+        f" as the error of the gradient grows, the loss {trend} (rank correlation {rho:+.2f}, 95 %"
         f" interval {low:+.2f} to {high:+.2f})."
     )
 
@@ -434,10 +434,10 @@ def _over_films(rows: pd.DataFrame) -> str:
         f"{high}: the loss is {span(loss.ratio, '.2f')} times that of a {low}, higher for"
         f" {loss.worse.sum()} of {seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))});"
         f" {share.beat.sum()} of {seeds} beat repeating the last frame, compared with"
-        f" {share.beat_reference.sum()} of the reference"
+        f" {share.beat_reference.sum()} for the reference"
         + (
-            f"; of the latter, {listed(blurred)} also beat the blurred last frame, a harder test"
-            " there."
+            f"; of the latter, {listed(blurred)} also beat the blurred last frame, which is"
+            " harder to beat on these films."
             if blurred
             else "."
         )

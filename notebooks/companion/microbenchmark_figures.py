@@ -88,7 +88,9 @@ def describe_launch(rows: pd.DataFrame) -> str:
     if len(graphs):
         each = graphs.seconds.iloc[0] / graphs.amount.iloc[0]
         words += f" ({1e6 * each:.1f} µs in a CUDA graph)"
-    return words if end is None else f"{words}, and 1.5 times that only from {end:,} numbers on"
+    if end is None:
+        return words
+    return f"{words}, and over 1.5 times as long only for {end:,} numbers or more"
 
 
 def describe_blocks(rows: pd.DataFrame) -> str:
@@ -115,12 +117,13 @@ def describe_branch(rows: pd.DataFrame) -> str:
     sorted_case = rows[rows.case.isin(["in order", "whole warps"])].set_index("x").seconds
     ratio = mixed[0.5] / sorted_case[0.5]
     if rows.device.iloc[0] == "GPU":
-        who = "when half of the threads of each warp take it than when half of the warps do"
+        slow_case = "when half of the threads of each warp take it"
+        fast_case = "when half of the warps do"
     else:
-        who = "when it cannot be predicted than when it can"
+        slow_case, fast_case = "when it cannot be predicted", "when it can"
     if ratio < FLAT:
-        return "needs no more time for a branch " + who
-    return f"takes {ratio:.1f} times as long for a branch {who}"
+        return f"needs no more time for a branch {slow_case} than {fast_case}"
+    return f"takes {ratio:.1f} times as long for a branch {slow_case} as {fast_case}"
 
 
 def describe_threads(rows: pd.DataFrame) -> str:
@@ -129,8 +132,8 @@ def describe_threads(rows: pd.DataFrame) -> str:
     enough = int(rates.index[rates >= 0.9 * rates.max()].min())
     one_warp = rates.max() / rates.iloc[0]
     return (
-        f"needs {enough:,} threads for nine tenths of full speed, which is {one_warp:,.0f} times"
-        f" that of {int(rates.index[0])} threads"
+        f"needs {enough:,} threads for nine tenths of full speed; full speed is {one_warp:,.0f}"
+        f" times that of {int(rates.index[0])} threads"
     )
 
 

@@ -55,5 +55,5 @@ def _reruns(answer: Answer) -> str:
     outcome = f"different bits under {others}" if others else "the same bits"
     return (
         f"{settings} settings were run twice, and the second run gave {outcome}. Nobody has a"
-        " complete list of settings that do not repeat."
+        " complete list of settings that are not repeatable."
     )
