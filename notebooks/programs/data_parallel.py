@@ -77,7 +77,7 @@ class KernelByKernel:
         self.optimizer = torch.optim.Adam(net.parameters(), LEARNING_RATE)
 
     def __call__(self, films):
-        """Do it with a share of a batch."""
+        """Update the weights with a share of a batch."""
         self.optimizer.zero_grad()
         self.loss(films).backward()
         self.optimizer.step()
@@ -112,7 +112,7 @@ class InGraphs:
         self.optimizer.step()
 
     def __call__(self, films):
-        """Do it with a share of a batch."""
+        """Update the weights with a share of a batch."""
         self.before(films)
         if self.size > 1:
             dist.all_reduce(self.gradients, dist.ReduceOp.AVG)

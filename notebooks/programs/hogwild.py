@@ -38,8 +38,8 @@ def pixels(window):
 
 
 def work(rank, args, weights, counts, moved, logs, lock, barrier):
-    """Make one worker's share of the updates for each seed and way, which have a row of
-    `weights` each.
+    """Make one worker's share of the updates for each seed and way; each pair has a row of
+    `weights`.
     """
     torch.set_num_threads(1)
     net = gl.models.Autoencoder(args.hidden)
