@@ -147,10 +147,10 @@ def speed_finding(
         words = f"{BUSY}."
         if len(both):
             words = (
-                f"An update of three layers is faster here than there at {ahead} of"
+                f"An update of three layers is faster here than on {machine} at {ahead} of"
                 f" {len(both)} widths."
             )
-            summary.append(words.replace("there", f"on {machine}"))
+            summary.append(words)
         parts[f"Small networks, compared with {machine}"] = words
         there = pd.concat([everything[everything.recorded & ~on_gpu(everything)], rows])
         claims = pd.concat(

@@ -39,11 +39,11 @@ def _placements(answer: Answer) -> str:
     usual, words, width = (sum(each.flop.values()) for each in placed)
     need(
         1.8 < words / usual < 2.8,
-        "'words' should do about twice the operations: double the number of words",
+        "'words' should take about twice as many operations: double the number of words",
     )
     need(
         width / usual > 2.8,
-        "'width' should do nearly four times the operations: double the width of the network",
+        "'width' should take nearly four times as many operations: double the width of the network",
     )
     intensities = ", ".join(f"{name} {each.intensity:.3g}" for name, each in answer.items())
     return (

@@ -25,8 +25,8 @@ def _luck(answer: Answer) -> str:
     }
     right = near(answer, 1 - 0.95**20, mistakes)
     return (
-        f"{right:.0%}: of twenty settings that do nothing, one is more likely than not to be called"
-        " different."
+        f"{right:.0%}: it is more likely than not that at least one of twenty settings that do"
+        " nothing is called different."
     )
 
 
