@@ -120,6 +120,10 @@ LAST_HELP = (
     "the column that counts epochs or steps, such as --last epoch; the last row of each run is"
     " compared"
 )
+BEST_HELP = (
+    "a column such as val_loss, instead of --last; the row of each run with the best value in this"
+    " column is compared"
+)
 LOOKS_HELP = (
     "the largest number of times that you compute this verdict while seeds are added, including"
     " this time; the error rates hold for all of these together"
@@ -253,7 +257,7 @@ def train(
     model: Training,
     setting: OneSetting = "cpu",
     seed: Annotated[int, option("seed of the initial weights and the order of images", min=0)] = 0,
-    rerun: Annotated[int, option("number of the repetition of the same run", min=0)] = 0,
+    rerun: Annotated[int, option("repetition number; 0 is the first run", min=0)] = 0,
     profile: Profile = "quick",
     store: Store = None,
     registered: Registered = None,
@@ -275,12 +279,12 @@ def train(
 @app.command()
 def experiment(
     model: Training,
-    setting: Annotated[list[str], option(f"{SETTING_HELP}; give it several times")],
+    setting: Annotated[list[str], option(f"{SETTING_HELP}; repeat the option for each setting")],
     seeds: Annotated[
         str | None, option("number of seeds (10), or the seeds (0,1,7)", "the profile's, or 10")
     ] = None,
     workers: Annotated[
-        int, option("number of runs at the same time; on a CUDA GPU, they share the GPU", min=1)
+        int, option("number of runs to train at the same time; runs on a CUDA GPU share it", min=1)
     ] = 1,
     metric: Annotated[str, option("the metric that the verdict compares")] = "final_loss",
     looks: Looks = 1,
@@ -334,9 +338,7 @@ def verdict(
     alpha: Annotated[float, option("the level of significance")] = 0.05,
     looks: Looks = 1,
     last: Annotated[str | None, option(LAST_HELP, False)] = None,
-    best: Annotated[
-        str | None, option("instead of --last: the column whose best row is compared", False)
-    ] = None,
+    best: Annotated[str | None, option(BEST_HELP, False)] = None,
     mode: Annotated[
         str | None, option("min or max: which value of --best is the best", "from its name")
     ] = None,
@@ -347,12 +349,12 @@ def verdict(
         option("write the whole report to this HTML file", callback=check_writable_path),
     ] = None,
 ) -> None:
-    """Decide whether the levels of a factor, such as two settings, differ, from any table of runs
+    """Decide whether the levels of a factor (such as two settings) differ, given any table of runs
     or folder of logs.
 
-    A run that finished with NaN or infinity counts as diverged. A run whose `status` is neither
-    `finished` nor `diverged`, or whose cell is empty, is left out with a note. If the table has a
-    row for each epoch, --last or --best chooses the row that is compared.
+    A run that finished with NaN or infinity counts as diverged. A run is left out with a note
+    if its `status` is neither `finished` nor `diverged`, or if it has no value of the metric. If
+    the table has a row for each epoch, --last or --best chooses the row that is compared.
     """
     from gpulab.stats._pairs import select_rows
     from gpulab.stats._verdict import verdict as compare
@@ -382,7 +384,9 @@ def verdict(
 @app.command()
 def runs(
     store: Annotated[Path | None, argument(STORE_HELP, DEFAULT_STORE_HELP, readable=False)] = None,
-    recorded: Annotated[bool, option("the runs shipped with gpulab", flag="--recorded")] = False,
+    recorded: Annotated[
+        bool, option("list the runs shipped with gpulab", flag="--recorded")
+    ] = False,
     where: WhereOption = None,
     csv: Annotated[bool, option("print all columns as CSV", flag="--csv")] = False,
 ) -> None:
@@ -420,7 +424,8 @@ def record(
     ] = None,
     setting: OneSetting = "cpu",
     at_step: Annotated[
-        int | None, option("run STEP as a script, and record this step of its training", "none")
+        int | None,
+        option("run STEP as a script, and record the training step with this number", "none"),
     ] = None,
 ) -> None:
     """Record what every operation of a training step computes, for comparison with another
@@ -528,8 +533,8 @@ def guard_script(
     reads: Annotated[
         str,
         option(
-            "reads that are checked; any: every later read of shared memory; backward: reads of"
-            " tensors that autograd saved"
+            "which reads are checked: any (every later read of shared memory) or backward (reads of"
+            " tensors that autograd saved)"
         ),
     ] = "any",
     stop: Annotated[bool, option("end the script at the first finding", flag="--stop")] = False,
@@ -538,7 +543,7 @@ def guard_script(
     exit status is 1 if there were any.
 
     If the script ends with an error or with its own exit status, so does the command. With --reads
-    any, torch.compile is switched off. The report at the end says so, and names what was not
+    any, torch.compile is switched off. The report at the end states this and lists what was not
     watched.
     """
     from gpulab.guards import _guard as guards
@@ -577,7 +582,7 @@ def main(commands: typer.Typer = app) -> None:
     try:
         commands()
     except SystemExit as exit_request:
-        # The exit status after Ctrl-C. By then, a training has saved a checkpoint.
+        # The exit status after Ctrl-C. By then, training has saved a checkpoint.
         if exit_request.code == interruption.INTERRUPTED_EXIT_STATUS:
             interruption.report_interruption()
         raise

@@ -223,7 +223,7 @@ def check_unchanged(stamps: Stamps) -> None:
     """Raise `DataError` if a file's size, time or inode differs from its stamp."""
     for file, expected_stamp in stamps.items():
         if stamp(file) != expected_stamp:
-            raise DataError(f"{file}: was changed while it was read; run again")
+            raise DataError(f"{file}: was changed while it was being read; run again")
 
 
 def content_digest(stamps: Stamps) -> str:

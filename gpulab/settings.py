@@ -326,7 +326,8 @@ class Setting:
         """Check that the setting can be applied on this machine and in this process.
 
         Raises:
-            GpulabError: If the machine or the process lacks something. The message names it.
+            GpulabError: If the machine or the process lacks something that the setting needs. The
+                message names it.
             UsageError: If the format or order to emulate, or the backend to compile with, is
                 unknown.
         """
@@ -491,8 +492,8 @@ def setting(text: str | Setting) -> AbstractContextManager[Setting]:
     Raises:
         UsageError: If the text is malformed. When the block is entered, if the format or order to
             emulate is unknown.
-        GpulabError: When the block is entered, if this machine lacks something, or if this process
-            was not started with the instruction set `isa`.
+        GpulabError: When the block is entered, if this machine lacks something that the setting
+            needs, or if this process was not started with the instruction set `isa`.
 
     Examples:
         >>> import torch

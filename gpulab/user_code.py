@@ -152,7 +152,9 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
         try:
             return json.loads(json.dumps(value))
         except (TypeError, ValueError):
-            raise UnknownSourceError(f"a {type(value).__qualname__} in it has no text") from None
+            raise UnknownSourceError(
+                f"a {type(value).__qualname__} in it has no source code"
+            ) from None
     if (
         value in enclosing
         or isinstance(value, types.ModuleType)
@@ -160,7 +162,7 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
     ):
         return [_digest_module_name(getattr(value, "__module__", "")), value.__name__]
     if isinstance(value, types.BuiltinFunctionType):
-        raise UnknownSourceError(f"no text of {value.__qualname__}")
+        raise UnknownSourceError(f"{value.__qualname__} has no source code")
     file = file or file_of(value)
     referenced = _referenced_objects(value, typed=file is None)
     # `inspect` has no text of a class that was typed interactively. Its members represent it.
@@ -171,7 +173,7 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
         elif not isinstance(value, type):
             text = inspect.getsource(value)
     except (OSError, TypeError):
-        raise UnknownSourceError(f"no text of {value.__qualname__}") from None
+        raise UnknownSourceError(f"{value.__qualname__} has no source code") from None
     return [
         text,
         {name: source_of(item, None, (*enclosing, value)) for name, item in referenced.items()},

@@ -9,10 +9,10 @@ from typing import Any
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
-# A level of a factor is a cell in a user's table: a text, a number, a date or anything else that
+# A level of a factor is a cell in a user's table: a string, a number, a date or anything else that
 # pandas can group by.
 Level = Hashable
-# A text for each level. The type of the keys is not `Level`, because mypy does not accept a
+# A string for each level. The type of the keys is not `Level`, because mypy does not accept a
 # `dict[str, str]` as a `Mapping[Level, str]`.
 TextByLevel = Mapping[Any, str]
 
@@ -45,7 +45,7 @@ UNITS = {
 def setting_words(setting: str | Setting) -> str:
     """Describe a setting in words.
 
-    A text that is not a setting is returned unchanged.
+    A string that is not a setting is returned unchanged.
 
     >>> (
     ...     setting_words("cpu:threads=1"),

@@ -1008,17 +1008,17 @@ def verdict_of(table, **options):
 # For each case: the advice, a call of `verdict` that is refused, and one that follows the advice.
 VERDICTS = {
     "several epochs, the last": (
-        "take the last by last='epoch'",
+        "take the last row with last='epoch'",
         verdict_of(EPOCHS),
         verdict_of(EPOCHS, last="epoch"),
     ),
     "several epochs, the best": (
-        "or the best by best='final_loss'",
+        "or the best with best='final_loss'",
         verdict_of(EPOCHS),
         verdict_of(EPOCHS, best="final_loss"),
     ),
     "a metric of unknown direction": (
-        "the best by best='score_of_it', mode='min'",
+        "the best with best='score_of_it', mode='min'",
         verdict_of(SCORES, metric="score_of_it"),
         verdict_of(SCORES, metric="score_of_it", best="score_of_it", mode="min"),
     ),
@@ -1033,7 +1033,7 @@ VERDICTS = {
         verdict_of(EPOCHS, best="final_loss"),
     ),
     "mode without best": (
-        "give the column by best=",
+        "give the column as best=",
         verdict_of(EPOCHS, mode="min"),
         verdict_of(EPOCHS, mode="min", best="final_loss"),
     ),
@@ -1063,17 +1063,17 @@ VERDICTS = {
         verdict_of(WITHOUT_BEST[WITHOUT_BEST.seed != 3], best="val_loss"),
     ),
     "a run without the best column, the last": (
-        "has no val_loss: .* or take the last by last=",
+        "has no val_loss: .* or take the last row with last=",
         verdict_of(WITHOUT_BEST, best="val_loss"),
         verdict_of(WITHOUT_BEST, last="epoch"),
     ),
     "no metric at the best row, the last": (
-        "has no final_loss at epoch 0, where val_loss is best: take the last by last=",
+        "has no final_loss at epoch 0, where val_loss is best: take the last row with last=",
         verdict_of(AT_ANOTHER_EPOCH, best="val_loss"),
         verdict_of(AT_ANOTHER_EPOCH, last="epoch"),
     ),
     "no metric at the best row, another column": (
-        "where val_loss is best: .* or the best of another column",
+        "where val_loss is best: .* or give another column as best=",
         verdict_of(AT_ANOTHER_EPOCH, best="val_loss"),
         verdict_of(AT_ANOTHER_EPOCH, best="acc"),
     ),
@@ -1491,7 +1491,7 @@ STEPS = {
         ),
     ),
     "an audit of one setting": (
-        "expected two settings, as audit",
+        "expected two settings, as in audit",
         lambda cured: audited(step_of(nn.Linear(8, 3)), "cpu", *([ONE_THREAD] if cured else [])),
     ),
     "a compiled setting with another number of threads": (

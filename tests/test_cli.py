@@ -437,7 +437,7 @@ def test_cli_names_a_file_that_cannot_be_written_before_the_work(answer, tmp_pat
 
 def test_cli_refuses_a_store_whose_name_is_not_utf8(answer):
     got = answer(*SMOKE, "--store", "runs\udcff")
-    assert (got.status, "this name is not UTF-8" in got.errors) == (2, True)
+    assert (got.status, "this name is not valid UTF-8" in got.errors) == (2, True)
 
 
 def test_cli_interrupted_command_ends_with_status_130_and_says_how_to_go_on(answer, tmp_path):

@@ -136,5 +136,5 @@ def test_source_of_an_object_that_trains_is_unknown():
 
 
 def test_source_of_a_function_that_is_not_written_in_python_is_unknown():
-    with pytest.raises(UnknownSourceError, match="no text of sqrt"):
+    with pytest.raises(UnknownSourceError, match="sqrt has no source code"):
         source_of(math.sqrt)

@@ -347,7 +347,7 @@ def audit(
     setting: str | Setting | None = None,
     progress: bool = True,
 ) -> Audit | CompiledAudit:
-    """Compare one training step under two settings, or two programs under one, and explain.
+    """Explain how one training step differs under two settings, or two programs under one.
 
     It can be called in three ways:
 
@@ -384,7 +384,7 @@ def audit(
     - `cause not found`: results differ in float64, although both sides have every value that leads
       to them.
 
-    These kinds are not:
+    These kinds of findings are not faults:
 
     - `nondeterminism`: repeating the step does not give the same results.
     - `different random numbers`: the two sides drew different random numbers from the same seed.
@@ -458,7 +458,7 @@ def audit(
     """
     if isinstance(step, Trace | str | Path):
         if b is not None or setting is not None or not isinstance(a, Trace | str | Path):
-            raise UsageError("audit of traces: expected two traces, as audit(trace_a, trace_b)")
+            raise UsageError("audit of traces: expected two traces, as in audit(trace_a, trace_b)")
         traces = [x if isinstance(x, Trace) else Trace.load(x) for x in (step, a)]
         names = ["" if isinstance(x, Trace) else Path(x).stem for x in (step, a)]
         return compare(*_label_traces(traces[0], traces[1], names))
@@ -466,8 +466,8 @@ def audit(
         return _audit_two_steps(step, a, b, setting, progress)
     if not isinstance(a, str | Setting) or not isinstance(b, str | Setting):
         raise UsageError(
-            'audit of a step: expected two settings, as audit(step, "cpu", "cuda"), or two steps'
-            ' under one setting, as audit(step_a, step_b, setting="cpu")'
+            'audit of a step: expected two settings, as in audit(step, "cpu", "cuda"), or two'
+            ' steps under one setting, as in audit(step_a, step_b, setting="cpu")'
         )
     check_step(step)
     setting_a, setting_b = map(Setting.parse, (a, b))
@@ -489,7 +489,7 @@ def _audit_two_steps(
     """
     if extra_argument is not None:
         raise UsageError(
-            'audit of two steps: expected one setting, as audit(step_a, step_b, setting="cpu")'
+            'audit of two steps: expected one setting, as in audit(step_a, step_b, setting="cpu")'
         )
     for step in (step_a, step_b):
         check_step(step)

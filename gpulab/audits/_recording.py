@@ -50,7 +50,7 @@ def record(
     random numbers and along the same branches. The copies are the float64 references of the values.
     Two traces are compared by their references.
 
-    Recording takes several times as long as the step, and about three times its memory.
+    Recording takes several times as long as the step and about three times as much memory.
 
     Args:
         step: A `Step`, or a function that does one training step including the backward pass. The

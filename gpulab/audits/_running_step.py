@@ -115,7 +115,7 @@ def record_step(
     state: Mapping[str, object] | None = None,
     label: str = "",
 ) -> Iterator[StepRecording]:
-    """Record what a running program does inside a `with` block, usually one step of a training.
+    """Record what a running program does inside a `with` block, usually one training step.
 
     `gpulab.record` executes a step itself. This function records a step that the program executes:
     nothing is moved, seeded, repeated or restored, and the training continues with the same numbers
@@ -130,7 +130,7 @@ def record_step(
     names the parts of the state that differ.
 
     The forward and the backward pass must be inside the block. A recorded step takes several times
-    as long as any other step, and three times its memory, because each operation is repeated in
+    as long as any other step and three times as much memory, because each operation is repeated in
     float64. Steps outside the block cost nothing. Compiled modules run uncompiled inside the block.
     The guard is not active in it.
 
@@ -212,7 +212,9 @@ def record_script_step(
         runpy.run_path(script, run_name="__main__")
     if recording.trace is None:
         done = "1 step" if counter.n_steps == 1 else f"{counter.n_steps} steps"
-        raise GpulabError(f"{script} ended after {done} of its optimizer; expected {at_step}")
+        raise GpulabError(
+            f"{script} ended after {done} of its optimizer; expected at least {at_step}"
+        )
     return recording.trace
 
 

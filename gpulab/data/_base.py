@@ -71,7 +71,7 @@ class Data(ABC):
 
     @abstractmethod
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
-        """Yield training windows without end, from number `start` on.
+        """Yield training windows indefinitely, from number `start` on.
 
         Each window has `length` new frames.
         """
@@ -124,7 +124,7 @@ class Sequence(Data):
         """Yield frames `start` to `stop`; held-out frames are numbered after the training part."""
 
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:  # noqa: ARG002
-        """Yield windows in order without end; the seed is ignored.
+        """Yield windows in order indefinitely; the seed is ignored.
 
         Frames at the end that do not fill a window are left out of each pass.
         """

@@ -157,8 +157,8 @@ def load(
         frames: The number of frames to train on. A rendered scene has 1,000 by default. The frames
             after these are held out: a tenth as many, at least 20. For your own frames, the last
             eleventh of all frames is held out by default. If `frames` is given, the frames after
-            these are held out, up to a tenth as many; a number that leaves less than an eleventh of
-            all frames is ignored. `digits` and `mnist` ignore this argument.
+            these are held out instead, up to a tenth as many. A number that would leave less than
+            an eleventh of all frames is ignored. `digits` and `mnist` ignore this argument.
         size: The height and width of a frame in pixels. `digits` and `mnist` ignore this argument.
         seed: The seed of a rendered scene. Only valid for rendered scenes.
         speed: The speed of a rendered scene, as a multiple of its usual speed. Only valid for
@@ -167,8 +167,8 @@ def load(
             rejected, so that they are not mistaken for colour. Only valid for your own frames.
 
     Returns:
-        The data. `data.windows(length)` yields windows of the training part without end, and
-        `data.heldout(length)` those of the held-out part once. A window has the attributes
+        The data. `data.windows(length)` yields windows of the training part indefinitely, and
+        `data.heldout(length)` yields those of the held-out part once. A window has the attributes
         `frames`, an array of bytes with shape (t, C, H, W), and `restart`, which is true if a
         sequence begins with this window. In a sequence, each later window begins with the last
         frame of the window before, so that t is `length` + 1.

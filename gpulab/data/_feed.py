@@ -125,7 +125,7 @@ class Loader:
 def has_exclusive_device(setting: Setting) -> bool:
     """Return whether no other training shares the GPU; always true on other devices.
 
-    Trainings that share a GPU run on their own streams, so the default stream means that this
+    Training runs that share a GPU use their own streams, so the default stream means that this
     training is alone.
     """
     device = setting.device
@@ -137,8 +137,8 @@ def has_exclusive_device(setting: Setting) -> bool:
 def prefetch(windows: Iterator[Window], setting: Setting, data: Data) -> Iterator[Window]:
     """Return the windows, prepared in advance by threads if that saves time.
 
-    Threads are used for other devices than the CPU, and only if no other training shares the
-    device. Otherwise the other trainings keep the device busy while this one prepares a window.
+    Threads are used for devices other than the CPU, and only if no other training run shares the
+    device. Otherwise the other training runs keep the device busy while this one prepares a window.
     With threads, `data.threads` is set to at most four, so that the data may use several, too.
 
     >>> windows = iter(())

@@ -134,8 +134,8 @@ def _inspect_film(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG00
                 raise DataError(f"{file}: frame {count} {TRANSPARENT_FILM}")
             if frame.is_corrupt:
                 raise DataError(
-                    f"{file}: frame {count} is damaged or incomplete; cut the film before it, or"
-                    " repair it"
+                    f"{file}: frame {count} is damaged or incomplete; repair the film, or cut"
+                    " it before this frame"
                 )
             count += 1
             if not grey_pixels and _is_grey(frame.format):

@@ -56,7 +56,7 @@ class Images(Data):
         return len(self.train)
 
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
-        """Yield windows of `length` images without end; each pass has a different random order."""
+        """Yield windows of `length` images indefinitely; each pass has a different random order."""
         import torch
 
         # Each pass has its own generator, so that a resumed training can begin at any window. The

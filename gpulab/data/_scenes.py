@@ -284,7 +284,7 @@ _chunk = functools.lru_cache(maxsize=4)(_Chunk)
 def remembered_chunks(count: int) -> Iterator[None]:
     """Keep the last `count` chunks, of 3 MB each, in memory inside the block.
 
-    This serves trainings that read the same film at different positions. The cache is global.
+    This serves training runs that read the same film at different positions. The cache is global.
     """
     global _chunk
     previous_cache = _chunk

@@ -85,7 +85,7 @@ def roofline(
         - `precision`: The number format of a product; empty for other operations.
         - `intensity`: `flop` divided by `bytes`.
         - `gflops`, `gigabytes_per_second`: The rates, in 10⁹ per second.
-        - `setting`: The setting, as a text.
+        - `setting`: The setting, as a string.
 
     Raises:
         UsageError: If `repeats` is below 2, or the setting is malformed.
@@ -128,7 +128,7 @@ def roofline(
 
 
 def bounds(frame: pd.DataFrame) -> pd.DataFrame:
-    """Determine whether memory or arithmetic limits each layer of the two networks.
+    """Determine whether memory or arithmetic limits each layer that `roofline` measures.
 
     Args:
         frame: A data frame from `gpulab.roofline`, with one or several settings of one machine.
@@ -142,11 +142,12 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
         - `ridge`: The intensity at which the ceilings of memory and of arithmetic are equal.
         - `bound`: `memory` if the intensity is below the ridge, else `arithmetic`.
         - `reached`: The measured rate divided by the lower ceiling at this intensity. It is missing
-          if the layer is faster than this ceiling. Then its numbers come from a cache, which is
-          faster than the measured memory, or other programs slowed the measurement of the ceiling.
+          if the layer is faster than this ceiling. In that case either its data come from a cache,
+          which is faster than the measured memory, or other programs slowed the measurement of the
+          ceiling.
 
-        The ceilings are those of copies and of matrix products. They do not depend on the layers,
-        so no layer is its own ceiling.
+        The ceilings are measured on copies and matrix products and not on the layers, so no layer
+        is compared with a ceiling that it set itself.
 
     Examples:
         >>> import gpulab as gl
@@ -325,7 +326,7 @@ def place(
 
     Args:
         step: A `Step`, or a function that does one training step, as for `gpulab.record`.
-        ceilings: A data frame from `gpulab.roofline` on this machine, with one setting, or a
+        ceilings: A data frame from `gpulab.roofline` on this machine, with a single setting; or a
             setting, whose roofline is then measured first. The step runs under this setting.
         repeats: The number of batches of calls that are timed, at least 2.
 
@@ -393,8 +394,8 @@ def place(
     peaks = frame[frame.precision != ""].groupby("precision").gflops.max()
     if flop.keys() - set(peaks.index):
         raise UsageError(
-            f"products in {', '.join(flop)}: expected only {', '.join(peaks.index)}, for which"
-            " ceilings were measured"
+            f"the step has products in {', '.join(flop)}: expected only formats with a measured"
+            f" ceiling ({', '.join(peaks.index)})"
         )
     at_least = {
         "memory": counter.moved_bytes

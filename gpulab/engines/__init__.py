@@ -3,11 +3,11 @@
 Everything also works without this package, only more slowly
 (`tests/engines/test_without_engines.py`).
 
-`fastest` computes the windows of a training: PredNet's gradient analytically, in fewer operations
-(`_prednet_windows`, `_prednet_kernels`), and on a GPU a window's updates as one CUDA graph
-(`_graphs`). `hessian_product` derives the derivative of a gradient once, for any number of vectors
-(`hessian_forward`). No other package uses an engine by name. This package does not import trainings
-or stores: the protocols in this module list the attributes that it uses.
+`fastest` computes the windows of a training run: PredNet's gradient analytically, in fewer
+operations (`_prednet_windows`, `_prednet_kernels`), and on a GPU a window's updates as one CUDA
+graph (`_graphs`). `hessian_product` derives the derivative of a gradient once, for any number of
+vectors (`hessian_forward`). No other package uses an engine by name. This package does not import
+`gpulab.training` or `gpulab.store`: the protocols in this module list the attributes that it uses.
 """
 
 from __future__ import annotations

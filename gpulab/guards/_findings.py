@@ -224,8 +224,8 @@ class Overwritten:
     def with_writers(self, writers: list[Line], was_followed: bool) -> Overwritten:
         """Return the same finding with the lines that may have written.
 
-        If there are none, the explanation says that the line is not known. Unless lines were
-        followed (`was_followed`), it also says how to find the line.
+        If there are none, the explanation states that the line is not known. Unless executed lines
+        were traced (`was_followed`), it also describes how to find the line.
         """
         if writers:
             return replace(self, writers=tuple(writers))

@@ -129,9 +129,9 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
             two calls of `torch.from_file` for one file, or calls of `frombuffer` or `from_dlpack`
             under a name that was imported earlier. It ignores a single tensor that is read before
             and after its memory was written, because that may be intended. It wrongly reports two
-            tensors made from one array that are both intended as views of it. In memory blocks
-            larger than 64 KiB it may also report a tensor of which only neighbouring elements have
-            changed.
+            tensors made from one array if both are intended as views of it. If the shared memory is
+            larger than 64 KiB, it may also report a tensor that has not changed, because elements
+            near it have.
 
     Returns:
         A `Guard`, to be used in a `with` statement.

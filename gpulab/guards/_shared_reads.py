@@ -98,7 +98,8 @@ class _TrackedBuffer:
     def differs(self, tensor: Tensor) -> bool:
         """Return whether a tensor's content differs from the remembered content.
 
-        If the memory is larger than `BLOCK_BYTES` bytes, only digests of its X
+        If the memory is larger than `BLOCK_BYTES` bytes, only digests of its blocks are kept. A
+        change of other elements in the same block then also counts as a difference.
         """
         # The current digests are a subset of the remembered ones if no block has changed.
         if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():

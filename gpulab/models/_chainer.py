@@ -64,7 +64,7 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
         names_found = ", ".join(sorted(arrays)[:4]) or "nothing"
         raise DataError(
-            f"{file}: not a PredNet of the authors; it contains {names_found}, …:"
+            f"{file}: not a PredNet saved by the authors' code; it contains {names_found}, …:"
             f" {describe_error(error)}"
         ) from None
     expected_views = chainer_views(empty_net, lambda parameter: parameter)

@@ -47,7 +47,7 @@ class _Images(Trainable):
             (B, height · width).
 
         Raises:
-            UsageError: For images of another shape than the network's `size`.
+            UsageError: If the shape of the images does not match the network's `size`.
         """
         if tuple(images.shape[1:]) != (1, *self.size):
             raise UsageError(
@@ -119,7 +119,7 @@ class Autoencoder(_Images):
             The reconstructions, in the same shape and range.
 
         Raises:
-            UsageError: For images of another shape than the network's `size`.
+            UsageError: If the shape of the images does not match the network's `size`.
         """
         return self.layers(self.flat(images)).view_as(images)
 
@@ -218,21 +218,20 @@ class Whitener(_Images):
     """An autoencoder whose code is whitened over each batch: uncorrelated, with unit variance.
 
     The layers are fully connected, by default 784 → 128 → 24 → 128 → 784. The two hidden layers end
-    in a ReLU, the code and the output in a sigmoid. Because of the whitening, no number of the code
-    can be a linear function of another. The whitened code is z = L⁻¹ (h − m), where m is the mean
-    of the batch's codes h, and L Lᵀ is the Cholesky decomposition of their covariance. As in batch
-    normalisation, 1e-5 is first added to each variance. `covariance` selects how the covariance of
-    n codes is computed:
+    in a ReLU, the code and the output in a sigmoid. Because of the whitening, no element of the
+    code can be a linear function of another. The whitened code is z = L⁻¹ (h − m), where m is the
+    mean of the batch's codes h, and L Lᵀ is the Cholesky decomposition of their covariance. As in
+    batch normalisation, 1e-5 is first added to each variance. `covariance` selects how the
+    covariance of n codes is computed:
 
     - `one-pass`: hᵀh / n − m mᵀ, which needs only sums over the batch. If a variance is small,
       rounding of the product can make it negative. Then L does not exist, and the loss is NaN.
     - `float32`: the same formula, but the product hᵀh is computed in float32, whatever the setting
       allows (see `gpulab.float32_products`).
-    - `centred`: (h − m)ᵀ(h − m) / n. No variance can be negative, whatever the factors are rounded
-      to.
+    - `centred`: (h − m)ᵀ(h − m) / n. No variance can be negative, however the factors are rounded.
 
     `gpulab.train` trains it on the mean squared error of the reconstruction. A new object has
-    weights drawn from seed 0; `gpulab.train` draws others from the seed of its run.
+    weights drawn from seed 0; `gpulab.train` draws new ones from the seed of the run.
 
     Args:
         hidden: The width of the layer on either side of the code, in units.
@@ -283,7 +282,8 @@ class Whitener(_Images):
             check_count(name, count)
         if batch_size <= code:
             raise UsageError(
-                f"batch_size={batch_size!r}: whitening {code} numbers takes more than {code} images"
+                f"batch_size={batch_size!r}: expected more than {code} images, because the code has"
+                f" {code} elements"
             )
         height, width = check_counts("size", size, ("height", "width"))
         self.size = (height, width)
@@ -309,7 +309,7 @@ class Whitener(_Images):
             whitened.
 
         Raises:
-            UsageError: If the images have another shape than the network's `size`.
+            UsageError: If the shape of the images does not match the network's `size`.
         """
         return self.decoder(self.whitened(images)).view_as(images)
 

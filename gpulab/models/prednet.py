@@ -131,11 +131,11 @@ class PredNet(Trainable):
                 a frame.
 
         Returns:
-            The network. A training starts from its weights.
+            The network. Training starts from its weights.
 
         Raises:
-            DataError: If the file is missing or damaged, or does not contain a PredNet of the
-                authors.
+            DataError: If the file is missing or damaged, or does not contain a PredNet saved by the
+                authors' code.
         """
         return read_chainer(file, cls)
 

@@ -303,8 +303,8 @@ def emulate(
     """Compute matrix products and convolutions in the `with` block as another chip would.
 
     The emulation applies to float32 products of any PyTorch code, forward and backward, on any
-    device. Recurrent layers are split into matrix products. An emulation inside another one
-    replaces it.
+    device. Recurrent layers are split into matrix products. If emulations are nested, the innermost
+    one applies.
 
     A card that has TF32 (`ampere`, `hopper`) uses it only if the program allows it, and so does the
     emulation:
@@ -395,9 +395,9 @@ def active_emulators() -> list[_Emulator]:
 def float32_products() -> Iterator[None]:
     """Compute matrix products and convolutions in the `with` block in float32, in any setting.
 
-    It is meant for the few lines of a training that need full precision, while the rest may use
-    TF32 or emulated arithmetic. If `backward` runs after the block, as is usual, the products of
-    the backward pass are computed as the setting requires.
+    It is meant for the few lines of a training program that need full precision, while the rest may
+    use TF32 or emulated arithmetic. If `backward` runs after the block, as is usual, the products
+    of the backward pass are computed as the setting requires.
 
     Examples:
         >>> import torch

@@ -34,10 +34,11 @@ MARGIN_STYLE: Style = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # t
 
 @theme.with_theme
 def losses(frame: pd.DataFrame) -> Picture:
-    """Draw the final loss of each seed under each setting; thin lines join the same seed.
+    """Draw the final loss of each seed under each setting; thin lines join points of the same seed.
 
-    Filled points are runs made on this machine, hollow points are recorded runs. Diverged runs are
-    crosses at the right edge. Runs that repeat another run (`rerun` above 0) are left out.
+    Filled points are runs made on this machine, and hollow points are recorded runs. Diverged runs
+    are drawn as crosses at the right edge. Runs that repeat another run (`rerun` above 0) are left
+    out.
 
     Args:
         frame: Runs of one experiment, profile and protocol from `gpulab.runs` or

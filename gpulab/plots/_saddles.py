@@ -161,8 +161,8 @@ def escape_law(table: pd.DataFrame) -> Picture:
     for all learning rates and saddles (see `gpulab.saddles.EscapeTable`).
 
     Colours show the device, and shapes the kind of displacement. Recorded escapes are hollow. A
-    network that never left has no escape time, and is a cross at the upper edge. Optimisers that
-    scale their steps, such as Adam, do not follow this law and are left out.
+    network that never left has no escape time and is drawn as a cross at the upper edge. Optimisers
+    that scale their steps, such as Adam, do not follow this law and are left out.
 
     Args:
         table: From `gpulab.saddles.escape_table` (its `table`) or

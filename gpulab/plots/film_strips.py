@@ -29,7 +29,7 @@ def predictions(run: Run) -> Picture:
         that of predicting each frame by the previous one.
 
     Raises:
-        UsageError: If the run has no network, such as one of a custom training function.
+        UsageError: If the run has no network, as is the case for a custom training function.
 
     Examples:
         >>> import gpulab as gl
@@ -72,7 +72,7 @@ def reconstructions(run: Run) -> Picture:
         A `gpulab.plots.Picture`. The title gives the mean squared error of these images.
 
     Raises:
-        UsageError: If the run has no network, such as one of a custom training function.
+        UsageError: If the run has no network, as is the case for a custom training function.
 
     Examples:
         >>> import gpulab as gl
@@ -92,7 +92,8 @@ def frames(data: Data, every: int = 30) -> Picture:
 
     Args:
         data: From `gpulab.load`.
-        every: Draw one frame in this many. Images are in a random order.
+        every: The number of frames from one drawn frame to the next. Images are drawn in a random
+            order.
 
     Returns:
         A `gpulab.plots.Picture`.

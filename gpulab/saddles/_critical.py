@@ -158,7 +158,7 @@ def find_critical_point(
         A `gpulab.saddles.CriticalPoint`. Its `found` and `message` say whether it is critical.
 
     Raises:
-        UsageError: If there are more than 5,000 weights, or if `gpulab.hessian` refuses the model,
+        UsageError: If there are more than 5,000 weights, or if `gpulab.hessian` rejects the model,
             the loss or the batch.
         DataError: If weights or the loss are not finite.
 

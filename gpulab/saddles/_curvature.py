@@ -1,9 +1,9 @@
-"""The curvature of a loss along a training: how many directions lead down, and how steeply.
+"""The curvature of a loss during training: how many directions lead down, and how steeply.
 
-Trainings run under different settings. The measurement is the same for all of them: the Hessian of
-one fixed batch, in float32 without TF32, on the device that trained. The method is that of Dauphin,
-Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle point problem*
-(arXiv 1406.2572).
+The networks are trained under different settings. The measurement is the same for all of them: the
+Hessian of one fixed batch, in float32 without TF32, on the device used for training. The method is
+that of Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle
+point problem* (arXiv 1406.2572).
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ def curvature_along(
     end of the training. Each measurement is the spectrum of the Hessian of the training's objective
     on one fixed batch: 200 training images, or the first 10 training frames, for which the network
     starts from an empty state. (PredNet's objective is the sum over the frames.) All measurements
-    are made in float32, on the device that trained, with one thread on a CPU and without TF32 on a
-    GPU, so they do not depend on the setting of the training.
+    are made in float32, on the device used for training, with one thread on a CPU and without TF32
+    on a GPU, so they do not depend on the setting of the training.
 
     Args:
         net: The name of the network: `autoencoder`, `prednet` or `whitener`.
         setting: One setting to train under, or several, such as `["cpu", "cpu:precision=float64"]`.
         seeds: The seeds to train from, or their number: 3 means 0, 1 and 2.
         profile: The size of the training: `smoke`, `quick` or `paper`, as for `gpulab.train`.
-        snapshots: The number of measurements. Those that coincide are made once. A single
-            measurement is made at the end of the training.
+        snapshots: The number of measurements. Measurements that fall on the same step are made only
+            once. If the number is 1, the measurement is made at the end of the training.
         probes: The number of random vectors of `gpulab.saddles.spectral_density`.
         steps: The number of Lanczos steps from each random vector.
-        store: A folder for the measurements. A training whose measurements are already in the
+        store: A folder for the measurements. A training run whose measurements are already in the
             folder is not repeated.
         command: The command that makes the measurements, to be recorded with them.
         progress: Whether to show a progress bar.
@@ -96,7 +96,7 @@ def curvature_along(
           closer to zero; `nodes` and `node_weights`, the estimated spectrum, arrays (probes,
           steps).
 
-        The last row of a training that diverged has no numbers, and its `size` is 0.
+        The last row of a training run that diverged has no numbers, and its `size` is 0.
 
     Raises:
         UsageError: If the network, the profile or a setting is unknown, if no setting or no seed is
@@ -136,7 +136,7 @@ def curvature_along(
 
 
 def recorded_curvature() -> pd.DataFrame:
-    """Load the curvatures along trainings that were recorded elsewhere and ship with gpulab.
+    """Load the curvatures along training runs that were recorded elsewhere and ship with gpulab.
 
     The files are in `data/saddles/curvature`.
 

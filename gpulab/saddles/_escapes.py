@@ -81,7 +81,7 @@ KEY_COLUMNS = (
 )
 
 
-# --- a training from a saddle ---------------------------------------------------------------------
+# --- a training run from a saddle -----------------------------------------------------------------
 
 
 class Weights:
@@ -168,7 +168,7 @@ def choose_optimizer(
 
 
 class Descent:
-    """A training that starts at a saddle, in the active arithmetic.
+    """A training run that starts at a saddle, in the active arithmetic.
 
     Args:
         saddle: The saddle.
@@ -211,7 +211,7 @@ class Descent:
         self.changed_shares: list[float] = []
 
     def batches(self) -> Iterator[InputsTargets]:
-        """Yield batches without end: inputs and targets in an order drawn from the seed.
+        """Yield batches indefinitely: inputs and targets in an order drawn from the seed.
 
         Minibatches are reshuffled for each pass over the data. Without a batch size, each batch is
         all data in the same order.
@@ -423,25 +423,20 @@ class EscapeTable(Report):
               either the weights did not change in the last steps (10 for `sgd`, 500 for others), or
               more than twice the expected steps were made (plus 500, except for `sgd`).
             - `changed_share`, the share of the weights that the first step changed.
-            - `step_ratio`, the length of the optimiser's settled step at the saddle, divided by
-              half the distance from the weights to the next numbers of their format. Below 1,
-              rounding holds most weights.
-        paths: A data frame of all trainings, concatenated, with a row for the start and for each
-            step: `step`; the `distance` of the weights from the saddle; its parts along all
+            - `step_ratio`, the length of the step to which the optimiser settles at the saddle,
+              divided by half the distance from the weights to the next numbers of their format.
+              Below 1, rounding holds most weights.
+        paths: A data frame of all training runs, concatenated, with a row for the start and for
+            each step: `step`; the `distance` of the weights from the saddle; its parts along all
             unstable directions (`unstable`) and along the steepest one (`along`); the `loss`; and
-            the columns that identify a training: `setting`, `optimizer`, `master_weights`,
+            the columns that identify a training run: `setting`, `optimizer`, `master_weights`,
             `learning_rate`, `perturbation`, `batch_size`, `seed`.
 
     Examples:
-        >>> import torch
-        >>> import gpulab as gl
-        >>> saddle = gl.saddles.linear_autoencoder_saddle(
-        ...     torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1]
-        ... )
-        >>> print(
-        ...     gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False)
-        ... )
-        2 trainings from a saddle: 2 left it, 0 stalled there
+        >>> import torch >>> import gpulab as gl >>> saddle = gl.saddles.linear_autoencoder_saddle(
+        ... torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1] ... ) >>> print( ...
+        gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False) ... ) 2
+        training runs from a saddle: 2 left it, 0 stalled there
     """
 
     table: pd.DataFrame
@@ -469,7 +464,7 @@ class EscapeTable(Report):
         ]
         law = np.log(escaped.radius / escaped.start) / (escaped.learning_rate * -escaped.curvature)
         if law.nunique() < 3:
-            raise DataError(f"{law.nunique()} different escapes: a slope needs at least 3")
+            raise DataError(f"{law.nunique()} different escapes: fitting a slope needs at least 3")
         fit = stats.linregress(law, escaped.steps)
         half_width = stats.t.ppf(0.975, len(escaped) - 2) * fit.stderr
         return float(fit.slope), float(fit.slope - half_width), float(fit.slope + half_width)
@@ -478,8 +473,8 @@ class EscapeTable(Report):
         left_count = int(self.table.escaped.sum())
         held_count = int(self.table.stalled.sum())
         return (
-            f"{len(self.table)} trainings from a saddle: {left_count} left it, {held_count} stalled"
-            " there"
+            f"{len(self.table)} training runs from a saddle: {left_count} left it, {held_count}"
+            " stalled there"
         )
 
 
@@ -520,8 +515,8 @@ def escape_table(
             the weights and their rounding errors differ.
         steps: The largest number of steps. By default three times the expected number, plus 100
             (1,000 for optimisers other than `sgd`), but at most 100,000; 100,000 if there is no
-            theory. Without minibatches a training ends earlier if no weight has changed in the last
-            10 steps of `sgd`, or in the last 500 steps of another optimiser.
+            theory. Without minibatches a training run ends earlier if no weight has changed in the
+            last 10 steps of `sgd`, or in the last 500 steps of another optimiser.
         master_weights: Whether the optimiser updates weights in float64, and gradients are computed
             from a copy that is rounded to the setting's format, as in mixed precision.
         progress: Whether to show a progress bar.

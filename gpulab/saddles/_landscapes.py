@@ -154,7 +154,7 @@ def landscape(model: nn.Module, loss: Loss, batch: Batch | None = None) -> Lands
         A `gpulab.saddles.Landscape`.
 
     Raises:
-        UsageError: If `gpulab.hessian` refuses the model, the loss or the batch.
+        UsageError: If `gpulab.hessian` rejects the model, the loss or the batch.
         DataError: If weights or the loss are not finite, or if the Hessian is not symmetric.
 
     Examples:

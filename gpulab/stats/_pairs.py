@@ -173,13 +173,13 @@ def _averaged_row_notes(
         if counting_columns:
             choices = f"last={counting_columns[0]!r} or best= takes one row of each run"
             yield (
-                f"If {counting_columns[0]!r} counts the steps of a training, the mean says nothing"
+                f"If {counting_columns[0]!r} counts training steps, the mean says nothing"
                 f" about its end: {choices}."
             )
 
 
 def _skipped_rerun_notes(n_skipped: int, reference: Level) -> Iterator[str]:
-    """Yield notes on repeated runs under other levels than the reference."""
+    """Yield notes on repeated runs under levels other than the reference."""
     if n_skipped:
         yield (
             f"Not compared: {n_skipped:,} rows with `rerun` above 0 that are not under {reference}."

@@ -76,7 +76,7 @@ def read_runs(
     if not roots:
         names_text = ", ".join(map(str, names))
         expected = f"expected files such as {USUAL_TABLE_NAMES[0]}"
-        raise DataError(f"{names_text}: contains neither runs of gpulab nor tables; {expected}")
+        raise DataError(f"{names_text}: contains neither gpulab runs nor tables; {expected}")
     base = _common_folder(roots.values())
     # Several names are usually a pattern that a shell has expanded, so settings are searched for up
     # to the common folder.

@@ -105,7 +105,7 @@ class RowChoice:
             )
         if self.mode is not None and self.best is None:
             raise UsageError(
-                f"mode={self.mode!r} is only for a choice by best=: give the column by best="
+                f"mode={self.mode!r} is used only with best=: give the column as best="
             )
         for argument, column in (("last", self.last), ("best", self.best)):
             if column is not None and column not in frame:
@@ -335,7 +335,7 @@ class _RunTable:
                     shown_names += ", …"
                 raise UsageError(
                     f"{self._run_text(rows[0])} has {len(run_names)} runs{difference} ({name}"
-                    f" {shown_names}); keep the rows of one, by --where or in pandas"
+                    f" {shown_names}); keep the rows of one, with --where or in pandas"
                 )
 
     def _differing_settings(
@@ -373,8 +373,8 @@ class _RunTable:
         mode_option = "" if direction_of(self.metric) else " --mode min"
         raise UsageError(
             f"{self._run_text(rows[0])} has {len(rows)} rows, which differ in"
-            f" {counters[0]!r}{further_counters}, and are not averaged: take the last by"
-            f" last={counters[0]!r} (--last {counters[0]}), or the best by"
+            f" {counters[0]!r}{further_counters} and are not averaged: take the last row with"
+            f" last={counters[0]!r} (--last {counters[0]}), or the best with"
             f" best={self.metric!r}{mode_argument} (--best {self.metric}{mode_option})"
         )
 
@@ -495,7 +495,7 @@ class _RunTable:
                 )
                 raise UsageError(
                     f"{self._run_text(best_row)} has no {self.metric} at{position}, where {best} is"
-                    " best: take the last by last=, or the best of another column"
+                    " best: take the last row with last=, or give another column as best="
                 )
             if is_diverged[candidates].any() and not is_diverged[rows_at_best].any():
                 diverged_later.append(int(best_row))
@@ -518,8 +518,8 @@ class _RunTable:
         """Raise `UsageError` if a run without values of `best` has a metric and did not diverge."""
         if not has_diverged and np.isfinite(self.column.values[row]).all():
             raise UsageError(
-                f"{self._run_text(row[0])} has no {best}: leave out the run, or take the last by"
-                " last="
+                f"{self._run_text(row[0])} has no {best}: leave out the run, or take the last"
+                " row with last="
             )
 
     def _rows_at(

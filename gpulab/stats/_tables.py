@@ -54,9 +54,9 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
         on where values come from and what was left out, which a verdict repeats.
 
     Raises:
-        DataError: If a file cannot be read, is empty or has two columns of the same name, and if a
-            folder has no tables or tables with different names.
-        UsageError: If a column `State` has words that are not states of Weights & Biases.
+        DataError: If a file cannot be read, is empty or has two columns of the same name, or if a
+            folder has no tables or has tables with different names.
+        UsageError: If a column `State` has values that are not Weights & Biases states.
 
     Examples:
         >>> import tempfile
@@ -116,7 +116,7 @@ def _rename_state(
     The table is left as it is if it has a `status`, or if all runs are `finished`.
 
     Raises:
-        UsageError: If the column has words that are not states of Weights & Biases.
+        UsageError: If the column has values that are not Weights & Biases states.
     """
     frame, notes = table_and_notes
     if "status" in frame or "State" not in frame:
@@ -126,8 +126,8 @@ def _rename_state(
         return table_and_notes
     if not states <= WANDB_STATES:
         raise UsageError(
-            f"{file}: column 'State' has words that are not states of Weights & Biases; if it says"
-            " which runs finished, rename it to 'status'"
+            f"{file}: column 'State' has values that are not Weights & Biases states; if it"
+            " states which runs finished, rename it to 'status'"
         )
     return frame.rename(columns={"State": "status"}), [
         *notes,

@@ -167,8 +167,8 @@ def verdict(
             all rows are first runs. Runs whose `status` is neither `finished` nor `diverged` are
             left out with a note. Without a column `status`, a run counts as diverged if its metric
             is infinite, or if it is NaN in a table that distinguishes NaN from empty cells, as
-            those of `read_table` do. A run with an empty cell is left out. In a float64 column,
-            such as those of `pandas.read_csv`, NaN counts as an empty cell.
+            those of `read_table` do. A run whose metric is an empty cell is left out. In a float64
+            column, such as those of `pandas.read_csv`, NaN counts as an empty cell.
         metric: A column of numbers or booleans.
         factor: The column whose levels are compared.
         block: The column by which runs are paired, usually the seed.
@@ -186,7 +186,8 @@ def verdict(
             If earlier results decide when to look again, the error can be slightly larger. For
             example, with four looks at alpha = 5 % it is at most 5.6 % if the last look has 16
             times as many seeds as the first, and 5.0 % if it has 8 times as many. Confidence limits
-            of shares, such as that of seeds which jump, are not corrected for several looks.
+            of shares, such as the share of seeds that differ by more than the margin, are not
+            corrected for several looks.
         last: For a table with a row for each epoch or step: the column that counts them, such as
             `epoch`. For each run, the last row that has the metric is compared. Such a table is
             rejected without `last` or `best`.
@@ -203,8 +204,8 @@ def verdict(
             `looks` is out of range, or the reference is unknown; if runs have different learning
             tasks or lengths; if a finished run has no finite metric; if first runs of the same seed
             and level differ in columns that are not numeric; if there are several epochs or steps
-            without `last` or `best`; and if seeds are text under one level and other numbers under
-            another.
+            without `last` or `best`; or if the seeds of different levels are written in different
+            ways, such as text and numbers.
 
     Examples:
         >>> import pandas as pd
@@ -235,14 +236,14 @@ def verdict(
         (1947, *Note on the sampling error of the difference between correlated proportions or
         percentages*, Psychometrika 12:153). Equivalence of booleans is tested by an exact test of
         the share of discordant pairs (Clopper, Pearson 1934, *The use of confidence or fiducial
-        limits illustrated in the case of the binomial*, Biometrika 26:404). Several tests are
+        limits illustrated in the case of the binomial*, Biometrika 26:404). Multiple tests are
         corrected by Holm's method (1979, *A simple sequentially rejective multiple test procedure*,
         Scandinavian Journal of Statistics 6:65). Repeated looks increase the error of a test
         (Armitage, McPherson, Rowe 1969, *Repeated significance tests on accumulating data*, Journal
         of the Royal Statistical Society A 132:235). Bonferroni's inequality bounds this error for
-        any test and for looks at any times. The increase if earlier results decide on the time of
-        the next look follows Proschan, Hunsberger 1995, *Designed extension of studies based on
-        conditional power* (Biometrics 51:1315).
+        any test and for looks at any times. The larger error that results if earlier results decide
+        when to look again follows Proschan, Hunsberger 1995, *Designed extension of studies based
+        on conditional power* (Biometrics 51:1315).
     """
     if not (isinstance(alpha, (int, float, np.number)) and 0 < alpha < 0.5):
         raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 0.5, such as 0.05")

@@ -21,10 +21,10 @@ from gpulab.stats._decisions import (
 from gpulab.stats._margins import margin_size, parse_margin
 from gpulab.wording import Level, TextByLevel, level_text
 
-# With fewer seeds than this, the estimate of the number of seeds needed is called a rough guess.
+# With fewer seeds than this, the estimate of the number of seeds needed is called a rough estimate.
 MIN_SEEDS_FOR_ESTIMATE = 10
 # Words for a margin in standard deviations.
-FRACTION_WORDS = {0.25: "a quarter of", 0.5: "half", 1.0: "one times"}
+FRACTION_WORDS = {0.25: "a quarter of", 0.5: "half", 1.0: "equal to"}
 
 EFFECT_TEMPLATE = "{at_level} the {metric} is {average} {at_reference}"
 MAX_NAMED_SEEDS = 8  # the largest number of seeds that a sentence names
@@ -72,7 +72,8 @@ NUMBER_TEMPLATES = (  # clauses about a level; clauses with an unknown number ar
 def level_sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
     """Describe the result of each level in a sentence, followed by remarks on all levels.
 
-    `words` has names for the levels and for the metric. Those that are missing keep their own name.
+    `words` has names for the levels and for the metric. Levels and metrics that are not in it keep
+    their own names.
     """
     if not verdict.rows:
         return [
@@ -125,7 +126,7 @@ def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
 
 
 def _join_values(values: list[Level]) -> str:
-    """List seeds in order, such as `2, 5 and 7`; of more than `MAX_NAMED_SEEDS`, only the first.
+    """List seeds in order, such as `2, 5 and 7`, but at most the first `MAX_NAMED_SEEDS`.
 
     >>> _join_values([7, 2, 5]), _join_values(["b"]), _join_values(range(10))
     ('2, 5 and 7', 'b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
@@ -285,8 +286,8 @@ def _reasons_undecided(verdict: Decisions, row: LevelDecision) -> Iterator[str]:
     min_pairs = min_significant_pairs(1 - row.confidence)
     if may_diverge_discordantly(row):
         yield (
-            f"On up to {100 * row.discordant_diverged_upper:.0f} % of {block}s, only one of the two"
-            " could diverge."
+            f"Up to {100 * row.discordant_diverged_upper:.0f} % of {block}s could diverge under"
+            " only one of the two levels."
         )
     if row.seeds < min_pairs:
         yield f"At least {min_pairs} {block}s are needed to show a difference."
@@ -324,8 +325,8 @@ def _looks_sentences(verdict: Decisions) -> Iterator[str]:
     one_look = f"{100 * (verdict.alpha / verdict.looks):.3g} %"
     yield (
         f"The verdict allows up to {verdict.looks} looks while {verdict.block}s come in. Each look"
-        f" is tested at a level of {one_look}, so that all together have a level of {all_looks}."
-        " The p values and intervals are corrected for this."
+        f" is tested at a level of {one_look}, so that all looks together have a level of"
+        f" {all_looks}. The p values and intervals are corrected for this."
     )
     max_exact = inference.MAX_EXACT_DIFFERENCES
     if any(
@@ -347,9 +348,11 @@ def _level_paragraph(verdict: Decisions, row: LevelDecision) -> str:
         sentences.append(f"{'; '.join(_number_clauses(row))}.")
     if row.diverged or row.reference_diverged:
         at_reference = (
-            f"under {reference} {row.reference_diverged} (p = {p_text(row.p_diverged_holm)})"
+            f"{row.reference_diverged} under {reference} (p = {p_text(row.p_diverged_holm)})"
         )
-        sentences.append(f"Diverged, or without a number: {row.diverged}, {at_reference}.")
+        sentences.append(
+            f"Diverged or without a number: {row.diverged} under {level}, {at_reference}."
+        )
     missing = missing_seeds(verdict, row)
     if missing:
         sentences.append(missing)

@@ -65,7 +65,7 @@ def store_folder(store: str | Path | None = None) -> Path:
         str(store).encode()
     except UnicodeEncodeError:  # a table of runs could not hold their paths
         raise UsageError(
-            f"{store}: this name is not UTF-8, and cannot be written into a table: rename it"
+            f"{store}: this name is not valid UTF-8 and cannot be written into a table; rename it"
         ) from None
     return Path(store)
 
@@ -208,10 +208,10 @@ def quarantine(store: Path, path: Path) -> Path | None:
 def write_run(
     store: Path, record: Mapping[str, Any], history: History, weights: Tensors | None = None
 ) -> Path:
-    """Write a run into a store atomically, such as a run that was trained on another machine.
+    """Write a run into a store atomically.
 
-    If the store already has the run, it is kept, and a damaged one is replaced. Weights are added
-    to a run that has none.
+    The run may have been trained on another machine. If the store already has the run, the stored
+    run is kept, unless it is damaged. Weights are added to a run that has none.
 
     Args:
         store: The folder of the store.

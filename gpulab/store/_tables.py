@@ -80,10 +80,10 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
           generator of the initial weights), `covariance` (the whitener's formula for it),
           `truncation` (where PredNet's backpropagation through time is truncated).
         - The results: `status` (`finished` or `diverged`), `final_loss`, `heldout_loss`, `seconds`,
-          `frames_per_second` (missing if other trainings shared the GPU), `weights` (the SHA-256 of
-          the trained weights, which is equal only for bitwise equal weights), `gradients` (the
-          method by which gradients were computed; None if it was not recorded), `diverged_at` (the
-          update whose loss was not finite).
+          `frames_per_second` (missing if other runs shared the GPU), `weights` (the SHA-256 of the
+          trained weights, which is equal only for bitwise equal weights), `gradients` (the method
+          by which gradients were computed; None if it was not recorded), `diverged_at` (the update
+          whose loss was not finite).
         - `registered`: The name and the SHA-256 of the file that the run was registered with.
         - The machine: `machine` (the chip that trained the run), `cpu`, `gpu`, and the versions
           `torch` and `gpulab`.
@@ -165,7 +165,7 @@ def drop_empty_losses(frame: pd.DataFrame) -> pd.DataFrame:
 def recorded_runs(study: str | None = None) -> pd.DataFrame:
     """List the runs that are shipped with gpulab, as a data frame.
 
-    They were recorded on several machines. Each has the passport of its machine in its record.
+    They were recorded on several machines. The record of each run contains its machine's passport.
 
     Args:
         study: The name of a study, such as `longer`. Its runs are listed instead, from

@@ -34,7 +34,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, training: Training) -> Checkpoint:
-        """Return the checkpoint of a training that is at the end of a window."""
+        """Return the checkpoint of a training run that is at the end of a window."""
         return cls(
             _weights_and_moments(training),
             training.state,
@@ -76,7 +76,7 @@ class Checkpoint:
         write_tensors(file, self.tensors | states, notes)
 
     def validate(self, training: Training) -> None:
-        """Check that the checkpoint is of a training of this network.
+        """Check that the checkpoint is of a training run of this network.
 
         Raises:
             DataError: If tensors are missing or have other shapes.
@@ -86,7 +86,7 @@ class Checkpoint:
             if name not in self.tensors:
                 raise DataError(f"it has no {name}")
             if self.tensors[name].shape != tensor.shape:
-                raise DataError("its tensors have other shapes")
+                raise DataError("its tensors have unexpected shapes")
         training.model.check_state(self.state)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The choice of the engine that computes the windows of a training."""
+"""The choice of the engine that computes the windows of a training run."""
 
 from __future__ import annotations
 

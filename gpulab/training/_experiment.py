@@ -330,7 +330,7 @@ def seed_runs(
         **changes: Options of the training function, by name.
 
     Returns:
-        A data frame with a row for each seed, as `gpulab.verdict` takes it. Its columns are
+        A data frame with a row for each seed, which `gpulab.verdict` accepts. Its columns are
         `setting`, `seed`, `status` (`finished` or `diverged`) and `final_loss` (NaN for a diverged
         run), and one for each other number that the function returned. The column `final_loss` is
         missing if the function uses only other names.

@@ -251,7 +251,7 @@ class FunctionRun(PlannedRun):
 
 
 def _summarize_metrics(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Build the results for the record of a training with these metrics.
+    """Build the results for the record of a run with these metrics.
 
     If there are no metrics, or one of them is not finite, the training diverged, and no metrics are
     recorded. A metric `loss` also becomes the `final_loss`, unless there is one.

@@ -1,4 +1,4 @@
-"""Trainings of gpulab's networks: the request, and the network and data that follow from it."""
+"""Training runs of gpulab's networks: the request, and the network and data that follow from it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from gpulab.training._profiles import FINAL_LOSS_DIVISOR, Protocol, protocol
 from gpulab.training._supervision import LOSS_SYNC_SECONDS, supervise
 from gpulab.training.loop import AutogradEngine, Engine, Training
 
-# The version of all code that affects the result of a training: loop, optimiser, engines, models,
+# The version of all code that affects the result of training: loop, optimiser, engines, models,
 # data, arithmetic. Increase it whenever the same request gives other losses, so that a store does
 # not return runs of the old code. Until this is done, the test
 # `test_code_version_is_that_of_the_noted_losses` fails.
@@ -240,12 +240,12 @@ class NetworkRun(PlannedRun):
         return Training(self.model.to(self.setting.device, self.setting.dtype), self.learning_rate)
 
     def select_engine(self, training: Training) -> Engine:
-        """Return the fastest engine for a training, unless autograd's gradients are required."""
+        """Return the fastest engine, unless autograd's gradients are required."""
         autograd_engine = AutogradEngine(training, Loader(self.factors["loader"], self.setting))
         return select_engine(autograd_engine, self.setting, self.factors["fast"])
 
     def remaining_windows(self, training: Training) -> Iterator[Window]:
-        """Yield the windows that a training has not seen yet."""
+        """Yield the windows that a training run has not seen yet."""
         n_done = len(training.history)
         windows = prefetch(
             self.data.windows(self.window, self.seed, n_done), self.setting, self.data
@@ -303,7 +303,7 @@ class NetworkRun(PlannedRun):
         """Build the results for the record: status, losses, times and how gradients were computed.
 
         Losses of a diverged training are None, because JSON has no NaN. The speed is None if other
-        trainings shared the GPU.
+        training runs shared the GPU.
         """
         diverged = training.diverged_at is not None
         history = training.history
@@ -311,7 +311,7 @@ class NetworkRun(PlannedRun):
             record.loss for record in history[-max(1, len(history) // FINAL_LOSS_DIVISOR) :]
         ]
         seconds = history[-1].seconds
-        # If other trainings share the device, the speed depends on them.
+        # If other training runs share the device, the speed depends on them.
         is_alone = has_exclusive_device(self.setting)
         results: dict[str, Any] = {
             "status": "diverged" if diverged else "finished",

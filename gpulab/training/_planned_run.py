@@ -31,7 +31,7 @@ Options = dict[str, Any]  # by name, with values of any type that JSON can repre
 
 @dataclass
 class TrainingOutcome:
-    """The result of a training.
+    """The result of a training run.
 
     Attributes:
         history: One record for each window.

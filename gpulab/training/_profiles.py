@@ -59,7 +59,8 @@ PROTOCOLS = {
 def profile(name: str) -> str:
     """Choose the profile, the size of experiments: `GPULAB_PROFILE` if set, else `name`.
 
-    Notebooks call it, so that one environment variable makes all of them small for a test.
+    Notebooks call this function, so that one environment variable can make all of them run quickly
+    in a test.
 
     Args:
         name: `smoke` (seconds), `quick` (minutes on a laptop) or `paper` (as published).
@@ -69,7 +70,7 @@ def profile(name: str) -> str:
         `gpulab.Experiment`.
 
     Raises:
-        UsageError: For another name, also in the environment variable.
+        UsageError: If `name` or the environment variable has any other value.
 
     Examples:
         >>> import gpulab as gl

@@ -23,7 +23,8 @@ LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextlib.contextmanager
 def write_share_to(file: Path | None) -> Iterator[None]:
-    """Let trainings inside the block write their progress to a file, which another process reads.
+    """Let training runs inside the block write their progress to a file, which another process
+    reads.
 
     Nothing is written if the file is None.
     """
@@ -35,7 +36,7 @@ def write_share_to(file: Path | None) -> Iterator[None]:
         now = time.monotonic()
         if file is not None and now - written_at >= REPORT_SECONDS:
             written_at = now
-            # A failure to report progress must not end a training.
+            # A failure to report progress must not end a training run.
             with contextlib.suppress(OSError):
                 file.write_text(f"{share:.6f}")
 

@@ -58,7 +58,7 @@ class Run:
             from a store that kept no weights.
         data: The data that the network was trained on; None for a custom training function.
         columns: The history as an array or a table with the columns `window`, `step`, `loss` and
-            `seconds`. `history` is the same as a data frame.
+            `seconds`. `history` returns the same content as a data frame.
         record: The dictionary that a store writes into the run's `run.json`: the arguments, the
             passport of the machine, the command, and the results.
         path: The run's folder in the store; None for a run that was not stored.
@@ -67,8 +67,8 @@ class Run:
             it is the number that the function returned as `final_loss`, as `loss`, or without a
             name. NaN if the run diverged or there is no such number.
         heldout_loss: The mean squared error per held-out frame after training. For a custom
-            training function it is the number of this name. NaN if the run diverged or there is no
-            such number.
+            training function it is the number that the function returned under this name. NaN if
+            the run diverged or there is no such number.
         metrics: The numbers that a custom training function returned, by name. Empty if the run
             diverged, and for gpulab's own networks.
 
@@ -205,7 +205,7 @@ def train(
 
     **A custom training function** is a function `train(seed, setting)`, or a string such as
     `"my_training.py:train"`. The protocol above does not apply to it. Arguments are passed by name,
-    so the parameters may stand in any order:
+    so the parameters may be in any order:
 
     - `seed` (required): The seed. The random generators of torch, NumPy and Python are seeded with
       it before the call.
@@ -226,11 +226,12 @@ def train(
     call resumes from it.
 
     Args:
-        net: The name of one of gpulab's networks, a network of these classes, or a custom training
-            function. The weights of a new network are drawn from `seed`. A network that has loaded
-            weights starts from them. A network is copied, and the original is not changed.
+        net: The name of one of gpulab's networks, an instance of one of their classes, or a custom
+            training function. The weights of a new network are drawn from `seed`. A network that
+            has loaded weights starts from them. A network is copied, and the original is not
+            changed.
         data: The data to train on: a name that `gpulab.load` accepts, or loaded data. By default
-            those of the profile.
+            the data of the profile.
         setting: Where and how to compute, such as `cuda:tf32=off`.
         seed: The seed of the initial weights and of the order of the images.
         profile: The size of the training, `smoke`, `quick` or `paper`; for PredNet also `motion`.

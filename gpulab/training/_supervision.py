@@ -19,7 +19,7 @@ LOSS_SYNC_SECONDS = 0.1
 
 
 class Supervisor:
-    """Shows the progress of a training, calls the user's `watch`, and saves checkpoints.
+    """Shows the progress of a training run, calls the user's `watch`, and saves checkpoints.
 
     Args:
         training: The training.

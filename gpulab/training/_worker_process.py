@@ -54,8 +54,8 @@ def prepare_worker(start_method: str | None, safe_path: str | None) -> None:
         os.setpgid(0, 0)  # a process group, so that the parent can end all processes started here
     _handle_signals()
     _pickle_by_value()
-    # At its end, this process would wait for processes that a training has left running. Pools end
-    # their own processes first, with priority 15.
+    # At its end, this process would wait for processes that a training function has left running.
+    # Pools end their own processes first, with priority 15.
     multiprocessing.util.Finalize(None, end_children, exitpriority=1)
     # loky would replace a process whose use of memory has grown.
     process_executor._MAX_MEMORY_LEAK_SIZE = math.inf
@@ -67,7 +67,7 @@ def reset_start_method() -> None:
 
 
 def end_children() -> None:
-    """End the processes that trainings have started by `multiprocessing` and left running."""
+    """End the processes that functions started by `multiprocessing` and left running."""
     children = multiprocessing.active_children()
     for child in children:
         child.terminate()
@@ -94,7 +94,7 @@ def _handle_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    # Programs that a training starts inherit SIG_IGN, but not a handler.
+    # Programs that a training function starts inherit SIG_IGN, but not a handler.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, interrupt)
     if hasattr(os, "register_at_fork"):

@@ -47,11 +47,12 @@ CACHED_CHUNKS = 100  # chunks of a film that are kept in memory: 5,000 frames of
 
 
 class Workers(contextlib.AbstractContextManager):
-    """Run up to `count` trainings at the same time, each given by the arguments of `gpulab.train`.
+    """Execute up to `count` training runs at the same time, each given by the arguments of
+    `gpulab.train`.
 
     A training runs in a worker process, which has the environment of one setting and only does runs
-    under this setting. Trainings that may share a GPU run in threads of this process, each on its
-    own CUDA stream.
+    under this setting. Training runs that may share a GPU execute in threads of this process, each
+    on its own CUDA stream.
     """
 
     def __init__(self, count: int) -> None:
@@ -315,7 +316,7 @@ def end_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP interrupt the block, as Ctrl-C does, and then end this process.
 
     The first signal raises `KeyboardInterrupt` in the block; later ones have no effect until the
-    block has ended. Signals are left alone in other threads than the main thread, in which Python
+    block has ended. Signals are left alone in threads other than the main thread, in which Python
     cannot handle them, and if the program already handles or ignores them.
     """
     received: list[int] = []

@@ -48,7 +48,7 @@ class WindowRecord(NamedTuple):
 
 @dataclass
 class Training:
-    """The state of a training, which a checkpoint saves.
+    """The state of a training run, which a checkpoint saves.
 
     Attributes:
         model: The network on its device, with its initial weights.

@@ -299,7 +299,9 @@ def test_record_at_step_records_that_step_of_a_script(script, tmp_path, step):
 
 
 def test_record_at_step_says_what_it_cannot_do(script):
-    with pytest.raises(gl.GpulabError, match="ended after 5 steps of its optimizer; expected 9"):
+    with pytest.raises(
+        gl.GpulabError, match="ended after 5 steps of its optimizer; expected at least 9"
+    ):
         command(script, "a.trace", "--at-step", 9, "0.01")
     for arguments, said in (
         ([script, "a.trace", "--at-step", 0], "expected a whole number from 1"),

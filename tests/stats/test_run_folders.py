@@ -185,7 +185,7 @@ def test_read_table_keeps_two_versions_of_one_run_apart(tmp_path):
 def test_read_table_refuses_folders_without_common_tables_in_one_line(tmp_path):
     with pytest.raises(
         DataError,
-        match=r"neither runs of gpulab nor tables; expected files such as metrics\.csv",
+        match=r"neither gpulab runs nor tables; expected files such as metrics\.csv",
     ):
         gl.stats.read_table(tmp_path)
     for number in range(2):

@@ -202,7 +202,7 @@ def test_verdict_best_refuses_a_metric_that_is_not_in_the_best_epoch():
     table["test_loss"] = table.val_loss.where(table.epoch.isin([0, 1]))
     with pytest.raises(
         gl.UsageError,
-        match=r"has no test_loss at epoch \d, where val_loss is best: take the last by",
+        match=r"has no test_loss at epoch \d, where val_loss is best: take the last row with",
     ):
         gl.verdict(table, "test_loss", "optimizer", best="val_loss")
 

@@ -103,7 +103,7 @@ CASES = [  # losses under cpu and under cuda, margin, decision, words, numbers
         [0.2, *LOST],
         "0.25sd",
         "inconclusive",
-        "Diverged, or without a number: 1, under cpu 1",
+        "Diverged or without a number: 1 under cuda, 1 under cpu",
         {},
     ),
     (
@@ -130,7 +130,7 @@ CASES = [  # losses under cpu and under cuda, margin, decision, words, numbers
         [*BASE[:9], *LOST],
         1,
         "inconclusive",
-        "only one of the two could diverge",
+        "could diverge under only one of the two levels",
         {"p_equivalent_holm": 0},
     ),
     (MANY, [*MANY[:99], *LOST], 1, "equivalent", "", {}),  # at most 5 % could
@@ -141,7 +141,7 @@ CASES = [  # losses under cpu and under cuda, margin, decision, words, numbers
         shifted(WIDE)[:9] + LOST,
         0.1,
         "inconclusive",
-        "Diverged, or without a number: 1, under cpu 0",
+        "Diverged or without a number: 1 under cuda, 0 under cpu",
         {"seeds": 9},
     ),
 ]
