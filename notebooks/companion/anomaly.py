@@ -21,7 +21,16 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 import gpulab as gl
-from companion.findings import SIZES, SUMMARY, CheckedSentences, Part, finding, listed, span
+from companion.findings import (
+    SIZES,
+    SUMMARY,
+    CheckedSentences,
+    Part,
+    finding,
+    listed,
+    span,
+    speeds_in_text,
+)
 from companion.first_windows import recorded_windows
 from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected
 from companion.published_cpu import (
@@ -283,9 +292,9 @@ def dose_sentence(cells: pd.DataFrame) -> str:
     trend = "rises" if low > 0 else "falls" if high < 0 else "may rise or fall"
     return (
         f"{cells.machine.iloc[0]}: with {OVERWRITTEN} the loss is higher in"
-        f" {(cells.ratio > 1).sum()} of {len(cells)} cells (up to {cells.seeds.max()} seeds each);"
-        f" as the error of the gradient grows, the loss {trend} (rank correlation {rho:+.2f}, 95 %"
-        f" interval {low:+.2f} to {high:+.2f})."
+        f" {(cells.ratio > 1).sum()} of {len(cells)} combinations (up to {cells.seeds.max()} seeds"
+        f" each); as the error of the gradient grows, the loss {trend} (rank correlation"
+        f" {rho:+.2f}, 95 % interval {low:+.2f} to {high:+.2f})."
     )
 
 
@@ -332,7 +341,8 @@ def published_page(
     ]
     trips = round_trips(published)
     sections[
-        "Is it the round trip? On a GPU the loop moves the network to the CPU and back per update"
+        "Is it the round trip? On a GPU the loop moves the network to the CPU and back after every"
+        " update"
     ] = (
         "With and without the round trip, the loss has the same bits in"
         f" {trips.same_bits.sum():,} of {trips.windows.sum():,} windows"
@@ -403,7 +413,7 @@ def _port_sentences(port: pd.DataFrame, longer: pd.DataFrame) -> list[str]:
     ]
     for profile, rows in prednet_rows.groupby("profile", sort=False):
         decided = [
-            f"{decision} at speed {listed(f'{speed:g}' for speed in decision_rows.speed)}"
+            f"{decision} at {speeds_in_text(decision_rows.speed)}"
             for decision, decision_rows in rows.groupby("decision", sort=False)
         ]
         sentences.append(

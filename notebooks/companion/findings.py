@@ -316,8 +316,8 @@ def _family_words(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
         beat, reference_beat = different.beat - different.beat_reference, different.beat_reference
         beat_words = f"of {span(different.seeds)} seeds beat repeating the last frame"
         clauses.append(
-            f"{listed(beat) if beat.any() else 'none'} {beat_words}, instead of"
-            f" {listed(reference_beat)}"
+            f"{listed(beat) if beat.any() else 'none'} {beat_words}, compared with"
+            f" {listed(reference_beat)} for the reference"
         )
     elif len(shares) and not shares.beat.any():
         clauses.append("no network has learned motion")
@@ -339,7 +339,7 @@ def _loss_clauses(rows: pd.DataFrame, reference_name: str) -> list[str]:
         speeds = (
             ""
             if len(rows) == 1 or decided.speed.isna().all()
-            else f" at speed {listed(decided.speed.map('{:g}'.format))}"
+            else f" at {speeds_in_text(decided.speed)}"
         )
         seeds = f"{span(decided.seeds)} seeds"
         if decision == SAME:
@@ -378,6 +378,12 @@ def listed(words: Iterable[object]) -> str:
     """Join words as in a sentence: a, b and c."""
     *most, last = map(str, words)
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def speeds_in_text(speeds: Iterable[float]) -> str:
+    """Name the speeds of a film: `speed 2`, or `speeds 1, 2 and 4`."""
+    names = [f"{speed:g}" for speed in speeds]
+    return f"speed{'s' if len(names) > 1 else ''} {listed(names)}"
 
 
 def network_words(network: str) -> str:
