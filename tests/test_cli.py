@@ -132,7 +132,7 @@ def test_verdict_command_says_of_a_folder_of_logs_what_the_api_says(answer, tmp_
     refused = answer(*command)
     assert (refused.status, refused.errors.count("\n")) == (2, 1)
     assert "last='epoch' (--last epoch)" in refused.errors
-    assert "the best by" in refused.errors
+    assert "the best with" in refused.errors
     found = answer(*command, "--last", "epoch", "--html", "pages/verdict.html")
     frame = gl.stats.read_table("logs")
     assert (

@@ -433,10 +433,15 @@ class EscapeTable(Report):
             `learning_rate`, `perturbation`, `batch_size`, `seed`.
 
     Examples:
-        >>> import torch >>> import gpulab as gl >>> saddle = gl.saddles.linear_autoencoder_saddle(
-        ... torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1] ... ) >>> print( ...
-        gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False) ... ) 2
-        training runs from a saddle: 2 left it, 0 stalled there
+        >>> import torch
+        >>> import gpulab as gl
+        >>> saddle = gl.saddles.linear_autoencoder_saddle(
+        ...     torch.diag(torch.tensor([3.0, 2.0, 1.0])), [1]
+        ... )
+        >>> print(
+        ...     gl.saddles.escape_table(saddle, ["cpu"], perturbations=[1e-3, 1e-4], progress=False)
+        ... )
+        2 training runs from a saddle: 2 left it, 0 stalled there
     """
 
     table: pd.DataFrame

@@ -88,7 +88,7 @@ def test_verdict_best_takes_the_row_that_is_best_in_the_column():
 )
 def test_verdict_last_takes_any_counting_column(name):
     table = logged()[["optimizer", "seed", "step", "val_loss"]].rename(columns={"step": name})
-    with pytest.raises(gl.UsageError, match=f"which differ in '{name}', and are not averaged"):
+    with pytest.raises(gl.UsageError, match=f"which differ in '{name}' and are not averaged"):
         gl.verdict(table, **LOGS)
     assert gl.verdict(table, **LOGS, last=name).table.seeds[0] == 6
 
@@ -228,7 +228,7 @@ def test_verdict_refuses_a_history_of_runs_of_gpulab():
     )
     history = gl.store.history(runs[runs.setting.isin(["cpu", "cpu:threads=1"])])
     with pytest.raises(
-        gl.UsageError, match="which differ in 'step' and frames_seen, and are not averaged"
+        gl.UsageError, match="which differ in 'step' and frames_seen and are not averaged"
     ):
         gl.verdict(history, "loss")
     assert gl.verdict(history, "loss", last="step").table.seeds[0] == 10
