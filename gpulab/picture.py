@@ -95,7 +95,7 @@ class Picture:
         about = {"width": _page_width(png, DPI), "alt": self.alt}
         still = {"image/png": base64.b64encode(png).decode(), "text/plain": self.alt}
         display(still | instead, metadata={"image/png": about}, raw=True)
-        heading = f"{IN_WORDS}, before anything is moved" if instead else IN_WORDS
+        heading = f"{IN_WORDS}, before a control is moved" if instead else IN_WORDS
         fold = Markup("<details><summary>{}</summary><p>{}</p></details>").format(heading, self.alt)
         display({"text/html": fold, "text/plain": f"{heading}: {self.alt}"}, raw=True)
         # A notebook would show an open pyplot figure, such as one of seaborn's, a second time.

@@ -28,7 +28,7 @@ EMULATED = {"tf32": "TF32", "ampere": "an Ampere card", "hopper": "a Hopper card
 SWITCHES = {
     "tf32": {True: "TF32", False: "no TF32"},
     "cudnn": {True: "cuDNN", False: "no cuDNN"},
-    "denormals": {True: "tiniest numbers kept", False: "tiniest numbers as zero"},
+    "denormals": {True: "denormals kept", False: "denormals flushed to zero"},
     "deterministic": {True: "deterministic", False: "any order of sums"},
 }
 OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
@@ -57,7 +57,7 @@ def setting_words(setting: str | Setting) -> str:
     ...     setting_words("cpu:threads=3,denormals=off"),
     ...     setting_words("cpu:isa=avx512,precision=float64"),
     ... )
-    ('CPU, 3 threads, tiniest numbers as zero', 'CPU, AVX-512, float64')
+    ('CPU, 3 threads, denormals flushed to zero', 'CPU, AVX-512, float64')
     >>> setting_words("cuda:1:tf32=off,cudnn=off,deterministic=on"), setting_words("mine")
     ('GPU 1, no TF32, no cuDNN, deterministic', 'mine')
     >>> setting_words("cuda:deterministic=on")
