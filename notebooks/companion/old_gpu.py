@@ -106,7 +106,9 @@ def _describe_kernels(kernels: Verdict | None) -> list[str]:
     table = kernels.table
     lost = int(table.diverged.sum())
     runs = lost + int(table.seeds.sum())  # the column counts the seeds that lasted
-    restored = _outcomes(kernels, "kernels and strides of a convolutional version")
+    restored = _outcomes(
+        kernels, "kernels and strides of a convolutional version, its own included"
+    )
     return [f"{restored}, where {lost} of {runs} runs became NaN"]
 
 
