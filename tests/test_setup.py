@@ -28,6 +28,7 @@ from gpulab.audits import _rounding as rounding
 from gpulab.audits import _tolerances as tolerances
 from gpulab.cli import app
 from gpulab.settings import OPTIONS
+from gpulab.training._profiles import PROTOCOLS
 from gpulab.user_code import find_function
 
 ROOT = Path(__file__).parent.parent
@@ -513,3 +514,19 @@ def test_notebooks_import_what_is_there(notebook):
         if not is_importable(module, name)
     ]
     assert missing == []
+
+
+def test_prednet_notebook_states_the_protocols_of_its_profiles():
+    text = (ROOT / "notebooks" / "04_prednet.ipynb").read_text(encoding="utf-8")
+    cells = {cell["id"]: "".join(cell["source"]) for cell in json.loads(text)["cells"]}
+    rows = re.findall(r"^\| ([a-z].+?) \| (.+) \|$", cells["04-loss-text"], re.MULTILINE)
+    stated = {name: values.split(" | ") for name, values in rows}
+    for column, profile in enumerate(("quick", "motion", "paper")):
+        protocol = PROTOCOLS["prednet", profile]
+        channels = "-".join(map(str, protocol.model["channels"]))
+        height, width = protocol.size
+        assert {name: values[column] for name, values in stated.items()} == {
+            "frames, updates": f"{protocol.frames:,}, {protocol.frames // protocol.window}",
+            "size, channels": f"{width}×{height}, {channels}",
+            "learning rate of Adam": f"{protocol.learning_rate:g}",
+        }
