@@ -52,7 +52,8 @@ SENTENCE_TEMPLATES = {
         " smaller than {margin}."
     ),
     "equivalent": (
-        EFFECT_TEMPLATE + ". This is less than {margin}. Single {block}s: {n_beyond_margin:.0f} of"
+        EFFECT_TEMPLATE
+        + ". This is less than {margin}. Individual {block}s: {n_beyond_margin:.0f} of"
         " {seeds} differ by more than the margin, and up to {unseen_percent:.0f} % of all {block}s"
         " could (95 % confidence limit)."
     ),
