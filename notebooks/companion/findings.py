@@ -204,7 +204,7 @@ def in_short(parts: Mapping[str, Part]) -> str:
     for rows in losses:
         for decision, decided in by_decision(rows):
             counts[decision] += len(decided)
-    clauses = []
+    clauses: list[str] = []
     for decision, count in counts.items():
         if count:
             verb = "" if clauses else "is " if count == 1 else "are "
@@ -242,11 +242,11 @@ def short_answer(results: Sequence[Verdict | pd.DataFrame]) -> tuple[str, str, s
             rows = result[result.metric == ALL]
             losses.append(rows.assign(name=rows.apply(_comparison_words, axis="columns")))
             shares.append(result[result.metric == BEAT])
-    counts = [
+    counted_losses, counted_shares = (
         _count_decisions(pd.concat(rows, ignore_index=True)) if rows else ""
         for rows in (losses, shares)
-    ]
-    return span(pd.concat(seeds)).replace(" to ", "–"), *counts
+    )
+    return span(pd.concat(seeds)).replace(" to ", "–"), counted_losses, counted_shares
 
 
 def _count_decisions(rows: pd.DataFrame) -> str:

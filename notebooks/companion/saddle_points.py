@@ -80,7 +80,7 @@ def against_float64(escapes: pd.DataFrame) -> pd.DataFrame:
 
 def _summary(pairs: pd.DataFrame) -> str:
     """How often networks left sooner in coarser arithmetic than in float64, by optimiser."""
-    counts = []
+    counts: list[str] = []
     for optimizer in ("sgd", "momentum", PUBLISHED):
         times = pairs.times[pairs.optimizer == optimizer].dropna()
         name = optimizer_words(optimizer)
