@@ -92,7 +92,7 @@ def budgets(
     frames_per_second = trained.record["configuration"]["frames"] / trained.history.seconds.iloc[-1]
     rows = []
     for what, command in (
-        ("`import gpulab`, Python's own start included", ["-c", "import gpulab"]),
+        ("`import gpulab`, including the start of Python", ["-c", "import gpulab"]),
         ("`gpulab --help`", ["-m", "gpulab.cli", "--help"]),
     ):
         rows.append([what, duration(process_seconds([sys.executable, *command], 7)), ""])
@@ -119,8 +119,8 @@ def budgets(
         ]
         peak = max(memory for _, _, memory in found)
         work = (
-            f"all of these and the report, the time of {round(whole * frames_per_second, -3):,.0f}"
-            " frames"
+            "all of these and the report (as long as training on"
+            f" {round(whole * frames_per_second, -3):,.0f} frames)"
         )
         found.append((f"`python -m companion`, {one}: {work}", whole, peak))
         rows += [
