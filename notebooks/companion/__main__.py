@@ -71,8 +71,8 @@ def copies(
         Path, option("folder of the notebooks", "the one that contains companion")
     ] = NOTEBOOKS,
 ) -> None:
-    """Copy the notebooks without their outputs, for a class that guesses first. Existing copies
-    are kept.
+    """Copy the notebooks without their outputs, for a class that guesses the results first.
+    Existing copies are kept.
     """
     from companion.notebooks import copy_without_outputs
 
@@ -84,8 +84,8 @@ def copies(
 def explore(
     port: Annotated[int, option("to listen on", min=1, max=65535)] = 8866,
 ) -> None:
-    """Serve pages without code to a browser on this machine: a buffer, bits of numbers, a saddle,
-    verdicts.
+    """Serve interactive pages without code to a browser on this machine. They show a buffer, the
+    bits of numbers, a saddle and verdicts.
     """
     with extra("notebooks"):
         import voila  # noqa: F401 - it is started as a separate program
