@@ -33,7 +33,7 @@ class GpulabError(Exception):
     r"""Something could not be done; the message says what, why, and what to do.
 
     All errors that gpulab raises on purpose derive from this class. Control characters in the
-    message are escaped, such as `\x1b`, because the message may quote the content of a file.
+    message, such as `\x1b`, are escaped, because the message may quote the content of a file.
 
     Args:
         message: What could not be done, for the user to read.
@@ -147,7 +147,7 @@ class OverwrittenError(GpulabError):
         finding: What the guard found.
 
     Attributes:
-        finding: Which tensor it was, where it was saved or made, and what has overwritten it, as a
+        finding: Which tensor it was, where it was saved or made, and what overwrote it, as a
             `gpulab.guards.Overwritten`.
 
     Examples:
@@ -157,7 +157,7 @@ class OverwrittenError(GpulabError):
         >>> try:
         ...     with gl.guard():
         ...         loss = (x * scale).sum()
-        ...         scale.numpy()[:] = 2  # autograd does not see it
+        ...         scale.numpy()[:] = 2  # autograd does not notice this write
         ...         loss.backward()
         ... except gl.OverwrittenError as error:
         ...     print(error.finding.function, error.finding.shape)
@@ -172,7 +172,7 @@ class OverwrittenError(GpulabError):
 class OverwrittenWarning(UserWarning):
     """The warning of `gpulab.guard(on="warn")`, issued instead of an `OverwrittenError`.
 
-    The warning comes once, at the end of the guard's block, and describes all that was found. The
+    The warning is issued once, at the end of the guard's block, and describes all findings. The
     findings themselves are in `findings` of the `Guard`.
 
     Examples:

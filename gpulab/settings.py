@@ -146,7 +146,7 @@ class Setting:
 
     A setting is usually written as text, `device:option=value,option=value`, such as
     `cuda:1:tf32=off`. `Setting.parse` reads it and checks every option; `str(setting)` writes it.
-    An option that is None leaves the flag of the process unchanged. `gpulab.setting` computes under
+    An option that is None leaves the flag of the process unchanged. `gpulab.setting` activates
     a setting.
 
     Attributes:
@@ -318,7 +318,7 @@ class Setting:
         return variables
 
     def prepare(self) -> None:
-        """Set `environment()` in this process, which has no effect once torch is loaded."""
+        """Set the variables of `environment()` in this process, unless torch is loaded."""
         if "torch" not in sys.modules:
             os.environ.update(self.environment())
 

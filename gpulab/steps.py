@@ -69,10 +69,10 @@ class Step:
         The function may do several updates. The compared results are the returned tensors, if any,
         the gradients, the parameters and buffers that the function changes, and the states of its
         optimizers. In every execution, torch, NumPy and Python start from the same seed. Draw data
-        and initial weights on the CPU in float32 and convert them afterwards, because the
-        generators of devices and formats differ. An audit calls the function twice for each
-        setting. The states of the modules and optimizers that it used are restored after each call.
-        Any other object with a state, such as an iterator over a loader or a learning rate
+        and initial weights on the CPU in float32 and convert them afterwards, because random number
+        generators differ between devices and number formats. An audit calls the function twice for
+        each setting. The states of the modules and optimizers that it used are restored after each
+        call. Any other object with a state, such as an iterator over a loader or a learning rate
         schedule, must be created inside the function. Settings with `compile` need a `Step`.
 
     Examples:

@@ -38,7 +38,7 @@ EXTERNAL_VALUES_NOTE = (
 
 
 class Audit(AnswerPage):
-    """The result of `audit`: whether the two sides compute the same, what differs, and why.
+    """The result of `audit`: whether both sides compute the same function, what differs, and why.
 
     `print` shows the findings, and `plot()` draws the error of each operation.
 
@@ -347,14 +347,14 @@ def audit(
     setting: str | Setting | None = None,
     progress: bool = True,
 ) -> Audit | CompiledAudit:
-    """Explain how one training step differs under two settings, or two programs under one.
+    """Explain how one step differs under two settings, or two programs under one setting.
 
     It can be called in three ways:
 
     - `audit(step, "cpu", "cuda")` records the step under both settings, as `gpulab.record` does.
     - `audit(step_a, step_b, setting="cpu")` records two steps under one setting, such as two ways
       to write an optimizer.
-    - `audit(trace_a, trace_b)` compares two traces, or files of traces, from one machine or from
+    - `audit(trace_a, trace_b)` compares two traces or trace files, from one machine or from
       two.
 
     Each side is executed twice, to check whether it is deterministic. In the second execution,
@@ -370,7 +370,7 @@ def audit(
       first operations whose inputs have counterparts on the other side and whose output has none.
 
     An operation without a float64 reference is compared as it was recorded, and the first line
-    names it.
+    of the report names it.
 
     These kinds of findings are faults (`Audit.faulty`):
 
@@ -381,8 +381,8 @@ def audit(
       different arguments, or is further from float64 than rounding explains.
     - `overwritten`: memory that the backward pass needed had been overwritten.
     - `other data`: the two sides received different batches or weights.
-    - `cause not found`: results differ in float64, although both sides have every value that leads
-      to them.
+    - `cause not found`: results differ in float64, although every value that leads to them exists
+      on both sides.
 
     These kinds of findings are not faults:
 
@@ -414,7 +414,7 @@ def audit(
         progress: Whether to show a progress bar.
 
     Returns:
-        An `Audit`, or a `CompiledAudit` if a setting compiles. `print` shows its findings, and
+        An `Audit`, or a `CompiledAudit` if a setting has `compile`. `print` shows its findings, and
         `plot()` of an `Audit` draws the error of each operation.
 
     Raises:

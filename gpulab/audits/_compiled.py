@@ -103,7 +103,7 @@ class ResultComparison:
 
 
 class CompiledAudit(AnswerPage):
-    """The result of `audit` for a setting that compiles: wrong results, and the faulty modules.
+    """The result of `audit` for a setting with `compile`: wrong results, and the faulty modules.
 
     `print` shows the findings. The first finding is about the smallest module that is wrong when it
     is compiled alone.

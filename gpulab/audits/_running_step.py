@@ -122,7 +122,7 @@ def record_step(
     as without the recording. As in `gpulab.record`, the results of the step are the gradients, the
     updated parameters and buffers, and the states of optimizers. `gpulab.audit(trace_a, trace_b)`
     compares two such traces, for example from two machines, from two precisions, or from an
-    uninterrupted and a resumed training.
+    uninterrupted and a resumed run.
 
     The trace also contains the state that the step started from: the state of every optimizer that
     the step calls, with its options such as the learning rate; the states of the random number
@@ -132,7 +132,7 @@ def record_step(
     The forward and the backward pass must be inside the block. A recorded step takes several times
     as long as any other step and three times as much memory, because each operation is repeated in
     float64. Steps outside the block cost nothing. Compiled modules run uncompiled inside the block.
-    The guard is not active in it.
+    The guard is not active there either.
 
     Args:
         file: The file in which the trace is saved; None to save no file.
@@ -148,7 +148,7 @@ def record_step(
         UsageError: If an object in `state` has no state that can be compared.
 
     Examples:
-        A step after a resume, compared with the same step of the uninterrupted training. The moving
+        A step after a resume, compared with the same step of the uninterrupted run. The moving
         averages of the optimizer were not restored:
 
         >>> import copy

@@ -149,8 +149,8 @@ def load(
 
     Your own frames are rotated as their file requires, cropped around the centre to the aspect
     ratio of `size`, and scaled to it. Images whose colours are not defined are rejected: images
-    with transparent pixels, whose background is unknown; images in CMYK; and images whose numbers
-    are neither from 0 to 255 nor of 16 bits.
+    with transparent pixels, whose background is unknown; images in CMYK; and images whose pixel
+    values are neither from 0 to 255 nor of 16 bits.
 
     Args:
         name: One of these names.

@@ -208,7 +208,7 @@ class Placement(Report):
             between two operations are also counted.
         seconds: The median time of one step, after a warm-up.
         spread: The interquartile range of that time, divided by the median.
-        at_least: Three lower bounds of the time in seconds: for moving the bytes (`memory`), for
+        at_least: Three lower bounds on the time in seconds: for moving the bytes (`memory`), for
             the floating-point operations (`arithmetic`) and for launching the operations
             (`launches`), each at its measured ceiling.
         unknown: The names of operations that multiply and for which torch has no formula.
@@ -272,7 +272,7 @@ class Placement(Report):
 
     @property
     def launch_share(self) -> float:
-        """A lower bound of the share of the step's time spent launching its operations."""
+        """A lower bound on the share of the step's time spent launching its operations."""
         return self.at_least["launches"] / self.seconds
 
     @property

@@ -142,9 +142,9 @@ class Overwritten:
         device: The device of the tensor, such as `cpu`.
         lines: The lines of your program that were involved, keyed by what they did. The first one,
             `line`, is the one to correct.
-        explanation: Why it happened, and what shares the memory.
+        explanation: Why the memory was overwritten, and what shares it.
         remedy: What to do about it.
-        count: The number of times that it was found.
+        count: The number of times that the guard found it.
         writers: The line that wrote into the memory. If several threads were running, there are
             several lines, one of which wrote. Empty if the line is not known, as is always the case
             with `reads="backward"`.
@@ -235,7 +235,7 @@ class Overwritten:
     def with_holder(self, holder: Holder) -> Overwritten:
         """Return the same finding with the variable that shares the memory.
 
-        If the variable is a NumPy array, an unknown write through memory is attributed to NumPy.
+        If the variable is a NumPy array, a write of unknown origin is attributed to NumPy.
         """
         finding = self.with_cause("numpy") if holder.array and self.cause == "data" else self
         return replace(

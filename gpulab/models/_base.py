@@ -76,7 +76,7 @@ class Trainable(nn.Module):
     def check_state(self, state: ModelState) -> None:
         """Check a state that was read from a file, such as a checkpoint, before resuming from it.
 
-        A tensor of a wrong shape may broadcast, so that no operation raises an error. By default
+        A tensor of the wrong shape may broadcast, so that no operation raises an error. By default
         every state is accepted.
 
         Args:

@@ -61,7 +61,7 @@ class Autoencoder(_Images):
     """A fully connected autoencoder for images, by default 784 → 128 → 32 → 128 → 784 units.
 
     Every layer ends in a ReLU, except the last, which ends in a sigmoid. `gpulab.train` trains the
-    network as the article describes: one image per update, on the mean squared error of the
+    network as in the paper cited below: one image per update, on the mean squared error of the
     reconstruction. A new object has weights drawn from seed 0; `gpulab.train` draws new ones from
     the seed of its run.
 

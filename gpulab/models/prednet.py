@@ -47,7 +47,7 @@ class PredNet(Trainable):
     None. It returns the predictions, in the same shape, and the new state. Prediction t is made
     after frame t, for frame t + 1.
 
-    This is the network of the article of 2021, whose code is written in Chainer. In contrast to the
+    This is the network of the 2021 article, whose code is written in Chainer. In contrast to the
     network of Lotter, Kreiman and Cox, it has peepholes, sigmoid gates and LeCun-normal weights,
     and is trained on the squared error of the predicted frame. A new object has weights drawn from
     seed 0; `gpulab.train` draws new ones from the seed of the run.

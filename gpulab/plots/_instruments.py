@@ -172,7 +172,7 @@ def _roof(
 @draw_registered.register
 @theme.with_theme
 def placement(step: Placement) -> Picture:
-    """Draw a step under the ceilings of its device, and lower bounds of the times of its parts.
+    """Draw a step under the ceilings of its device, and lower bounds on the times of its parts.
 
     The parts are moving its bytes, computing its FLOP and launching its kernels.
     """

@@ -157,7 +157,7 @@ def recorded_curvature() -> pd.DataFrame:
 def _curvature_of_training(
     planned: NetworkRun, measuring: dict[str, int], store: str | Path | None, command: str | None
 ) -> pd.DataFrame:
-    """Return the rows of one training: stored ones if there are any, otherwise new ones."""
+    """Return the rows of one training run: stored ones if there are any, otherwise new ones."""
     machine_passport = passport()
     planned.draw_weights()
     identity = planned.identity(machine_passport).record

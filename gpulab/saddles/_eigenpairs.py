@@ -31,14 +31,14 @@ def extreme_eigenpairs(
     For the whole spectrum, see `gpulab.saddles.spectral_density`.
 
     Args:
-        H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and
+        H: A `gpulab.hessian`, a tensor (n, n), or any other object that supports `H @ v` and
             has `shape`, `dtype` (float32 or float64) and `device`.
         tolerance: The residual ‖Hv − λv‖ to reach, as a share of the distance between the two
             eigenvalues; by default eps^(2/3) of the operator's type, which is 4e-11 in float64 and
             2e-5 in float32.
 
     Returns:
-        The two eigenvalues, (2,), the smallest first, in float64 on the CPU; and their unit
+        The smallest and the largest eigenvalue, (2,), in float64 on the CPU; and their unit
         eigenvectors as columns, (n, 2), in the operator's type on its device.
 
     Raises:

@@ -252,9 +252,9 @@ class Descent:
     def equivalent_displacement(self) -> Float[Tensor, " m"]:
         """Compute the unstable displacement that has the same effect as errors at the saddle.
 
-        The errors are those of rounded weights and of gradients, and the noise of minibatches. A
-        step moves the weights by −η g, and this movement grows by the factor ρⁿ in n further steps.
-        The errors of the first batches therefore count most.
+        The errors are the rounding of the weights, errors in the gradients, and the noise of
+        minibatches. A step moves the weights by −η g, and this movement grows by the factor ρⁿ in n
+        further steps. The errors of the first batches therefore count most.
 
         Returns:
             The displacement along each unstable direction, (m,). NaN for minibatches with an
@@ -310,7 +310,7 @@ def escape(
     law = descent.law
     # `patience`: the number of steps without a change after which rounding holds the network.
     # `extra_steps`: the constant in the default limit of the steps.
-    # `tolerated_steps`: the number of steps beyond twice the expected number after which a training
+    # `tolerated_steps`: the number of steps beyond twice the expected number after which a run
     # counts as stalled. Optimisers with a memory need time to settle first.
     if name == "sgd":
         patience = HELD_STEPS
@@ -403,11 +403,11 @@ class EscapeTable(Report):
             - `curvature`, the smallest eigenvalue of the Hessian at the saddle, and `radius`, the
               distance along the unstable directions beyond which a network has left.
             - `noise`, the displacement along the unstable directions that has the same effect as
-              the errors of gradients, of rounded weights and of minibatches. It is measured at the
-              saddle before any step. For minibatches it is known only for gradient descent, with or
-              without momentum, and NaN for other optimisers.
+              errors in the gradients, the rounding of the weights, and the noise of minibatches. It
+              is measured at the saddle before any step. With minibatches it is known only for
+              gradient descent, with or without momentum, and is NaN for other optimisers.
             - `start`, the displacement along the unstable directions at the start: the noise and
-                the perturbation.
+              the perturbation.
             - `expected_steps`, the step at which theory expects the network to leave. Infinite if
               nothing displaces the network. NaN if `start` is NaN, and if there is no theory: for
               optimisers other than SGD, momentum, RMSprop and Adam, and for some of their options,
@@ -424,8 +424,8 @@ class EscapeTable(Report):
               more than twice the expected steps were made (plus 500, except for `sgd`).
             - `changed_share`, the share of the weights that the first step changed.
             - `step_ratio`, the length of the step to which the optimiser settles at the saddle,
-              divided by half the distance from the weights to the next numbers of their format.
-              Below 1, rounding holds most weights.
+              divided by half the distance from the weights to the adjacent numbers in their
+              format. Below 1, rounding keeps most weights from changing.
         paths: A data frame of all training runs, concatenated, with a row for the start and for
             each step: `step`; the `distance` of the weights from the saddle; its parts along all
             unstable directions (`unstable`) and along the steepest one (`along`); the `loss`; and
@@ -499,7 +499,7 @@ def escape_table(
     """Train from a saddle until the network leaves it, for each combination of the arguments.
 
     At a saddle the gradient is zero. Only a perturbation, arithmetic errors and the noise of
-    minibatches move the network away. The result contains the step at which each training left the
+    minibatches move the network away. The result contains the step at which each network left the
     saddle, and the step that theory predicts.
 
     Args:

@@ -228,7 +228,7 @@ def hessian(
 
             - a pair of inputs and targets;
             - a tensor of inputs; the loss is then a function of the outputs alone;
-            - a mapping, such as a tokenizer returns; the model then receives the items that its
+            - a mapping, such as a tokenizer's output; the model then receives the items that its
               `forward` names, and the loss receives the outputs and the whole mapping;
             - a `DataLoader` of such batches. All batches are drawn once, and their graphs are in
               memory at the same time. The loss is then the mean over all examples, provided that

@@ -239,16 +239,16 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
             `gpulab.saddles.find_critical_point`. Its smallest eigenvalue must be negative and its
             largest positive.
         extent: The largest distance from the saddle in the direction of the least curvature. If the
-            greatest curvature is steeper, distances in its direction are shorter, so that the loss
-            changes about as much.
+            greatest curvature is larger in magnitude, distances in its direction are shorter, so
+            that the loss changes by about the same amount in both directions.
         places: The number of points on each side of the saddle, along each direction.
 
     Returns:
         A `gpulab.saddles.Surface` of (2 · places + 1) × (2 · places + 1) losses.
 
     Raises:
-        UsageError: If `places` is not a positive integer, or if the point is a minimum or a
-            maximum, which has no such plane.
+        UsageError: If `places` is not a positive integer, or if the Hessian does not have both
+            negative and positive eigenvalues.
 
     Examples:
         >>> import torch

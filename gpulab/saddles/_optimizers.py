@@ -246,7 +246,7 @@ def step_ratio(
     The step is the one to which the optimiser settles if the gradient stays the same. It is
     computed in float64 from weights of zero, so that no part of it is lost to rounding. The last
     place is the distance from a weight to the next number of its own format. Both are Euclidean
-    lengths over all weights. If the ratio is far below 1, rounding holds the weights permanently.
+    lengths over all weights. If the ratio is far below 1, rounding prevents any further change.
 
     Examples:
         >>> weights = [torch.ones(3)]

@@ -33,20 +33,19 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
     by semicolons, numbers have a decimal comma. Columns keep their names. An empty cell is a
     missing value, which is not the same as NaN.
 
-    A folder of runs, or a pattern such as `outputs/*/metrics.csv`, is read as Hydra and Lightning
-    write it. Each file is the table of one run, and the name of the run becomes the column `run`.
-    Settings and seeds are read from `.hydra/overrides.yaml`,
-    `.hydra/config.yaml`, `hparams.yaml` and `config.yaml` in the folders of the run, up to the
-    given folder. Nested settings become columns such as `optimizer.lr`. If there are no such files,
-    settings are read from the names of folders and files, such as `optimizer=adam,seed=3` and
-    `seed_3`.
+    A folder of runs, or a pattern such as `outputs/*/metrics.csv`, is read in the layout that Hydra
+    and Lightning write. Each file is the table of one run, and the name of the run is put into the
+    column `run`. Settings and seeds are read from `.hydra/overrides.yaml`, `.hydra/config.yaml`,
+    `hparams.yaml` and `config.yaml` in the folders of the run, up to the given folder. Nested
+    settings become columns such as `optimizer.lr`. If there are no such files, settings are read
+    from the names of folders and files, such as `optimizer=adam,seed=3` and `seed_3`.
 
     Tables of runs and of charts exported from Weights & Biases can be read, and so can CSV files
     downloaded from TensorBoard's page, whose names contain the run and the tag.
 
     Args:
         file: A Parquet file (`.parquet`), or a text file in UTF-8 with a header, such as an export
-            of Weights & Biases or the output of `mlflow.search_runs().to_csv` or `mlflow
+            from Weights & Biases or the output of `mlflow.search_runs().to_csv` or `mlflow
             experiments csv`. It may also be a folder, a pattern, or a list of these.
 
     Returns:

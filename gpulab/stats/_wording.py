@@ -104,7 +104,7 @@ def describe_with_numbers(verdict: Decisions) -> str:
 
 
 def missing_seeds(verdict: Decisions, row: LevelDecision) -> str:
-    """Name the seeds that only the level or only the reference has; an empty text if none."""
+    """Name the seeds that only the level or only the reference has; return "" if there are none."""
     factor = verdict.factor
     block = verdict.block
     preposition = "under" if factor == "setting" else "with"
@@ -260,7 +260,8 @@ def _amount_text(verdict: Decisions, row: LevelDecision, value: float) -> str:
 def _change_text(verdict: Decisions, row: LevelDecision) -> str:
     """Describe a difference, such as `2 % higher than` or `1.5 times as high as`.
 
-    The ratio is used if it is known, all runs are positive, and the change is 10 % or more.
+    The ratio is used if it is known, the metric of all runs is positive, and the change is 10 % or
+    more.
     """
     # The relative margin divided by the margin is 1 over the mean of the reference.
     ratio = 1 + row.difference * row.margin_relative / row.margin if row.margin else math.nan
@@ -303,7 +304,7 @@ def _reasons_undecided(verdict: Decisions, row: LevelDecision) -> Iterator[str]:
 
 
 def _outlier_sentences(verdict: Decisions) -> Iterator[str]:
-    """Yield a sentence if outlying seeds make most of the spread that the margin depends on."""
+    """Yield a sentence if outliers account for most of the spread that the margin depends on."""
     losses = verdict.reference_losses()
     is_outlier = inference.plateau_outliers(losses)
     _, unit = parse_margin(verdict.margin)

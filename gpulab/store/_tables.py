@@ -77,8 +77,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
         - The factors: `loader` (how frames were copied to the device), `decoder` (of the JPEG
           frames of some recorded runs), `flip` (the number of the initial weight whose last bit was
           changed), `fast` (whether faster methods than autograd might be used), `draws` (the
-          generator of the initial weights), `covariance` (the whitener's formula for it),
-          `truncation` (where PredNet's backpropagation through time is truncated).
+          generator of the initial weights), `covariance` (the whitener's formula for the
+          covariance), `truncation` (where PredNet's backpropagation through time is truncated).
         - The results: `status` (`finished` or `diverged`), `final_loss`, `heldout_loss`, `seconds`,
           `frames_per_second` (missing if other runs shared the GPU), `weights` (the SHA-256 of the
           trained weights, which is equal only for bitwise equal weights), `gradients` (the method
@@ -89,8 +89,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
           `torch` and `gpulab`.
         - The data: `data` (the name), `frame_size` (height×width), `scene_seed` and `speed` (of a
           rendered scene), `frames` (the number of frames that were trained on).
-        - `protocol`: A digest of model, data, length and learning rate. Runs can be compared if it
-          is equal.
+        - `protocol`: A digest of model, data, length and learning rate. Runs can be compared if
+          their digests are equal.
         - `recorded` (whether the run was shipped with gpulab), `id`, `path`.
 
         Runs of a custom training function have further columns: `options` (all of them, as JSON),

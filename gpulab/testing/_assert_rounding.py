@@ -57,7 +57,7 @@ def assert_rounding(
 ) -> None:
     """Assert that the results of a function differ from float64 by no more than rounding explains.
 
-    Use it to test your own kernels, for which you would have to choose a tolerance for
+    Use it to test your own kernels without choosing a tolerance, as you would have to for
     `torch.testing.assert_close`. The results are the values that the function returns, and the
     gradients of the inputs that require one. The tolerance allows for sums in any order, so an
     error smaller than that of a long sum is not found.

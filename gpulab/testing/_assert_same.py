@@ -31,7 +31,7 @@ def assert_same(
     and every updated parameter, buffer and optimizer state is compared in float64, so that no
     tolerance has to be chosen.
 
-    The assertion fails
+    The assertion fails:
 
     - on every finding that is a fault (`gpulab.audits.Audit.faulty`), such as a mismatch or
       overwritten memory;

@@ -91,7 +91,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def restore(self, training: Training) -> None:
-        """Set a training to the state at the end of the checkpoint's last window."""
+        """Set a training run to the state at the end of the checkpoint's last window."""
         device = next(training.model.parameters()).device
         for name, tensor in _weights_and_moments(training).items():
             tensor.copy_(self.tensors[name])

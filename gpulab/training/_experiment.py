@@ -48,9 +48,9 @@ class Experiment:
     All runs are stored, and a run that the store already has is not trained again.
 
     Args:
-        model: A custom training function, `train(seed, setting)` or `"my_training.py:train"`, as
-            `gpulab.train` describes it, which may start processes, such as those of a `DataLoader`;
-            or one of gpulab's networks: `autoencoder`, `prednet` or `whitener`.
+        model: One of gpulab's networks, `autoencoder`, `prednet` or `whitener`; or a custom
+            training function, `train(seed, setting)` or `"my_training.py:train"`, as described in
+            `gpulab.train`. The function may start processes, such as those of a `DataLoader`.
         settings: The settings to compare, as strings.
         seeds: The number of seeds, which are then counted from 0, or the seeds themselves. By
             default the number that the profile gives, and 10 for a custom training function.
@@ -65,7 +65,7 @@ class Experiment:
             marked as `shared`.
         options: Options of the custom training function, by name, for all runs. For gpulab's own
             networks, arguments of `gpulab.train` that JSON can represent, such as `frames` or
-            `data`. Weights of these networks are stored only with `keep_weights=True` here.
+            `data`. Their weights are stored only if `keep_weights=True` is one of these options.
         variants: Dictionaries of further options. Each variant is trained under every setting from
             every seed.
         registered: A file that states the question and was written before the first run; see
@@ -131,7 +131,7 @@ class Experiment:
         return f"Experiment with {name}: {size}, in {self.folder}"
 
     def jobs(self) -> list[dict[str, Any]]:
-        """List the arguments of each training, as `gpulab.train` takes them, ordered by setting."""
+        """List the arguments of each run, as `gpulab.train` takes them, ordered by setting."""
         shared = {"profile": self.profile, "store": str(self.folder), "registered": self.registered}
         combinations = itertools.product(
             self.settings, self.variants, range(self.reruns), self.seeds
@@ -288,7 +288,7 @@ EXECUTION_ARGUMENTS = (
 
 
 def plan_job(job: dict[str, Any]) -> PlannedRun:
-    """Check the arguments of one training, an element of `Experiment.jobs`, and plan the run."""
+    """Check the arguments of one run, an element of `Experiment.jobs`, and plan the run."""
     return plan_run(
         **{name: value for name, value in job.items() if name not in EXECUTION_ARGUMENTS}
     )

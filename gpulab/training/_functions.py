@@ -150,7 +150,7 @@ class TrainingFunction:
 
 @dataclass(kw_only=True)
 class FunctionRun(PlannedRun):
-    """One training by a training function.
+    """One run of a training function.
 
     Attributes:
         function: The function.
@@ -169,7 +169,7 @@ class FunctionRun(PlannedRun):
     def plan(
         cls, function: TrainingFunction, setting: Setting, seed: int, rerun: int, options: Options
     ) -> FunctionRun:
-        """Check the arguments of a training by a function.
+        """Check the arguments of a run of a training function.
 
         Raises:
             UsageError: For an option that the function does not have, or that JSON cannot

@@ -281,7 +281,7 @@ class NetworkRun(PlannedRun):
         if is_resumed:
             results = {"resumed_at": resumed_at} | results
         self.data.check_unchanged()
-        self.model.fresh = False  # A further training would start from the trained weights.
+        self.model.fresh = False  # Further training would start from the trained weights.
         return TrainingOutcome(training.history, results, self.model.cpu(), self.data)
 
     def evaluate(self, training: Training) -> float:

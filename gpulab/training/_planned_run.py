@@ -1,4 +1,4 @@
-"""`PlannedRun`, a training whose arguments were checked, and `TrainingOutcome`, its results."""
+"""`PlannedRun`, a run whose arguments were checked, and `TrainingOutcome`, its results."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def profile(name: str) -> str:
         name: `smoke` (seconds), `quick` (minutes on a laptop) or `paper` (as published).
 
     Returns:
-        `smoke`, `quick` or `paper`. PredNet's further profile, `motion`, is for `gpulab.train` and
+        `smoke`, `quick` or `paper`. PredNet's extra profile, `motion`, is for `gpulab.train` and
         `gpulab.Experiment`.
 
     Raises:
@@ -86,7 +86,7 @@ def profile(name: str) -> str:
 def protocol(model: str, name: str) -> Protocol:
     """Return the protocol of a model in the profile `name`.
 
-    PredNet has a further profile, `motion`, in which the walk is faster.
+    PredNet has an extra profile, `motion`, in which the walk is faster.
 
     Examples:
         >>> protocol("prednet", "paper").frames

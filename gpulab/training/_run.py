@@ -119,9 +119,9 @@ class Run:
 
         Returns:
             Two tensors of the same shape with numbers in [0, 1], the expected and the computed
-            output. For a sequence, the shape is (T, 1, C, H, W). The first tensor has the frames
-            from the second one on, and the other has the prediction of each frame from all frames
-            before it. For images, the shape is (N, C, H, W), and the tensors are the images and
+            output. For a sequence, the shape is (T, 1, C, H, W). The first tensor has all frames
+            but the first, and the other has the prediction of each of them from all frames before
+            it. For images, the shape is (N, C, H, W), and the tensors are the images and
             their reconstructions.
 
         Raises:
@@ -210,7 +210,7 @@ def train(
     - `seed` (required): The seed. The random generators of torch, NumPy and Python are seeded with
       it before the call.
     - `setting` (optional): The `Setting`, which is active during the call. Its attributes
-      `setting.device` and `setting.dtype` say where to put tensors.
+      `setting.device` and `setting.dtype` are the device and the type for tensors.
     - Every other parameter is an option and needs a default. If the value of an option is the path
       of a file, the file's content is part of the run's identity. A change in any other file that
       the function reads is not noticed.
@@ -267,7 +267,7 @@ def train(
               up to rounding. By default this is done for PredNet, unless a guard, a trace or an
               emulation has to see every operation.
             - `draws`: The generator of the initial weights, `cpu` or `device`. The generator of a
-              device draws other numbers from the same seed.
+              device draws different numbers from the same seed.
 
     Returns:
         The `Run`, with the trained model, its history and its record.

@@ -27,7 +27,7 @@ class Supervisor:
         bar: The progress bar, in frames.
         watch: The user's function; None if there is none.
         checkpoint: The file for checkpoints; None to save none.
-        total: The number of frames of the whole training.
+        total: The number of frames of the whole training run.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ def supervise(
         windows: The windows that the training has not seen yet.
         engine: The engine that computes the updates of a window.
         window: The number of frames in a window.
-        total: The number of frames of the whole training.
+        total: The number of frames of the whole training run.
         watch: As for `gpulab.train`.
         checkpoint: The file for checkpoints; None for no checkpoints.
         progress: Whether to show a progress bar.

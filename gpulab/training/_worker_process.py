@@ -43,7 +43,7 @@ def prepare_worker(start_method: str | None, safe_path: str | None) -> None:
             None for the system's default.
         safe_path: The value of `PYTHONSAFEPATH` in the user's program; None if it is not set. It is
             restored here, because the value that this worker was started with must not affect
-            programs that a training runs.
+            programs that a training run starts.
     """
     global _start_method
     _start_method = start_method

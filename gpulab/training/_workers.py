@@ -97,7 +97,7 @@ class Workers(contextlib.AbstractContextManager):
     def _shared_setting(self, job: dict[str, Any]) -> str:
         """Return the setting of a run that may share a GPU with others, and "" if it may not.
 
-        The built-in networks may share a GPU: each training has its own random generators, and its
+        The built-in networks may share a GPU: each run has its own random generators, and its
         CUDA stream keeps its kernels in order. Training functions may not, since they draw from
         torch's global generators. Compiled networks may not, since torch refuses to run a compiled
         function in one thread while another thread compiles.
