@@ -238,7 +238,7 @@ def content_digest(stamps: Stamps) -> str:
     return _content_digest(tuple(stamps.items()))
 
 
-@functools.lru_cache(maxsize=256)  # every run of an experiment asks for the digest of its film
+@functools.lru_cache(maxsize=256)  # every run of an experiment needs the digest of its film
 def _content_digest(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
     """Compute the digest for `content_digest`, and check the stamps again after reading."""
     digests = []

@@ -119,7 +119,7 @@ def check_option(name: str, value: OptionValue) -> OptionValue:
     A whole number is converted if the option is a float, so that 1 and 1.0 are the same run.
 
     Raises:
-        UsageError: If the value has another type or is not among the choices.
+        UsageError: If the value has a different type or is not among the choices.
 
     Examples:
         >>> check_option("learning_rate", 1)

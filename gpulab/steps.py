@@ -390,7 +390,7 @@ def explain_step_error(
 ) -> Exception:
     """Convert an error of a step to a `UsageError` that names tensors that `.to()` did not move.
 
-    These are tensors of another format or device that are plain attributes of a module. If there
+    These are plain attributes of a module that have a different format or device. If there
     are none and the setting computes in float32, the error itself is returned, because then the
     setting is not its cause.
     """

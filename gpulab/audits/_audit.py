@@ -419,7 +419,7 @@ def audit(
 
     Raises:
         UsageError: If the arguments fit none of the three forms above, or a step fails.
-        DataError: If a file is not a trace, or has another format.
+        DataError: If a file is not a trace, or has a different format.
         GpulabError: If a setting cannot run on this machine.
 
     Examples:

@@ -126,7 +126,7 @@ class _StepRun(PreparedStep):
         return (value * factors).to(value.dtype)
 
     def _wrap_model(self, model: nn.Module) -> None:
-        """Record the model's outputs, and compile its calls if the setting asks for it.
+        """Record the model's outputs, and compile its calls if the setting has `compile`.
 
         The snapshot of the step undoes this at the end.
         """
@@ -272,7 +272,7 @@ def find_failing_request(step: Step, setting: Setting) -> Request | None:
     """Find the request for a short format that makes a step or module fail in float64.
 
     Returns:
-        The most likely request; None if there is none, so the failure has another reason.
+        The most likely request; None if there is none, so the failure has a different reason.
     """
     requests = ShortFormatRequests(step.model, calling_file=__file__)
     with contextlib.suppress(GpulabError):

@@ -111,7 +111,7 @@ class Loader:
         return [feed] if model.sequential else feed
 
     def _to_device(self, buffer: np.ndarray) -> Tensor:
-        """Convert the host buffer to a tensor on the device, as the loader's name says."""
+        """Convert the host buffer to a tensor on the device, as the loader requires."""
         if self.device_buffer is not None:
             # Autograd does not notice a write to `.data`, which has its own version counter.
             self.device_buffer.data.copy_(torch.from_numpy(buffer))

@@ -292,7 +292,7 @@ def _check_shades(file: Path, shades: npt.NDArray[np.generic]) -> None:
 def _is_transparent(image: PIL.Image.Image) -> bool:
     """Return whether an image has transparent pixels.
 
-    The pixels are read only if the header of the image says that they may be transparent.
+    The pixels are read only if the header of the image indicates that they may be transparent.
     """
     if not image.has_transparency_data:
         return False

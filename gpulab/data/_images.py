@@ -179,7 +179,7 @@ def _read_idx(file: Path) -> Bytes:
     images.
 
     Raises:
-        DataError: If the file is not of this form, is too large, or has another number of bytes.
+        DataError: If the file is not of this form, is too large, or has the wrong number of bytes.
     """
     open_file = gzip.open if file.suffix == ".gz" else open
     with convert_read_errors(file, "cannot be unpacked"), open_file(file, "rb") as stream:

@@ -259,7 +259,7 @@ class Walk:
 
 
 class _Chunk:
-    """Frames rendered once, by the first thread that asks; the other threads wait for it."""
+    """Frames rendered once, by the first thread that needs them; the other threads wait."""
 
     def __init__(self, walk: Walk, start: int, stop: int) -> None:
         self.walk = walk

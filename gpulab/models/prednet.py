@@ -124,7 +124,7 @@ class PredNet(Trainable):
 
     @classmethod
     def from_chainer(cls, file: str | Path) -> PredNet:
-        """Load a network from a `.model` file that the authors' Chainer code has saved.
+        """Load a network from a `.model` file saved by the authors' Chainer code.
 
         Args:
             file: The file. Its arrays determine the number of layers and channels, and the size of
@@ -166,7 +166,7 @@ class PredNet(Trainable):
             after the last frame, a `LayerState` for each layer.
 
         Raises:
-            UsageError: If the frames have another shape.
+            UsageError: If the frames have a different shape.
 
         Examples:
             >>> import torch
@@ -216,7 +216,7 @@ class PredNet(Trainable):
             state: A state that `training_loss` may have returned.
 
         Raises:
-            UsageError: If the state has other shapes. The message names both.
+            UsageError: If the state has different shapes. The message names both.
         """
         if state is None:
             return

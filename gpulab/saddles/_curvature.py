@@ -141,7 +141,7 @@ def recorded_curvature() -> pd.DataFrame:
     The files are in `data/saddles/curvature`.
 
     Returns:
-        A data frame as `gpulab.saddles.curvature_along` returns it, in which `recorded` is True.
+        A data frame like that of `gpulab.saddles.curvature_along`, in which `recorded` is True.
 
     Examples:
         >>> import gpulab as gl

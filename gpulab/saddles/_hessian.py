@@ -335,7 +335,7 @@ def hessian(
     for name, tensor in model_tensors.items():
         if tensor.layout == torch.strided and ((tensor != copies[name]) & ~tensor.isnan()).any():
             raise UsageError(f"{name} changes every time the loss is computed: call model.eval()")
-    # A difference up to a thousand rounding errors may come from another order of summation.
+    # A difference up to a thousand rounding errors may come from a different order of summation.
     if abs(second_loss - H.loss) > 1e3 * torch.finfo(H.dtype).eps * abs(H.loss):
         message = (
             f"the loss is {H.loss:.6g} at the first call and {second_loss:.6g} at the second: it"

@@ -37,7 +37,7 @@ def check_square(A: Operator) -> int:
     """Return the size n of an operator (n, n) of float32 or float64.
 
     Raises:
-        UsageError: If the operator is not square, or has another type.
+        UsageError: If the operator is not square, or has a different type.
     """
     shape = tuple(getattr(A, "shape", ()))
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:

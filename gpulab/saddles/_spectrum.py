@@ -180,7 +180,7 @@ def spectral_density(
     precision a node may therefore appear several times, but the quadrature remains accurate.
 
     Args:
-        H: A `gpulab.hessian`, a tensor (n, n), or anything else that multiplies vectors by `@` and
+        H: A `gpulab.hessian`, a tensor (n, n), or any other object that supports `H @ v` and
             has `shape`, `dtype` (float32 or float64) and `device`.
         probes: The number of random vectors of +1 and −1 from which the method starts.
         steps: The number of Lanczos steps from each vector. Without rounding, the quadrature is
@@ -266,8 +266,8 @@ def index(H: Operator, *, progress: bool = True) -> Index:
 
     If the operator has at most 1,000 columns, the whole matrix is computed, with one product for
     each column, and its negative eigenvalues are counted. For a larger operator, the number is
-    estimated by `gpulab.saddles.spectral_density` with 1,000 products. To estimate it with another
-    number of products, call `spectral_density` and then the `index` method of its result.
+    estimated by `gpulab.saddles.spectral_density` with 1,000 products. To use a different number of
+    products, call `spectral_density` and then the `index` method of its result.
 
     An eigenvalue counts as zero if |λ| is below a share of the largest |λ|. In an exact count, the
     share is n · eps of the operator's type. In an estimate it is 1e-2, because most eigenvalues of

@@ -137,7 +137,7 @@ class Decisions(PairedRuns):
         alpha: The level of significance.
         rows: The decision on each level other than the reference, in the order of the runs.
         between_seeds: The standard deviation of the metric over seeds under the reference.
-        looks: The number of looks at the growing data, as it was passed to `verdict`.
+        looks: The number of looks while seeds are added, as it was passed to `verdict`.
     """
 
     margin: str | float

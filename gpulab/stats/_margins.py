@@ -18,10 +18,10 @@ DEFAULT_BINARY_MARGIN = 0.1  # for booleans, a share of the seeds
 def parse_margin(margin: str | float) -> tuple[float, str]:
     """Split a margin such as 0.01, "0.25sd" or "1%" into its number and its unit.
 
-    The unit is `sd`, `%` or an empty text.
+    The unit is `sd`, `%` or an empty string.
 
     Raises:
-        UsageError: If the margin has another form, or is not a finite number above 0.
+        UsageError: If the margin has a different form, or is not a finite number above 0.
     """
     unit_match = (
         re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(sd|%)\s*", margin)

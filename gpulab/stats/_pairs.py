@@ -305,7 +305,7 @@ def check_runs(
     The copy has the metric in float64 and the columns `status`, `rerun` and `weights`. If runs have
     several rows, it has the rows that `choice` selects. `attrs["chosen"]` has sentences on the
     selection, and `attrs["has_ambiguous_nan"]` says whether NaN may be an empty cell. A `status` in
-    the table is kept, except that `finished` becomes `diverged` where the metric says so.
+    the table is kept, except that `finished` becomes `diverged` where the metric shows this.
 
     Raises:
         UsageError: If the table is not valid, or mixes protocols.
@@ -348,7 +348,7 @@ def _find_statuses(
     Args:
         frame: The runs, a row each.
         metric: The column of the metric.
-        is_diverged: Whether the metric of each run says that it diverged.
+        is_diverged: Whether the metric of each run shows that it diverged.
     """
     is_missing = frame[metric].isna()
     by_metric = np.select([is_diverged, is_missing], ["diverged", "missing"], "finished")
@@ -359,10 +359,10 @@ def _find_statuses(
 
 
 def _parse_metric(column: pd.Series) -> MetricColumn:
-    """Convert the metric to float64, and find the rows that say that a run diverged.
+    """Convert the metric to float64, and find the rows that show that a run diverged.
 
     In a numeric column of NumPy, NaN may be either an empty cell or a loss that was NaN, so only
-    infinity says that a run diverged. Other columns distinguish empty cells from NaN.
+    infinity shows that a run diverged. Other columns distinguish empty cells from NaN.
 
     Raises:
         UsageError: If a cell is neither empty nor a number, a boolean or the text of one.

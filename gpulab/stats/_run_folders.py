@@ -240,7 +240,7 @@ def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:
     """Select the tables that are logs.
 
     If the tables have several names, those with the first of `USUAL_TABLE_NAMES` are logs. All
-    tables are logs if they have the same name, or if each has another name.
+    tables are logs if they have the same name, or if each has a different name.
 
     Raises:
         DataError: If there are several names, none of them usual, and one occurs repeatedly.

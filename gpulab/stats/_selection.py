@@ -124,7 +124,7 @@ class MetricColumn:
 
     Attributes:
         values: The numbers, shape (rows,).
-        is_diverged: Whether the value of a row says that the run diverged. Infinity does. NaN does
+        is_diverged: Whether the value of a row shows that the run diverged. Infinity does. NaN does
             if it can be told from an empty cell.
         has_ambiguous_nan: Whether NaN may be either an empty cell or a loss that was NaN.
     """
@@ -140,7 +140,7 @@ class ChosenRows:
 
     Attributes:
         positions: The positions of the rows in the table.
-        is_diverged: Whether each of these rows says that the run diverged.
+        is_diverged: Whether each of these rows shows that the run diverged.
         notes: Sentences on what was chosen.
     """
 
@@ -269,9 +269,9 @@ class _RunTable:
         )
 
     def find_diverged(self, counters: Sequence[str]) -> NDArray[np.bool_]:
-        """Return for each row whether it says that its run diverged.
+        """Return for each row whether it shows that its run diverged.
 
-        A row says so if its metric is infinite, or if its metric is not finite and its `status` is
+        It does if its metric is infinite, or if its metric is not finite and its `status` is
         `diverged`. If NaN may be an empty cell, NaN counts only in rows after the last finite value
         of the run, and only at epochs (or steps) at which some row has a finite value.
         """
@@ -297,7 +297,7 @@ class _RunTable:
     def rows_with_metric(self, is_diverged: NDArray[np.bool_]) -> NDArray[np.intp]:
         """Find the rows that have a metric, and the last row of each run that has none.
 
-        Rows that say that their run diverged count as rows with a metric.
+        Rows that show that their run diverged count as rows with a metric.
         """
         has_value = np.isfinite(self.column.values) | is_diverged
         has_any = np.zeros(self.runs.max() + 1, bool)
@@ -455,7 +455,7 @@ class _RunTable:
         """Choose the row of each run at which the column `best` has its best value.
 
         If that row has no metric, the last row with a metric at the same epoch or step is taken. A
-        run without any finite value of `best` keeps its first row that says that it diverged, or
+        run without any finite value of `best` keeps its first row that shows that it diverged, or
         else its last row.
 
         Raises:

@@ -54,7 +54,7 @@ class Verdict(VerdictPage):
             `read_table` read.
         source: The file or folder that the table was read from; empty if it is not known.
         between_seeds: The standard deviation of the metric over seeds under the reference.
-        looks: The number of looks at the growing data, as it was passed to `verdict`.
+        looks: The number of looks while seeds are added, as it was passed to `verdict`.
 
     The table has the factor's column and the following ones. There is also a column `p_…_holm` for
     each column `p_…`: the p value after the correction for looks and Holm's correction for several

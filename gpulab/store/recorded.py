@@ -63,7 +63,7 @@ def check_document(file: str | Path, notes: object, content: bytes) -> dict[str,
     The keys are removed in place.
 
     Raises:
-        DataError: If the file has another format version, or the seal does not match the content.
+        DataError: If the format version is different, or the seal does not match the content.
     """
     version = notes.pop("format", None) if isinstance(notes, dict) else notes
     if not isinstance(notes, dict) or version != FORMAT_VERSION:

@@ -79,7 +79,7 @@ class Checkpoint:
         """Check that the checkpoint is of a training run of this network.
 
         Raises:
-            DataError: If tensors are missing or have other shapes.
+            DataError: If tensors are missing or have different shapes.
             UsageError: If the state does not fit the network.
         """
         for name, tensor in _weights_and_moments(training).items():

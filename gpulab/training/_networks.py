@@ -433,7 +433,7 @@ def _load_data(
 ) -> Data:
     """Load the data to train on, and check that they fit the model.
 
-    A warning says so if a sequence is shorter than the training and is therefore repeated.
+    If a sequence is shorter than the training run, it is repeated, and a warning is issued.
 
     Raises:
         UsageError: If options are wrong, or the data do not fit the model.
