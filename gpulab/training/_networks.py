@@ -51,7 +51,7 @@ CODE_VERSION = 1
 
 @dataclass(kw_only=True)
 class NetworkRun(PlannedRun):
-    """One training of a built-in network, with the model created and the data loaded.
+    """One run of a built-in network, with the model created and the data loaded.
 
     Attributes:
         model: The network. `draw_weights` draws its weights, unless it has loaded weights.

@@ -62,7 +62,7 @@ class RestoredRun(NamedTuple):
 
 @dataclass(kw_only=True)
 class PlannedRun(ABC):
-    """One requested training, all of whose arguments have been checked.
+    """One requested run, all of whose arguments have been checked.
 
     Attributes:
         experiment: The name of the network or of the training function.
