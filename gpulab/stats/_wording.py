@@ -31,8 +31,8 @@ MAX_NAMED_SEEDS = 8  # the largest number of seeds that a sentence names
 # The templates of sentences, by decision or by a special case that takes precedence over it.
 SENTENCE_TEMPLATES = {
     "diverged": (
-        "{at_level} {diverged} of {runs} runs diverged, "
-        "{at_reference} {reference_diverged} of {reference_runs}."
+        "{at_level}, {diverged} of {runs} runs diverged; "
+        "{at_reference}, {reference_diverged} of {reference_runs}."
     ),
     "too few pairs": (
         "{level} and {reference} cannot be compared: {shared} finished {preposition} both. Run at"

@@ -59,7 +59,7 @@ def store_folder(store: str | Path | None = None) -> Path:
     is_address = re.match(r"[a-z0-9]{2,}:[/\\]", str(store))
     if not isinstance(store, str | Path) or is_address:
         raise UsageError(
-            f"store {str(store)!r}: expected a folder; copy runs from elsewhere into one first"
+            f"store {str(store)!r}: expected a local folder; copy the runs into one first"
         )
     try:
         str(store).encode()
@@ -287,7 +287,7 @@ def read_results(folder: str | Path) -> tuple[pyarrow.Table, Tensors | None]:
     file = Path(folder) / RESULTS_FILE
     tensors, notes = read_tensors(file)
     if notes.get("run") != file.parent.name:
-        raise DataError(f"{file}: not the results of {file.parent.name}")
+        raise DataError(f"{file}: does not contain the results of run {file.parent.name}")
     weight_names = [name for name in tensors if name.startswith(WEIGHT_PREFIX)]
     weights = {name.removeprefix(WEIGHT_PREFIX): tensors[name] for name in weight_names}
     columns = {

@@ -53,7 +53,7 @@ def test_verdict_compares_settings_seed_by_seed():
 LOST, BITS = [math.nan], [0.0, 1.0]
 MANY = list(np.linspace(0.1, 0.9, 100))
 MOVED = shifted(shifted(0.1, TINY))
-TOLD = "Under cuda 7 of 10 runs diverged, under cpu 0 of 10. Difference 0"
+TOLD = "Under cuda, 7 of 10 runs diverged; under cpu, 0 of 10. Difference 0"
 DOUBT = "Check that the setting reached the training"
 CASES = [  # losses under cpu and under cuda, margin, decision, words, numbers
     (BASE, shifted(TINY), "0.25sd", "equivalent", "cuda against cpu, 10 seeds: equivalent", {}),
