@@ -407,17 +407,6 @@ Tested: torch 2.6 and 2.15. If it changes: audits and guards see their own compu
 """
 
 
-def without_dispatch_modes(function: Function) -> Function:
-    """Decorate a function so that dispatch modes do not see the operations that it calls."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Nested, **kwargs: Nested) -> Nested:
-        with dispatch_disabled():
-            return function(*args, **kwargs)
-
-    return wrapper  # type: ignore[return-value]
-
-
 def active_dispatch_modes() -> list[_python_dispatch.TorchDispatchMode]:
     """Return the dispatch modes that are active in this thread, the innermost last.
 

@@ -31,11 +31,11 @@ from gpulab._torch_internals import (
     named_arguments,
     negative_view,
     storage_identity,
-    without_dispatch_modes,
 )
 from gpulab.audits import _count_sketch as sketches
 from gpulab.audits._formulas import FORMULAS
 from gpulab.audits._traces import Operation
+from gpulab.guards._reentrancy import without_dispatch_modes
 
 HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 # Freed storages are searched for when the new copies reach the larger of these two sizes: a number

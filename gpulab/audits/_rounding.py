@@ -21,7 +21,6 @@ from gpulab._torch_internals import (
     OpOverload,
     has_failed,
     named_arguments,
-    without_dispatch_modes,
 )
 from gpulab.audits._count_sketch import is_float_or_complex, perturbation_factors
 from gpulab.audits._float64_calls import (
@@ -32,6 +31,7 @@ from gpulab.audits._float64_calls import (
     norm,
 )
 from gpulab.audits._formulas import attend
+from gpulab.guards._reentrancy import without_dispatch_modes
 from gpulab.numerics._emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, round_factor_to
 from gpulab.numerics._formats import round_to, rounded_format
 

@@ -38,7 +38,6 @@ from gpulab._torch_internals import (
     result_names,
     returned_or_written,
     storage_identity,
-    without_dispatch_modes,
     written_tensors,
 )
 from gpulab.audits import _count_sketch as sketches
@@ -61,7 +60,7 @@ from gpulab.audits._traces import HASH_MARK, RESULT, Operation, as_json
 from gpulab.audits._values import Slabs, Value
 from gpulab.guards._call_sites import OperationCallers
 from gpulab.guards._fingerprints import content_digest
-from gpulab.guards._reentrancy import as_guard_work, is_guard_running
+from gpulab.guards._reentrancy import as_guard_work, is_guard_running, without_dispatch_modes
 from gpulab.numerics._emulation import COMPOSED_OPERATIONS
 from gpulab.steps import Snapshot
 

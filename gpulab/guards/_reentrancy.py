@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 
-from gpulab._torch_internals import Function, Nested, uncompiled
+from gpulab._torch_internals import Function, Nested, dispatch_disabled, uncompiled
 
 _thread = threading.local()
 
@@ -29,3 +29,14 @@ def as_guard_work(function: Function) -> Function:
             _thread.is_guard_running = was_running
 
     return uncompiled(wrapper)  # type: ignore[return-value]
+
+
+def without_dispatch_modes(function: Function) -> Function:
+    """Decorate a function so that dispatch modes do not see the operations that it calls."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Nested, **kwargs: Nested) -> Nested:
+        with dispatch_disabled():
+            return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]

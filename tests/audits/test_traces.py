@@ -122,7 +122,7 @@ def test_record_takes_any_function_of_one_step(step):
 
 def test_record_refuses_what_is_no_step():
     for wrong in (None, 3, "step", nn.Linear(2, 2).weight):
-        with pytest.raises(gl.UsageError, match="a function that does one step"):
+        with pytest.raises(gl.UsageError, match="a function that performs one step"):
             recorded(wrong)
     for without_numbers in (lambda: None, lambda: torch.arange(3) + 1, lambda: torch.empty(0) + 1):
         with pytest.raises(gl.UsageError, match="nothing to compare"):
