@@ -236,7 +236,9 @@ def _draw_seeds(axes: Axes, seeds: pd.DataFrame, positions: dict[str, int], colo
 
 
 def describe_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
-    """Describe in two or three sentences how changes move the mean and single seeds.
+    """Describe how changes move the mean, and how far the seed that moves most.
+
+    Distances are in standard deviations (sd) between the seeds of the reference.
 
     Args:
         table, seeds: The results of `judge_changes` for one network and profile.
@@ -244,19 +246,19 @@ def describe_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
     if table.empty:
         return f"Fewer than {MIN_SEEDS} seeds cannot show a difference."
     arithmetic = table[table.change != "weights drawn by the GPU"]
-    text = describe_means(arithmetic)
-    undecided = arithmetic.change[arithmetic.decision == "inconclusive"]
-    if len(undecided):
-        text += f" ({', '.join(undecided)}: inconclusive)"
+    changed = arithmetic[arithmetic.change != AGAIN]
+    within = changed.decision.isin(["equivalent", "different but negligible"])
+    text = f"{within.sum()} of {len(changed)} means are shown within the margin"
+    for decision in ("different", "inconclusive"):
+        names = changed.change[changed.decision == decision]
+        if len(names):
+            text += f" ({', '.join(names)}: {decision})"
     moves = seeds[seeds.change.isin(arithmetic.change)]
     if moves.move.max() == 0:
         return f"{text}. No seed's loss changes."
     furthest = moves.loc[moves.move.idxmax()]
-    text += (
-        f". A single seed moves by up to {furthest.move:.2g} standard deviations"
-        f" ({furthest.change})"
-    )
+    text += f". Furthest seed: {furthest.move:.2g} sd ({furthest.change})"
     again = seeds.move[seeds.change == AGAIN]
     if len(again):
-        text += f", and by up to {again.max():.2g} in a second run of the same program"
+        text += f", in a second run {again.max():.2g} sd"
     return f"{text}."

@@ -87,9 +87,9 @@ def test_describe_changes_says_how_far_the_furthest_seed_moves(judged):
     table, seeds = (part[part.profile == "motion"] for part in judged)
     text = changes.describe_changes(table, seeds)
     arithmetic = seeds[seeds.change != "weights drawn by the GPU"]
-    assert f"{arithmetic.move.max():.2g} standard deviations" in text
+    assert f"{arithmetic.move.max():.2g} sd" in text
     still = changes.describe_changes(table, seeds.assign(move=0.0))
-    assert "standard deviations" not in still
+    assert " sd" not in still
 
 
 def test_describe_changes_of_too_few_seeds_decides_nothing(recorded):
