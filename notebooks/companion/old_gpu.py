@@ -117,5 +117,4 @@ def _outcomes(judged: Verdict, changes: str) -> str:
     decisions = judged.table.decision
     matches = decisions.isin(["equivalent", "different but negligible"])
     undecided = int((~matches & (decisions != "different")).sum())
-    note = f" ({undecided} undecided)" if undecided else ""
-    return f"{matches.sum()} of {len(decisions)} {changes}{note}"
+    return f"{matches.sum()} of {len(decisions)} {changes} ({undecided} undecided)"
