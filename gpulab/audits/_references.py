@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -60,8 +61,9 @@ def return_freed_memory() -> None:
     glibc keeps freed memory for later use. Blocks of many sizes leave gaps that later blocks do not
     fit into, so a recording would need about twice the memory of the tensors that exist.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    if sys.platform == "linux":  # elsewhere `CDLL(None)` may raise other errors
+        with contextlib.suppress(OSError, AttributeError):  # a Linux without glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 class Memory:
