@@ -25,6 +25,8 @@ def public_questions(names: Iterable[str] = QUESTIONS) -> pd.DataFrame:
     cases = benchmark("correctness/public_cases")
     chosen_cases = [case for case in cases.CASES if case.name.replace("_", " ") in set(names)]
     first_lines = cases.run(chosen_cases).set_index("case").rename_axis("question")
+    # The causes are docstrings, some of which have line breaks.
+    first_lines["cause"] = first_lines.cause.str.split().str.join(" ")
     words = {"a": "setting", "b": "against", "at": "first at", "cause": "confirmed there"}
     return first_lines.rename(columns=words)[
         ["thread", "setting", "against", "said", "first at", "confirmed there"]
