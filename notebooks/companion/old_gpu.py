@@ -27,8 +27,8 @@ def cards_finding(
     Args:
         runs: The runs of the whitener, those made here and the recorded ones.
         report: The audit of the whitener's first step.
-        cured: The verdict on changes of the arithmetic that were tried here.
-        retuned: The verdict on changes of the training that were tried here.
+        cured: The verdict on changes to the arithmetic that were tried here.
+        retuned: The verdict on changes to the hyperparameters that were tried here.
         conversions: How many bytes return unchanged, for each way, format and machine.
         kernels: The verdict on other kernels and strides of a convolutional version.
     """
@@ -46,7 +46,7 @@ def cards_finding(
     restored = [
         _outcomes(retuned, "retunings"),
         *_describe_kernels(kernels),
-        _outcomes(cured, "changes of the arithmetic"),
+        _outcomes(cured, "changes to the arithmetic"),
     ]
     verdicts = [_verdict_on_cures(runs[runs.recorded], margin) for margin in MARGINS]
     sections: dict[str, Part] = {
@@ -107,7 +107,8 @@ def _describe_kernels(kernels: Verdict | None) -> list[str]:
     lost = int(table.diverged.sum())
     runs = lost + int(table.seeds.sum())  # the column counts the seeds that lasted
     restored = _outcomes(
-        kernels, "kernels and strides of a convolutional version, its own included"
+        kernels,
+        "combinations of kernel and stride in a convolutional version, the original one included",
     )
     return [f"{restored}, where {lost} of {runs} runs became NaN"]
 

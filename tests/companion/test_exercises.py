@@ -140,7 +140,7 @@ WRONG = {
     "08-3": ("for the same price", lambda _: [(8, 6), (32, 2), (128, 1)]),
     "09-1": ("the mean", lambda _: 138 / 37),
     "09-2": ("the control must fail", lambda right: right.assign(status="finished")),
-    "09-3": ("that is one pass", lambda _: one_pass("tf32")),
+    "09-3": ("as in the one-pass form", lambda _: one_pass("tf32")),
     "10-1": ("that none of them is", lambda _: 0.95**20),
     "10-2": ("pass only the runs that you made", lambda right: right.assign(recorded=True)),
     "10-3": ("'the old one'", lambda right: {**right, "reference": "the old one"}),

@@ -31,7 +31,7 @@ def _centred(answer: Answer) -> str:
     seeds = runs.groupby(["setting", "covariance"]).seed.nunique().unstack()
     need(
         len(seeds) > 1,
-        "expected two shorter formats: use cpu:tf32=on,emulate=ampere and cpu:emulate=bfloat16",
+        "expected runs in two formats: use cpu:tf32=on,emulate=ampere and cpu:emulate=bfloat16",
     )
     need(
         seeds.shape[1] == 2,
@@ -46,8 +46,8 @@ def _centred(answer: Answer) -> str:
         lost["one-pass"], "no one-pass run became NaN: train longer, because the control must fail"
     )
     return (
-        f"NaN in {lost['one-pass']} one-pass runs and in {lost['centred']} centred runs. The reason"
-        " needs a proof."
+        f"NaN in {lost['one-pass']} one-pass runs and in {lost['centred']} centred runs. Why the"
+        " centred form cannot fail needs a proof."
     )
 
 
@@ -66,8 +66,8 @@ def _shifted(answer: Answer) -> str:
     need(abs(error - 1 / 49) > 1e-3, "this is divided by 49: divide by 50, as in the notebook")
     need(
         error < 0.5,
-        f"off by {error:.2g} times its size: that is one pass. Subtract a number near the mean"
-        " first",
+        f"off by {error:.2g} times its size, as in the one-pass form: subtract a number near the"
+        " mean first",
     )
     need(
         error < 0.005,

@@ -82,6 +82,6 @@ def _registration(answer: Answer) -> str:
         f"{seeds:g} seeds are too few: recorded runs suggest {needed:g} or more for this margin",
     )
     return (
-        f"{seeds:g} seeds are enough for the setting that scatters least. Whether the plan is"
-        " convincing is for you to judge."
+        f"{seeds:g} seeds are enough for the setting whose losses scatter least. Whether the plan"
+        " is convincing is for you to judge."
     )
