@@ -60,54 +60,42 @@ def draw_autoencoder() -> Picture:
 
 def draw_prednet() -> Picture:
     """Draw two of PredNet's layers at two frames, with the data that flow between them."""
-    figure, axes = _blank_axes(7.6, 5.4, (-1.9, 11.2), (-1.5, 7.4))
+    figure, axes = _blank_axes(7.6, 5.4, (-2.0, 11.1), (-0.75, 7.1))
     for time, left in enumerate((0.0, 6.2)):
-        label = "frame t" if time == 0 else "frame t + 1"
-        _draw_box(axes, (left, -0.6), 1.7, 0.7, label, FRAME_COLOUR)
+        frame = "frame t" if time == 0 else "frame t + 1"
         for layer, bottom in enumerate((1.3, 5.0)):
-            _draw_box(axes, (left, bottom), 1.7, 0.85, f"error E{_subscript(layer)}", ERROR_COLOUR)
-            _draw_box(
-                axes,
-                (left + 2.9, bottom + 1.3),
-                1.9,
-                0.85,
-                f"state R{_subscript(layer)}",
-                STATE_COLOUR,
-            )
-            _draw_box(
-                axes,
-                (left + 2.9, bottom),
-                1.9,
-                0.85,
-                f"prediction P{_subscript(layer)}",
-                PREDICTION_COLOUR,
-            )
+            number = _subscript(layer)
+            centre = left + 2.9
+            # In the lowest layer, the input is the frame.
+            text = f"input A{number}:\n{frame}" if layer == 0 else f"input A{number}"
+            _draw_box(axes, (left, bottom - 1.5), 1.7, 0.85, text, FRAME_COLOUR)
+            _draw_box(axes, (left, bottom), 1.7, 0.85, f"error E{number}", ERROR_COLOUR)
+            state = f"state R{number}, cell C{number}"
+            _draw_box(axes, (centre, bottom + 1.3), 2.4, 0.85, state, STATE_COLOUR)
+            prediction = f"prediction P{number}"
+            _draw_box(axes, (centre, bottom), 1.9, 0.85, prediction, PREDICTION_COLOUR)
+            _draw_arrow(axes, (left, bottom - 1.07), (left, bottom - 0.43), FRAME_COLOUR)
             # The error goes into the state of the same layer, and the state makes the prediction.
-            _draw_arrow(
-                axes, (left + 0.5, bottom + 0.43), (left + 1.95, bottom + 1.3), ERROR_COLOUR
-            )
-            _draw_arrow(
-                axes, (left + 2.9, bottom + 0.87), (left + 2.9, bottom + 0.43), STATE_COLOUR
-            )
-        _draw_arrow(axes, (left, -0.25), (left, 0.87), FRAME_COLOUR)
-        _draw_arrow(axes, (left - 0.4, 1.73), (left - 0.4, 4.57), ERROR_COLOUR)
-        _draw_arrow(axes, (left + 3.5, 5.87), (left + 3.5, 3.03), STATE_COLOUR, "arc3,rad=-0.35")
+            _draw_arrow(axes, (left + 0.5, bottom + 0.43), (left + 1.7, bottom + 1.3), ERROR_COLOUR)
+            _draw_arrow(axes, (centre, bottom + 0.87), (centre, bottom + 0.43), STATE_COLOUR)
+        _draw_arrow(axes, (left, 1.73), (left, 3.07), ERROR_COLOUR)
+        _draw_arrow(axes, (left + 3.95, 5.87), (left + 3.95, 3.03), STATE_COLOUR, "arc3,rad=-0.35")
     for bottom in (1.3, 5.0):
         _draw_arrow(axes, (3.85, bottom), (5.35, bottom), PREDICTION_COLOUR)
-        _draw_arrow(
-            axes, (3.85, bottom + 1.3), (8.15, bottom + 1.3), STATE_COLOUR, "arc3,rad=-0.12"
-        )
-    _label(axes, (-0.55, 3.1), "up: convolution,\nReLU, pooling", ERROR_COLOUR, "right")
-    _label(axes, (4.35, 4.3), "down:\nenlarged", STATE_COLOUR, "left")
-    _label(axes, (4.6, 1.02), "compared\nwith it", PREDICTION_COLOUR, "center", "top")
+        _draw_arrow(axes, (4.1, bottom + 1.3), (7.9, bottom + 1.3), STATE_COLOUR, "arc3,rad=-0.12")
+    _label(axes, (-0.2, 2.4), "up: convolution,\nReLU, pooling", ERROR_COLOUR, "right")
+    _label(axes, (4.15, 3.8), "down: R₁,\nenlarged", STATE_COLOUR, "right")
+    _label(axes, (6.0, 6.75), "R and C, to the next frame", STATE_COLOUR, "center")
+    _label(axes, (4.6, 1.02), "compared\nwith A", PREDICTION_COLOUR, "center", "top")
     _label(axes, (-1.0, 1.3), "layer 0", INK, "right")
     _label(axes, (-1.0, 5.0), "layer 1", INK, "right")
     return Picture(
         figure,
-        "PredNet at two frames. In each layer, a state R, a convolutional LSTM, makes a prediction"
-        " P. At the next frame, the prediction is compared with the input of the layer. The"
-        " difference is the error E, which goes into the state of its layer and up to the layer"
-        " above as its input. States pass down to the layer below and on to the next frame.",
+        "PredNet at two frames. Each layer has a convolutional LSTM with a state R and a cell C."
+        " The prediction P is computed from R. At the next frame, the prediction is compared with"
+        " the input A of the layer, which in the lowest layer is the frame. The difference is the"
+        " error E. It goes into the state of its layer, and up to the layer above, which computes"
+        " its input from it. R is passed down to the layer below, and R and C to the next frame.",
     )
 
 
