@@ -64,10 +64,10 @@ def draw_devices(cpu: Description, gpu: Description) -> Picture:
     _label(axes, (7.3, 6.9), gpu_words, INK, "left")
     return Picture(
         figure,
-        f"A CPU next to a GPU. The CPU, {cpu['name']}, has {cpu_words}: each is large, with much"
-        f" control and cache and few arithmetic units. The GPU, {gpu['name']}, has {gpu_words}:"
-        " each is small and consists mostly of arithmetic units. Each device has a shared cache and"
-        " its own memory; a bus connects the two memories.",
+        f"A CPU next to a GPU. The CPU, {cpu['name']}, has {cpu_words}: each is large, with a lot"
+        f" of control logic and cache and few arithmetic units. The GPU, {gpu['name']}, has"
+        f" {gpu_words}: each is small and consists mostly of arithmetic units. Each device has a"
+        " shared cache and its own memory; a bus connects the two memories.",
     )
 
 

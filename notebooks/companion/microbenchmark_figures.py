@@ -90,7 +90,7 @@ def describe_launch(rows: pd.DataFrame) -> str:
         words += f" ({1e6 * each:.1f} µs in a CUDA graph)"
     if end is None:
         return words
-    return f"{words}, and over 1.5 times as long only for {end:,} numbers or more"
+    return f"{words}; the smallest size that takes over 1.5 times as long is {end:,} numbers"
 
 
 def describe_blocks(rows: pd.DataFrame) -> str:
@@ -166,8 +166,8 @@ def describe_inside(frame: pd.DataFrame, benchmark: str) -> list[str]:
             words = DESCRIPTIONS[benchmark](device.dropna(subset="seconds"))
         except (KeyError, IndexError, ValueError):
             # A time that the sentence needs is missing.
-            words = "was too busy to measure this"
-        sentences.append(f"{where[0].upper()}{where[1:]} {words}.")
+            words = "too busy to measure this"
+        sentences.append(f"{where[0].upper()}{where[1:]}: {words}.")
     return sentences
 
 

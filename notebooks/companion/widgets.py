@@ -106,7 +106,8 @@ def bits_figure(x: float) -> Picture:
         axes.text(middle, -0.15, label, ha="center", va="bottom", fontsize=8, color=tint)
     axes.set(xlim=(-7, 46), ylim=(len(SHOWN), -0.8))
     alt = f"Bits of {x:g}: sign, exponent and fraction in {', '.join(SHOWN)}."
-    return theme.finish_figure(figure, f"{x:.10g} in float32, and rounded to shorter formats", alt)
+    title = f"{x:.10g} in float32, and rounded to formats with fewer bits"
+    return theme.finish_figure(figure, title, alt)
 
 
 class BitExplorer(Explorer):

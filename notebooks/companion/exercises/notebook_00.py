@@ -36,7 +36,7 @@ def _under_load(answer: Answer) -> str:
         pairs.seconds_y.sum() / pairs.seconds_x.sum(),
     )
     return (
-        f"{same} of {len(pairs)} trainings have the same bits; under load, training took"
+        f"{same} of {len(pairs)} runs have the same bits; under load, training took"
         f" {slower:.2g} times as long."
     )
 

@@ -24,8 +24,8 @@ def _intensity(answer: Answer) -> str:
     mistakes = {
         one: "this is the intensity for one image, not for 64",
         many / 2: (
-            "half of it. A multiplication and its addition count as two operations, and a float32"
-            " has 4 bytes"
+            "this is half the right number. A multiplication and its addition count as two"
+            " operations, and a float32 has 4 bytes"
         ),
         4 * many: "four times too large: count bytes, not numbers",
     }

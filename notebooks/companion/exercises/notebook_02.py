@@ -34,8 +34,8 @@ def _exact_orders(answer: Answer) -> str:
     }
     near(answer, right, mistakes, rel=1e-6)
     return (
-        f"with x itself, {of_x} orders are exact. Here the intermediate sums are far larger than"
-        " the final one, whose last digits are lost."
+        f"with x itself, {of_x} orders give the exact sum. Here the intermediate sums are far"
+        " larger than the final one, whose last digits are lost."
     )
 
 
