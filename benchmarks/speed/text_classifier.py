@@ -139,7 +139,7 @@ def text(setting: Setting, size: str) -> Iterator[Row]:
             yield Row(
                 CORPUS,
                 way,
-                note="compiling takes longer than such a short training: only at the paper size",
+                note="compiling takes longer than such a short run: only at the paper size",
             )
             continue
         try:

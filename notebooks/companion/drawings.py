@@ -139,7 +139,7 @@ def draw_published_loop() -> Picture:
 
 
 def draw_saddle() -> Picture:
-    """Draw a saddle, its descent direction, and a training that leaves it."""
+    """Draw a saddle, its descent direction, and the path of a network that leaves it."""
     figure, axes = plt.subplots(figsize=(4.8, 4.0), layout="constrained")
     x, y = np.meshgrid(np.linspace(-1, 1, 81), np.linspace(-1, 1, 81))
     axes.contourf(x, y, y**2 - x**2, levels=20, cmap="Greys", vmin=-1, vmax=3)
@@ -153,7 +153,7 @@ def draw_saddle() -> Picture:
         axes, (-0.82, 0.05), "descent direction:\nthe loss falls", STATE_COLOUR, "left", "bottom"
     )
     _label(axes, (0, -0.4), "saddle:\nthe gradient is zero", INK, "center", "top")
-    _label(axes, (0.1, 0.85), "a training begins here,", ERROR_COLOUR, "left")
+    _label(axes, (0.1, 0.85), "a network starts here,", ERROR_COLOUR, "left")
     _label(axes, (0.96, 0.12), "and leaves here", ERROR_COLOUR, "right", "bottom")
     _label(axes, (0, -0.92), "the loss rises", INK, "center")
     axes.set(
@@ -162,7 +162,7 @@ def draw_saddle() -> Picture:
     return Picture(
         figure,
         "The loss around a saddle, seen from above: it rises in two directions (dark) and falls in"
-        " the other two. A training that begins near the saddle first moves towards it, and then"
+        " the other two. A network that starts near the saddle first moves towards it, and then"
         " leaves along the descent direction in growing steps.",
     )
 

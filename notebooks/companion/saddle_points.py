@@ -86,8 +86,8 @@ def _summary(pairs: pd.DataFrame) -> str:
         name = optimizer_words(optimizer)
         if optimizer == PUBLISHED:
             name += ", the optimiser of the paper"
-        trainings = " pairs of trainings" if not counts else ""
-        counts.append(f"in {(times < 1).sum()} of {len(times)}{trainings} with {name}")
+        runs = " pairs of runs" if not counts else ""
+        counts.append(f"in {(times < 1).sum()} of {len(times)}{runs} with {name}")
     summary = (
         f"Networks left the saddle sooner in coarser arithmetic than in float64 {listed(counts)}."
     )
@@ -111,7 +111,7 @@ def _whether(pairs: pd.DataFrame, also: str = "") -> str:
         answer = "yes, unless rounding keeps the network there" if held else "yes"
     stayed = f"; {held} never left (weights in {_formats_held(pairs)})" if held else ""
     return (
-        f"With {who}: {answer}. In {len(times)} pairs both trainings left the saddle; the one in"
+        f"With {who}: {answer}. In {len(times)} pairs both networks left the saddle; the one in"
         f" coarser arithmetic left sooner than the one in float64 in {sooner} pairs and later in"
         f" {later} (median ratio of steps {times.median():.2f}){stayed}{also}."
     )
@@ -155,7 +155,7 @@ def curvature_title(related: pd.DataFrame) -> str:
 
 def _with_minibatches(escapes: pd.DataFrame) -> str:
     """How much the arithmetic matters with the same minibatches, and how much the seed does."""
-    # only of trainings that left
+    # NaN for networks that never left
     steps = escapes.pivot_table(index=["optimizer", "seed"], columns="setting", values="steps")
     arithmetic, by_optimizer = steps.max(axis=1) / steps.min(axis=1) - 1, steps.groupby("optimizer")
     seeds = (by_optimizer.max() / by_optimizer.min() - 1).stack()
@@ -173,12 +173,12 @@ def _with_minibatches(escapes: pd.DataFrame) -> str:
 
 
 def _held(plain: pd.DataFrame, masters: pd.DataFrame) -> list[str]:
-    """Which trainings leave, by the length of a step, and what weights with more digits change."""
+    """Which networks leave, by the length of a step, and what more precise weights change."""
     measured = plain[plain.step_ratio.notna()]
     longer, shorter = (measured[measured.step_ratio > 1], measured[measured.step_ratio <= 1])
     sentences = [
         "Where a step is longer than half the distance from a weight to the next number in its"
-        f" format, {longer.escaped.sum()} of {len(longer)} trainings left the saddle; where it is"
+        f" format, {longer.escaped.sum()} of {len(longer)} networks left the saddle; where it is"
         f" shorter, {shorter.escaped.sum()} of {len(shorter)}."
     ]
     freed = masters.merge(
@@ -190,7 +190,7 @@ def _held(plain: pd.DataFrame, masters: pd.DataFrame) -> list[str]:
         )
         sentences.append(
             f"With the same gradients but weights in float64, {freed.escaped.sum()} of the"
-            f" {len(freed)} trainings that had not left the saddle did leave it{conclusion}."
+            f" {len(freed)} networks that had not left the saddle did leave it{conclusion}."
         )
     return sentences
 
@@ -200,12 +200,12 @@ def _along_trainings(related: pd.DataFrame, decisions: pd.DataFrame) -> list[str
     counts = decisions.decision.value_counts()
     return [
         (
-            f"Over a whole training, a lower loss goes with fewer descent directions in {falls} of"
-            f" {len(related)} groups of trainings. Between seeds at the same step, this is shown in"
-            f" {shown} of them; in the others, both may simply change in the course of training."
+            f"Over a whole run, a lower loss goes with fewer descent directions in {falls} of"
+            f" {len(related)} groups of runs. Between seeds at the same step, this is shown in"
+            f" {shown} of them; in the others, both may simply change as training proceeds."
         ),
         (
-            "The verdicts on settings, by the share of descent directions at the end of training,"
-            f" are: {listed(f'{count} {decision}' for decision, count in counts.items())}."
+            "Verdicts on whether a setting changes the share of descent directions at the end of"
+            f" training: {listed(f'{count} {decision}' for decision, count in counts.items())}."
         ),
     ]

@@ -62,9 +62,9 @@ def scale_finding(
     """State in sentences what was measured here and what was recorded elsewhere.
 
     Args:
-        ends: How far the weights of divided trainings differ from those of one device.
+        ends: How far the weights of divided training runs differ from those of one device.
         scaling: How fast several devices trained.
-        descents: Lock-free and synchronous trainings, with the number of their `repetition`.
+        descents: Lock-free and synchronous runs, with the number of their `repetition`.
         verdicts: The verdicts on the loss of lock-free training, one for each repetition.
     """
     most = ends[~ends.recorded].groupby("precision").weights.max()
@@ -98,10 +98,13 @@ def describe_lock_free(descents: pd.DataFrame, verdicts: Sequence[Verdict]) -> l
     synchronous, free = (means.mean().loc[way] for way in ("synchronous", "lock-free"))
     ratio = free.updates_per_second / synchronous.updates_per_second
     counts = Counter(verdict.table.decision.iloc[0] for verdict in verdicts)
-    decisions = ", ".join(f"{count} {decision}" for decision, count in counts.items())
+    decisions = ", ".join(
+        f"{decision} in {count} of {len(verdicts)} repetitions"
+        for decision, count in counts.items()
+    )
     return [
-        f"Without a lock, in {len(verdicts)} repetitions: workers make {span(ratio, '.2f')} times"
-        " as many updates per second as workers that wait for each other. A gradient is"
+        f"Workers without a lock make {span(ratio, '.2f')} times as many updates per second as"
+        f" workers that wait for each other (in {len(verdicts)} repetitions). A gradient is"
         f" {span(free.age, '.2f')} updates old when it is applied. The share of changes that were"
         f" lost is {span(free.lost_share, '.1e')} (with the lock at most"
         f" {synchronous.lost_share.max():.1e}, from rounding). Verdicts on the loss:"

@@ -71,7 +71,7 @@ def draw_model_parallel() -> Picture:
             axes.barh(y, width, left=left, height=0.45, color=ON_GPU, alpha=0.6)
     return Picture(
         figure,
-        "Model parallel: the first layers lie on one device, the others on a second. The batch goes"
+        "Model parallel: the first layers are on one device, the others on a second. The batch goes"
         " through both and the gradient comes back, so one device computes while the other waits.",
     )
 

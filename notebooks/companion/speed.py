@@ -57,7 +57,7 @@ CLAIMS = [Claim(*fields) for fields in (
 def claims_table(frame: pd.DataFrame, size: str = "quick") -> pd.DataFrame:
     """The sources' claims, a row each: claimed and measured ratio, answer, and differences.
 
-    Measurements made here at this `size` are preferred to recorded ones. If trainings from several
+    Measurements made here at this `size` are preferred to recorded ones. If runs from several
     seeds are compared, the answer is yes or no only if there are at least six seeds and all agree.
     """
     rows = []

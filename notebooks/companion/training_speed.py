@@ -179,7 +179,7 @@ def draw_training(frame: pd.DataFrame) -> Picture:
         axes.set_yticks(range(len(ways)), ways)
         axes.set(ylim=(len(ways) - 0.5, -0.5), title=NAMES[key])
         theme.log_scale(axes.xaxis)
-    title = "Training in images or frames a second (line: middle half of the rounds)"
+    title = "Training speed in images or frames per second (line: middle half of the rounds)"
     words = " ".join(describe_training(frame))
     return theme.finish_figure(figure, title, f"{title}. {words}")
 

@@ -1,5 +1,5 @@
-r"""One training on several devices: every process has the whole network and takes its share of each
-batch.
+r"""One training run on several devices: every process has the whole network and takes its share of
+each batch.
 
 DistributedDataParallel averages the gradients of all processes while the backward pass is still
 running, so that all make the same step. The program trains PredNet on one device, then on all
@@ -156,7 +156,7 @@ def compare(args, films, update):
         )
         return seconds, parameters_to_vector(net.parameters()).detach()
 
-    # the other processes wait in the joint training
+    # meanwhile, the other processes wait at the start of the joint training
     seconds, alone = trained(whole, 1) if rank == 0 else (0.0, 0.0)
     strong, weights = trained(whole, size)
     everywhere = [torch.empty_like(weights) for _ in range(size)]

@@ -109,7 +109,7 @@ def main():
 
 
 def report(args, begin, weights, moved, logs):
-    """Print the results of both ways, and write the record: a row for each training, and the
+    """Print the results of both ways, and write the record: a row for each run, and the
     losses in 20 pieces of time.
     """
     images = torch.cat(

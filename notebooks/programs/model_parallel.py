@@ -1,4 +1,4 @@
-"""One network on two devices: the encoder lies on the first, the decoder on the second.
+"""One network on two devices: the encoder is on the first, the decoder on the second.
 
 The code is copied between them, and autograd copies the gradient back. One device computes while
 the other waits, so this gains memory but no speed. The program trains the same autoencoder whole

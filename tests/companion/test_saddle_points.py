@@ -18,7 +18,7 @@ RELATED = pd.DataFrame({"over the training": [0.9, -0.1], "p": [0.01, 0.4]})
 
 
 def escapes(optimizer, batch_size=0, **steps):
-    """Trainings from a saddle with seeds 0 and 1: the number of steps that each took under each
+    """Runs from a saddle with seeds 0 and 1: the number of steps that each took under each
     arithmetic, NaN if it never left.
     """
     settings = {"exact": EXACT, "plain": PLAIN, "tf32": TF32}
@@ -37,7 +37,7 @@ def escapes(optimizer, batch_size=0, **steps):
 
 
 def said(adam, share=0.02):
-    """The sentences of the finding for these escapes with Adam, and for trainings that end with
+    """The sentences of the finding for these escapes with Adam, and for runs that end with
     this share of descent directions under TF32.
     """
     held = escapes("sgd", exact=(700, 710), plain=(np.nan, np.nan), tf32=(200, 210))

@@ -9,7 +9,7 @@ from companion.scale_out import describe_lock_free
 
 
 def descents(lost, speed, shift=0.0):
-    """Lock-free and synchronous trainings from eight seeds, for each repetition."""
+    """Lock-free and synchronous runs from eight seeds, for each repetition."""
     rows = []
     for repetition, (share, updates) in enumerate(zip(lost, speed, strict=True)):
         for seed in range(8):
@@ -48,7 +48,7 @@ def test_describe_lock_free_states_the_spread_over_repetitions():
 def test_describe_lock_free_counts_the_decisions(shift, decision):
     frame = descents(lost=[0.1, 0.2], speed=[100.0, 100.0], shift=shift)
     (words,) = describe_lock_free(frame, verdicts_of(frame))
-    assert f"2 {decision}" in words
+    assert f"{decision} in 2 of 2 repetitions" in words
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def _adam_in_bfloat16(answer: Answer) -> str:
         (True, holds) in left.index,
         f"the rate {holds:g}, at which Adam stays without master weights, was not tried with them",
     )
-    outcome = "leaves" if left[True, holds] else "does not leave either"
+    outcome = "leaves" if left[True, holds] else "stays as well"
     return (
         f"Adam does not leave at a learning rate of {holds:g} and leaves at {leaves:g}; with master"
         f" weights it {outcome} at {holds:g}."
@@ -96,7 +96,7 @@ def _small_weights(answer: Answer) -> str:
     times_expected = float((frame.steps / frame.expected_steps).median())
     need(
         0.5 < times_expected < 2,
-        "it did not leave when the law predicts: push it with perturbations=[…], or wait longer",
+        "it did not leave when the law predicted: push it with perturbations=[…], or wait longer",
     )
     return (
         f"float32 leaves after {times_expected:.2f} times the number of steps that the law"

@@ -47,7 +47,7 @@ def _placements(answer: Answer) -> str:
     )
     intensities = ", ".join(f"{name} {each.intensity:.3g}" for name, each in answer.items())
     return (
-        f"flop per byte: {intensities}. With the width, the operations of a product grow faster"
+        f"flop per byte: {intensities}. As the width grows, the operations of a product grow faster"
         " than the bytes that it moves."
     )
 
@@ -78,6 +78,6 @@ def _any_number(answer: Answer) -> str:
         f"the ratio is {ratio:.4g}, which is more than 2 % away from 13.76",
     )
     return (
-        f"{ratio:.4g} times, from {slow['what']}, {slow['way']}. Among enough pairs there is"
-        " one for any number that you want."
+        f"{ratio:.4g} times, from {slow['what']}, {slow['way']}. With enough pairs of times,"
+        " some pair gives any ratio that you want."
     )

@@ -10,7 +10,7 @@ def _twice_the_price(answer: Answer) -> str:
     # n devices take (1 + 64 / 8n) / (1 + 64 / 8) times the updates of one, so the price is (n + 8)
     # / 9 times as high.
     mistakes = {
-        10: "the price is 2 there, but the question asks for more than 2",
+        10: "the price is 2 for this number, but the question asks for more than 2",
         16: "the price is above 2, but fewer devices suffice",
     }
     near(answer, 11, mistakes, rel=1e-6)
@@ -44,7 +44,7 @@ def _gain_without_a_lock(answer: Answer) -> str:
 
 @exercise(
     "08-3",
-    "[(critical batch, devices), …], at least two phases, with equal minimum numbers of updates",
+    "[(critical batch, devices), …], at least two phases with the same minimum number of updates",
 )
 def _schedule(answer: Answer) -> str:
     need(
@@ -72,10 +72,10 @@ def _schedule(answer: Answer) -> str:
     )
     need(
         gain > 1,
-        f"for the same price, a constant {mean:.3g} devices are {1 / gain:.2f} times as fast",
+        f"for the same price, {mean:.3g} devices throughout are {1 / gain:.2f} times as fast",
     )
     return (
-        f"by the law this is {gain:.2f} times as fast as a constant {mean:.3g} devices, for the"
+        f"by the law this is {gain:.2f} times as fast as {mean:.3g} devices throughout, for the"
         " same price. Only a verdict on runs can show whether it ends at the same loss as the"
         " usual training; none was computed here."
     )
