@@ -185,7 +185,7 @@ def draw_training(frame: pd.DataFrame) -> Picture:
 
 
 def describe_crossing(seconds: pd.DataFrame, name: str) -> str:
-    """State from which size on a GPU is faster than a CPU, according to the numbers.
+    """State the size from which a GPU is faster than a CPU, according to the numbers.
 
     Args:
         seconds: Indexed by size, with the columns `CPU` and `GPU`: how long the same work takes.
