@@ -153,7 +153,7 @@ def first_rows(page):
     if (more := len(rows) - 1 - ROWS) <= 0:  # the first row is the heading
         return page
     kept, end = "<tr".join([before, *rows[: ROWS + 1]]), page.rpartition("</tr>")[2]
-    return f"{kept}{end}<p><i>{more} more rows in the notebook.</i></p>"
+    return f"{kept}{end}<p><i>{more} more row{'s' if more > 1 else ''} in the notebook.</i></p>"
 
 
 def first_words(sentences):

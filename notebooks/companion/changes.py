@@ -248,7 +248,7 @@ def describe_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
     arithmetic = table[table.change != "weights drawn by the GPU"]
     changed = arithmetic[arithmetic.change != AGAIN]
     within = changed.decision.isin(["equivalent", "different but negligible"])
-    text = f"{within.sum()} of {len(changed)} changes move the mean by less than the margin"
+    text = f"{within.sum()} of {len(changed)} changes keep the mean within the margin"
     for decision in ("different", "inconclusive"):
         names = changed.change[changed.decision == decision]
         if len(names):
@@ -260,5 +260,5 @@ def describe_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
     text += f". Furthest seed: {furthest.move:.2g} sd ({furthest.change})"
     again = seeds.move[seeds.change == AGAIN]
     if len(again):
-        text += f"; in a second run, {again.max():.2g} sd"
+        text += f"; second run: {again.max():.2g} sd"
     return f"{text}."
