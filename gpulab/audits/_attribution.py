@@ -30,6 +30,7 @@ from gpulab.audits._diagnosis import (
     GRADIENT_SCALER_OPERATION,
     LOST_UPDATE_PREFIX,
     OUT_OF_RANGE_ADVICE,
+    SCALER_ADVICE,
     find_short_format_origin,
     is_nonfinite_on_one_side,
 )
@@ -50,12 +51,6 @@ SOURCE_KINDS = (
 MAX_VISITS = 16  # a pair of values that is visited more often keeps the whole difference
 # A value of the first side and its counterpart; either may be None.
 ValuePair = tuple[Value | None, Value | None]
-
-
-SCALER_ADVICE = (
-    "nothing, if only the first steps are skipped (the scale is then halved); a smaller init_scale"
-    " skips fewer"
-)
 
 
 class Attribution:

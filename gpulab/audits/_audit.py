@@ -17,7 +17,7 @@ from gpulab.audits import _tolerances as tol
 from gpulab.audits._attribution import rank_findings
 from gpulab.audits._comparison import Comparison, Result
 from gpulab.audits._compiled import CompiledAudit, audit_compiled
-from gpulab.audits._diagnosis import diagnose, is_nonfinite_on_one_side
+from gpulab.audits._diagnosis import diagnose, is_loss_scaling, is_nonfinite_on_one_side
 from gpulab.audits._findings import KINDS, Finding, describe, operation_phrase
 from gpulab.audits._page import AnswerPage, Rows, operation_rows
 from gpulab.audits._recording import record
@@ -122,10 +122,15 @@ class Audit(AnswerPage):
 
 
 def _describe_nonfinite(answer: Audit) -> str:
-    """Begin a sentence on NaN or infinity in the results of one side; empty if there is none."""
-    if len(answer.comparison.not_finite) != 1:
+    """Begin a sentence on NaN or infinity in the results of one side, or on a step that a gradient
+    scaler skipped on both sides; empty if there is none.
+    """
+    origins = answer.comparison.not_finite
+    if len(origins) == 2 and all(is_loss_scaling(answer.comparison, o) for o in origins.values()):
+        return "the gradient scaler skipped the step under both; "
+    if len(origins) != 1:
         return ""
-    ((side, origin),) = answer.comparison.not_finite.items()
+    ((side, origin),) = origins.items()
     first_result = describe(origin.results[0])
     n_more = len(origin.results) - 1
     other_results = ""
@@ -155,6 +160,8 @@ def _describe_kinds(answer: Audit) -> str:
             for pair in answer.pairs
         )
         kinds = "identical to the last bit" if identical else "all is well: rounding alone"
+        if _describe_nonfinite(answer):  # then not all is well
+            kinds = "rounding alone otherwise"
         kinds += (
             ", in the results that both sides have" if answer.comparison.unpaired_results else ""
         )

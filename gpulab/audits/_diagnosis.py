@@ -55,6 +55,10 @@ UNINITIALISED_MEMORY_ADVICE = (
     "remove NaN and infinity from the data and the weights before the step;"
     " torch.isfinite(x).all() is False for a tensor that contains them"
 )
+SCALER_ADVICE = (
+    "nothing, if only the first steps are skipped (the scale is then halved); a smaller init_scale"
+    " skips fewer"
+)
 OUT_OF_RANGE_ADVICE = (
     "look for numbers beyond the range of {}: scale them down, subtract the largest before an"
     " exponential, or compute them in a longer format"
@@ -89,7 +93,14 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
     )
     if len(comparison.not_finite) == 2:
         findings += _merge_findings(
-            *([_nonfinite_finding(comparison, origin)] for origin in comparison.not_finite.values())
+            *(
+                [
+                    _loss_scaling_finding(comparison, origin)
+                    if is_loss_scaling(comparison, origin)
+                    else _nonfinite_finding(comparison, origin)
+                ]
+                for origin in comparison.not_finite.values()
+            )
         )
     findings += _state_findings(comparison)
     # The sources also explain results of single ranks, of which one process has only the whole.
@@ -194,15 +205,47 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
         detail += (
             f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}"
         )
-    if any(
-        op.name == GRADIENT_SCALER_OPERATION for op in comparison.trace_of(origin.op).operations
-    ):
+    if _has_gradient_scaler(comparison, origin):
         detail += "; the gradient scaler skipped the step"
     if origin.is_nonfinite_in_reference:
         detail += "; the same happens in float64"
     elif first_result.name not in ("gradient", "updated"):
         detail += "; in float64, the loss is finite"
     return _make_finding(comparison, "not finite", origin.op, detail, _advice_on_not_finite(origin))
+
+
+def _has_gradient_scaler(comparison: Comparison, origin: NotFinite) -> bool:
+    """Return whether a gradient scaler looked for NaN and infinity in the trace of their origin."""
+    operations = comparison.trace_of(origin.op).operations
+    return any(op.name == GRADIENT_SCALER_OPERATION for op in operations)
+
+
+def is_loss_scaling(comparison: Comparison, origin: NotFinite) -> bool:
+    """Return whether gradients overflow only because a gradient scaler scaled the loss.
+
+    The scaler then skips the step and halves the scale, as it should. The loss is finite, and so
+    are the gradients in float64, and a number beyond the range of a short format is the origin.
+    """
+    return (
+        _has_gradient_scaler(comparison, origin)
+        and origin.first_operation.dtype in tol.SHORT_FORMATS
+        and all(result.name == "gradient" for result in origin.results)
+        and not origin.is_nonfinite_in_reference
+    )
+
+
+def _loss_scaling_finding(comparison: Comparison, origin: NotFinite) -> Finding:
+    """Describe gradients that overflow in a short format, so that the scaler skips the step."""
+    op = origin.first_operation
+    n_gradients = len(origin.results)
+    detail = (
+        f"turns numbers beyond the range of {op.dtype} into infinity, which reaches"
+        f" {describe(origin.results[0])}"
+    )
+    if n_gradients > 1:
+        detail += f" and {n_gradients - 1} more"
+    detail += "; the gradient scaler skipped the step"
+    return _make_finding(comparison, "reduced precision", op, detail, SCALER_ADVICE)
 
 
 def _advice_on_not_finite(origin: NotFinite) -> str:
