@@ -258,7 +258,7 @@ class Placement(Report):
 
         The roof is the lower of two ceilings: arithmetic in the step's precisions, and memory at
         the step's intensity. The share exceeds 1 if tensors stay in a cache that is faster than the
-        measured memory, or if other programs slowed the measurement of the roof.
+        measured memory, or if other programs slowed the measurement of the ceilings.
         """
         return max(self.at_least["memory"], self.at_least["arithmetic"]) / self.seconds
 
@@ -266,7 +266,7 @@ class Placement(Report):
     def reached_words(self) -> str:
         """The share `reached` in words.
 
-        A share above 1 is not stated, because the measured roof is then too low.
+        A share above 1 is not stated, because a measured ceiling is then too low.
         """
         return "faster than the roof" if self.reached > 1 else f"{self.reached:.0%} of the roof"
 
@@ -282,7 +282,7 @@ class Placement(Report):
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {flop / 1e9:.3g}" for name, flop in self.flop.items())
-        floors = ", ".join(
+        bounds_text = ", ".join(
             f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items()
         )
         lines = [
@@ -292,20 +292,20 @@ class Placement(Report):
                 f" Gflop: {kinds or 'none'}."
             ),
             (
-                f"At the measured ceilings, its parts alone would take: {floors}. The step is bound"
-                f" by {self.bound}."
+                f"Lower bounds on this time, from the measured ceilings: {bounds_text}. The step is"
+                f" bound by {self.bound}."
             ),
             (
                 f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s,"
-                f" {self.reached_words}; launches take at least {self.launch_share:.0%} of the"
-                " time."
+                f" {self.reached_words} (the lower of the ceilings of memory and arithmetic);"
+                f" launches take at least {self.launch_share:.0%} of the time."
             ),
         ]
         if self.reached > 1:
             lines.append(
-                "A step cannot be faster than its roof. Either tensors stay in a cache that is"
+                "A step cannot be faster than the roof. Either tensors stay in a cache that is"
                 " faster than the measured memory, or other programs slowed the measurement of the"
-                " roof; measure the roof again."
+                " ceilings; measure them again."
             )
         if self.unknown:
             lines.append(
@@ -555,7 +555,7 @@ class OperationCounter(UncompiledDispatchMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        """Run an operation, count it, and return its result."""
+        """Run an operation, and count it, its bytes and its FLOP; return its result."""
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)
         name = operation_name(operation)
@@ -575,6 +575,7 @@ class OperationCounter(UncompiledDispatchMode):
         if formula is not None:
             self.flop[_precision(name, args)] += formula(*args, **kwargs, out_val=out)
         elif PRODUCT_NAMES.search(name):
+            # It multiplies, but torch has no formula for its FLOP. The step's report names it.
             self.unknown.add(name)
         return out
 
