@@ -201,7 +201,8 @@ class Surface(Report):
             (k,).
         across: Distances in the direction of the greatest curvature, (k,).
         losses: The loss at each point, (k, k): a row for each distance in `across`, a column for
-            each distance in `along`.
+            each distance in `along`. The saddle is in the middle, because k is odd and both
+            distances are zero there.
         loss: The loss at the saddle.
         curvatures: The smallest and the largest eigenvalue of the Hessian.
         index: The number of negative eigenvalues.
