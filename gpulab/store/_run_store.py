@@ -157,7 +157,12 @@ def read_entry(path: str) -> list[RunEntry]:
     results = os.path.join(path, RESULTS_FILE)
     if not os.path.isfile(results):
         raise DataError(f"{results}: no such file")
-    return [RunEntry(record, path, file, lambda: read_results(path)[0])]
+
+    def read_history() -> pyarrow.Table:
+        history, _weights = read_results(path)
+        return history
+
+    return [RunEntry(record, path, file, read_history)]
 
 
 def begin_record(
@@ -251,7 +256,7 @@ def write_run(
                 if not folder.is_dir():
                     raise
                 existing = find_run(store, Identity(record["id"], dict(record)))
-                if existing is None:
+                if existing is None:  # it was damaged, and has been moved to quarantine
                     scratch.rename(folder)
                 elif existing.weights is None and weights is not None:
                     _add_weights(folder, existing, weights)
