@@ -2,8 +2,8 @@
 
 The private API consists of all modules, functions and attributes of torch whose names begin with an
 underscore, and of some other names that torch's documentation does not describe, such as
-`StorageWeakRef`. Torch may change them in any release. Therefore, a line in the docstring of each
-entry states which versions of torch it was tested with, and what breaks in gpulab if torch changes
+`StorageWeakRef`. Torch may change them in any release. Therefore, the docstring of each entry
+states which versions of torch it was tested with, and what will break in gpulab if torch changes
 it.
 
 To check a new release of torch, install it and run `pytest tests/test_torch_internals.py`. This
@@ -62,44 +62,48 @@ OpOverload = torch._ops.OpOverload
 
 gpulab also uses its attributes `tags`, `is_view`, `overloadpacket`, `decompose` and `name`.
 
-Tested: torch 2.6 and 2.15. If it changes: audits, guards, emulation and rooflines see no operation.
+Tested with torch 2.6 and 2.15. If torch changes this, audits, guards, emulations and rooflines will
+see no operations.
 """
 
 TO_COPY = torch.ops.aten._to_copy.default
 """The operation behind `Tensor.to`.
 
-Tested: torch 2.6 and 2.15. If it changes: the guard misses copies that go on after the call.
+Tested with torch 2.6 and 2.15. If torch changes this, the guard will miss copies that continue
+after the call.
 """
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """A view that autograd does not track as one, as in `torch.matmul`.
 
-Tested: torch 2.6 and 2.15. If it changes: Hessians of such losses are computed more slowly.
+Tested with torch 2.6 and 2.15. If torch changes this, Hessians of such losses will be computed more
+slowly.
 """
 
 fused_lstm_cell = torch.ops.aten._thnn_fused_lstm_cell
 """The kernel of `nn.LSTMCell` on a GPU: from the gates and the cell to the new state and cell.
 
-Tested: torch 2.11, on CUDA. If it changes: PredNet's analytic engine fails on GPUs.
+Tested with torch 2.11, on CUDA. If torch changes this, PredNet's analytic engine will fail on GPUs.
 """
 
 fused_lstm_cell_backward = torch.ops.aten._thnn_fused_lstm_cell_backward_impl
 """The gradients of `fused_lstm_cell`.
 
-Tested: torch 2.11, on CUDA. If it changes: PredNet's analytic engine fails on GPUs.
+Tested with torch 2.11, on CUDA. If torch changes this, PredNet's analytic engine will fail on GPUs.
 """
 
 OPERATOR_MODULE = "torch._ops"
 """The module whose frame lies between a dispatch mode and the operation that it calls.
 
-Tested: torch 2.6 and 2.15. If it changes: `gpulab guard` shows one more frame in tracebacks.
+Tested with torch 2.6 and 2.15. If torch changes this, `gpulab guard` will show one more frame in
+tracebacks.
 """
 
 
 def schema_name(operation: OpOverload) -> str:
     """Return the full name of an operation, such as `aten::addmm_`.
 
-    Tested: torch 2.6 and 2.15. If it changes: no operation has a name.
+    Tested with torch 2.6 and 2.15. If torch changes this, no operation will have a name.
     """
     return operation._schema.name
 
@@ -107,7 +111,7 @@ def schema_name(operation: OpOverload) -> str:
 def operation_name(operation: OpOverload) -> str:
     """Return the bare name of an operation, such as `addmm` for `aten::addmm_`.
 
-    Tested: torch 2.6 and 2.15. If it changes: no operation has a name.
+    Tested with torch 2.6 and 2.15. If torch changes this, no operation will have a name.
 
     >>> operation_name(torch.ops.aten.add_.Tensor), operation_name(torch.ops.aten._to_copy.default)
     ('add', '_to_copy')
@@ -118,7 +122,8 @@ def operation_name(operation: OpOverload) -> str:
 def process_group_ranks(group: Nested) -> list[int]:
     """Return the ranks of a process group that an operation of `torch.distributed` was given.
 
-    Tested: torch 2.6 and 2.15. If it changes: traces of ranks cannot be joined.
+    Tested with torch 2.6 and 2.15. If torch changes this, it will be impossible to join the traces
+    of ranks.
     """
     from torch import distributed
 
@@ -128,7 +133,8 @@ def process_group_ranks(group: Nested) -> list[int]:
 def wait_for_collective(out: Nested) -> None:
     """Wait for a collective operation whose result contains the handle of its work.
 
-    Tested: torch 2.6 and 2.15. If it changes: collectives are recorded before they have run.
+    Tested with torch 2.6 and 2.15. If torch changes this, collectives will be recorded before they
+    have run.
     """
     for value in out if isinstance(out, tuple) else (out,):
         if isinstance(value, torch.ScriptObject) and hasattr(value, "wait"):
@@ -138,7 +144,8 @@ def wait_for_collective(out: Nested) -> None:
 def is_mutable(operation: OpOverload) -> bool:
     """Return whether an operation writes to an argument, according to its schema.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits compare arguments that were overwritten.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will compare arguments that were
+    overwritten.
     """
     return operation._schema.is_mutable
 
@@ -146,7 +153,8 @@ def is_mutable(operation: OpOverload) -> bool:
 def argument_names(operation: OpOverload) -> list[str]:
     """Return the names of an operation's arguments, in order.
 
-    Tested: torch 2.6 and 2.15. If it changes: Hessians cannot follow in-place operations.
+    Tested with torch 2.6 and 2.15. If torch changes this, Hessian products will be unable to
+    follow in-place operations.
     """
     return [argument.name for argument in operation._schema.arguments]
 
@@ -154,7 +162,8 @@ def argument_names(operation: OpOverload) -> list[str]:
 def result_names(operation: OpOverload) -> list[str]:
     """Return the names of an operation's results, in order; empty for those without one.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits compare the auxiliary outputs of kernels.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will compare the auxiliary outputs
+    of kernels.
     """
     return [result.name for result in operation._schema.returns]
 
@@ -166,7 +175,8 @@ def named_arguments(
 ) -> dict[str, Nested]:
     """Return the arguments of a call by name, in the order of the schema, defaults included.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits cannot compare arguments.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will be unable to compare
+    arguments.
 
     >>> named_arguments(torch.ops.aten.add.Tensor, (1, 2), {})
     {'self': 1, 'other': 2, 'alpha': 1}
@@ -188,7 +198,8 @@ def returned_or_written(operation: OpOverload, args: Sequence[Nested], returned:
     Operations of optimizers return nothing. For `_ctc_loss`, only the first result is returned,
     because the kernel leaves parts of the second uninitialised.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits and rooflines miss the steps of optimizers.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits and rooflines will miss the steps
+    of optimizers.
     """
     if returned is not None:
         return returned[:1] if operation._schema.name == "aten::_ctc_loss" else returned
@@ -211,7 +222,8 @@ def written_tensors(
     Batch normalisations in training mode are a special case: they write to their running
     statistics, although their schemas do not declare it.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits miss changes by in-place operations.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will miss changes by in-place
+    operations.
 
     >>> x = torch.ones(2)
     >>> written_tensors(torch.ops.aten.add_.Tensor, (x, 1), {})[0] is x
@@ -233,7 +245,7 @@ def ctc_lengths_as_lists() -> Iterator[None]:
     Lengths may be tensors on the CPU. Torch converts them itself, but not while a dispatch mode is
     active. It then raises an error, because the other arguments are on a GPU.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits of CTC fail on GPUs.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits of CTC losses will fail on GPUs.
     """
     original = torch.ctc_loss
 
@@ -258,7 +270,8 @@ def ctc_lengths_as_lists() -> Iterator[None]:
 def negative_view(tensor: Tensor) -> Tensor:
     """Return a view of a tensor that is read with the opposite sign.
 
-    Tested: torch 2.6 and 2.15. If it changes: references of negated views are wrong.
+    Tested with torch 2.6 and 2.15. If torch changes this, the references of negated views will be
+    wrong.
 
     >>> negative_view(torch.ones(2)).tolist()
     [-1.0, -1.0]
@@ -269,7 +282,8 @@ def negative_view(tensor: Tensor) -> Tensor:
 def has_failed(operation: OpOverload, returned: Nested) -> bool:
     """Return whether a linear algebra routine failed: its result `info` is not zero.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits compare factorisations that failed.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will compare failed
+    factorisations.
     """
     names = result_names(operation)
     return "info" in names and bool(returned[names.index("info")].any())
@@ -278,7 +292,8 @@ def has_failed(operation: OpOverload, returned: Nested) -> bool:
 def only_allocates(name: str) -> bool:
     """Return whether an operation, given by its bare name, returns uninitialised memory.
 
-    Tested: torch 2.6 and 2.15. If names change: audits compare uninitialised memory.
+    Tested with torch 2.6 and 2.15. If torch changes these names, audits will compare uninitialised
+    memory.
     """
     return name.startswith(("empty", "new_empty"))
 
@@ -288,7 +303,8 @@ def overwrites_first_argument(name: str) -> bool:
 
     `name` is the bare name of the operation.
 
-    Tested: torch 2.6 and 2.15. If names change: audits compare inputs that are never read.
+    Tested with torch 2.6 and 2.15. If torch changes these names, audits will compare inputs that
+    are never read.
     """
     return name in ("copy", "fill", "zero")
 
@@ -298,7 +314,8 @@ def functional_variant(operation: OpOverload) -> OpOverload | None:
 
     The result is None if the operation is not in-place, or if no variant has the same arguments.
 
-    Tested: torch 2.6 and 2.15. If it changes: Hessians cannot follow in-place operations.
+    Tested with torch 2.6 and 2.15. If torch changes this, Hessian products will be unable to
+    follow in-place operations.
 
     >>> functional_variant(torch.ops.aten.add_.Tensor)
     <OpOverload(op='aten.add', overload='Tensor')>
@@ -321,7 +338,8 @@ def is_composite(operation: OpOverload) -> bool:
     A dispatch mode sees these other operations, except in inference mode. An operation that also
     has a kernel for a device, such as the backward pass of SiLU, is not composite.
 
-    Tested: torch 2.6 and 2.15. If it changes: inference mode hides products from emulations.
+    Tested with torch 2.6 and 2.15. If torch changes this, emulations will miss products in
+    inference mode.
     """
     keys = ("CompositeImplicitAutograd", "CPU", "CUDA", "MPS")
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -345,7 +363,8 @@ def call_composite_kernel(
             `CompositeExplicitAutogradNonFunctional`), with a backward pass of its own, and not as
             `CompositeImplicitAutograd`.
 
-    Tested: torch 2.6 and 2.15. If it changes: emulations fail in inference mode, and in `cdist`.
+    Tested with torch 2.6 and 2.15. If torch changes this, emulations will fail in inference mode
+    and in `cdist`.
     """
     keys = torch._C.DispatchKey
     key = keys.CompositeImplicitAutograd
@@ -364,7 +383,7 @@ def call_composite_kernel(
 def decomposition_of(operation: OpOverload) -> Callable[..., Nested]:
     """Return torch's Python function that computes an operation by simpler ones.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits of `cdist` fail.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits of `cdist` will fail.
     """
     return get_decompositions([operation])[operation]
 
@@ -374,7 +393,8 @@ def flop_formulas() -> dict[Nested, Callable[..., int]]:
 
     Importing them imports Triton, which takes 70 MB.
 
-    Tested: torch 2.6 and 2.15. If it changes: `gpulab.device.place` and rooflines count no FLOP.
+    Tested with torch 2.6 and 2.15. If torch changes this, `gpulab.device.place` and rooflines will
+    count no FLOP.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -391,7 +411,8 @@ class UncompiledDispatchMode(_python_dispatch.TorchDispatchMode):
     takes 120 MB. This class replaces the wrapper. Torch 2.6 has no wrapper, because it compiles
     nothing while a dispatch mode is active.
 
-    Tested: torch 2.6 and 2.15. If it changes: guards and audits import the compiler.
+    Tested with torch 2.6 and 2.15. If torch changes this, guards and audits will import the
+    compiler.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -403,14 +424,16 @@ class UncompiledDispatchMode(_python_dispatch.TorchDispatchMode):
 dispatch_disabled = torch._C._DisableTorchDispatch
 """A context manager inside which dispatch modes do not see operations.
 
-Tested: torch 2.6 and 2.15. If it changes: audits and guards see their own computations.
+Tested with torch 2.6 and 2.15. If torch changes this, audits and guards will see their own
+computations.
 """
 
 
 def active_dispatch_modes() -> list[_python_dispatch.TorchDispatchMode]:
     """Return the dispatch modes that are active in this thread, the innermost last.
 
-    Tested: torch 2.6 and 2.15. If it changes: an emulation inside another one does not replace it.
+    Tested with torch 2.6 and 2.15. If torch changes this, an emulation inside another one will not
+    replace it.
     """
     return _python_dispatch._get_current_dispatch_mode_stack()
 
@@ -420,7 +443,8 @@ def has_wrapper_subclass(tensor_types: Iterable[type]) -> bool:
 
     The class of nested tensors is an example.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits and emulations of nested tensors fail.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits and emulations of nested tensors
+    will fail.
     """
     return any(map(_python_dispatch.is_traceable_wrapper_subclass_type, tensor_types))
 
@@ -431,7 +455,8 @@ def has_computation_observers() -> bool:
     In torch 2.6 this cannot be determined for hooks for saved tensors, so the result is always
     true.
 
-    Tested: torch 2.6 and 2.15. If it changes: faster engines hide operations from guards.
+    Tested with torch 2.6 and 2.15. If torch changes this, faster engines will hide operations from
+    guards.
     """
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
@@ -445,7 +470,8 @@ def without_fused_rnn() -> Iterator[None]:
     The public context managers `flags` are not used, because they also set other flags of the two
     libraries.
 
-    Tested: torch 2.6 and 2.15. If it changes: emulations do not reach products of recurrent layers.
+    Tested with torch 2.6 and 2.15. If torch changes this, emulations will not reach the products of
+    recurrent layers.
     """
     onednn = torch._C._get_mkldnn_enabled()
     cudnn = torch._C._get_cudnn_enabled()
@@ -467,7 +493,8 @@ def uncompiled(function: Function) -> Function:
     `torch.compiler.disable` does the same, but imports the compiler. Torch 2.6 has no other
     complete way: Dynamo still compiles the function if compiled code calls it or `backward`.
 
-    Tested: torch 2.15. If it changes: a guard around compiled code is compiled itself.
+    Tested with torch 2.15. If torch changes this, a guard around compiled code will itself be
+    compiled.
     """
     if action := getattr(eval_frame, "_FrameAction", None):
         # The first action is for the function itself, the second for the functions that it calls.
@@ -480,7 +507,7 @@ def uncompiled(function: Function) -> Function:
 def is_compiler_loaded() -> bool:
     """Return whether this process has imported torch's compiler.
 
-    Tested: torch 2.6 and 2.15. If it changes: Hessians of compiled models fail.
+    Tested with torch 2.6 and 2.15. If torch changes this, Hessians of compiled models will fail.
     """
     return "torch._dynamo" in sys.modules
 
@@ -493,8 +520,8 @@ def report_skipped_frames(report: Callable[[], None]) -> Callable[[], None]:
     Returns:
         A function that restores Dynamo's functions, which ends the reports.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard does not report that compiled code ran
-    uncompiled.
+    Tested with torch 2.6 and 2.15. If torch changes this, the guard will not report that compiled
+    code ran uncompiled.
     """
     from torch._dynamo import convert_frame
 
@@ -530,7 +557,7 @@ def recompilations_allowed(count: int) -> AbstractContextManager[object]:
     Dynamo raises an error for any further variant. By default, it compiles fewer variants and runs
     the others uncompiled. Up to torch 2.6, the option is called `cache_size_limit`.
 
-    Tested: torch 2.6 and 2.15. If it changes: settings with `compile` fail.
+    Tested with torch 2.6 and 2.15. If torch changes this, settings with `compile` will fail.
     """
     from torch._dynamo import config
 
@@ -543,7 +570,8 @@ def uncompiled_random_numbers(use_fallback: bool = True) -> AbstractContextManag
 
     If `use_fallback` is false, Inductor uses its own random number generator instead.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits blame the dropout of compiled models.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will blame the dropout of compiled
+    models.
     """
     from torch._inductor import config
 
@@ -553,7 +581,8 @@ def uncompiled_random_numbers(use_fallback: bool = True) -> AbstractContextManag
 def draws_as_uncompiled() -> bool:
     """Return whether Inductor is set to draw the random numbers of uncompiled code.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits recommend an option that is already set.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will recommend an option that is
+    already set.
     """
     from torch._inductor import config
 
@@ -563,7 +592,8 @@ def draws_as_uncompiled() -> bool:
 def compiler_error() -> type[Exception]:
     """Return the class of the errors that the compiler raises.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits do not explain errors of the compiler.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will not explain errors of the
+    compiler.
     """
     from torch._dynamo.exc import TorchDynamoException
 
@@ -575,7 +605,8 @@ def forget_compiled_graphs() -> None:
 
     All other counters of Dynamo are reset as well.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits also count the graphs of earlier audits.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will also count the graphs of
+    earlier audits.
     """
     from torch._dynamo.utils import counters
 
@@ -585,7 +616,8 @@ def forget_compiled_graphs() -> None:
 def compiled_graph_count() -> int:
     """Return how many graphs Dynamo has compiled since `forget_compiled_graphs`.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits reject compiled models as not compiled.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will reject compiled models as not
+    compiled.
     """
     from torch._dynamo.utils import counters
 
@@ -595,7 +627,8 @@ def compiled_graph_count() -> int:
 def original_module(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` wrapped, or the module itself.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits compare a compiled model with itself.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will compare a compiled model with
+    itself.
     """
     return getattr(module, "_orig_mod", module)
 
@@ -603,7 +636,8 @@ def original_module(module: nn.Module) -> nn.Module:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` wrapped a module or `Module.compile` compiled it in place.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits do not report that a model ran uncompiled.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will not report that a model ran
+    uncompiled.
     """
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
@@ -611,7 +645,8 @@ def is_compiled(module: nn.Module) -> bool:
 def name_as_written(name: str) -> str:
     """Return the name of a module or parameter without the prefix that `torch.compile` adds.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits of compiled models show other names.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits of compiled models will show other
+    names.
 
     >>> name_as_written("_orig_mod.0.weight"), name_as_written("_orig_mod")
     ('0.weight', '')
@@ -622,7 +657,7 @@ def name_as_written(name: str) -> str:
 def call_as_written(module: nn.Module, *args: Nested, **kwargs: Nested) -> Nested:
     """Call a module and its hooks without the function set by `Module.compile` or `replace_call`.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits of compiled models fail.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits of compiled models will fail.
     """
     return module._call_impl(*args, **kwargs)
 
@@ -630,7 +665,7 @@ def call_as_written(module: nn.Module, *args: Nested, **kwargs: Nested) -> Neste
 def replace_call(module: nn.Module, call: Callable[..., Nested]) -> None:
     """Replace the function that is executed when a module is called, as `Module.compile` does.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits of compiled models fail.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits of compiled models will fail.
     """
     module._compiled_call_impl = call
 
@@ -641,7 +676,7 @@ def replace_call(module: nn.Module, call: Callable[..., Nested]) -> None:
 def graph_nodes(result: Tensor) -> Iterator[Node]:
     """Iterate over the nodes of a result's autograd graph; each node occurs once.
 
-    Uses public API only.
+    This function uses only torch's public API.
     """
     pending: list[Node | None] = [result.grad_fn]
     visited: set[Node] = set()
@@ -656,7 +691,8 @@ def graph_nodes(result: Tensor) -> Iterator[Node]:
 def current_node() -> Node | None:
     """Return the node whose backward function this thread is running, or None outside of backward.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits and guards cannot name backward operations.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits and guards will be unable to name
+    backward operations.
     """
     return torch._C._current_autograd_node()
 
@@ -664,7 +700,8 @@ def current_node() -> Node | None:
 def node_number(node: Node) -> int:
     """Return autograd's sequence number of a node; each thread numbers its nodes separately.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits show no line for backward operations.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will show no line for backward
+    operations.
     """
     return node._sequence_nr()
 
@@ -672,7 +709,8 @@ def node_number(node: Node) -> int:
 def newest_node_number() -> int:
     """Return the sequence number of the node that this thread created last.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits show no line for backward operations.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will show no line for backward
+    operations.
     """
     return torch.autograd._get_sequence_nr() - 1
 
@@ -680,7 +718,8 @@ def newest_node_number() -> int:
 def current_backward_pass() -> int:
     """Return the number of this thread's current backward pass, or -1 outside of one.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard checks nothing on accelerators.
+    Tested with torch 2.6 and 2.15. If torch changes this, the guard will check nothing on
+    accelerators.
     """
     return torch._C._current_graph_task_id()
 
@@ -690,7 +729,8 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
     Torch 2.15 also has the public function `torch.autograd.graph.queue_callback`.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard reports nothing on accelerators.
+    Tested with torch 2.6 and 2.15. If torch changes this, the guard will report nothing on
+    accelerators.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -704,7 +744,7 @@ def push_saved_tensor_hooks(
     The class itself is not used, because an instance cannot be entered again, and several instances
     must be exited in reverse order.
 
-    Tested: torch 2.6 and 2.15. If it changes: no guard can be entered.
+    Tested with torch 2.6 and 2.15. If torch changes this, it will be impossible to enter a guard.
     """
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
@@ -712,7 +752,7 @@ def push_saved_tensor_hooks(
 def pop_saved_tensor_hooks() -> None:
     """Remove the hooks for saved tensors that this thread added last.
 
-    Tested: torch 2.6 and 2.15. If it changes: no guard can be exited.
+    Tested with torch 2.6 and 2.15. If torch changes this, it will be impossible to exit a guard.
     """
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
@@ -725,7 +765,8 @@ def saved_values(node: Node | None, names: Iterable[str] = ()) -> Iterator[tuple
         names: The names of the requested values; empty for all values. The value is None for a name
             that the node does not have. Values that torch has already released are skipped.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard names no operand, and blames batch norm.
+    Tested with torch 2.6 and 2.15. If torch changes this, the guard will name no operands and will
+    blame batch normalisation.
     """
     prefix = "_saved_"
     attributes = [prefix + name for name in names] or dir(node)
@@ -741,7 +782,8 @@ def saved_values(node: Node | None, names: Iterable[str] = ()) -> Iterator[tuple
 def is_checkpoint_frame(frame: types.FrameType | None) -> bool:
     """Return whether a frame runs code of `torch.utils.checkpoint`, which recomputes activations.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard names the wrong operation for checkpoints.
+    Tested with torch 2.6 and 2.15. If torch changes this, the guard will name the wrong operation
+    for checkpoints.
     """
     return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
@@ -749,7 +791,8 @@ def is_checkpoint_frame(frame: types.FrameType | None) -> bool:
 def is_once_differentiable(node: Node) -> bool:
     """Return whether a node belongs to a user's function with a `once_differentiable` backward.
 
-    Tested: torch 2.6 and 2.15. If it changes: Hessians silently treat such gradients as constants.
+    Tested with torch 2.6 and 2.15. If torch changes this, Hessians will silently treat such
+    gradients as constants.
     """
     backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
     return getattr(backward, "__code__", None) is _ONCE_DIFFERENTIABLE
@@ -762,7 +805,8 @@ _ONCE_DIFFERENTIABLE = once_differentiable(len).__code__
 def leaf_of(node: Node) -> Tensor | None:
     """Return the leaf that a node accumulates a gradient for; None for other nodes.
 
-    Tested: torch 2.6 and 2.15. If it changes: Hessians of losses that hold parameters are wrong.
+    Tested with torch 2.6 and 2.15. If torch changes this, Hessians of losses that hold parameters
+    will be wrong.
     """
     return getattr(node, "variable", None)
 
@@ -770,7 +814,7 @@ def leaf_of(node: Node) -> Tensor | None:
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Return whether a leaf has hooks that can read or change its gradient.
 
-    Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
+    Tested with torch 2.6 and 2.15. If torch changes this, faster engines will skip a user's hooks.
     """
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
@@ -778,7 +822,7 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 def has_module_hooks(module: nn.Module) -> bool:
     """Return whether a module has forward or backward hooks; submodules do not count.
 
-    Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
+    Tested with torch 2.6 and 2.15. If torch changes this, faster engines will skip a user's hooks.
     """
     hooks = (
         module._forward_hooks,
@@ -792,7 +836,7 @@ def has_module_hooks(module: nn.Module) -> bool:
 def has_global_module_hooks() -> bool:
     """Return whether there are global forward or backward hooks, which apply to all modules.
 
-    Tested: torch 2.6 and 2.15. If it changes: faster engines skip a user's hooks.
+    Tested with torch 2.6 and 2.15. If torch changes this, faster engines will skip a user's hooks.
     """
     module = nn.modules.module
     hooks = (
@@ -807,13 +851,15 @@ def has_global_module_hooks() -> bool:
 register_optimizer_step_pre_hook = optimizer_module.register_optimizer_step_pre_hook
 """Register a function to be called before each step of every optimizer.
 
-Tested: torch 2.6 and 2.15. If it changes: audits do not restore the state of optimizers.
+Tested with torch 2.6 and 2.15. If torch changes this, audits will not restore the state of
+optimizers.
 """
 
 register_optimizer_step_post_hook = optimizer_module.register_optimizer_step_post_hook
 """Register a function to be called after each step of every optimizer.
 
-Tested: torch 2.6 and 2.15. If it changes: the guard cannot attribute a write to an optimizer step.
+Tested with torch 2.6 and 2.15. If torch changes this, the guard will be unable to attribute a write
+to an optimizer step.
 """
 
 
@@ -822,7 +868,8 @@ Tested: torch 2.6 and 2.15. If it changes: the guard cannot attribute a write to
 StorageWeakRef = reductions.StorageWeakRef
 """A weak reference to a storage; `expired` says whether its memory is gone, `cdata` identifies it.
 
-Tested: torch 2.6 and 2.15. If it changes: the guard keeps memory alive, or blames reused memory.
+Tested with torch 2.6 and 2.15. If torch changes this, the guard will keep memory alive or blame
+reused memory.
 """
 
 
@@ -831,7 +878,8 @@ def storage_alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
 
     The returned object keeps the memory alive.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard does not name the line that wrote.
+    Tested with torch 2.6 and 2.15. If torch changes this, the guard will not name the line that
+    wrote.
     """
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
@@ -839,14 +887,15 @@ def storage_alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
 WeakTensorKeyDictionary = weak.WeakTensorKeyDictionary
 """A dictionary whose keys are tensors, compared as objects and not kept alive.
 
-Tested: torch 2.6 and 2.15. If it changes: gradients cannot be captured for Hessians.
+Tested with torch 2.6 and 2.15. If torch changes this, it will be impossible to capture gradients
+for Hessians.
 """
 
 
 def storage_identity(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage as long as it lives.
 
-    Tested: torch 2.6 and 2.15. If it changes: rooflines count shared memory twice.
+    Tested with torch 2.6 and 2.15. If torch changes this, rooflines will count shared memory twice.
     """
     return storage._cdata
 
@@ -856,7 +905,8 @@ def is_plain(tensor: Nested) -> bool:
 
     Sparse, nested and meta tensors, and tensors of a subclass or inside a transform, are not.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard reads the memory of wrapped tensors.
+    Tested with torch 2.6 and 2.15. If torch changes this, the guard will read the memory of wrapped
+    tensors.
     """
     if type(tensor) not in (Tensor, nn.Parameter):
         return False
@@ -871,7 +921,8 @@ def span_of(tensor: Nested) -> Span:
 
     For any other value and for empty tensors, the span is empty and overlaps no other span.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard does not find tensors that share memory.
+    Tested with torch 2.6 and 2.15. If torch changes this, the guard will not find tensors that
+    share memory.
     """
     if not is_plain(tensor) or tensor.numel() == 0:
         return 0, 0
@@ -884,7 +935,8 @@ def span_of(tensor: Nested) -> Span:
 def component_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the ordinary tensors that a tensor consists of; none if its content cannot be read.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits and guards skip or misread tensors.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits and guards will skip or misread
+    tensors.
     """
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     if wrapped or tensor.device.type == "meta":
@@ -928,7 +980,7 @@ _SPARSE_METHODS: dict[torch.layout, tuple[str, ...]] = {
 def version_of(tensor: Tensor) -> int:
     """Return how many in-place operations of torch have changed a tensor's memory.
 
-    Tested: torch 2.6 and 2.15. If it changes: the guard misses in-place operations.
+    Tested with torch 2.6 and 2.15. If torch changes this, the guard will miss in-place operations.
     """
     return tensor._version
 
@@ -936,7 +988,8 @@ def version_of(tensor: Tensor) -> int:
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return the tensor that a tensor is a view of; None if it is not a view.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits miss changes made through a view.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will miss changes made through a
+    view.
     """
     return tensor._base
 
@@ -944,7 +997,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd treats a tensor as a view of another one.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits report gradients of views.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will report gradients of views.
     """
     return tensor._is_view()
 
@@ -952,7 +1005,8 @@ def is_view(tensor: Tensor) -> bool:
 def is_zero_tensor(tensor: Tensor) -> bool:
     """Return whether a tensor is a zero of forward-mode differentiation, which has no memory.
 
-    Tested: torch 2.6 and 2.15. If it changes: emulations fail inside forward mode.
+    Tested with torch 2.6 and 2.15. If torch changes this, emulations will fail inside forward-mode
+    differentiation.
     """
     return tensor._is_zerotensor()
 
@@ -962,38 +1016,43 @@ def is_zero_tensor(tensor: Tensor) -> bool:
 tree_flatten = _pytree.tree_flatten
 """Return the leaves of nested values, and the specification for `tree_unflatten`.
 
-Tested: torch 2.6 and 2.15. If it changes: gradients cannot be captured for Hessians.
+Tested with torch 2.6 and 2.15. If torch changes this, it will be impossible to capture gradients
+for Hessians.
 """
 
 tree_unflatten = _pytree.tree_unflatten
 """Rebuild nested values from the leaves and the specification that `tree_flatten` returned.
 
-Tested: torch 2.6 and 2.15. If it changes: gradients cannot be captured for Hessians.
+Tested with torch 2.6 and 2.15. If torch changes this, it will be impossible to capture gradients
+for Hessians.
 """
 
 tree_leaves = _pytree.tree_leaves
 """Return the leaves of nested values, in all types of containers that torch knows.
 
-Tested: torch 2.6 and 2.15. If it changes: steps find no loss among outputs.
+Tested with torch 2.6 and 2.15. If torch changes this, steps will find no loss among outputs.
 """
 
 tree_map = _pytree.tree_map
 """Return nested values with a function applied to each leaf.
 
-Tested: torch 2.6 and 2.15. If it changes: batches cannot be moved to a device.
+Tested with torch 2.6 and 2.15. If torch changes this, it will be impossible to move batches to a
+device.
 """
 
 tree_map_only = _pytree.tree_map_only
 """Return nested values with a function applied to each leaf of a type.
 
-Tested: torch 2.6 and 2.15. If it changes: batches cannot be converted, or graphs captured.
+Tested with torch 2.6 and 2.15. If torch changes this, it will be impossible to convert batches and
+to capture graphs.
 """
 
 
 def named_leaves(values: Nested) -> list[tuple[str, Nested]]:
     """Return the leaves of nested values, each with its path in Python syntax.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits cannot name the outputs of models.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will be unable to name the outputs
+    of models.
 
     >>> named_leaves([1, {"loss": 2}])
     [('[0]', 1), ("[1]['loss']", 2)]
@@ -1011,7 +1070,8 @@ def map_nested(change: Callable[[Nested], Nested], values: Nested) -> Nested:
     Numbers, texts and None are returned unchanged. The function is faster than `tree_map`, which
     supports more types of containers.
 
-    Uses public API only. The arguments of operations come in no other containers.
+    This function uses only torch's public API. The arguments of operations come in no other
+    containers.
     """
     if isinstance(values, list | tuple):
         return type(values)([map_nested(change, value) for value in values])
@@ -1023,7 +1083,8 @@ def map_nested(change: Callable[[Nested], Nested], values: Nested) -> Nested:
 def find_tensors(values: Nested) -> list[Tensor]:
     """Return the tensors nested in lists, tuples and dicts, in order.
 
-    Uses public API only. The arguments of operations come in no other containers.
+    This function uses only torch's public API. The arguments of operations come in no other
+    containers.
     """
     if isinstance(values, Tensor):
         return [values]
@@ -1044,19 +1105,22 @@ def find_tensors(values: Nested) -> list[Tensor]:
 DropoutModule = nn.modules.dropout._DropoutNd
 """The base class of all dropout layers.
 
-Tested: torch 2.6 and 2.15. If it changes: Hessians of models in training mode are not refused.
+Tested with torch 2.6 and 2.15. If torch changes this, Hessians of models in training mode will not
+be refused.
 """
 
 BatchNormModule = nn.modules.batchnorm._BatchNorm
 """The base class of all batch normalisations.
 
-Tested: torch 2.6 and 2.15. If it changes: Hessians of models in training mode are not refused.
+Tested with torch 2.6 and 2.15. If torch changes this, Hessians of models in training mode will not
+be refused.
 """
 
 weight_norm = torch._weight_norm
 """The function behind `torch.nn.utils.parametrizations.weight_norm`, as function modes see it.
 
-Tested: torch 2.6 and 2.15. If it changes: Hessians of layers with weight norm are wrong.
+Tested with torch 2.6 and 2.15. If torch changes this, Hessians of layers with weight normalisation
+will be wrong.
 """
 
 reparametrized = stateless._reparametrize_module
@@ -1064,26 +1128,29 @@ reparametrized = stateless._reparametrize_module
 
 `torch.func.functional_call` does the same for one call of the module only.
 
-Tested: torch 2.6 and 2.15. If it changes: Hessians and landscapes cannot be computed.
+Tested with torch 2.6 and 2.15. If torch changes this, it will be impossible to compute Hessians and
+landscapes.
 """
 
 is_lazy = parameter.is_lazy
 """Whether a parameter or buffer has no shape yet.
 
-Tested: torch 2.6 and 2.15. If it changes: audits of lazy modules fail without an explanation.
+Tested with torch 2.6 and 2.15. If torch changes this, audits of lazy modules will fail without an
+explanation.
 """
 
 adam = adam_module.adam
 """The update of Adam as a function. The class `torch.optim.Adam` imports the compiler.
 
-Tested: torch 2.6 and 2.15. If it changes: no network can be trained.
+Tested with torch 2.6 and 2.15. If torch changes this, it will be impossible to train a network.
 """
 
 
 def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Replace each parameter, gradient and buffer of a module by the result of a function.
 
-    Tested: torch 2.6 and 2.15. If it changes: audits cannot move models to a device.
+    Tested with torch 2.6 and 2.15. If torch changes this, audits will be unable to move models to a
+    device.
     """
     module._apply(convert)
 
@@ -1096,7 +1163,8 @@ def register_gpu_wait_callback(callback: Callable[..., None]) -> None:
 
     A registered function cannot be removed.
 
-    Tested: torch 2.11, on CUDA. If it changes: the guard reports copies that were waited for.
+    Tested with torch 2.11, on CUDA. If torch changes this, the guard will report copies that were
+    waited for.
     """
     from torch.cuda import _gpu_trace
 
@@ -1111,7 +1179,7 @@ def is_event_finished(event: torch.cuda.Event) -> bool:
 
     The guard replaces `Event.query` itself, so that method cannot be used here.
 
-    Tested: torch 2.11, on CUDA. If it changes: the guard keeps finished copies.
+    Tested with torch 2.11, on CUDA. If torch changes this, the guard will keep finished copies.
     """
     return torch._C._CudaEventBase.query(event)
 
@@ -1119,7 +1187,8 @@ def is_event_finished(event: torch.cuda.Event) -> bool:
 def clear_cublas_workspaces() -> None:
     """Release the memory that cuBLAS keeps for each stream.
 
-    Tested: torch 2.11, on CUDA. If it changes: two CUDA graphs overwrite each other's memory.
+    Tested with torch 2.11, on CUDA. If torch changes this, two CUDA graphs will overwrite each
+    other's memory.
     """
     torch._C._cuda_clearCublasWorkspaces()
 
@@ -1127,6 +1196,6 @@ def clear_cublas_workspaces() -> None:
 def compile_elementwise_kernel(code: str) -> Callable[..., Tensor]:
     """Compile a C++ function of one element to a kernel for tensors.
 
-    Tested: torch 2.11, on CUDA. If it changes: products with Hessians fail on GPUs.
+    Tested with torch 2.11, on CUDA. If torch changes this, Hessian products will fail on GPUs.
     """
     return torch.cuda.jiterator._create_jit_fn(code)

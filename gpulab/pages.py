@@ -81,9 +81,19 @@ def time_text() -> str:
 
 
 def machine_text(passport: Mapping[str, JSON], kind: str) -> str:
-    """Return the names of the GPUs in a passport, or of the CPU; see `gpulab.passports.machine`.
+    """Return the names of the GPUs in a passport, or the name of its CPU.
 
     A passport that was read from a file may be incomplete. The result is then `unknown machine`.
+
+    Args:
+        passport: The passport, as `gpulab.passports.passport` returns it.
+        kind: `cpu` for the name of the CPU, or the kind of a GPU, such as `cuda`, for the names of
+            the GPUs. If it is empty, these are the names of the GPUs if there are any.
+
+    >>> machine_text({"cpu": {"model": "EPYC"}, "gpus": [{"name": "H200"}]}, kind="cpu")
+    'EPYC'
+    >>> machine_text({}, kind="cpu")
+    'unknown machine'
     """
     try:
         return str(machine(passport, kind))

@@ -242,7 +242,9 @@ def _explained_share(size: float, difference: float) -> float:
 
 
 def _fractions(sizes: list[float]) -> list[float]:
-    """Return each square's fraction of the sum of squares; infinite sizes share the whole sum.
+    """Return the fraction that the square of each size has of the sum of squares.
+
+    Infinite sizes share the whole sum equally. If all sizes are zero, so are the fractions.
 
     >>> _fractions([3.0, 4.0]), _fractions([1.0, math.inf]), _fractions([0.0])
     ([0.36, 0.64], [0.0, 1.0], [0.0])
@@ -252,8 +254,10 @@ def _fractions(sizes: list[float]) -> list[float]:
     largest = max(sizes, default=0.0)
     if not largest:
         return [0.0 for _ in sizes]
+    # The division keeps the squares of very large and very small sizes within the range of floats.
     squares = [(size / largest) ** 2 for size in sizes]
-    return [square / sum(squares) for square in squares]
+    total = sum(squares)
+    return [square / total for square in squares]
 
 
 # --- the order of findings ------------------------------------------------------------------------
@@ -458,6 +462,7 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
     op = find_short_format_origin(comparison)
     if op is None or not is_nonfinite_on_one_side(comparison):
         return None, ""
+    # Exactly one side has NaN or infinity.
     ((side, origin),) = comparison.not_finite.items()
     first_operation = origin.first_operation
     skipped_updates = _describe_skipped_updates(comparison, side)
@@ -480,12 +485,19 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
 
 
 def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
-    """Return advice on numbers beyond the range of a short format; empty without overflow."""
+    """Return advice on numbers beyond the range of a short format; empty without overflow.
+
+    Args:
+        comparison: The comparison, with NaN or infinity on one side only if `op` is given.
+        op: The operation that lost the digits, from `_find_digit_loss`; None if there is none.
+    """
     if op is None:
         return ""
+    # `_find_digit_loss` finds an operation only if exactly one side has NaN or infinity.
     ((side, origin),) = comparison.not_finite.items()
-    is_infinity = origin.infinity is not None or origin.value_kind == INFINITY
-    if op is not origin.first_operation or origin.cancellation is not None or not is_infinity:
+    has_infinity = origin.infinity is not None or origin.value_kind == INFINITY
+    is_overflow = op is origin.first_operation and origin.cancellation is None and has_infinity
+    if not is_overflow:
         return ""
     if _describe_skipped_updates(comparison, side):
         return SCALER_ADVICE

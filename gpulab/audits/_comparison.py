@@ -438,11 +438,10 @@ class Comparison:
         """Return the difference of two recorded values, relative to `x`, or to `y` if `x` is 0."""
         if x.content == y.content:
             return 0.0
-        return (
-            finite_distance(y.sketch, x.sketch)
-            if x.sketch.any()
-            else finite_distance(x.sketch, y.sketch)
-        )
+        # `finite_distance` is relative to its second argument.
+        if x.sketch.any():
+            return finite_distance(y.sketch, x.sketch)
+        return finite_distance(x.sketch, y.sketch)
 
     # --- corresponding values and operations ------------------------------------------------------
 
@@ -651,7 +650,11 @@ def find_not_finite(graph: Graph) -> NotFinite | None:
 
 
 def _find_cancellation(graph: Graph, op: Operation) -> Operation | None:
-    """Find the nearest earlier operation that lost most digits, for example by cancellation."""
+    """Find the nearest earlier operation whose result lost most of its digits, if there is one.
+
+    Cancellation is one cause of such a loss. The search is breadth-first: it goes back from the
+    inputs of `op` to the operations that made them, then to the inputs of these, and so on.
+    """
     queue = deque([op])
     visited = {op}
     while queue:

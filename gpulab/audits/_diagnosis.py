@@ -699,7 +699,7 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
             if comparison.side_of[node.op]:
                 operations = (counterpart.op, node.op)
             arguments = differing_arguments(*operations)
-            if _are_of_formats(comparison, operations, arguments):
+            if _are_format_constants(comparison, operations, arguments):
                 return _arguments_finding(comparison, operations, arguments, gap)
     if (
         a is not None
@@ -738,7 +738,7 @@ def _arguments_finding(
         f"called with {arguments_b}; under {comparison.other_title(b)} with {arguments_a}{line}"
     )
     detail += _describe_effect(comparison)
-    if _are_of_formats(comparison, operations, arguments):
+    if _are_format_constants(comparison, operations, arguments):
         detail += "; both are properties of the number formats"
         advice = "take the number from torch.float32 under both settings if it matters"
         return _make_pairwise_finding(comparison, "reduced precision", b, gap, detail, advice)
@@ -751,27 +751,28 @@ def _arguments_finding(
     )
 
 
-def _are_of_formats(
+def _are_format_constants(
     comparison: Comparison,
     operations: tuple[Operation, Operation],
     arguments: dict[str, tuple[Json, Json]],
 ) -> bool:
     """Return whether all differing arguments are constants of each side's number formats.
 
-    These constants are the machine epsilon and the limits of a format.
+    These constants are the machine epsilon and the limits of a format. The result is false if no
+    arguments differ.
     """
-    formats = [
-        {op.dtype, *(value.dtype for value in inputs)}
-        for op in operations
-        for inputs in [
-            [comparison.traces[comparison.side_of[op]].values[name] for name in op.inputs]
-        ]
-    ]
+    formats = [_formats_of(comparison, op) for op in operations]
     return bool(arguments) and all(
         any(_is_format_constant(number, dtype) for dtype in dtypes)
         for numbers in arguments.values()
         for number, dtypes in zip(numbers, formats, strict=True)
     )
+
+
+def _formats_of(comparison: Comparison, op: Operation) -> set[str]:
+    """Return the number formats of an operation's inputs and of its first output."""
+    values = comparison.trace_of(op).values
+    return {op.dtype, *(values[name].dtype for name in op.inputs)}
 
 
 def _is_format_constant(number: object, dtype: str) -> bool:

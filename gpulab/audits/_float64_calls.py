@@ -99,9 +99,8 @@ class Float64Reference:
         out = self.compute(*args, **kwargs)
         if has_failed(self.operation, out):
             raise RuntimeError("a factorisation failed")
-        return find_rounded_results(returned_or_written(self.operation, args, out))[
-            : self.n_results
-        ]
+        results = prepare_rounded_results(returned_or_written(self.operation, args, out))
+        return results[: self.n_results]
 
     def check_definition(self, name: str, out: Nested) -> DefinitionCheck | None:
         """Check a result by the definition of the operation; None if the operation has no check."""
@@ -145,8 +144,12 @@ def writes_to_arguments(operation: OpOverload) -> bool:
     return is_mutable(operation) or "batch_norm" in schema_name(operation)
 
 
-def find_rounded_results(out: Nested) -> list[Tensor]:
-    """Return the nonempty floating-point and complex tensors among an operation's results."""
+def prepare_rounded_results(out: Nested) -> list[Tensor]:
+    """Return the results of an operation that rounding affects, for comparisons in float64.
+
+    These are the nonempty floating-point and complex tensors. They are detached from autograd's
+    graph, and moved to the CPU if their device may not support float64. Their type does not change.
+    """
     return [
         to_float64_device(t.detach())
         for t in find_tensors(out)

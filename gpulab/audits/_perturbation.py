@@ -27,7 +27,7 @@ from gpulab._torch_internals import (
     storage_identity,
 )
 from gpulab.audits import _count_sketch as sketches
-from gpulab.audits._float64_calls import Float64Reference, find_rounded_results
+from gpulab.audits._float64_calls import Float64Reference, prepare_rounded_results
 from gpulab.audits._references import UNREPEATED_OPERATIONS, References
 from gpulab.audits._rounding import PRODUCT_OPERANDS, count_terms
 from gpulab.audits._tracer import Call, Tracer
@@ -230,7 +230,7 @@ class PerturbingTracer(Tracer):
             raw_results = [
                 t for t, is_requested in zip(out, call.args[10], strict=True) if is_requested
             ]
-        results = find_rounded_results(raw_results)
+        results = prepare_rounded_results(raw_results)
         if not results:
             return []
         args, kwargs = initial_arguments

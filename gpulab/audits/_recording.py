@@ -124,7 +124,7 @@ def perform(
         UsageError: If a tracer that measures saw no floating-point operation.
     """
     torch.clear_autocast_cache()  # it contains weights that an earlier execution has cast
-    tracer.is_preparing = True
+    tracer.is_outside_step = True
     default_dtype = torch.get_default_dtype()
     with (
         seed_generators(setting, SEED),
@@ -142,13 +142,13 @@ def perform(
         warnings.filterwarnings(
             "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
         )
-        tracer.is_preparing = False
+        tracer.is_outside_step = False
         try:
             returned = run()
         except (RuntimeError, TypeError) as error:
             raise explain_step_error(error, setting, tracer.results.used_modules()) from error
         finally:
-            tracer.is_preparing = True
+            tracer.is_outside_step = True
         flags = arithmetic()
         tracer.operations += tracer.results.to_operations(returned)
     if tracer.is_measuring and not any(

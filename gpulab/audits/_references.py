@@ -233,9 +233,16 @@ class References:
         self.of(tensor).copy_(reference)
 
     def record_write(
-        self, tensor: Tensor, exact: bool, is_repeated: bool, float32_draws: Tensor | None
+        self,
+        tensor: Tensor,
+        *,
+        exact: bool,
+        is_repeated: bool,
+        float32_draws: Tensor | None = None,
     ) -> None:
         """Record that an operation wrote to a tensor.
+
+        After `disable`, there are no references to update, and no write counts as exact.
 
         Args:
             tensor: The tensor that was written to.
@@ -243,7 +250,8 @@ class References:
             is_repeated: Whether the operation was repeated on the reference. If not, the recorded
                 numbers become the reference.
             float32_draws: For random numbers in a short format, the numbers that would have been
-                drawn in float32. They become the reference instead of the recorded numbers.
+                drawn in float32. They become the reference instead of the recorded numbers. None
+                for all other writes.
         """
         memory = self.memory(tensor)
         if self.is_disabled:

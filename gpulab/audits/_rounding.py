@@ -26,9 +26,9 @@ from gpulab.audits._count_sketch import is_float_or_complex, perturbation_factor
 from gpulab.audits._float64_calls import (
     Float64Reference,
     difference_norm,
-    find_rounded_results,
     max_index_repeats,
     norm,
+    prepare_rounded_results,
 )
 from gpulab.audits._formulas import attend
 from gpulab.guards._reentrancy import without_dispatch_modes
@@ -144,7 +144,7 @@ def forward_error(
         out = [
             gradient for gradient, is_requested in zip(out, args[10], strict=True) if is_requested
         ]
-    results = find_rounded_results(out)
+    results = prepare_rounded_results(out)
     results = results[:1] if name in ATTENTION_OPERANDS else results
     reference = Float64Reference(operation, args, kwargs, len(results))
     if name in ATTENTION_OPERANDS:

@@ -57,7 +57,7 @@ class StepRecording:
         self._generators: dict[str, str] = {}
         self._tracer = Tracer(lambda: None, is_measuring=True)
         self._tracer.results.restores = False
-        self._tracer.is_preparing = True
+        self._tracer.is_outside_step = True
         self._stack = contextlib.ExitStack()
 
     def _enter(self) -> None:
@@ -69,26 +69,31 @@ class StepRecording:
     def _begin(self) -> None:
         """Start to record."""
         self._generators = _generator_states()
-        self._tracer.is_preparing = False
+        self._tracer.is_outside_step = False
 
     def _leave(self) -> None:
         """Stop recording without a trace."""
         self._stack.close()
 
     def _end(self, file: str | Path | None) -> None:
-        """Stop recording, and make the trace."""
-        self._tracer.is_preparing = True
+        """Stop recording, make the trace, and save it unless `file` is None."""
+        # What follows is not part of the step. The operations that read its results are therefore
+        # not recorded, and the flags are those under which the step ran.
+        self._tracer.is_outside_step = True
         flags = arithmetic()
+        # The results are read before the block ends, because its end closes the tracer.
         with self._stack:
             self._tracer.operations += self._tracer.results.to_operations(self._returned)
-        later = _generator_states()
+        # Only generators whose state changed were drawn from. The states before the step are part
+        # of the state that it started from.
+        final_states = _generator_states()
         drawn_from = {
-            f"random numbers of {name}": state
-            for name, state in self._generators.items()
-            if later[name] != state
+            f"random numbers of {name}": initial_state
+            for name, initial_state in self._generators.items()
+            if final_states[name] != initial_state
         }
-        state = {**self._tracer.results.start, **drawn_from, **self._start}
-        self.trace = _make_trace(self._tracer, state, flags, self._label)
+        initial_states = {**self._tracer.results.start, **drawn_from, **self._start}
+        self.trace = _make_trace(self._tracer, initial_states, flags, self._label)
         if file is not None:
             self.trace.save(file)
 
@@ -242,19 +247,25 @@ class _StepCounter:
         self._stack.close()
 
     def _before_module(self, module: nn.Module, inputs: Nested) -> None:  # noqa: ARG002
-        if self.at_step == 1 and self.n_steps == 0 and self.recording._tracer.is_preparing:
+        """Begin to record step 1 at the first call of a module, unless it has begun already."""
+        if self.at_step == 1 and self.n_steps == 0 and self.recording._tracer.is_outside_step:
             self.recording._begin()
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self.optimizer = self.optimizer or optimizer
+        """Count an update by the first optimizer, and begin or end the recording after it.
+
+        Step 1 does not begin here but at the first call of a module, in `_before_module`.
+        """
+        if self.optimizer is None:
+            self.optimizer = optimizer
         if optimizer is not self.optimizer:
             return
         self.n_steps += 1
-        if self.n_steps == self.at_step:
-            self.recording._end(self.file)
-        elif self.n_steps == self.at_step - 1:
+        if self.n_steps == self.at_step - 1:
             self.recording._enter()
             self.recording._begin()
+        elif self.n_steps == self.at_step:
+            self.recording._end(self.file)
 
 
 def _make_trace(

@@ -155,16 +155,16 @@ class Tracer(UncompiledDispatchMode):
     Attributes:
         operations: The recorded operations in the order of their execution.
         values: The contents of tensors, by the names that operations use for them.
-        is_preparing: Whether a model and its batch are being moved to a setting, before the step
-            starts. Operations are not recorded then, but copies inherit the references of their
-            sources.
+        is_outside_step: Whether the step has not begun, or has ended. Operations are not recorded
+            then, such as those that move a model and its batch to a setting. Copies inherit the
+            references of their sources.
     """
 
     def __init__(self, on_operation: Callable[[], object], is_measuring: bool = False) -> None:
         super().__init__()
         self.on_operation = on_operation
         self.is_measuring = is_measuring
-        self.is_preparing = False
+        self.is_outside_step = False
         self.references = References()
         self.slabs = Slabs()
         self.results = StepResults(self)
@@ -189,8 +189,8 @@ class Tracer(UncompiledDispatchMode):
         name = operation_name(operation)
         if name in IGNORED_OPERATIONS or is_guard_running():
             return operation(*args, **kwargs)
-        if self.is_preparing:
-            return self._prepare(operation, name, args, kwargs)
+        if self.is_outside_step:
+            return self._run_outside_step(operation, name, args, kwargs)
         # Forward-mode differentiation makes zero tensors without memory. Values need memory.
         if name == "_efficientzerotensor":
             return torch.zeros(*args, **kwargs)
@@ -221,10 +221,10 @@ class Tracer(UncompiledDispatchMode):
             return self._record_collective(Call(operation, name, args, kwargs), collective)
         return self._record_call(operation, name, args, kwargs)
 
-    def _prepare(
+    def _run_outside_step(
         self, operation: OpOverload, name: str, args: Sequence[Nested], kwargs: dict[str, Nested]
     ) -> Nested:
-        """Run an operation that moves a model or its batch; a copy inherits its reference."""
+        """Run an operation without recording it; a copy inherits the reference of its source."""
         out = operation(*args, **kwargs)
         if self.is_measuring and name in COPY_OPERATIONS and isinstance(out, Tensor):
             source = args[1] if name == "copy" else args[0]
@@ -313,7 +313,7 @@ class Tracer(UncompiledDispatchMode):
             memory.version += 1
             memory.maker = op
             if self.is_measuring:
-                self.references.record_write(t, exact, is_repeated=True, float32_draws=None)
+                self.references.record_write(t, exact=exact, is_repeated=True)
         results = sketches.nonempty_components(collective.received)
         op.shape = list(results[0].shape)
         op.dtype = str(results[0].dtype).removeprefix("torch.")
@@ -386,9 +386,9 @@ class Tracer(UncompiledDispatchMode):
                 partial(
                     references.record_write,
                     t,
-                    exact and reference_out is not None,
-                    is_repeated,
-                    float32_draws,
+                    exact=exact and reference_out is not None,
+                    is_repeated=is_repeated,
+                    float32_draws=float32_draws,
                 )
             )
 

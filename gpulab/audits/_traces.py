@@ -199,13 +199,21 @@ class Trace:
         return f"trace of {count} operations under {self.setting}"
 
     def save(self, file: str | Path) -> Path:
-        """Write the trace to one file (Parquet, compressed), atomically."""
+        """Write the trace to one file (Parquet, compressed), atomically.
+
+        Each value is stored once, in the row of the first operation that has it. Values that belong
+        to no operation are not stored, because nothing refers to them.
+
+        Returns:
+            The path of the file.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         unsaved = dict(self.values)
         rows = []
         for op in self.operations:
+            # An operation may have the same value several times, for example as both factors.
             new_names = [name for name in dict.fromkeys(op.values) if name in unsaved]
             values = [(name, unsaved.pop(name)) for name in new_names]
             descriptions = [[name, *_describe_value(value)] for name, value in values]
@@ -223,6 +231,7 @@ class Trace:
         metadata = {
             name: field_value for name, field_value in vars(self).items() if name not in ROW_FIELDS
         }
+        # `files.seal` replaces the placeholder `UNSEALED` by the checksum of the finished file.
         text = json.dumps({"format": FORMAT, **metadata, "seal": files.UNSEALED})
         numbers = pa.list_(pa.list_(pa.float64()))
         schema = pa.schema(

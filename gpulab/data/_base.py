@@ -133,8 +133,10 @@ class Sequence(Data):
             raise DataError(
                 f"{self.name}: {self.frames} frames to train on; a window needs {length}"
             )
-        for number in itertools.chain([start % windows_per_pass], itertools.repeat(0)):
-            yield from self._iterate_windows(length, number, windows_per_pass, offset=0)
+        # The first pass may begin in the middle. All later passes begin at window 0.
+        first_windows = itertools.chain([start % windows_per_pass], itertools.repeat(0))
+        for first_window in first_windows:
+            yield from self._iterate_windows(length, first_window, windows_per_pass, offset=0)
 
     def heldout(self, length: int) -> Iterator[Window]:
         """Yield the held-out frames in windows; the first one resets the network's state.
@@ -146,34 +148,35 @@ class Sequence(Data):
                 f"{self.name}: {self.heldout_count} held-out frames; a prediction needs 2"
             )
         length = min(length, self.heldout_count)
-        yield from self._iterate_windows(
-            length, 0, self.heldout_count // length, offset=self.frames
-        )
+        window_count = self.heldout_count // length
+        yield from self._iterate_windows(length, 0, window_count, offset=self.frames)
 
     def repeat_loss(self) -> float:
         """Compute the held-out loss of predicting each frame by the frame before it.
 
         It is the mean squared error of frames scaled to [0, 1].
         """
-        frames = (window.frames / 255 for window in self.heldout(HELDOUT_WINDOW))
-        losses = [np.square(np.diff(window, axis=0)).mean((1, 2, 3)) for window in frames]
+        scaled_windows = (window.frames / 255 for window in self.heldout(HELDOUT_WINDOW))
+        losses = [np.square(np.diff(frames, axis=0)).mean((1, 2, 3)) for frames in scaled_windows]
         return float(np.concatenate(losses).mean())
 
     def missing_colour_loss(self) -> float:
         """Compute the least held-out loss that a network with one dead output channel can have.
 
-        The dead channel is always 0, and all others are predicted without error.
+        The dead channel is always 0, and all others are predicted without error. The error of the
+        dead channel is therefore its mean square, and the loss is this error divided by the number
+        of channels. The least loss is that of the darkest channel.
 
         >>> import gpulab as gl
         >>> walk = gl.load("walk", frames=300, size=(24, 32))
         >>> round(walk.missing_colour_loss(), 6), round(walk.repeat_loss(), 6)
         (0.069993, 0.007511)
         """
-        squares = [
+        mean_squares = [  # of each channel, in each window
             np.square(window.frames / 255).mean((0, 2, 3))
             for window in self.heldout(HELDOUT_WINDOW)
         ]
-        return float(np.mean(squares, axis=0).min() / self.channels)
+        return float(np.mean(mean_squares, axis=0).min() / self.channels)
 
     def options(self) -> dict[str, JSON]:
         """Return the size and the numbers of training and held-out frames."""
@@ -186,9 +189,12 @@ class Sequence(Data):
 
         Frame `offset` is the first frame of window 0.
         """
-        # Each window but the first begins with the last frame of the window before it.
-        frames = self.stream(offset + max(0, first_window * length - 1), offset + stop * length)
-        window = [next(frames)] if first_window else []
+        # Each window but the first begins with the last frame of the window before it. So unless
+        # the stream begins with window 0, it begins one frame earlier.
+        first_frame = max(0, first_window * length - 1)
+        frames = self.stream(offset + first_frame, offset + stop * length)
+        previous_window = [next(frames)] if first_window > 0 else []
         for number in range(first_window, stop):
-            window = [*window[-1:], *itertools.islice(frames, length)]
+            window = [*previous_window[-1:], *itertools.islice(frames, length)]
             yield Window(np.stack(window), restart=number == 0)
+            previous_window = window

@@ -67,8 +67,9 @@ class Request(NamedTuple):
 
 def _load_digits(_: Request) -> Images:
     """Load the digits of scikit-learn; the last 297 images are held out."""
+    train, heldout = np.split(digits(), [1500])
     # `digits` caches its array, so each caller gets a copy.
-    return Images("digits", *map(np.copy, np.split(digits(), [1500])))
+    return Images("digits", train.copy(), heldout.copy())
 
 
 def _load_mnist(request: Request) -> Images:
@@ -195,15 +196,15 @@ def load(
         of handwritten digits*.
     """
     kind_name, _, location = str(name).partition(":")
-    if (f"{kind_name}:" if location else kind_name) not in PREFIXES:
+    prefix = f"{kind_name}:" if location else kind_name
+    if prefix not in PREFIXES:
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
     height, width = check_counts(f"data {name!r}: size", size, ("height", "width"))
     if frames is not None:
         check_count(f"data {name!r}: frames", frames)
     check_count(f"data {name!r}: seed", seed, minimum=0)
-    if not (
-        isinstance(speed, numbers.Real) and not isinstance(speed, bool) and 0 < speed < math.inf
-    ):
+    is_number = isinstance(speed, numbers.Real) and not isinstance(speed, bool)
+    if not is_number or not 0 < speed < math.inf:
         raise UsageError(f"data {name!r}: speed={speed!r}: expected a number above 0")
     if not isinstance(grey, bool | np.bool_):
         raise UsageError(f"data {name!r}: grey={grey!r}: expected True or False")
@@ -221,10 +222,13 @@ def _check_options(name: str, data_kind: Kind, options: Mapping[str, float]) -> 
         option_values = {option: options[option] for option in group.defaults}
         if group != data_kind.options and option_values != group.defaults:
             values = ", ".join(f"{option}={value}" for option, value in option_values.items())
-            names = [
-                name
+            # The message lists the data that do take these options.
+            suitable_names = [
+                suitable_name
                 for other_kind in KINDS.values()
                 if other_kind.options == group
-                for name in other_kind.names
+                for suitable_name in other_kind.names
             ]
-            raise UsageError(f"data {name!r}: {values} {group.purpose}: {', '.join(names)}")
+            raise UsageError(
+                f"data {name!r}: {values} {group.purpose}: {', '.join(suitable_names)}"
+            )

@@ -81,7 +81,8 @@ class Video(Sequence):
         count, grey_pixels = _inspect_film(file, self.stamps[file])
         if grey_pixels and not grey:
             raise DataError(f"{file}: is grey ({grey_pixels}); {GREY_REMEDY}")
-        super().__init__(name, 1 if grey else 3, size, *_split_counts(name, count, frames))
+        train_count, heldout_count = _split_counts(name, count, frames)
+        super().__init__(name, 1 if grey else 3, size, train_count, heldout_count)
 
     def stream(self, start: int, stop: int) -> Iterator[Bytes]:
         """Yield frames `start` to `stop`, each decoded when it is needed."""
@@ -97,9 +98,8 @@ class Folder(Sequence):
         name = f"frames:{folder}"
         self.stamps = _image_files(folder, grey)
         self.grey = grey
-        super().__init__(
-            name, 1 if grey else 3, size, *_split_counts(name, len(self.stamps), frames)
-        )
+        train_count, heldout_count = _split_counts(name, len(self.stamps), frames)
+        super().__init__(name, 1 if grey else 3, size, train_count, heldout_count)
 
     def stream(self, start: int, stop: int) -> Iterator[Bytes]:
         """Yield frames `start` to `stop`, each read when it is needed."""
@@ -171,15 +171,19 @@ def _orient_frame(file: Path, frame: av.VideoFrame) -> PIL.Image.Image:
         # bits after the point; only their signs are used. The type is ignored because PyAV's stub
         # does not declare side data as buffers.
         a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()  # type: ignore[call-overload]
-        if not (a or d):  # a quarter turn exchanges x and y
+        if a == 0 and d == 0:  # a quarter turn exchanges x and y
             pixels = pixels.swapaxes(0, 1)
-            a = c
-            d = b
-        elif b or c:
+            x_factor, y_factor = c, b
+        elif b == 0 and c == 0:
+            x_factor, y_factor = a, d
+        else:
             raise DataError(
                 f"{file}: is displayed rotated by {frame.rotation}°; only quarter turns can be read"
             )
-        pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+        # A negative factor mirrors its axis.
+        row_step = -1 if y_factor < 0 else 1
+        column_step = -1 if x_factor < 0 else 1
+        pixels = pixels[::row_step, ::column_step]
     return Image.fromarray(np.ascontiguousarray(pixels))
 
 
@@ -251,17 +255,17 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
     if not images:
         raise DataError(f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
     stamps = {file: stamp(file) for file in images}
-    size = None
+    first_size = None
     for file in images:
         with _open_image(file) as image:
             shown_size = "{}×{}".format(*_oriented_size(image))
-            size = size or shown_size
-            if shown_size != size:
+            first_size = first_size or shown_size
+            if shown_size != first_size:
                 raise DataError(
-                    f"{file}: is {shown_size} pixels, the images before it {size}; all must have"
-                    " the same size"
+                    f"{file}: is {shown_size} pixels, the images before it {first_size}; all must"
+                    " have the same size"
                 )
-            mode = image.mode.partition(";")[0]
+            mode = image.mode.partition(";")[0]  # without the number of bits, as in "I;16"
             if mode in UNREADABLE_MODES:
                 raise DataError(f"{file}: {UNREADABLE_MODES[mode]}")
             if image.mode in WIDE_MODES:
@@ -368,8 +372,9 @@ def _crop_and_scale(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -
         if is_negative:
             shades = 65535 - shades
         image = Image.fromarray(((shades + 128) // 257).astype(np.uint8))
+    width_and_height = size[::-1]  # the order in which Pillow expects them
     image = ImageOps.fit(
-        image.convert("L" if grey else "RGB"), size[::-1], Image.Resampling.BILINEAR
+        image.convert("L" if grey else "RGB"), width_and_height, Image.Resampling.BILINEAR
     )
     pixels = np.atleast_3d(np.asarray(image))  # a grey image has no dimension of channels
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))

@@ -47,10 +47,10 @@ class Images(Data):
     def content(self) -> str:
         """The SHA-256 (hex) of the training and held-out images."""
         parts = self.train, self.heldout_images
+        # Types and shapes are part of the digest, since the same bytes may form other images.
         shapes = repr([(images.dtype.str, images.shape) for images in parts]).encode()
-        return hashlib.sha256(
-            b"".join([shapes, *(images.tobytes() for images in parts)])
-        ).hexdigest()
+        content = b"".join([shapes, *(images.tobytes() for images in parts)])
+        return hashlib.sha256(content).hexdigest()
 
     def __len__(self) -> int:
         return len(self.train)
@@ -60,7 +60,8 @@ class Images(Data):
         import torch
 
         # Each pass has its own generator, so that a resumed training can begin at any window. The
-        # factor, a large prime, keeps the generators of different seeds and passes apart.
+        # factor, a large prime, keeps the generators of different seeds and passes apart. The
+        # orders of all passes form one endless sequence, which is cut into windows.
         first_pass, images_done = divmod(start * length, len(self))
         generators = (
             torch.Generator().manual_seed(seed * 1_000_003 + number)
@@ -117,34 +118,39 @@ def mnist(folder: str) -> Images:
     files = _find_mnist(Path(folder)) if folder else list(map(_download, SHA256))
     parts = [_read_idx(file) for file in files]
     if len(parts) == 1:
-        heldout_count = max(1, len(parts[0]) // HELD_OUT)
-        parts = np.split(parts[0], [-heldout_count])
-    if len(parts[0]) == 0 or parts[0].shape[1:] != parts[1].shape[1:]:
+        (images,) = parts
+        heldout_count = max(1, len(images) // HELD_OUT)
+        parts = np.split(images, [-heldout_count])
+    train, heldout = parts
+    if len(train) == 0 or train.shape[1:] != heldout.shape[1:]:
         raise DataError(
             f"{files[-1]}: a single image, or images of a different size than in {files[0]}"
         )
-    return Images("mnist", *parts)
+    return Images("mnist", train, heldout)
 
 
 def _find_mnist(folder: Path) -> list[Path]:
-    """Find the files of MNIST's training and test images in the first usual folder with any.
+    """Find the files of MNIST's training and test images.
+
+    They are searched for in the folder and in the subfolders that torchvision uses. The first of
+    these with a file counts.
+
+    Returns:
+        The file of the training images, that of the test images, or both in this order.
 
     Raises:
         DataError: If there is no such file.
     """
     check_folder(folder, "'mnist:DIR' reads a folder with MNIST's files, 'mnist' downloads them")
     # torchvision stores the files in the last two of these folders.
-    for location in (
-        folder,
-        folder / "raw",
-        folder / "MNIST" / "raw",
-    ):
+    for location in (folder, folder / "raw", folder / "MNIST" / "raw"):
         files: list[Path] = []
         for split in ("train", "t10k"):
             names = (
                 f"{split}-images{dot}idx3-ubyte{suffix}" for dot in "-." for suffix in ("", ".gz")
             )
-            files += itertools.islice(filter(os.path.isfile, map(location.joinpath, names)), 1)
+            existing_files = filter(os.path.isfile, map(location.joinpath, names))
+            files += itertools.islice(existing_files, 1)  # one file for each split
         if files:
             return files
     listing = ", ".join(sorted(os.listdir(folder))[:5]) or "nothing"
@@ -183,7 +189,9 @@ def _read_idx(file: Path) -> Bytes:
     """
     open_file = gzip.open if file.suffix == ".gz" else open
     with convert_read_errors(file, "cannot be unpacked"), open_file(file, "rb") as stream:
-        magic, count, height, width = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
+        # An incomplete header is filled up with zeros, and then rejected below.
+        header_bytes = stream.read(16).ljust(16, b"\0")
+        magic, count, height, width = struct.unpack(">4I", header_bytes)
         size = count * height * width
         promise = f"declares {count} images of {height}×{width}"
         if magic != 2051 or not 0 < size <= MAX_UNPACKED_BYTES:

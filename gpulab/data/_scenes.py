@@ -104,8 +104,9 @@ class Walk:
         # Chunks begin at multiples of their length, so that a frame has the same bytes in any
         # stream.
         length = max(1, CHUNK_PIXELS // (self.size[0] * self.size[1]))
-        ends = itertools.chain([start], range((start // length + 1) * length, stop, length), [stop])
-        chunks = itertools.starmap(functools.partial(_chunk, self), itertools.pairwise(ends))
+        multiples = range((start // length + 1) * length, stop, length)
+        boundaries = itertools.chain([start], multiples, [stop])
+        chunks = itertools.starmap(functools.partial(_chunk, self), itertools.pairwise(boundaries))
         if not threads:
             yield from itertools.chain.from_iterable(chunk.frames() for chunk in chunks)
             return
@@ -114,6 +115,7 @@ class Walk:
             pending_chunks = collections.deque(pool.submit(chunk.frames) for chunk in first_chunks)
             while pending_chunks:
                 yield from pending_chunks.popleft().result()
+                # The next chunk, if there is one, takes the place of the one that was used.
                 pending_chunks.extend(
                     pool.submit(chunk.frames) for chunk in itertools.islice(chunks, 1)
                 )
@@ -309,25 +311,25 @@ def _path_pieces(seed: int, blocks: int) -> tuple[Floats, Integers, Integers, In
         begins; the place at which it begins (x and y on the first axis); the heading there, in
         quarter turns; and the direction of its turn, -1, 0 (straight on) or 1.
     """
-    sides = (
-        np.concatenate(
-            [random_bytes(seed, 1, block, count=CROSSINGS_PER_BLOCK) for block in range(blocks)]
-        )
-        % 3
+    draws = np.concatenate(
+        [random_bytes(seed, 1, block, count=CROSSINGS_PER_BLOCK) for block in range(blocks)]
     )
-    street_turns = np.zeros(len(sides), np.int64)
-    crossing_turns = np.array([0, -1, 1])[sides]
+    crossing_turns = np.array([0, -1, 1])[draws % 3]
+    street_turns = np.zeros(len(draws), np.int64)
     turns = np.stack([street_turns, crossing_turns], axis=1).ravel()
+    # The walk begins with the heading 1. A heading includes the turns of all earlier pieces: the
+    # cumulative sum without the piece's own turn.
     headings = 1 + np.cumsum(turns) - turns
-    lengths = np.where(turns == 0, STREET_WIDTH, 1)
-    lengths[::2] = BLOCK_PERIOD - STREET_WIDTH
+    lengths = np.where(turns == 0, STREET_WIDTH, 1)  # a turn moves one cell forward
+    lengths[::2] = BLOCK_PERIOD - STREET_WIDTH  # streets
     # From one end of a piece to the other: forward, and in a turn also one cell to the side.
     moves = lengths * HEADING_STEPS[:, headings % 4] + turns * HEADING_STEPS[:, (headings + 1) % 4]
     places = np.array([[1], [STREET_WIDTH]]) + np.cumsum(moves, axis=1) - moves
     # `cumsum` adds numbers one after the other, so its rounding is the same on every platform. The
     # rounding of `sum` is not.
     ends = np.cumsum(np.where(turns == 0, lengths, np.pi / 2))
-    return np.append(0.0, ends[:-1]), places, headings, turns
+    starts = np.append(0.0, ends[:-1])
+    return starts, places, headings, turns
 
 
 def _position_at(seed: int, distance: Floats) -> tuple[Floats, Floats]:
@@ -340,7 +342,8 @@ def _position_at(seed: int, distance: Floats) -> tuple[Floats, Floats]:
     ([[6.42, 83.77], [6.91, -173.0]], [-0.43, -78.54])
     """
     distance = np.maximum(distance, 0.0)
-    # An upper bound on the number of crossings: a turn, of length π/2, is the shortest of them.
+    # An upper bound on the number of crossings: each follows a street, and a turn, of length π/2,
+    # is the shortest crossing.
     crossings = int(distance.max(initial=0.0) / (BLOCK_PERIOD - STREET_WIDTH + np.pi / 2))
     starts, places, headings, turns = _path_pieces(seed, 1 + crossings // CROSSINGS_PER_BLOCK)
     piece = np.searchsorted(starts, distance, side="right") - 1
@@ -375,9 +378,10 @@ def _cast_rays(
     ray = np.where(np.abs(ray) < 1e-9, 1e-9, ray)  # avoids a division by zero
     is_forward = ray > 0
     step = np.where(is_forward, 1, -1)
-    cell_depth = np.abs(1.0 / ray)
+    cell_depth = np.abs(1.0 / ray)  # the depth in which a ray crosses one cell, along x and y
     # The depths at which a ray crosses the next cell boundaries, along x and along y.
-    next_walls = np.where(is_forward, cell + 1.0 - position, position - cell) * cell_depth
+    distance_to_boundary = np.where(is_forward, cell + 1.0 - position, position - cell)
+    next_walls = distance_to_boundary * cell_depth
     depth = np.zeros_like(ray[0])
     side = np.zeros(ray.shape[1:], dtype=np.int64)
     is_travelling = np.ones(side.shape, dtype=bool)
@@ -391,6 +395,7 @@ def _cast_rays(
         in_house = (cell % BLOCK_PERIOD >= STREET_WIDTH).all(0)
         is_travelling &= ~in_house & (depth < VIEW_DISTANCE)
     depth = np.clip(depth, 0.05, VIEW_DISTANCE)
+    # The coordinate along the wall: y for a wall that faces east or west, otherwise x.
     hit = np.where(side == 0, position[1] + depth * ray[1], position[0] + depth * ray[0])
     # A hash of the block's coordinates and the seed, which selects the texture and the height.
     house = (
@@ -418,9 +423,11 @@ def _atlas(seed: int) -> npt.NDArray[np.uint32]:
     tints = (
         random_bytes(seed, 3, count=3 * HOUSE_TEXTURES).reshape(HOUSE_TEXTURES, 3).astype(np.int64)
     )
-    u, v = np.meshgrid(np.arange(TEXTURE_SIZE), np.arange(TEXTURE_SIZE))
+    u, v = np.meshgrid(np.arange(TEXTURE_SIZE), np.arange(TEXTURE_SIZE))  # column and row
+    # The first texture is the ground: slabs of 32 texels with dark joints.
     slabs = np.where((u % 32 < 2) | (v % 32 < 2), 40, 70 + noise[0] // 3)
     textures = [np.stack([slabs, slabs, slabs - 8], axis=-1)]
+    # House fronts: bricks in mortar, with windows at one of three distances.
     for k in range(HOUSE_TEXTURES):
         pitch = (16, 32, 21)[k % 3]
         front = (70 + tints[k] * 120 // 255) * (128 + noise[1 + k][..., None] // 2) // 255
@@ -429,6 +436,7 @@ def _atlas(seed: int) -> npt.NDArray[np.uint32]:
         front = np.where(mortar[..., None], front * 3 // 4, front)
         pane = np.array([52, 62, 80]) + noise[1 + k][..., None] // 8
         textures.append(np.where(window[..., None], pane, front))
+    # The last texture is the sky, which is bluer higher up.
     clouds = noise[1 + HOUSE_TEXTURES]
     height = np.minimum(v * 2, 80)
     textures.append(
@@ -488,11 +496,12 @@ class MovingDigits:
         height, width = self.size
         scene, age = divmod(number, self.LIFE)
         picture = np.zeros((height, width), dtype=np.uint8)
-        draws = uniform(self.seed, 7, scene, count=10).reshape(2, 5)
+        draws = uniform(self.seed, 7, scene, count=10).reshape(2, 5)  # five for each digit
         for digit_share, row, row_velocity, column, column_velocity in draws:
             digit = self.digits[int(digit_share * len(self.digits))][:height, :width]
             top = _bounce(row, row_velocity, age * self.speed, height - digit.shape[0])
             left = _bounce(column, column_velocity, age * self.speed, width - digit.shape[1])
+            # Where the digits overlap, the brighter one is seen.
             patch = picture[top : top + digit.shape[0], left : left + digit.shape[1]]
             np.maximum(patch, digit, out=patch)
         return np.repeat(picture[None], 3, axis=0)
@@ -504,5 +513,7 @@ def _bounce(start: float, velocity: float, age: float, extent: int) -> int:
     `start` and `velocity` are in [0, 1). The object moves by 1 to 3 pixels in each frame of `age`.
     """
     period = 2 * extent or 1  # avoids a division by zero; the result is 0 if `extent` is 0
-    position = (start * 2 * extent + (1.0 + 2.0 * velocity) * age) % period
-    return int(extent - abs(position - extent))
+    # The distance covered, without the bouncing, wraps around after a way back and forth. It is
+    # then folded: the second half of the period is the way back.
+    unfolded = (start * 2 * extent + (1.0 + 2.0 * velocity) * age) % period
+    return int(extent - abs(unfolded - extent))

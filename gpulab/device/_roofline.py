@@ -110,17 +110,20 @@ def roofline(
     for work_setting, works in works_by_setting:
         with work_setting.apply():
             for work in Progress(works, unit="operation", leave=False, disable=not progress):
+                flop, moved_bytes, product_precision = _count_work(work)
+                seconds, spread = time_calls(work_setting, work.call, repeats)
                 rows.append(
-                    (
-                        work.operation,
-                        work.kind,
-                        *_count_work(work),
-                        *time_calls(work_setting, work.call, repeats),
-                    )
+                    {
+                        "operation": work.operation,
+                        "kind": work.kind,
+                        "flop": flop,
+                        "bytes": moved_bytes,
+                        "precision": product_precision,
+                        "seconds": seconds,
+                        "spread": spread,
+                    }
                 )
-    frame = pd.DataFrame(
-        rows, columns=["operation", "kind", "flop", "bytes", "precision", "seconds", "spread"]
-    )
+    frame = pd.DataFrame(rows)
     frame["intensity"] = frame.flop / frame.bytes
     frame["gflops"] = frame.flop / frame.seconds / 1e9
     frame["gigabytes_per_second"] = frame.bytes / frame.seconds / 1e9
@@ -164,10 +167,11 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
     )
     products = frame[frame.kind == "matrix"]
     peak = layers.setting.map(products.groupby("setting").gflops.max())
+    ridge = peak / bandwidth
     reached = layers.gflops / np.minimum(bandwidth * layers.intensity, peak)
     rows = layers[["operation", "setting", "intensity"]].assign(
-        ridge=peak / bandwidth,
-        bound=np.where(layers.intensity < peak / bandwidth, "memory", "arithmetic"),
+        ridge=ridge,
+        bound=np.where(layers.intensity < ridge, "memory", "arithmetic"),
         reached=reached.where(reached <= 1),
     )
     return rows.reset_index(drop=True)
@@ -258,15 +262,17 @@ class Placement(Report):
 
         The roof is the lower of two ceilings: arithmetic in the step's precisions, and memory at
         the step's intensity. The share exceeds 1 if tensors stay in a cache that is faster than the
-        measured memory, or if other programs slowed the measurement of the roof.
+        measured memory, or if other programs slowed the measurement of the ceilings.
         """
-        return max(self.at_least["memory"], self.at_least["arithmetic"]) / self.seconds
+        # A step at the roof takes exactly as long as the longer of these two lower bounds.
+        seconds_at_roof = max(self.at_least["memory"], self.at_least["arithmetic"])
+        return seconds_at_roof / self.seconds
 
     @property
     def reached_words(self) -> str:
         """The share `reached` in words.
 
-        A share above 1 is not stated, because the measured roof is then too low.
+        A share above 1 is not stated, because a measured ceiling is then too low.
         """
         return "faster than the roof" if self.reached > 1 else f"{self.reached:.0%} of the roof"
 
@@ -282,7 +288,7 @@ class Placement(Report):
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {flop / 1e9:.3g}" for name, flop in self.flop.items())
-        floors = ", ".join(
+        bounds_text = ", ".join(
             f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items()
         )
         lines = [
@@ -292,20 +298,20 @@ class Placement(Report):
                 f" Gflop: {kinds or 'none'}."
             ),
             (
-                f"At the measured ceilings, its parts alone would take: {floors}. The step is bound"
-                f" by {self.bound}."
+                f"Lower bounds on this time, from the measured ceilings: {bounds_text}. The step is"
+                f" bound by {self.bound}."
             ),
             (
                 f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s,"
-                f" {self.reached_words}; launches take at least {self.launch_share:.0%} of the"
-                " time."
+                f" {self.reached_words} (the lower of the ceilings of memory and arithmetic);"
+                f" launches take at least {self.launch_share:.0%} of the time."
             ),
         ]
         if self.reached > 1:
             lines.append(
-                "A step cannot be faster than its roof. Either tensors stay in a cache that is"
+                "A step cannot be faster than the roof. Either tensors stay in a cache that is"
                 " faster than the measured memory, or other programs slowed the measurement of the"
-                " roof; measure the roof again."
+                " ceilings; measure them again."
             )
         if self.unknown:
             lines.append(
@@ -446,7 +452,10 @@ def _operations(setting: Setting) -> Iterator[Work]:
     second_source = random(count)
     target = random(count)
     yield Work("copy", "memory", lambda: target.copy_(source))
-    yield Work("add", "memory", lambda: torch.add(source, second_source, out=target), count)
+    yield Work(
+        "add", "memory", lambda: torch.add(source, second_source, out=target), additions=count
+    )
+    # The powers of two from 16 to the largest size.
     for edge in (2**power for power in range(4, MAX_MATRIX_SIZE[setting.kind].bit_length())):
         product = functools.partial(torch.mm, random(edge, edge), random(edge, edge))
         yield Work(f"matrix product {edge}", "matrix", product)
@@ -461,18 +470,20 @@ def _operations(setting: Setting) -> Iterator[Work]:
         gates = functools.partial(F.conv2d, maps, kernel, padding=1)
         yield Work(f"PredNet ({profile}), gates", "network", gates)
     number = torch.zeros(1, device=setting.device)
-    yield Work("launch", "launch", lambda: number.add_(1), 1)
+    yield Work("launch", "launch", lambda: number.add_(1), additions=1)
 
 
 def _precisions(setting: Setting) -> dict[str, Setting]:
     """List the precisions of a device's products, each with the setting under which to measure it.
 
-    Apple's GPUs have no float64.
+    On CUDA, products of float32 numbers are measured without TF32 and with it.
     """
     settings = dict.fromkeys(["float32", "bfloat16", "float16"], setting)
     if setting.kind == "cuda":
         settings |= {"float32": replace(setting, tf32=False), "tf32": replace(setting, tf32=True)}
-    return settings if setting.kind == "mps" else settings | {"float64": setting}
+    if setting.kind != "mps":  # Apple's GPUs have no float64.
+        settings["float64"] = setting
+    return settings
 
 
 def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
@@ -526,7 +537,9 @@ def _count_work(work: Work) -> tuple[float, float, str]:
     """
     with OperationCounter() as counter:
         work.call()
-    precision = "".join(counter.flop) if work.kind in ("matrix", "precision") else ""
+    precision = ""
+    if work.kind in ("matrix", "precision"):
+        (precision,) = counter.flop  # A product is a single operation, in one precision.
     return float(counter.flop.total() + work.additions), float(counter.moved_bytes), precision
 
 
@@ -555,7 +568,7 @@ class OperationCounter(UncompiledDispatchMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        """Run an operation, count it, and return its result."""
+        """Run an operation, and count it, its bytes and its FLOP; return its result."""
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)
         name = operation_name(operation)
@@ -575,6 +588,7 @@ class OperationCounter(UncompiledDispatchMode):
         if formula is not None:
             self.flop[_precision(name, args)] += formula(*args, **kwargs, out_val=out)
         elif PRODUCT_NAMES.search(name):
+            # It multiplies, but torch has no formula for its FLOP. The step's report names it.
             self.unknown.add(name)
         return out
 

@@ -47,8 +47,8 @@ class FastestEngine:
         self.autograd_engine = autograd_engine
         self.loader = autograd_engine.loader
         self.on_gpu = self.loader.device.startswith("cuda")
-        # On a CPU, autograd computes the experiments on reused buffers and their control runs: they
-        # demonstrate an effect of autograd itself.
+        # On a CPU, experiments on reused buffers and their control runs are left to autograd,
+        # because they demonstrate an effect of autograd itself.
         supported_loaders = ("window", "copied", "imitated") if self.on_gpu else ("window",)
         self.supports_loader = self.loader.name in supported_loaders
         self.analytic_engine = AnalyticEngine(autograd_engine, streams=has_exclusive_device)
@@ -116,12 +116,14 @@ class AnalyticEngine:
         self.model = autograd_engine.model
         self.loader = autograd_engine.loader
         self.streams = streams
+        # The updates are made by a copy of the engine, whose gradients are the analytic ones.
         updating_engine = copy.copy(autograd_engine)
         updating_engine.gradients = self.gradients  # type: ignore[attr-defined]  # an evaluation does not call it
         self.update = updating_engine.update
         self.changed_tensors = updating_engine.changed_tensors
-        # The shape of the latest batch, with the gradient buffers for this shape.
-        self.windows: tuple[torch.Size, WindowGradients] | None = None
+        # The shape of the latest batch, and the gradients with their buffers for this shape.
+        self.batch_shape: torch.Size | None = None
+        self.window_gradients: WindowGradients | None = None
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
         """Train on one window, given as one tensor: see `gpulab.training.loop.Engine`."""
@@ -129,13 +131,17 @@ class AnalyticEngine:
 
     def gradients(self, batch: Tensor, state: Nested) -> tuple[Tensor, Nested]:
         """Add the gradients of a batch to `.grad`; return each frame's loss and the new state."""
-        if self.windows is None or self.windows[0] != batch.shape:
-            assert isinstance(self.model, PredNet), "`WindowGradients` supports only PredNet"
-            self.windows = (
-                batch.shape,
-                WindowGradients(self.model, batch, self.loader.name == "imitated", self.streams),
+        if self.window_gradients is None or self.batch_shape != batch.shape:
+            # `FastestEngine` uses this engine only for models that `WindowGradients` supports.
+            assert isinstance(self.model, PredNet)
+            self.window_gradients = WindowGradients(
+                self.model,
+                batch,
+                frames_share_memory=self.loader.name == "imitated",
+                streams=self.streams,
             )
-        return self.windows[1](batch, state)
+            self.batch_shape = batch.shape
+        return self.window_gradients(batch, state)
 
 
 fastest = FastestEngine

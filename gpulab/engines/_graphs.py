@@ -56,32 +56,37 @@ class CudaGraphEngine:
     def __init__(self, engine: WindowEngine) -> None:
         self.engine = engine
         self.gradient_methods = engine.gradient_methods | {"captured"}
-        self.graph: tuple[torch.Size, Graph] | None = None  # the latest window shape and its graph
+        self.graph: Graph | None = None
+        self.graph_shape: torch.Size | None = None  # the shape of the windows of this graph
 
     def train_window(self, frames: np.ndarray, state: Nested) -> tuple[Tensor, Nested]:
         """Train on one window and return losses and state, which are valid until the next call."""
         window = torch.from_numpy(frames)
-        if self.graph is None or self.graph[0] != window.shape:
-            arguments = (window.to(self.engine.loader.device), state)
-            self.graph = window.shape, Graph(self._update, arguments, self.engine.changed_tensors())
-        return self.graph[1](window, state)
+        if self.graph is None or self.graph_shape != window.shape:
+            inputs = (window.to(self.engine.loader.device), state)
+            self.graph = Graph(self._update, inputs, self.engine.changed_tensors())
+            self.graph_shape = window.shape
+        return self.graph(window, state)
 
     def _update(self, window: Tensor, state: Nested) -> tuple[Tensor, Nested]:
         """Compute the losses from a window of bytes; this is the computation that is captured.
 
         The new state is written into `state`, where the next replay reads it.
         """
-        scaled = self.engine.loader.quotients  # the number in [0, 1] for each value of a byte
-        assert scaled is not None, "graphs are captured on a GPU, where quotients are looked up"
-        losses, new_state = self.engine.update(
-            self.engine.model.batches(scaled[window.int()]), state
-        )
+        quotients = self.engine.loader.quotients  # the number in [0, 1] for each value of a byte
+        assert quotients is not None, "graphs are captured on a GPU, where quotients are looked up"
+        frames = quotients[window.int()]
+        losses, new_state = self.engine.update(self.engine.model.batches(frames), state)
         _copy_into(state, new_state)
         return losses, state
 
 
 def _copy_into(targets: Nested, sources: Nested) -> None:
-    """Copy nested tensors into the tensors that a graph holds."""
+    """Copy nested tensors into the tensors that a graph holds.
+
+    Both have the same structure. A tensor is not copied if the graph's own tensor is passed back to
+    it, such as the state that the last call returned.
+    """
     for target, source in zip(tree_leaves(targets), tree_leaves(sources), strict=True):
         if isinstance(target, Tensor) and target is not source:
             # The device reads pinned memory on its own, so the host does not wait for the copy.
@@ -121,7 +126,7 @@ class Graph:
         )
         side_stream.wait_stream(current_stream)
         with torch.cuda.stream(side_stream):
-            function(*self.inputs)
+            function(*self.inputs)  # the call that warms up
         current_stream.wait_stream(side_stream)
         with torch.no_grad():
             while saved:  # each copy is released at once, because capturing needs its memory
@@ -133,6 +138,7 @@ class Graph:
             # cuBLAS keeps one workspace per stream. Without clearing, graphs that are captured on
             # the same stream would share a workspace.
             clear_cublas_workspaces()
+            # With `relaxed`, memory may be allocated during the capture, also by other threads.
             with torch.cuda.graph(
                 self.graph, pool=pool, stream=side_stream, capture_error_mode="relaxed"
             ):

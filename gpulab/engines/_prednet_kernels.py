@@ -29,8 +29,13 @@ Groups = Sequence[tuple[int, int]]
 
 
 def pad_group(count: int, by_pixel: bool) -> tuple[int, int]:
-    """Return a group of `count` channels, padded to a multiple of 4 in channels-last layout."""
-    return count, -(-count // 4) * 4 if by_pixel else count
+    """Return a group's number of channels, and that number after padding.
+
+    In channels-last layout (`by_pixel`) the number is padded to the next multiple of 4. In the
+    other layout there is no padding.
+    """
+    padded_count = -(-count // 4) * 4 if by_pixel else count  # −(−a // b) rounds a / b up
+    return count, padded_count
 
 
 def channel_indices(groups: Groups) -> Tensor:
@@ -40,6 +45,7 @@ def channel_indices(groups: Groups) -> Tensor:
         >>> channel_indices([(3, 4), (2, 4)])
         tensor([0, 1, 2, 4, 5])
     """
+    # The start of each group, and finally the end of the last group, which `zip` leaves out.
     starts = itertools.accumulate((padded for _, padded in groups), initial=0)
     return torch.cat(
         [
@@ -63,12 +69,14 @@ class LstmCell:
     ) -> tuple[Tensor, ...]:
         """Write the new cell into `cell_after` and R into `r`; return what `backward` needs.
 
-        The gates are activated in place.
+        The gates are activated in place. Their channels are in the order i, f, g, o: input gate,
+        forget gate, candidate, output gate.
         """
         # The peepholes of the candidate g are zero: only the three gates see the old cell.
         split_gates(gates).addcmul_(self.peepholes, cell_before[:, None])
         i, f, g, o = gates.chunk(4, 1)
-        gates[:, : 2 * cell_before.shape[1]].sigmoid_()
+        i_and_f = slice(2 * cell_before.shape[1])
+        gates[:, i_and_f].sigmoid_()
         g.tanh_()
         o.sigmoid_()
         tanh = torch.mul(i, g, out=cell_after).addcmul_(f, cell_before).tanh()
@@ -85,7 +93,12 @@ class LstmCell:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of the gates and of `cell_before`.
 
-        The gradients of the gates are written into `buffer` if it is given. `d_r` is overwritten.
+        Args:
+            d_r: The gradient of R, which is overwritten.
+            d_cell: The part of the gradient of the new cell that comes from the next step.
+            cell_before: The old cell.
+            saved: What `forward` returned.
+            buffer: Where the gradients of the gates are written; by default a new tensor.
         """
         gates, tanh = saved
         d_gates = torch.empty_like(gates) if buffer is None else buffer
@@ -102,7 +115,9 @@ class LstmCell:
         sigmoid_backward(d_gates[:, i_and_f], gates[:, i_and_f], grad_input=d_gates[:, i_and_f])
         tanh_backward(d_g, g, grad_input=d_g)
         sigmoid_backward(d_o, o, grad_input=d_o)
-        return d_gates, d_cell_after.mul_(f).add_((split_gates(d_gates) * self.peepholes).sum(1))
+        # The old cell also reaches the gates, through the peepholes.
+        through_peepholes = (split_gates(d_gates) * self.peepholes).sum(1)
+        return d_gates, d_cell_after.mul_(f).add_(through_peepholes)
 
 
 class FusedLstmCell(LstmCell):
@@ -123,11 +138,10 @@ class FusedLstmCell(LstmCell):
         self, gates: Tensor, cell_before: Tensor, cell_after: Tensor, r: Tensor
     ) -> tuple[Tensor, ...]:
         """Write the new cell into `cell_after` and R into `r`; return what `backward` needs."""
-        peephole_gates = torch.addcmul(self.bias, self.peepholes, cell_before[:, None]).flatten(
-            1, 2
-        )
-        vectors = map(self._vectors, (gates, peephole_gates, cell_before))
-        new_r, new_cell, activated = fused_lstm_cell(*vectors, None, None)
+        # The kernel adds this to the gates: their bias, and the peepholes' terms.
+        bias_and_peepholes = torch.addcmul(self.bias, self.peepholes, cell_before[:, None])
+        vectors = map(self._vectors, (gates, bias_and_peepholes.flatten(1, 2), cell_before))
+        new_r, new_cell, activated = fused_lstm_cell(*vectors, input_bias=None, hidden_bias=None)
         cell_after.copy_(self._maps(new_cell, cell_after))
         r.copy_(self._maps(new_r, r))
         return activated, cell_after
@@ -144,9 +158,12 @@ class FusedLstmCell(LstmCell):
         assert buffer is None, "torch's kernel allocates its own buffer"
         activated, cell_after = saved
         vectors = map(self._vectors, (d_r, d_cell, cell_before, cell_after))
-        new_gates, new_cell, _ = fused_lstm_cell_backward(*vectors, activated, False)
-        d_gates = self._maps(new_gates, cell_before)
-        d_before = self._maps(new_cell, cell_before)
+        d_gate_vectors, d_cell_vectors, _ = fused_lstm_cell_backward(
+            *vectors, activated, has_bias=False
+        )
+        d_gates = self._maps(d_gate_vectors, cell_before)
+        d_before = self._maps(d_cell_vectors, cell_before)
+        # The kernel knows no peepholes, through which the old cell also reaches the gates.
         for gate in PEEPHOLE_GATES:
             d_before.addcmul_(d_gates.chunk(4, 1)[gate], self.peepholes[:, gate])
         return d_gates, d_before
@@ -182,20 +199,21 @@ class PaddedConvolution:
         self.conv = conv
         self.padding = [conv.kernel_size[0] // 2] * 2
         device = conv.weight.device
+        # A column and a row of indices: together they select a block of a weight.
         self.output_indices = channel_indices(outputs).to(device)[:, None]
         self.input_indices = channel_indices(inputs_read).to(device)
-        # The shape of the padded weight.
-        shape = (
+        padded_shape = (
             sum(padded for _, padded in outputs),
             sum(padded for _, padded in inputs_read),
             *conv.kernel_size,
         )
         layout = torch.channels_last if by_pixel else torch.contiguous_format
+        self.is_padded = padded_shape != conv.weight.shape
+        # Only channels-last layout has padding. Otherwise the convolution's own weights are used.
         self.weight = conv.weight.detach()
-        self.is_padded = shape != conv.weight.shape
         if by_pixel:
-            self.weight = conv.weight.new_zeros(shape).to(memory_format=layout)
-        self.bias = conv.weight.new_zeros(shape[0])
+            self.weight = conv.weight.new_zeros(padded_shape).to(memory_format=layout)
+        self.bias = conv.weight.new_zeros(padded_shape[0])
         self.transposed_weight = torch.empty_like(self._transpose_weight(), memory_format=layout)
         is_float32 = conv.weight.dtype == torch.float32
         # For small inputs torch itself would choose a kernel that uses only one thread.
@@ -214,6 +232,7 @@ class PaddedConvolution:
 
     def load_weights(self) -> None:
         """Copy the convolution's current weights into the padded ones, and clear its gradients."""
+        # Without padding the weights are in memory of their own only in channels-last layout.
         if self.is_padded:
             self.weight[self.output_indices, self.input_indices] = self.conv.weight
         elif self.weight.data_ptr() != self.conv.weight.data_ptr():
@@ -233,27 +252,41 @@ class PaddedConvolution:
     def add_gradients(
         self, inputs: Float[Tensor, "n c h w"], gradients: Float[Tensor, "n d h w"]
     ) -> None:
-        """Add to the gradients of weights and bias, given inputs and gradients of the output."""
-        arguments = gradients, inputs, self.weight, [len(self.bias)]
-        options = [1, 1], self.padding, [1, 1], False, [0, 0], 1, [False, True, True]
-        _, weight, bias = torch.ops.aten.convolution_backward(*arguments, *options)
-        weight = (
-            weight[self.output_indices, self.input_indices]
-            if self.is_padded
-            else weight.contiguous()
+        """Add to the gradients of weight and bias, given inputs and gradients of the output.
+
+        Entries that belong to padding are left out.
+        """
+        _, d_weight, d_bias = torch.ops.aten.convolution_backward(
+            gradients,
+            inputs,
+            self.weight,
+            bias_sizes=[len(self.bias)],
+            stride=[1, 1],
+            padding=self.padding,
+            dilation=[1, 1],
+            transposed=False,
+            output_padding=[0, 0],
+            groups=1,
+            output_mask=[False, True, True],  # not the gradient of the input
         )
-        add_gradient(self.conv.weight, weight)
-        add_gradient(self.conv.bias, bias[self.output_indices[:, 0]])
+        d_weight = (
+            d_weight[self.output_indices, self.input_indices]
+            if self.is_padded
+            else d_weight.contiguous()
+        )
+        add_gradient(self.conv.weight, d_weight)
+        add_gradient(self.conv.bias, d_bias[self.output_indices[:, 0]])
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve by the kernel that is fastest for this device and number of weights."""
         if self.uses_mkldnn:
-            return torch.mkldnn_convolution(x, weight, bias, self.padding, [1, 1], [1, 1], 1)
-        if self.uses_product and len(x) == 1:
-            product = (
-                weight.flatten(1) @ F.unfold(x, self.conv.kernel_size, padding=self.padding[0])[0]
+            return torch.mkldnn_convolution(
+                x, weight, bias, self.padding, stride=[1, 1], dilation=[1, 1], groups=1
             )
-            convolved = product.view(1, -1, *x.shape[2:])
+        if self.uses_product and len(x) == 1:
+            # Each column holds the inputs that one pixel of the output depends on.
+            columns = F.unfold(x, self.conv.kernel_size, padding=self.padding[0])[0]
+            convolved = (weight.flatten(1) @ columns).view(1, -1, *x.shape[2:])
             return convolved if bias is None else convolved.add_(bias[:, None, None])
         return F.conv2d(x, weight, bias, padding=self.padding)
 
@@ -264,7 +297,7 @@ def split_gates(gates: Float[Tensor, "b 4c h w"]) -> Float[Tensor, "b 4 c h w"]:
 
 
 def uses_tf32(like: Tensor) -> bool:
-    """Return whether convolutions of such a tensor may use TF32.
+    """Return whether convolutions of tensors like this one may use TF32.
 
     The engine then uses channels-last layout, in which TF32 is faster.
     """

@@ -83,6 +83,7 @@ class WindowGradients:
         self.steps = len(frames) - 1
         self.frames_share_memory = frames_share_memory
         self.layers: list[WindowLayer] = []
+        # A layer knows its number from the list of the layers below it.
         for _ in net.channels:
             self.layers.append(WindowLayer(net, self.layers, self.steps, frames, streams))
         # The number of steps whose weight gradients are computed together: all steps on a CPU, and
@@ -127,6 +128,8 @@ class WindowGradients:
             layer.start_window(r, c, p)
         self._forward_window(self.layers[0].pad_channels(frames))
         losses = self._losses(frames)
+        # The backward pass visits the spans, and the steps within a span, from the last to the
+        # first. The last span may be shorter.
         for start in reversed(range(0, self.steps, self.gradient_span)):
             span = range(start, min(start + self.gradient_span, self.steps))
             for step in reversed(span):
@@ -156,21 +159,25 @@ class WindowGradients:
         predictions = torch.stack(lowest.predictions[1:])[:, :, unpadded].requires_grad_()
         with torch.enable_grad():
             losses = frame_errors(predictions, frames[1:])
-            differentiated = losses
+            differentiated_losses = losses
             if self.frames_share_memory:
                 # In shared memory, `backward` finds the last frame in place of each frame.
-                differentiated = frame_errors(predictions, frames[-1:].expand_as(predictions))
-            (gradient,) = torch.autograd.grad(differentiated.sum(), predictions)
+                last_frames = frames[-1:].expand_as(predictions)
+                differentiated_losses = frame_errors(predictions, last_frames)
+            (gradient,) = torch.autograd.grad(differentiated_losses.sum(), predictions)
         lowest.d_predictions[1:, :, unpadded] = gradient
         return losses.detach()
 
     def _backward_step(self, step: int) -> None:
-        """Backpropagate one step, which adds to the prediction gradients of the previous step."""
+        """Backpropagate one step, which adds to the prediction gradients of the previous step.
+
+        Layers are visited in the order opposite to that of `_forward_window`.
+        """
         for layer in self.layers:
             layer.prediction_backward(step)
-        d_above = None
+        from_below = None
         for layer in self.layers:
-            d_above = layer.representation_backward(step, d_above)
+            from_below = layer.representation_backward(step, from_below)
         from_above = None
         for layer in reversed(self.layers):
             from_above = layer.errors_backward(step, from_above)
@@ -227,6 +234,7 @@ class WindowLayer:
         self.steps = steps
         self.is_chained = net.truncation == "loss" and number > 0
         by_pixel = uses_tf32(like)
+        # The top layer has a layer without channels above it.
         n_channels, n_channels_above = (*net.channels, 0)[number : number + 2]
         self.group = pad_group(n_channels, by_pixel)
         group_above = pad_group(n_channels_above, by_pixel)
@@ -259,11 +267,13 @@ class WindowLayer:
 
         self.buffer = buffer
         self.group_sizes = (2 * self.padded_channels, group_above[1], self.padded_channels, n_spare)
+        # The inputs of the gates. Errors and representations are written into views of them.
         self.inputs = buffer(steps + 1, sum(self.group_sizes)).zero_()
         self.errors, self.inputs_above, self.hidden, _ = self.inputs.split(self.group_sizes, 2)
         self.cells, self.d_predictions = (
             buffer(2 * (steps + 1), self.padded_channels).zero_().chunk(2)
         )
+        # Peepholes do not depend on the step or the example: (1, gates, channels, height, width).
         self.peepholes = buffer(1, 4 * self.padded_channels).zero_()[0, :1].unflatten(1, (4, -1))
         self.is_fused = like.is_cuda
         # On a CPU these buffers are allocated only once, because allocation takes time. On a GPU
@@ -281,7 +291,13 @@ class WindowLayer:
             self.cell = FusedLstmCell(self.peepholes, self.gate_conv.bias, by_pixel)
 
     def start_window(self, r: Tensor, c: Tensor, p: Tensor) -> None:
-        """Load the weights and the state before the window, and clear the gradients."""
+        """Load the weights and the state before the window, and clear the gradients.
+
+        Args:
+            r: The representation R of this layer, which is the LSTM's hidden state.
+            c: The LSTM's cell.
+            p: The prediction for the first step.
+        """
         for convolution in filter(None, (self.gate_conv, self.prediction_conv, self.target_conv)):
             convolution.load_weights()
         # The gates are numbered as in `PEEPHOLE_GATES`: input 0, forget 1, output 3. Gate 2, the
@@ -293,8 +309,8 @@ class WindowLayer:
         self.cells[0, :, : self.n_channels] = c
         p = self.pad_channels(p)
         self.predictions = [p]
-        self.unclipped = [p]
-        self.saved: list[tuple[Tensor, ...]] = []
+        self.unclipped = [p]  # predictions before they are clipped at 1
+        self.saved: list[tuple[Tensor, ...]] = []  # what the cell's backward pass needs, by step
         self.targets: list[Tensor] = []
         self.pooling_indices: list[Tensor] = []
         self.d_predictions.zero_()
@@ -305,7 +321,11 @@ class WindowLayer:
                 pass  # During graph capture, a stream must be entered before it can be joined.
 
     def final_state(self) -> LayerState:
-        """Return the state after the window; R and C are copies, since buffers are reused."""
+        """Return the state after the window, without the padding channels.
+
+        R and the cell are copied, because the next window reuses their buffers. The prediction has
+        memory of its own.
+        """
         r, c, p = (
             maps[:, : self.n_channels]
             for maps in (self.hidden[-1], self.cells[-1], self.predictions[-1])
@@ -327,7 +347,7 @@ class WindowLayer:
         if self.target_conv:
             # On a GPU, adding the bias is a separate operation. It is done after the pooling, where
             # there are a quarter as many numbers. The positions of the maxima are the same.
-            unpooled = self.target_conv.forward(errors_below, not self.is_fused)
+            unpooled = self.target_conv.forward(errors_below, biased=not self.is_fused)
             pooled, pooling_indices = F.max_pool2d(unpooled, 2, return_indices=True)
             del unpooled
             if self.is_fused:
@@ -348,7 +368,8 @@ class WindowLayer:
             # Each pixel of the layer above is copied to a block of 2 × 2 pixels.
             blocks = self.inputs_above[step].unflatten(2, (-1, 2)).unflatten(4, (-1, 2))
             blocks.copy_(representation_above[:, :, :, None, :, None])
-        gates = self.gate_conv.forward(self.inputs[step], not self.is_fused)
+        # The fused cell adds the bias of the gates itself.
+        gates = self.gate_conv.forward(self.inputs[step], biased=not self.is_fused)
         r = self.hidden[step + 1]
         self.saved.append(self.cell.forward(gates, self.cells[step], self.cells[step + 1], r))
         with self.prediction_stream.activate():
@@ -358,7 +379,11 @@ class WindowLayer:
         return r
 
     def prediction_backward(self, step: int) -> None:
-        """Compute the gradient of R from those of the prediction and of the next hidden state."""
+        """Compute the gradient of R, except for the part that comes from the layer below.
+
+        It consists of a part from the prediction and one from the next step, where R is the hidden
+        state. It is stored in `d_r`.
+        """
         with self.prediction_stream.activate():
             d_prediction = self.d_predictions[step + 1]
             unclipped = self.unclipped[step + 1]
@@ -367,19 +392,20 @@ class WindowLayer:
                 d_prediction.mul_(unclipped <= 1.0)
             self.d_r = self.prediction_conv.backward(d_prediction).add_(self.d_hidden)
 
-    def representation_backward(self, step: int, d_above: Tensor | None) -> Tensor:
-        """Backpropagate through the LSTM; store the error units' gradient, return that of R above.
+    def representation_backward(self, step: int, from_below: Tensor | None) -> Tensor:
+        """Backpropagate through the LSTM, and store the gradient of the error units in `d_errors`.
 
         Args:
             step: The number of the step.
-            d_above: The part of this layer's gradient of R that comes from the layer below, which
-                this method returned for that layer; None in the lowest layer.
+            from_below: The part of this layer's gradient of R that comes from the layer below,
+                which this method returned for that layer; None in the lowest layer.
 
         Returns:
-            The part of the gradient of R in the layer above; without channels in the top layer.
+            This layer's part of the gradient of R in the layer above; without channels in the top
+            layer.
         """
         self.prediction_stream.join()
-        d_r = self.d_r if d_above is None else self.d_r.add_(d_above)
+        d_r = self.d_r if from_below is None else self.d_r.add_(from_below)
         buffer = None if self.gate_gradient_buffer is None else self.gate_gradient_buffer[step]
         d_gates, self.d_cell = self.cell.backward(
             d_r, self.d_cell, self.cells[step], self.saved.pop(), buffer
@@ -420,6 +446,7 @@ class WindowLayer:
             d_unpooled = self.buffer(1, self.padded_channels, 2)[0]
         else:
             d_unpooled = self.unpooled_gradient_buffer[step]
+        # The options of the pooling: kernel size, stride, padding, dilation and `ceil_mode`.
         pooling = ([2, 2], [2, 2], [0, 0], [1, 1], False)
         pool_backward(
             d_target, d_unpooled, *pooling, self.pooling_indices.pop(), grad_input=d_unpooled
@@ -441,13 +468,12 @@ class WindowLayer:
         self.weight_stream.join()
         # These tensors must live until the stream is joined. They replace those of the last call,
         # which are freed now.
-        self.side_stream_inputs = (
-            self.d_gates,
-            self.d_unpooled,
-        )
+        self.side_stream_inputs = (self.d_gates, self.d_unpooled)
         with self.weight_stream.activate():
             d_gates = concatenate_steps(self.d_gates, self.gate_gradient_buffer)
             self.gate_conv.add_gradients(self.inputs[inputs_slice].flatten(0, 1), d_gates)
+            # A peephole multiplies the old cell, so its gradient is the sum of these products over
+            # all steps and examples.
             products = split_gates(d_gates) * self.cells[inputs_slice].flatten(0, 1)[:, None]
             peephole_gradients = torch.sum(
                 products, 0, keepdim=True, out=torch.empty_like(self.peepholes)
@@ -463,6 +489,7 @@ class WindowLayer:
                 )
             initial_gradient = self.d_predictions[0]
             if span.start == 0 and self.is_chained:
+                # No step has backpropagated this prediction through its ReLU.
                 relu_backward.grad_input(
                     initial_gradient, self.predictions[0], 0, grad_input=initial_gradient
                 )

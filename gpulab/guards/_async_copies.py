@@ -57,13 +57,16 @@ class _Copy:
     event: torch.cuda.Event
     was_waited_for: bool = False
 
-    def is_complete(self) -> bool:
-        """Return whether the copy needs no further checks.
+    def needs_checks(self) -> bool:
+        """Return whether the program may still use the memory on the host too early.
 
-        This is so if the program has waited for it and it is done, or if its memory no longer
-        exists.
+        It cannot if this memory has been freed. Nor can it if the program has waited for a GPU and
+        the copy has finished. Neither of these two facts alone shows that the program waited for
+        the copy: a wait may have been for other work, and a copy may finish in time by chance.
         """
-        return self.storage.expired() or (self.was_waited_for and is_event_finished(self.event))
+        if self.storage.expired():
+            return False
+        return not (self.was_waited_for and is_event_finished(self.event))
 
     def is_overwritten(self) -> bool:
         """Return whether the source, if it is on the host, has changed since the request."""
@@ -131,8 +134,8 @@ class AsyncCopyTracker:
             )
 
     def pending_copies(self) -> list[_Copy]:
-        """Drop the complete copies, and return the others."""
-        self.copies = [copy for copy in self.copies if not copy.is_complete()]
+        """Drop the copies that need no further checks, and return the others."""
+        self.copies = [copy for copy in self.copies if copy.needs_checks()]
         return self.copies
 
     def check_host_reads(self, tensors: list[Tensor], name: str) -> None:

@@ -112,17 +112,33 @@ class OptimizerStep(NamedTuple):
     changed: list[Span]
 
 
+# Where a word begins in the name of a node of autograd's graph. Torch capitalises each word of the
+# function's name and each letter after a digit, such as the D of `MaxPool2DWithIndices`. Such a
+# letter does not begin a word, except in `smooth_l1_loss`. In `grid_sampler_2d`, a digit does.
+WORD_START = re.compile(r"(?<=[A-Za-z])(?=[A-Z])|(?<=L1)(?=Loss)|(?<=GridSampler)(?=\d)")
+
+
 @functools.cache
-def _function_name(operation: str) -> str:
+def _function_name(node: str) -> str:
     """Return the name of the function to which a node of autograd's graph belongs.
 
-    This is `mse_loss` for `MseLossBackward0`, for instance, and the name of the class for a
-    `torch.autograd.Function`.
+    For a `torch.autograd.Function`, this is the name of the class. For other operations, such as
+    copies, it is the given name itself.
+
+    >>> _function_name("MseLossBackward0"), _function_name("MyFunctionBackward")
+    ('mse_loss', 'MyFunction')
+    >>> _function_name("MaxPool2DWithIndicesBackward0"), _function_name("NllLoss2DBackward0")
+    ('max_pool2d_with_indices', 'nll_loss2d')
+    >>> _function_name("SmoothL1LossBackward0"), _function_name("GridSampler2DBackward0")
+    ('smooth_l1_loss', 'grid_sampler_2d')
+
+    Args:
+        node: The name of the node.
     """
-    match = re.fullmatch(r"(.*)Backward\d+", operation)
+    match = re.fullmatch(r"(.*)Backward\d+", node)
     if match:
-        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
-    return operation.removesuffix("Backward")
+        return WORD_START.sub("_", match[1]).lower()
+    return node.removesuffix("Backward")
 
 
 @dataclass(frozen=True)

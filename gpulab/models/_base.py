@@ -113,7 +113,10 @@ class Trainable(nn.Module):
 
 
 def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:
-    """Fill a parameter with normal numbers of variance 1 / fan_in (LeCun et al. 1998)."""
+    """Fill a parameter with normal numbers of variance 1 / fan_in (LeCun et al. 1998).
+
+    They are drawn and scaled in float32, whatever the type of the parameter is.
+    """
     normal_values = torch.randn(
         parameter.shape, generator=generator, dtype=torch.float32, device=generator.device
     ).cpu()
@@ -160,22 +163,26 @@ def flip_bit(model: Model, weight: int = 0) -> Model:
             (arXiv 2103.04514).
     """
     check_weight(model, weight)
-    # Find the parameter that has the weight, and the number of the weight within it.
+    # Find the parameter that has the weight, and the number of the weight within it. There is one,
+    # because the number was checked.
+    number_within = weight
     for parameter in model.parameters():
-        if weight < parameter.numel():
+        if number_within < parameter.numel():
             break
-        weight -= parameter.numel()
+        number_within -= parameter.numel()
     if parameter.dtype != torch.float32:
         raise UsageError(
             f"flip_bit: expected float32 weights, got {parameter.dtype}; convert the model first"
         )
-    position = torch.unravel_index(torch.tensor(weight), parameter.shape)
-    parameter.detach().view(torch.int32)[position] ^= 1
+    position = torch.unravel_index(torch.tensor(number_within), parameter.shape)
+    bits = parameter.detach().view(torch.int32)  # the memory of the parameter, seen as integers
+    bits[position] ^= 1
     return model
 
 
 def check_weight(model: nn.Module, weight: int | None) -> None:
     """Raise `UsageError` unless the model has a weight of this number; None is always accepted."""
     count = sum(parameter.numel() for parameter in model.parameters())
-    if weight is not None and not (type(weight) is int and 0 <= weight < count):
+    is_valid = weight is None or (type(weight) is int and 0 <= weight < count)
+    if not is_valid:
         raise UsageError(f"flip {weight!r}: expected the number of a weight, from 0 to {count - 1}")

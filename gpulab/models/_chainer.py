@@ -52,15 +52,16 @@ def read_chainer(file: str | Path, network: type[Network]) -> Network:
         DataError: If the file has no such network. The message names the file.
     """
     arrays = _read_arrays(Path(file))
+    # Each layer has one convolution for its prediction.
     layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
     try:
         channels = [arrays[f"ConvP{layer}/W"].shape[0] for layer in range(layers)]
         height, width = arrays["ConvLSTM0/c_i/W"].shape[2:]
-        # A network on the meta device has no memory and draws no random numbers. Its shapes are
-        # compared with those in the file before a real network is made.
-        shape_only = type(network.__name__, (network,), {"draw_weights": lambda *_: None})
+        # A network on the meta device has no memory, and this subclass draws no random numbers. Its
+        # shapes are compared with those in the file before a real network is made.
+        shape_only_class = type(network.__name__, (network,), {"draw_weights": lambda *_: None})
         with torch.device("meta"):
-            empty_net = shape_only(channels, (height, width))
+            empty_net = shape_only_class(channels, (height, width))
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
         names_found = ", ".join(sorted(arrays)[:4]) or "nothing"
         raise DataError(
@@ -106,7 +107,7 @@ def chainer_views(net: _PredNet, select: Callable[[Tensor], Tensor]) -> dict[str
         prefix = f"ConvLSTM{layer}"
         weights, biases = (tensor.chunk(4) for tensor in weight_and_bias(cell.gates))
         for gate, weight, bias in zip(GATES, weights, biases, strict=True):
-            *inputs, hidden = weight.split(cell.groups, dim=1)
+            *inputs, hidden = weight.split(cell.groups, dim=1)  # the hidden state is the last group
             views[f"{prefix}/h_{gate}/W"] = hidden
             views[f"{prefix}/h_{gate}/b"] = bias
             for number, group in enumerate(inputs):

@@ -43,20 +43,20 @@ def _draw_weights(model: nn.Module) -> nn.Module:
     """Draw matrices and kernels with variance 1 / fan-in; keep vectors of all zeros or all ones."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        if parameter.dim() > 1:
-            fan_in = parameter[0].numel()
-        elif not parameter.data.any() or (parameter.data == 1).all():
+        is_vector = parameter.dim() <= 1
+        is_constant = not parameter.data.any() or (parameter.data == 1).all()
+        if is_vector and is_constant:
             continue  # Biases and the weights of normalisations keep their values.
-        else:
-            fan_in = parameter.numel()
+        # The first dimension of a matrix or kernel counts the outputs.
+        fan_in = parameter.numel() if is_vector else parameter[0].numel()
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(fan_in))
     return model
 
 
 def _transformer() -> nn.Module:
     """Make a small Transformer of two layers."""
-    layer = nn.TransformerEncoderLayer(64, 4, 128)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    layer = nn.TransformerEncoderLayer(d_model=64, nhead=4, dim_feedforward=128)
+    return nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
 
 
 def _prednet_step() -> Step:
@@ -64,24 +64,35 @@ def _prednet_step() -> Step:
     window = next(load("walk", frames=40, size=(48, 64)).windows(6))
     frames = torch.from_numpy(window.frames).float().div(255)
     model = PredNet(channels=(3, 16, 32), size=(48, 64))
-    return Step(
-        model,
-        (frames[:-1, None], frames[1:, None]),
-        lambda outputs, next_frames: F.mse_loss(outputs[0], next_frames),
-    )
+
+    def loss(outputs: tuple[torch.Tensor, object], next_frames: torch.Tensor) -> torch.Tensor:
+        predictions, _state = outputs
+        return F.mse_loss(predictions, next_frames)
+
+    return Step(model, (frames[:-1, None], frames[1:, None]), loss)
 
 
 STEPS: dict[str, Callable[[], Step]] = {
-    "resnet18": lambda: _image_step(lambda models: models.resnet18(), 64, 4),
-    "mobilenet_v3_small": lambda: _image_step(lambda models: models.mobilenet_v3_small(), 64, 4),
-    "vit_b_16": lambda: _image_step(
-        lambda models: models.VisionTransformer(32, 16, 12, 12, 768, 3072), 32, 2
+    "resnet18": lambda: _image_step(lambda models: models.resnet18(), size=64, batch=4),
+    "mobilenet_v3_small": lambda: _image_step(
+        lambda models: models.mobilenet_v3_small(), size=64, batch=4
     ),
-    "lstm": lambda: _sequence_step(nn.LSTM(16, 32, 2), 12, 4, 16),
-    "transformer": lambda: _sequence_step(_transformer(), 10, 4, 64),
+    "vit_b_16": lambda: _image_step(
+        lambda models: models.VisionTransformer(
+            image_size=32, patch_size=16, num_layers=12, num_heads=12, hidden_dim=768, mlp_dim=3072
+        ),
+        size=32,
+        batch=2,
+    ),
+    "lstm": lambda: _sequence_step(
+        nn.LSTM(input_size=16, hidden_size=32, num_layers=2), length=12, batch=4, width=16
+    ),
+    "transformer": lambda: _sequence_step(_transformer(), length=10, batch=4, width=64),
     "prednet": _prednet_step,
-    "densenet121": lambda: _image_step(lambda models: models.densenet121(), 64, 4),
-    "efficientnet_b0": lambda: _image_step(lambda models: models.efficientnet_b0(), 64, 4),
+    "densenet121": lambda: _image_step(lambda models: models.densenet121(), size=64, batch=4),
+    "efficientnet_b0": lambda: _image_step(
+        lambda models: models.efficientnet_b0(), size=64, batch=4
+    ),
 }
 
 

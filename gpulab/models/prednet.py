@@ -113,6 +113,8 @@ class PredNet(Trainable):
         conv = functools.partial(nn.Conv2d, kernel_size=KERNEL_WIDTH, padding=KERNEL_WIDTH // 2)
         conv_a = [conv(2 * lower, count) for lower, count in itertools.pairwise(channels)]
         conv_p = [conv(count, count) for count in channels]
+        # The inputs of a layer's LSTM are its errors, positive and negative, and the representation
+        # of the layer above. The top layer has none above it, hence the 0.
         lstm = [
             ConvLSTM((2 * count, upper), count, self.layer_size(layer))
             for layer, (count, upper) in enumerate(itertools.pairwise((*channels, 0)))
@@ -274,7 +276,7 @@ class PredNet(Trainable):
             A `LayerState` for each layer, from the bottom up. The prediction of the lowest layer is
             clipped at 1.
         """
-        next_state: PredNetState = []
+        next_state: PredNetState = []  # of the layers above, from the bottom up
         for layer in reversed(range(len(state))):
             inputs = [errors[layer]]
             if next_state:
@@ -420,6 +422,7 @@ class ConvLSTM(nn.Module):
         i = i + self.peep_i * cell
         f = f + self.peep_f * cell
         new_cell = g.tanh() * i.sigmoid() + f.sigmoid() * cell
+        # Like the other gates, the output gate sees the old cell.
         return (o + self.peep_o * cell).sigmoid() * new_cell.tanh(), new_cell
 
 
@@ -433,6 +436,7 @@ def _check_divisible(size: tuple[int, int], layers: int) -> None:
     divisor = 2 ** (layers - 1)
     if all(edge % divisor == 0 for edge in size):
         return
+    # The nearest sizes that can. −(−a // b) rounds a / b up.
     rounded_down = tuple(max(divisor, edge // divisor * divisor) for edge in size)
     rounded_up = tuple(max(divisor, -(-edge // divisor) * divisor) for edge in size)
     halve = f"{layers} layers halve a frame {layers - 1} times"

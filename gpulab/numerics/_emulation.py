@@ -122,7 +122,7 @@ class Arithmetic:
 
         The factors are not rounded here: `round_factor` does that.
         """
-        # Both divisions round up.
+        # −(−a // b) rounds a / b up.
         slice_size = max(1, -(-a.shape[-1] // self.slices))
         if self.order == "tensor-core":
             slice_size = -(-slice_size // self.slice_multiple) * self.slice_multiple
@@ -171,7 +171,8 @@ def find_arithmetic(name: str = "float32", order: str | None = None) -> Arithmet
             f"arithmetic {name!r}: expected a format, {', '.join(PRECISIONS)}, or"
             f" {' or '.join(CHIPS)}"
         )
-    # An order, `split-N`, or both joined by a plus sign. The pattern also matches an empty string.
+    # An order, `split-N`, or both joined by a plus sign. The pattern also matches an empty string,
+    # which stands for None here. An empty string given by the caller is an error.
     words = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
     if words is None or order == "":
         raise UsageError(
@@ -189,7 +190,8 @@ def find_arithmetic(name: str = "float32", order: str | None = None) -> Arithmet
 
 def round_factor_to(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
     """Round a factor of a matrix product to a format; see `Arithmetic.round_factor`."""
-    return replace(find_arithmetic(name), roundings=(rounding,) * 3).round_factor(x)
+    same_for_all_kinds = (rounding, rounding, rounding)
+    return replace(find_arithmetic(name), roundings=same_for_all_kinds).round_factor(x)
 
 
 # --- orders of summation --------------------------------------------------------------------------
@@ -234,10 +236,10 @@ def _multiply_on_tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Te
     The rows are computed in chunks, so that the products of a block fit into caches.
     """
     matrices = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
-    rows = max(1, MAX_CHUNK_PRODUCTS // max(1, matrices * arithmetic.block_size * b.shape[-1]))
-    return torch.cat(
-        [_sum_in_blocks(row_chunk, b, arithmetic) for row_chunk in a.split(rows, -2)], -2
-    )
+    products_per_row = matrices * arithmetic.block_size * b.shape[-1]
+    rows = max(1, MAX_CHUNK_PRODUCTS // max(1, products_per_row))
+    row_chunks = a.split(rows, dim=-2)
+    return torch.cat([_sum_in_blocks(chunk, b, arithmetic) for chunk in row_chunks], dim=-2)
 
 
 def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
@@ -254,17 +256,16 @@ def _sum_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
         rows = b[..., None, span, :]
         products = columns.double() * rows.double()  # (…, M, block, N), exact
         # A product's exponent is taken as the sum of its factors' exponents, before a carry.
-        largest = (_exponents(columns) + _exponents(rows)).amax(-2)
-        largest = torch.maximum(largest, _exponents(total.float()))
+        largest_of_products = (_exponents(columns) + _exponents(rows)).amax(-2)
+        largest = torch.maximum(largest_of_products, _exponents(total.float()))
+        # Every term is truncated to a whole number of last places.
         last_place = _power_of_two(largest - arithmetic.fraction_bits)
-        aligned = torch.trunc(products / last_place[..., None, :]).sum(-2) + torch.trunc(
-            total / last_place
-        )
+        aligned_products = torch.trunc(products / last_place[..., None, :])
+        aligned_sum = aligned_products.sum(-2) + torch.trunc(total / last_place)
+        new_total = _truncate(aligned_sum * last_place, arithmetic.significant_bits)
         # Infinities and NaN cannot be aligned. Their sum is computed directly.
         all_finite = products.isfinite().all(-2) & total.isfinite()
-        total = _truncate(aligned * last_place, arithmetic.significant_bits).where(
-            all_finite, products.sum(-2) + total
-        )
+        total = new_total.where(all_finite, products.sum(-2) + total)
     return total.float()
 
 
@@ -362,6 +363,7 @@ def emulate(
         Computer Science 7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909).
     """
     arithmetic = name if isinstance(name, Arithmetic) else find_arithmetic(name, order)
+    # Where the program does not allow TF32, these cards do not round the factors.
     follows_tf32_flags = name in CHIPS and arithmetic.format == "tf32"
     without_tf32 = replace(arithmetic, format="float32") if follows_tf32_flags else arithmetic
     with contextlib.ExitStack() as stack:
@@ -488,10 +490,11 @@ class _Emulator(UncompiledDispatchMode):
         factors = [
             factor for factor in args[first_factor : first_factor + 2] if isinstance(factor, Tensor)
         ]
+        has_float32_factors = all(
+            factor.dtype == torch.float32 and factor.layout == torch.strided for factor in factors
+        )
         # Operations without products, and products of other formats or layouts, are not emulated.
-        if name is None or not all(
-            x.dtype == torch.float32 and x.layout == torch.strided for x in factors
-        ):
+        if name is None or not has_float32_factors:
             return operation(*args, **kwargs)
         if FUSED_PATTERN.fullmatch(name):
             if name == "_cdist_forward" and not _uses_matrix_product(*args):
@@ -516,10 +519,16 @@ class _UnfusedRecurrentLayers(TorchFunctionMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
-        if getattr(function, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-            return function(*args, **(kwargs or {}))
-        with without_fused_rnn():
-            return function(*args, **(kwargs or {}))
+        """Call a function of torch, without fused kernels if it is a recurrent layer."""
+        kwargs = kwargs or {}
+        is_recurrent_layer = getattr(function, "__name__", "") in (
+            "lstm",
+            "gru",
+            "rnn_tanh",
+            "rnn_relu",
+        )
+        with without_fused_rnn() if is_recurrent_layer else contextlib.nullcontext():
+            return function(*args, **kwargs)
 
 
 def _uses_matrix_product(a: Tensor, b: Tensor, exponent: float, compute_mode: int | None) -> bool:
@@ -576,16 +585,18 @@ def _matrix_product(
     a, b = map(arithmetic.round_factor, args[first_factor : first_factor + 2])
     if not arithmetic.sums_in_order:
         out = operation(*args[:first_factor], a, b, *args[first_factor + 2 :], **kwargs)
-        return (
-            out if arithmetic.result == "float32" else out.copy_(round_to(out, arithmetic.result))
-        )
+        if arithmetic.result == "float32":
+            return out
+        return out.copy_(round_to(out, arithmetic.result))
     if name == "addbmm":
         # The sum runs over the batch as well, so the batch becomes a part of the inner dimension.
         a = a.transpose(0, 1).flatten(1)
         b = b.flatten(0, 1)
     # Vectors become matrices of one row or column, and the result loses that dimension again.
-    out = arithmetic.multiply(torch.atleast_2d(a), b if b.dim() > 1 else b[:, None])
-    out = out if b.dim() > 1 else out.reshape(a.shape[:-1])
+    is_vector = b.dim() == 1
+    out = arithmetic.multiply(torch.atleast_2d(a), b[:, None] if is_vector else b)
+    if is_vector:
+        out = out.reshape(a.shape[:-1])
     if name in SUMS_WITH_PRODUCTS:
         beta = kwargs.get("beta", 1)
         alpha = kwargs.get("alpha", 1)
@@ -601,7 +612,10 @@ def _matrix_product(
 
 
 def _convolution(operation: OpOverload, args: Sequence[Nested], arithmetic: Arithmetic) -> Tensor:
-    """Compute a convolution in an arithmetic."""
+    """Compute a convolution in an arithmetic.
+
+    Rounded factors go to the operation itself, unless the order of summation is emulated.
+    """
     x, weight = (arithmetic.round_factor(factor, CONVOLUTION) for factor in args[:2])
     if not arithmetic.sums_in_order:
         return arithmetic.round_result(operation(x, weight, *args[2:]))
@@ -618,35 +632,42 @@ def _convolution_backward(
 
     Each gradient is computed by its own call, because its factors are rounded in its own mode.
     """
-    # The output's gradient, the input and the weight; seven options; the mask.
-    *tensors, _, _, _, _, _, _, _, mask = args
+    output_gradient, x, weight, *options, mask = args
     compute: Callable[..., Nested] = operation
     if arithmetic.sums_in_order:
         compute = functools.partial(_gradients_in_order, arithmetic)
     gradients: list[Tensor | None] = [None, None, None]
-    for n, kind in enumerate((CONVOLUTION, WEIGHT)):
-        if mask[n]:
-            factors = [arithmetic.round_factor(factor, kind) for factor in tensors]
-            gradients[n] = arithmetic.round_result(
-                compute(*factors, *args[3:10], [n == 0, n == 1, False])[n]
-            )
+    for position, kind in enumerate((CONVOLUTION, WEIGHT)):
+        if mask[position]:
+            factors = [
+                arithmetic.round_factor(factor, kind) for factor in (output_gradient, x, weight)
+            ]
+            only_this = [position == 0, position == 1, False]
+            gradient = compute(*factors, *options, only_this)[position]
+            gradients[position] = arithmetic.round_result(gradient)
     if mask[2]:  # The gradient of the bias is a sum without products.
-        gradients[2] = tensors[0].sum([0, *range(2, tensors[0].dim())])
+        gradients[2] = output_gradient.sum([0, *range(2, output_gradient.dim())])
     return gradients
 
 
 def _gradients_in_order(
     arithmetic: Arithmetic, output_gradient: Tensor, x: Tensor, weight: Tensor, *options: Nested
 ) -> list[Tensor | None]:
-    """Compute the gradient of the input or of the weight, as the mask (the last option) selects."""
-    _, stride, padding, *geometry, (of_input, _, _) = options
+    """Compute the gradient of the input or of the weight, as the mask (the last option) selects.
+
+    The mask selects one of them. The result has None in place of the other.
+    """
+    _bias_sizes, stride, padding, *geometry, (of_input, _, _) = options
     _check_supported(x, geometry)
     if not of_input:
+        # Each entry is a sum over all outputs of all images: the output's gradient times the input
+        # that the entry was multiplied by.
         columns = _patches(x, weight.shape[2:], stride, padding).flatten(3).flatten(0, 2)
         rows = output_gradient.transpose(0, 1).flatten(1)
         return [None, arithmetic.multiply(rows[None], columns.T[None]).reshape(weight.shape)]
     # The gradient of the input is a convolution of the output's gradient with the kernel rotated by
     # 180°. The output's gradient is first spread out by the stride, with zeros in between.
+    # For each of the two dimensions: the lengths of input and kernel, and the padding.
     lengths = [*zip(x.shape[2:], weight.shape[2:], padding, strict=True)]
     spread = output_gradient.new_zeros(
         *output_gradient.shape[:2], *(n - k + 1 + 2 * p for n, k, p in lengths)
@@ -673,9 +694,12 @@ def _check_supported(x: Tensor, options: Sequence[Nested]) -> None:
 def _patches(
     x: Tensor, size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
-    """Return the patch of the input that each output sees, (C, kernel size, N, output size)."""
-    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    windows = x.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1])
+    """Return the patch of the input that each output sees, (C, kernel size, N, output size).
+
+    The sizes of kernel and output are each two dimensions, height and width.
+    """
+    padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))  # the width comes first
+    windows = padded.unfold(2, size[0], stride[0]).unfold(3, size[1], stride[1])
     return windows.permute(1, 4, 5, 0, 2, 3)
 
 
@@ -688,11 +712,11 @@ def _correlation(
     columns = patches.flatten(3).flatten(0, 2)[None]
     if arithmetic.order == "tensor-core":
         # A GPU adds the products of one tile of channels at each position of the kernel, and then
-        # those of the next tile.
+        # those of the next tile. `terms` numbers the products: a row for each channel, a column for
+        # each position. A transposed tile lists the channels of one position after the other.
         terms = torch.arange(weight[0].numel()).reshape(weight.shape[1], -1)
-        order = torch.cat(
-            [tile.T.flatten() for tile in terms.split(arithmetic.channel_tile or len(terms))]
-        )
+        tiles = terms.split(arithmetic.channel_tile or len(terms))
+        order = torch.cat([tile.T.flatten() for tile in tiles])
         rows = rows[:, :, order]
         columns = columns[:, order]
     product = arithmetic.multiply(rows, columns)

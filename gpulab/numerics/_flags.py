@@ -21,7 +21,7 @@ from gpulab.errors import GpulabError
 
 
 def _old_interface() -> tuple[bool, str] | None:
-    """Return the flags of the old interface.
+    """Return the flags of the old interface: whether cuDNN may use TF32, and matmul's precision.
 
     Returns None if the program has used the new interface, because torch then raises an error.
     """
@@ -108,10 +108,12 @@ def switch_denormals(keep_denormals: bool, stack: contextlib.ExitStack) -> None:
     Raises:
         GpulabError: If the flag could not be set in all threads.
     """
-    stack.callback(_flush_denormals, not _keeps_denormals(1))
+    # The flag that is restored is that of the calling thread.
+    was_flushing = not _keeps_denormals(threads=1)
+    stack.callback(_flush_denormals, was_flushing)
     _flush_denormals(not keep_denormals)
     threads = torch.get_num_threads()
-    if _keeps_denormals(threads) != keep_denormals:
+    if _keeps_denormals(threads) != keep_denormals:  # also if only some of the threads do
         value = "on" if keep_denormals else "off"
         raise GpulabError(
             f"denormals={value}: this machine cannot switch denormal numbers off"
@@ -120,15 +122,16 @@ def switch_denormals(keep_denormals: bool, stack: contextlib.ExitStack) -> None:
 
 
 def _keeps_denormals(threads: int) -> bool | None:
-    """Return whether all of this number of threads keep denormal products; None if only some do.
+    """Return whether denormal numbers are kept in `threads` threads; None if only in some of them.
 
     >>> _keeps_denormals(2)
     True
     """
     # The tensor is large enough for each thread to compute a part.
-    numbers = torch.full((threads << 16,), 1e-30, dtype=torch.float32)
-    is_kept = (numbers * 1e-10).ne(0)
-    return bool(is_kept[0]) if is_kept.min() == is_kept.max() else None
+    numbers = torch.full((threads * 2**16,), 1e-30, dtype=torch.float32)
+    is_kept = (numbers * 1e-10).ne(0)  # 1e-40 is a denormal number
+    is_same_everywhere = is_kept.min() == is_kept.max()
+    return bool(is_kept[0]) if is_same_everywhere else None
 
 
 def _flush_denormals(flush: bool) -> None:

@@ -84,13 +84,14 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
             f"expected a tensor of float32 numbers, got {str(x.dtype).removeprefix('torch.')}"
         )
     target = FORMATS[name]
-    if mode != "nearest" and target.minexp > -126:
+    float32 = FORMATS["float32"]
+    if mode != "nearest" and target.minexp > float32.minexp:
         raise UsageError(f"mode {mode!r}: {name} supports only the mode 'nearest'")
     # The zero tensors of forward-mode differentiation have no memory to read bits from.
     if name == "float32" or is_zero_tensor(x):
         return x.clone()
     if target.dtype is None or mode != "nearest":
-        return _round_bits(x, 24 - target.precision, mode)
+        return _round_bits(x, float32.precision - target.precision, mode)
     if not target.has_infinities:  # torch before 2.12 converts larger numbers to NaN.
         x = x.clamp(-target.largest, target.largest)
     return x.to(target.dtype).float()
@@ -99,16 +100,17 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
 def _round_bits(x: Tensor, n_dropped: int, mode: str) -> Tensor:
     """Round off the last `n_dropped` bits of float32's significand.
 
-    A number is added to the bits that are dropped. If the number has to be rounded up, the addition
-    carries into the last kept bit. The carry may reach the exponent, which is correct as well.
+    A summand is added to the bits that are dropped. If the number has to be rounded up, the
+    addition carries into the last kept bit. The carry may reach the exponent, which is correct as
+    well. The dropped bits are then set to zero.
     """
     bits = x.view(torch.int32)
-    half = {"nearest": (1 << (n_dropped - 1)) - 1, "away": 1 << (n_dropped - 1), "truncate": 0}[
-        mode
-    ]
+    half = 1 << (n_dropped - 1)  # half of the last kept bit
+    summand = {"nearest": half - 1, "away": half, "truncate": 0}[mode]
     # In the mode `nearest` a tie is rounded up only if the last kept bit is 1: to an even number.
     last_kept_bit = (bits >> n_dropped).bitwise_and_(1) if mode == "nearest" else 0
-    rounded = (bits + half).add_(last_kept_bit).bitwise_and_(-(1 << n_dropped)).view(torch.float32)
+    kept_bits_mask = -(1 << n_dropped)  # ones, followed by `n_dropped` zeros
+    rounded = (bits + summand).add_(last_kept_bit).bitwise_and_(kept_bits_mask).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)  # The carry could turn a NaN into a number.
 
 
@@ -130,24 +132,26 @@ def rounded_format(x: Tensor) -> str | None:
     True
     """
     flat = x.detach().reshape(-1)
-    if (
-        flat.numel() > SAMPLE_SIZE
-        and _bit_length(_significands(flat[:SAMPLE_SIZE])[0]) > FORMATS["tf32"].precision
-    ):
-        return None  # A sample with more bits than both formats settles the question.
+    if flat.numel() > SAMPLE_SIZE:
+        sample_significands, _ = _significands(flat[:SAMPLE_SIZE])
+        if _bit_length(sample_significands) > FORMATS["tf32"].precision:
+            return None  # A sample with more bits than both formats settles the question.
     significands, exponents = _significands(flat)
     if significands.size < 4:  # Three numbers may have few bits by chance.
         return None
     length = _bit_length(significands)
-    # The lowest set bit of all numbers. If the bits of all numbers, from the highest to this one,
-    # span little more than one significand, the numbers are multiples of one number.
+    # The position of the lowest set bit of all numbers. If the bits of all numbers, from the
+    # highest to this one, span little more than one significand, the numbers are multiples of one
+    # number. (`n & -n` is the lowest set bit of n.)
     lowest = (exponents + np.log2(significands & -significands)).min()
-    if exponents.max() + 24 - lowest <= length + 2:
+    spanned_bits = exponents.max() + 24 - lowest
+    if spanned_bits <= length + 2:
         return None
-    # Numbers may use up to two bits fewer than their format has.
-    return next(
-        (name for name in ("bfloat16", "tf32") if 0 <= FORMATS[name].precision - length <= 2), None
-    )
+    for name in ("bfloat16", "tf32"):
+        # The numbers may use up to two bits fewer than their format has.
+        if 0 <= FORMATS[name].precision - length <= 2:
+            return name
+    return None
 
 
 def _significands(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -156,8 +160,8 @@ def _significands(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     Both are integers. Significands include the leading bit, which float32 does not store.
     """
     # In float32 the 8 bits 0x7F800000 are the exponent, and the 23 bits 0x7FFFFF are the fraction.
-    bits = x.to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy()
-    bits = bits[(bits & 0x7F800000) != 0]
+    all_bits = x.to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy()
+    bits = all_bits[(all_bits & 0x7F800000) != 0]  # zeros and subnormals have the exponent 0
     return (bits & 0x7FFFFF) | 0x800000, (bits & 0x7F800000) >> 23
 
 

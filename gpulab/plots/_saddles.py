@@ -20,6 +20,9 @@ from gpulab.settings import TF32_CARDS, Setting
 from gpulab.wording import EMULATED
 
 DEVICES = {"on a CPU": ON_CPU, "on a GPU": ON_GPU}
+# The colours of the two directions in a surface. They have nothing to do with devices.
+LEAST_CURVATURE_COLOUR = ON_GPU
+GREATEST_CURVATURE_COLOUR = ON_CPU
 NEVER_LEFT_HEIGHT = 0.97  # the height, as a share of the axes, of networks that never left
 # The marker of each kind of displacement that moves a network away from a saddle.
 PERTURBATION_MARKERS = {"pushed off": "o", "minibatches": "s", "rounding alone": "^"}
@@ -104,22 +107,27 @@ def saddle_surface(surface: Surface) -> Picture:
     losses = surface.losses
     loss = surface.loss
     figure, (left, right) = theme.canvas(2, height=3.9)
-    # The loss grows quickly at the edges. Equally spaced levels that stop before show the rest.
+    # The loss grows quickly towards the edges. The equally spaced levels therefore end at the 85 %
+    # quantile of the losses, so that they show the shape of the loss near the saddle.
     levels = MaxNLocator(12, steps=[1, 2, 5, 10]).tick_values(
         losses.min(), np.quantile(losses, 0.85)
     )
     contours = left.contourf(along, across, losses, levels=levels, cmap="cividis", extend="max")
     left.contour(along, across, losses, levels=[loss], colors="white", linewidths=1.2)
-    left.axhline(0, color=ON_GPU)
-    left.axvline(0, color=ON_CPU)
+    left.axhline(0, color=LEAST_CURVATURE_COLOUR)
+    left.axvline(0, color=GREATEST_CURVATURE_COLOUR)
     left.set(
         xlabel="along the least curvature (distance of the weights)",
         ylabel="along the greatest curvature",
     )
     figure.colorbar(contours, ax=left, format="{x:.5g}", ticks=levels[::2], shrink=0.85)
+    # The saddle is in the middle row and the middle column of the grid.
     along_least = losses[len(across) // 2]
     along_greatest = losses[:, len(along) // 2]
-    slices = (along, along_least, ON_GPU, "least"), (across, along_greatest, ON_CPU, "greatest")
+    slices = (
+        (along, along_least, LEAST_CURVATURE_COLOUR, "least"),
+        (across, along_greatest, GREATEST_CURVATURE_COLOUR, "greatest"),
+    )
     for (positions, values, tint, name), curvature in zip(slices, surface.curvatures, strict=True):
         right.plot(
             positions, values, color=tint, label=f"along the {name} curvature, {curvature:.2g}"
@@ -138,8 +146,8 @@ def saddle_surface(surface: Surface) -> Picture:
         figure,
         str(surface),
         alt,
-        [theme.legend_key("from the curvature alone", color=INK, lw=0.9, ls="--")],
-        3,
+        keys=[theme.legend_key("from the curvature alone", color=INK, lw=0.9, ls="--")],
+        columns=3,
     )
 
 
@@ -257,8 +265,8 @@ def escape_law(table: pd.DataFrame) -> Picture:
         figure,
         headline,
         alt,
-        [theme.legend_key(name, ls="", **style) for name, style in keys.items()],
-        4,
+        keys=[theme.legend_key(name, ls="", **style) for name, style in keys.items()],
+        columns=4,
     )
 
 

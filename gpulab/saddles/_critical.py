@@ -95,22 +95,25 @@ class CriticalPoint:
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
         """The m negative eigenvalues (m,), ascending, and their eigenvectors in columns (n, m).
 
-        An eigenvalue counts as negative if it is below −1e-8 of the largest |λ|.
+        An eigenvalue counts as negative if it is below −1e-8 times the largest |λ|.
         """
         values, vectors = self._eigen
         # 1e-8 is the square of `KERNEL_SHARE`.
-        negative = values < -(KERNEL_SHARE**2) * values.abs().max()
-        return values[negative], vectors[:, negative]
+        threshold = KERNEL_SHARE**2 * values.abs().max()
+        is_negative = values < -threshold
+        return values[is_negative], vectors[:, is_negative]
 
     @property
     def eigenvalues(self) -> Float[Tensor, " n"]:
         """All eigenvalues of the Hessian, (n,), in ascending order."""
-        return self._eigen[0]
+        values, _ = self._eigen
+        return values
 
     @property
     def index(self) -> int:
         """The number of negative eigenvalues of the Hessian."""
-        return len(self.unstable[0])
+        negative_values, _ = self.unstable
+        return len(negative_values)
 
     @property
     def curvature(self) -> float:
@@ -120,12 +123,14 @@ class CriticalPoint:
     @property
     def direction(self) -> Float[Tensor, " n"]:
         """The unit vector (n,) along which the loss curves down most; its sign is arbitrary."""
-        return self._eigen[1][:, 0]
+        _, vectors = self._eigen
+        return vectors[:, 0]
 
     @property
     def steepest(self) -> Float[Tensor, " n"]:
         """The unit vector (n,) along which the loss curves up most; its sign is arbitrary."""
-        return self._eigen[1][:, -1]
+        _, vectors = self._eigen
+        return vectors[:, -1]
 
     @functools.cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
@@ -213,11 +218,10 @@ def find_critical_point(
         # is increased until a step reduces the gradient. The comparisons are negated because
         # the gain ratio may be NaN, which then counts as a failed step.
         while not gain_ratio > MIN_GAIN_RATIO and damping < MAX_DAMPING:
-            step = (
-                -values
-                * coefficients
-                / (values.square() + damping * scale * math.sqrt(squared_norm))
-            )
+            # The step that minimises ‖g + H p‖² + μ‖p‖². In the basis of the eigenvectors, H is
+            # diagonal, and each component of p is −λ g / (λ² + μ).
+            mu = damping * scale * math.sqrt(squared_norm)
+            step = -values * coefficients / (values.square() + mu)
             predicted_decrease = float(
                 (coefficients.square() - (coefficients + values * step).square()).sum()
             )

@@ -157,11 +157,20 @@ def recorded_curvature() -> pd.DataFrame:
 def _curvature_of_training(
     planned: NetworkRun, measuring: dict[str, int], store: str | Path | None, command: str | None
 ) -> pd.DataFrame:
-    """Return the rows of one training run: stored ones if there are any, otherwise new ones."""
+    """Return the rows of one training run: stored ones if there are any, otherwise new ones.
+
+    Args:
+        planned: The training run.
+        measuring: The numbers of snapshots, probes, Lanczos steps and evaluated examples.
+        store: The folder for the measurements; None to store nothing.
+        command: The command to record.
+    """
     machine_passport = passport()
-    planned.draw_weights()
-    identity = planned.identity(machine_passport).record
-    identity = {**identity, "id": identities.run_id({**identity, "looked": measuring})}
+    planned.draw_weights()  # The identity of a run includes its initial weights.
+    run_identity = planned.identity(machine_passport).record
+    # The measurements have an id of their own. It also depends on how they are made, which files
+    # store under the key `looked`.
+    identity = {**run_identity, "id": identities.run_id({**run_identity, "looked": measuring})}
     file = None if store is None else Path(store) / f"{identity['id']}.parquet"
     if file is not None and file.is_file():
         return _frame(*read_table(file))
@@ -172,8 +181,9 @@ def _curvature_of_training(
         "tolerance": ZERO_SHARE,
         "status": run.status,
         "command": command,
+        "passport": dict(machine_passport),
+        "weights": run.record["summary"]["weights"],
     }
-    record |= {"passport": dict(machine_passport), "weights": run.record["summary"]["weights"]}
     if file is not None:
         write_table(file, table, record)
     return _frame(table, record)
@@ -188,8 +198,9 @@ def _train_and_measure(planned: NetworkRun, measuring: dict[str, int]) -> tuple[
     import pandas as pd
 
     window_count = 1 + planned.frames // planned.window
-    # A moment is the number of a call of `watch`, counted from 0. Moments are spaced from the end
-    # to the start, so a single moment is the end of the training.
+    # `watch` is called before the first window and after each window. A moment is the number of a
+    # call, counted from 0. Moments are spaced from the end to the start, so a single moment is the
+    # end of the training.
     moments = set(np.geomspace(window_count, 1, measuring["snapshots"]).round() - 1)
     watch_count = itertools.count()
     snapshots: dict[int, dict[str, Tensor]] = {}  # weights, by the number of updates
@@ -220,16 +231,15 @@ def _measure(
 ) -> dict[str, float | np.ndarray]:
     """Measure the loss and the spectrum of its Hessian at these weights."""
     device = planned.setting.device
-    with Setting.parse(
-        INSTRUMENT_SETTINGS.get(planned.setting.kind, "{}").format(device)
-    ).apply() as instrument:
+    setting_template = INSTRUMENT_SETTINGS.get(planned.setting.kind, "{}")
+    with Setting.parse(setting_template.format(device)).apply() as instrument:
         model = planned.model.to(device, torch.float32)
+        # The network's own `load_state_dict` would also make a later training start from these.
         torch.nn.Module.load_state_dict(model, state)
-        batch = Loader("window", instrument).window(
-            next(planned.data.windows(measuring["evaluated"], 0)).frames
-        )
+        first_window = next(planned.data.windows(measuring["evaluated"], 0))
+        batch = Loader("window", instrument).window(first_window.frames)
         if model.sequential:
-            batch = next(iter(model.batches(batch)))
+            batch = next(iter(model.batches(batch)))  # all frames of the window are one batch
         H = hessian(model, lambda: model.training_loss(batch, None)[0])
         with torch.no_grad():
             losses = model.training_loss(batch, None)[1]
@@ -255,6 +265,8 @@ def _measure(
 def _frame(table: pd.DataFrame, record: Mapping[str, Any]) -> pd.DataFrame:
     """Return the rows of a stored training, with the columns that its record holds for all rows."""
     shape = record["looked"]["probes"], record["looked"]["steps"]
+    # Files hold the spectra as flat lists. `np.resize` also turns the missing value of a run that
+    # diverged into an array of this shape.
     spectra = {
         name: [np.resize(row, shape).astype(float) for row in table[name]]
         for name in SPECTRUM_COLUMNS

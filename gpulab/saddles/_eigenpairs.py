@@ -86,7 +86,8 @@ def extreme_eigenpairs(
             return products.cpu().double().numpy() - shift * vector.ravel()
 
         start = np.random.default_rng(0).standard_normal(n)
-        start -= deflated @ start * deflated
+        # `deflated` is a unit vector or zero, so this makes the start orthogonal to it.
+        start -= (deflated @ start) * deflated
         if not product(start).any():  # The operator is a multiple of the identity.
             return shift, start / np.linalg.norm(start)
         shifted = LinearOperator((n, n), product, dtype=np.float64)
@@ -103,9 +104,9 @@ def extreme_eigenpairs(
 
     # The eigenvalue farthest from zero is one of the two extreme ones. The eigenvalue farthest from
     # that one is the other.
-    first_pair = find_farthest_eigenpair(0.0, np.zeros(n))
-    pairs = sorted([first_pair, find_farthest_eigenpair(*first_pair)], key=lambda pair: pair[0])
-    values, vectors = zip(*pairs, strict=True)
-    return torch.tensor(values, dtype=torch.float64), torch.from_numpy(np.stack(vectors, 1)).to(
-        H.dtype
-    ).to(H.device)
+    first_value, first_vector = find_farthest_eigenpair(0.0, deflated=np.zeros(n))
+    second_value, second_vector = find_farthest_eigenpair(first_value, deflated=first_vector)
+    pairs = [(first_value, first_vector), (second_value, second_vector)]
+    values, vectors = zip(*sorted(pairs, key=lambda pair: pair[0]), strict=True)
+    columns = torch.from_numpy(np.stack(vectors, axis=1))
+    return torch.tensor(values, dtype=torch.float64), columns.to(H.dtype).to(H.device)

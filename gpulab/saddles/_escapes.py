@@ -156,14 +156,17 @@ def choose_optimizer(
     """
     if rate is not None and not 0 < rate < math.inf:
         raise UsageError(f"learning rate {rate!r}: expected a number above 0")
+    # The default rate depends on the class of the optimiser, which is known only once it is built.
+    # Until then the rate is 1.
     built = build_optimizer(optimizer, weights.trainable, 1.0 if rate is None else rate)
     if rate is None:
-        # The optimiser was built with a rate of 1, which is replaced here.
-        rate = DEFAULT_ADAPTIVE_RATE
+        default_rate = DEFAULT_ADAPTIVE_RATE
         if optimizer_name(optimizer, built).startswith(("sgd", "momentum")):
-            rate = min(DEFAULT_GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
+            # Along the steepest upward direction, gradient descent would diverge above 2 / λ.
+            max_rate = 1 / float(saddle.eigenvalues[-1])
+            default_rate = min(DEFAULT_GROWTH / -saddle.curvature, max_rate)
         for group in built.param_groups:
-            group["lr"] = rate
+            group["lr"] = default_rate
     return built
 
 
@@ -199,12 +202,12 @@ class Descent:
         self.rate = float(optimizer.param_groups[0]["lr"])
         device = weights.setting.device
         dtype = weights.setting.dtype
-        (pair,) = saddle.objective.batches
+        (pair,) = saddle.objective.batches  # `check_start` has checked that there is only one
         inputs, targets = (
             tensor.to(device, dtype if tensor.is_floating_point() else None) for tensor in pair
         )
         self.data = inputs, targets
-        self.saddle = weights.flat(trainable_parameters(saddle.model))
+        self.saddle = weights.flat(trainable_parameters(saddle.model))  # its weights, as a vector
         eigenvalues, eigenvectors = saddle.unstable
         self.unstable_values = eigenvalues.to(weights.float64_device)
         self.unstable_directions = eigenvectors.to(weights.float64_device)
@@ -213,8 +216,8 @@ class Descent:
     def batches(self) -> Iterator[InputsTargets]:
         """Yield batches indefinitely: inputs and targets in an order drawn from the seed.
 
-        Minibatches are reshuffled for each pass over the data. Without a batch size, each batch is
-        all data in the same order.
+        Minibatches are reshuffled for each pass over the data. Without a batch size, every batch
+        consists of all samples, always in the same order.
         """
         inputs, targets = self.data
         count = len(inputs)
@@ -232,7 +235,8 @@ class Descent:
 
     def gradient(self, batch: InputsTargets) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the loss of a batch and its gradients."""
-        loss = dataclasses.replace(self.objective, batches=(batch,))(self.weights.net)
+        batch_objective = dataclasses.replace(self.objective, batches=(batch,))
+        loss = batch_objective(self.weights.net)
         return loss.detach(), torch.autograd.grad(loss, self.weights.parameters)
 
     def iterate(self) -> Iterator[tuple[Tensor, Float[Tensor, " n"]]]:
@@ -254,13 +258,16 @@ class Descent:
 
         The errors are the rounding of the weights, errors in the gradients, and the noise of
         minibatches. A step moves the weights by −η g, and this movement grows by the factor ρⁿ in n
-        further steps. The errors of the first batches therefore count most.
+        further steps. The errors of the first batches therefore count most. With all samples in
+        each batch, every batch has the same error ε, and the sum over all steps is ε / −λ, where −λ
+        is the eigenvalue.
 
         Returns:
             The displacement along each unstable direction, (m,). NaN for minibatches with an
             optimiser for which this law does not hold.
         """
-        if self.batch_size is not None and (self.law is None or math.isfinite(self.law.max_step)):
+        grows_exponentially = self.law is not None and not math.isfinite(self.law.max_step)
+        if self.batch_size is not None and not grows_exponentially:
             return torch.full_like(self.unstable_values, math.nan).cpu()
         self.weights.set_weights(self.saddle)
         displacement = torch.zeros_like(self.unstable_values)
@@ -268,17 +275,16 @@ class Descent:
         for number, batch in enumerate(self.batches()):
             # At rounded weights, even the exact gradient is not zero: it is −λ times their
             # displacement. Only the rest is an error.
-            error = (
-                self.project_unstable(self.weights.flat(self.gradient(batch)[1]))
-                - self.unstable_values * rounding
-            )
-            if self.batch_size is None:
+            _, gradients = self.gradient(batch)
+            gradient = self.project_unstable(self.weights.flat(gradients))
+            error = gradient - self.unstable_values * rounding
+            if self.batch_size is None:  # One batch is enough, because all are the same.
                 return (rounding + error / self.unstable_values).cpu()
             assert self.law is not None
             curvatures = -self.unstable_values
-            weight = self.law.accumulated_push(curvatures) * self.law.growth(curvatures) ** -(
-                number + 1
-            )
+            # A later error counts less: its effect has fewer steps in which to grow by ρ.
+            decay = self.law.growth(curvatures) ** -(number + 1)
+            weight = self.law.accumulated_push(curvatures) * decay
             displacement -= self.rate * error * weight
             if float(weight.max()) < MIN_BATCH_WEIGHT:
                 break
@@ -291,7 +297,7 @@ class Descent:
 def escape(
     descent: Descent, optimizer: str | OptimizerFactory, perturbation: float, steps: int | None
 ) -> tuple[dict[str, str | float], pd.DataFrame]:
-    """Train until the network has left the saddle.
+    """Train until the network has left the saddle: see `EscapeTable` for what is measured.
 
     The training ends after at most `steps` steps, by default three times the expected number plus a
     constant. Without minibatches it ends earlier if no weight has changed in the last 10 steps of
@@ -323,6 +329,7 @@ def escape(
     noise = descent.equivalent_displacement()
     steepest = descent.unstable_directions[:, 0]
     initial_weights = descent.saddle + perturbation * steepest
+    # The displacement along each unstable direction at the start.
     start = noise + descent.project_unstable(initial_weights - descent.saddle).cpu()
     curvatures = -descent.unstable_values.cpu()
     expected_steps = math.nan
@@ -336,34 +343,40 @@ def escape(
         steps = MAX_STEPS
         if not math.isnan(expected_steps):
             steps = math.ceil(min(EXPECTED_STEPS_FACTOR * expected_steps + extra_steps, MAX_STEPS))
+    # Measuring the noise has set the weights to those of the saddle.
     descent.weights.set_weights(initial_weights)
     _, gradients = descent.gradient(next(descent.batches()))
     ratio = step_ratio(optimizer, descent.rate, descent.weights.trainable, gradients)
     rows: list[list[float]] = []
+    has_left = False
     for loss, displacement in descent.iterate():
         # With the same data in each step, weights that have not changed for this long never will.
         if descent.batch_size is None and descent.changed_shares[-patience:] == [0.0] * patience:
             break
         unstable = descent.project_unstable(displacement)
-        row = [
-            displacement.norm(),
-            unstable.norm(),
-            unstable[0].abs(),
-            loss.double().to(displacement.device),
-        ]
-        rows.append(torch.stack(row).tolist())
-        if not all(map(math.isfinite, rows[-1])):
+        # One tensor, so that the numbers are copied from the device together.
+        row = torch.stack(
+            [
+                displacement.norm(),
+                unstable.norm(),
+                unstable[0].abs(),
+                loss.double().to(displacement.device),
+            ]
+        ).tolist()
+        rows.append(row)
+        if not all(map(math.isfinite, row)):
             raise DataError(
                 f"step {len(rows) - 1}: weights are not finite; learning_rate={descent.rate:g}"
             )
-        if rows[-1][1] > RADIUS or len(rows) > steps:
+        _, unstable_distance, _, _ = row
+        has_left = unstable_distance > RADIUS
+        if has_left or len(rows) > steps:
             break
     history = (
         pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"])
         .rename_axis("step")
         .reset_index()
     )
-    has_left = rows[-1][1] > RADIUS
     # Whether the distance was the same in all of the last steps.
     is_still = len(rows) >= patience and history.distance.tail(patience).nunique() == 1
     return {
@@ -568,8 +581,9 @@ def escape_table(
         for optimizer, optimizer_rates in rates.items()
         for rate in optimizer_rates
     ]
-    mixed = saddle.mixed if isinstance(saddle, LinearAutoencoderSaddle) else lambda _: saddle
-    starts = [(seed, mixed(seed)) for seed in seed_values]
+    # The seed also mixes the hidden units of a linear autoencoder. Other saddles stay as they are.
+    mix_units = saddle.mixed if isinstance(saddle, LinearAutoencoderSaddle) else lambda _: saddle
+    starts = [(seed, mix_units(seed)) for seed in seed_values]
     parsed = [Setting.parse(setting) for setting in settings]
     combinations = list(
         itertools.product(starts, parsed, optimizers_and_rates, perturbations, batch_sizes)
@@ -593,10 +607,8 @@ def escape_table(
             row = {
                 "setting": str(setting),
                 "master_weights": master_weights,
-                "batch_size": size or 0,
+                "batch_size": size or 0,  # 0 means all samples
                 "seed": seed,
-            }
-            row |= {
                 "emulated": setting.emulated,
                 "machine": machine(machine_passport, setting.kind),
                 **result,
@@ -613,8 +625,16 @@ def check_start(
     batch_sizes: Sequence[int | None],
     steps: int | None,
 ) -> None:
-    """Raise `UsageError` for a point that cannot be left, and for numbers out of range."""
-    if not saddle.index:
+    """Raise `UsageError` for a point that cannot be left, and for numbers out of range.
+
+    Args:
+        saddle: The point, which must be a critical point with a direction that leads down, and
+            whose data must be one pair of tensors.
+        perturbations: Distances, finite and not negative.
+        batch_sizes: Numbers of samples, at most all of them; None means all.
+        steps: The largest number of steps; None means the default.
+    """
+    if saddle.index == 0:
         least = saddle.curvature
         raise UsageError(
             f"no direction leads down: the smallest curvature is {least:.3g}, so there is no escape"

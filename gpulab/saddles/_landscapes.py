@@ -73,11 +73,10 @@ class Landscape:
         other curvature would reach zero at this distance. The length is 1 if the loss is not above
         zero or if λ is zero.
         """
-        return (
-            math.sqrt(2 * self.loss / abs(self.curvatures[0]))
-            if self.loss > 0 and self.curvatures[0]
-            else 1.0
-        )
+        least, _ = self.curvatures
+        if self.loss <= 0 or least == 0:
+            return 1.0
+        return math.sqrt(2 * self.loss / abs(least))
 
     def curvature(self, angle: float = 0.0) -> float:
         """Compute the curvature along a direction in the plane of `down` and `up`.
@@ -123,7 +122,7 @@ class Landscape:
         )
         slope = float(self.gradient @ direction)
         distance = np.linspace(-radius, radius, places)
-        losses = [self._loss_at(direction * step) for step in distance]
+        losses = [self._loss_at(direction * position) for position in distance]
         quadratic = self.loss + slope * distance + self.curvature(angle) * distance**2 / 2
         return pd.DataFrame({"distance": distance, "loss": losses, "quadratic": quadratic})
 
@@ -201,7 +200,8 @@ class Surface(Report):
             (k,).
         across: Distances in the direction of the greatest curvature, (k,).
         losses: The loss at each point, (k, k): a row for each distance in `across`, a column for
-            each distance in `along`.
+            each distance in `along`. The saddle is in the middle, because k is odd and both
+            distances are zero there.
         loss: The loss at the saddle.
         curvatures: The smallest and the largest eigenvalue of the Hessian.
         index: The number of negative eigenvalues.
@@ -266,17 +266,16 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
         directions are eigenvectors of the Hessian.
     """
     check_count("places", places)
-    curvatures = saddle.curvature, float(saddle.eigenvalues[-1])
-    if not curvatures[0] < 0 < curvatures[1]:
-        found_curvatures = "the least curvature is {:.2g} and the greatest {:.2g}".format(
-            *curvatures
-        )
+    least = saddle.curvature
+    greatest = float(saddle.eigenvalues[-1])
+    if not least < 0 < greatest:
         raise UsageError(
-            f"{found_curvatures}: expected one below and one above zero; for other points use"
-            " gpulab.saddles.landscape"
+            f"the least curvature is {least:.2g} and the greatest {greatest:.2g}: expected one"
+            " below and one above zero; for other points use gpulab.saddles.landscape"
         )
     along = np.linspace(-extent, extent, 2 * places + 1)
-    across = along * np.sqrt(min(1.0, -curvatures[0] / curvatures[1]))
+    # At a distance x the loss changes by λ x² / 2, so this factor makes both changes equal.
+    across = along * np.sqrt(min(1.0, -least / greatest))
     model = copy.deepcopy(saddle.model)
     parameters = trainable_parameters(model)
     centre = parameters_to_vector(parameters).detach()
@@ -287,5 +286,11 @@ def surface(saddle: CriticalPoint, extent: float = 1.0, places: int = 12) -> Sur
         )
         losses[row, column] = float(saddle.objective(model).detach())
     return Surface(
-        along, across, losses, saddle.loss, curvatures, saddle.index, len(saddle.eigenvalues)
+        along=along,
+        across=across,
+        losses=losses,
+        loss=saddle.loss,
+        curvatures=(least, greatest),
+        index=saddle.index,
+        size=len(saddle.eigenvalues),
     )

@@ -58,19 +58,23 @@ class Objective:
             raise UsageError(
                 f"batch is a {type(batch).__name__} without tensors: expected (inputs, targets)"
             )
-        count = 0
+        # A loss takes no arguments if there is no batch, the outputs if a batch is a tensor of
+        # inputs, and otherwise the outputs and the targets.
+        argument_count = 0
         if batch is not None:
-            count = 1 if isinstance(batches[0], Tensor) else 2
-        if not _accepts_arguments(loss, count):
-            raise UsageError(
-                f"loss={getattr(loss, '__name__', type(loss).__name__)} {MISMATCHES[count]}"
-            )
+            argument_count = 1 if isinstance(batches[0], Tensor) else 2
+        if not _accepts_arguments(loss, argument_count):
+            name = getattr(loss, "__name__", type(loss).__name__)
+            raise UsageError(f"loss={name} {MISMATCHES[argument_count]}")
         return cls(loss, batches)
 
     def __call__(self, model: nn.Module) -> Tensor:
         """Compute the loss, a scalar: for several batches, the mean over all their examples."""
-        if len(self.batches) < 2:
-            return self._batch_loss(model, *self.batches)
+        if not self.batches:
+            return self._batch_loss(model, None)
+        if len(self.batches) == 1:
+            (batch,) = self.batches
+            return self._batch_loss(model, batch)
         sizes = [_count_examples(batch) for batch in self.batches]
         losses = [
             size * self._batch_loss(model, batch)
@@ -78,16 +82,18 @@ class Objective:
         ]
         return torch.stack(losses).sum() / sum(sizes)
 
-    def _batch_loss(self, model: nn.Module, batch: Batch = None) -> Tensor:
-        """Compute the loss of one batch; raise `UsageError` if it is not a scalar tensor."""
+    def _batch_loss(self, model: nn.Module, batch: Batch | None) -> Tensor:
+        """Compute the loss of one batch, or of a loss that takes none.
+
+        Raises:
+            UsageError: If it is not a scalar tensor.
+        """
         if batch is None:
             value = self.loss()
+        elif isinstance(batch, Tensor):
+            value = self.loss(model(batch))
         else:
-            value = (
-                self.loss(model(batch))
-                if isinstance(batch, Tensor)
-                else loss_of(model, batch, self.loss)[0]
-            )
+            value, _ = loss_of(model, batch, self.loss)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(
                 f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar"
@@ -104,9 +110,13 @@ class Objective:
 
 
 def _accepts_arguments(loss: Loss, count: int) -> bool:
-    """Return whether a function accepts `count` arguments; True if it has no signature."""
+    """Return whether a loss accepts `count` arguments; True if it has no signature.
+
+    The signature of a module is that of its `forward`.
+    """
+    any_arguments = range(count)  # `bind` compares only their number with the signature.
     try:
-        inspect.signature(getattr(loss, "forward", loss)).bind(*range(count))
+        inspect.signature(getattr(loss, "forward", loss)).bind(*any_arguments)
     except TypeError:
         return False
     except ValueError:  # Some functions written in C have no signature.

@@ -143,20 +143,24 @@ class EscapeLaw:
         True
         """
         options = optimizer.param_groups[0]
-        if (
-            any(map(options.get, UNMODELLED_OPTIONS))
-            or not options.get("eps", 1)
-            or len(optimizer.param_groups) > 1
-        ):
+        has_unmodelled_option = any(options.get(name) for name in UNMODELLED_OPTIONS)
+        divides_by_zero = options.get("eps") == 0
+        if has_unmodelled_option or divides_by_zero or len(optimizer.param_groups) > 1:
             return None
         rate = float(options["lr"])
         if type(optimizer) is optim.SGD:
             return cls(rate, options["momentum"])
+        # Where the gradient is far below ε, RMSprop and Adam divide it by ε. Where it is far above,
+        # a weight moves by about the learning rate.
         if type(optimizer) is optim.RMSprop and not options["momentum"]:
-            return cls(rate / options["eps"], 0.0, rate, options["eps"])
+            eps = options["eps"]
+            return cls(rate / eps, momentum=0.0, max_step=rate, saturation_gradient=eps)
         if type(optimizer) is optim.Adam:
-            beta = options["betas"][0]
-            return cls(rate * (1 - beta) / options["eps"], beta, rate, options["eps"])
+            # Adam's mean of past gradients is a momentum of β₁ with a rate of (1 − β₁) η.
+            beta, _ = options["betas"]
+            eps = options["eps"]
+            effective_rate = rate * (1 - beta) / eps
+            return cls(effective_rate, momentum=beta, max_step=rate, saturation_gradient=eps)
         return None
 
     def growth(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
@@ -164,7 +168,11 @@ class EscapeLaw:
         return 1 + self.growth_minus_one(curvature)
 
     def growth_minus_one(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-        """Compute ρ − 1 without subtracting nearly equal numbers."""
+        """Compute ρ − 1 without subtracting nearly equal numbers.
+
+        With r = ρ − 1, a = ηλ and b = 1 − μ − a, the equation of ρ becomes r² + b r − a = 0. Its
+        larger root (√(b² + 4a) − b) / 2 is equal to 2a / (b + √(b² + 4a)).
+        """
         a = self.rate * curvature
         if not self.momentum:
             return a
@@ -172,9 +180,11 @@ class EscapeLaw:
         return 2 * a / (b + (b.square() + 4 * a).sqrt())
 
     def accumulated_push(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-        """Compute the total effect of a push, relative to its effect in the first step.
+        """Compute ρ / (ρ − μ), the total effect of a push relative to its effect in the first step.
 
-        Momentum repeats a push in later steps. For a small ηλ the ratio is 1 / (1 − μ).
+        Momentum repeats a push in later steps. A step that is pushed by p has, in the long run, the
+        same effect as an initial displacement of p / (ρ − μ), instead of p / ρ. For a small ηλ the
+        ratio of the two is 1 / (1 − μ).
         """
         growth = self.growth(curvature)
         return growth / (growth - self.momentum)
@@ -199,25 +209,35 @@ class EscapeLaw:
         """
         if start.isnan().any():
             return math.nan
-        length = float(steepest.abs().sum())
-        # The displacement at which the mean gradient of a weight along v reaches saturation. Below
-        # it, displacements grow exponentially; above it, they grow by the largest step.
+        l1_norm = float(steepest.abs().sum())  # ‖v‖₁
+        # The displacement x at which the mean gradient of a weight along v, λ x ‖v‖₁ / n, reaches
+        # saturation. Below it, displacements grow exponentially. Above it, each weight moves by
+        # the largest step, and the network moves along v by this step times ‖v‖₁.
         saturation_radius = (
-            self.saturation_gradient * len(steepest) / (float(curvature[0]) * length)
+            self.saturation_gradient * len(steepest) / (float(curvature[0]) * l1_norm)
         )
         growth = self.growth(curvature)
-        # The part of the initial displacement that grows by ρ; with momentum, the rest decays.
+        # The part of the initial displacement that grows by ρ. With momentum there is another part,
+        # which decays by the smaller root μ/ρ.
         amplitude = start * (growth - self.momentum) / (growth - self.momentum / growth)
-        steps = _time_to_radius(
-            amplitude, torch.log1p(self.growth_minus_one(curvature)), min(saturation_radius, radius)
-        )
-        return steps + max(0.0, radius - max(saturation_radius, float(start.norm()))) / (
-            self.max_step * length
-        )
+        log_growth = torch.log1p(self.growth_minus_one(curvature))
+        exponential_steps = _time_to_radius(amplitude, log_growth, min(saturation_radius, radius))
+        linear_distance = max(0.0, radius - max(saturation_radius, float(start.norm())))
+        return exponential_steps + linear_distance / (self.max_step * l1_norm)
 
 
 def _time_to_radius(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
-    """Compute the step at which exponentially growing displacements together reach the radius."""
+    """Compute the step at which exponentially growing displacements together reach the radius.
+
+    Args:
+        start: The displacement along each direction at step 0.
+        rates: By how much the logarithm of each displacement grows per step.
+        radius: The Euclidean length that all displacements together must reach.
+
+    Returns:
+        The step, not rounded; 0 if the radius is reached at the start, infinite if nothing is
+        displaced.
+    """
     from scipy.optimize import brentq
 
     if not (start > 0).any():
@@ -226,11 +246,14 @@ def _time_to_radius(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radi
 
     def excess(step: float) -> float:
         """Return the logarithm of the total displacement after a step, relative to the radius."""
-        return float(torch.logsumexp(2 * (logs + rates * step), 0)) / 2 - math.log(radius)
+        # The logarithm of a Euclidean length is half the logarithm of the sum of squares.
+        log_length = float(torch.logsumexp(2 * (logs + rates * step), 0)) / 2
+        return log_length - math.log(radius)
 
     if excess(0) >= 0:
         return 0.0
-    # At this step a single displacement has reached the radius, so all together have.
+    # At this step a single displacement has reached the radius, so all together have. One step more
+    # makes the excess positive in spite of rounding, as `brentq` requires.
     upper_bound = float(((math.log(radius) - logs) / rates).min())
     return float(brentq(excess, 0, upper_bound + 1))
 
@@ -248,6 +271,12 @@ def step_ratio(
     place is the distance from a weight to the next number of its own format. Both are Euclidean
     lengths over all weights. If the ratio is far below 1, rounding prevents any further change.
 
+    Args:
+        optimizer: The optimiser, as for `escape_table`.
+        rate: Its learning rate.
+        weights: The weights, in their own format.
+        gradients: The gradient of each tensor of weights.
+
     Examples:
         >>> weights = [torch.ones(3)]
         >>> # Half a place of float32's 1 is 2⁻²⁴
@@ -260,7 +289,7 @@ def step_ratio(
         zero.grad = gradient.to(zero)
     for _ in range(SETTLING_STEPS):
         for zero in zeros:
-            zero.data.zero_()
+            zero.data.zero_()  # The weights after the last step are then that step alone.
         settling.step()
     step = parameters_to_vector(zeros).detach()
     half_places = parameters_to_vector(map(_half_place, weights))

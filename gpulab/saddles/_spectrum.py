@@ -124,12 +124,11 @@ class SpectralDensity:
             >>> SpectralDensity(nodes[:1], weights[:1], size=8).mass_below(2.0)
             Estimate(value=0.5, error=nan)
         """
-        shares = (self.weights * (self.nodes < x)).sum(1)
-        count = len(shares)
-        return Estimate(
-            float(shares.mean()),
-            float(shares.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan,
-        )
+        shares = (self.weights * (self.nodes < x)).sum(1)  # the estimate of each probe
+        error = math.nan
+        if len(shares) > 1:
+            error = float(shares.std(ddof=1)) / math.sqrt(len(shares))
+        return Estimate(float(shares.mean()), error)
 
     def index(self) -> Index:
         """Estimate how many eigenvalues are negative: see `gpulab.saddles.index`.
@@ -146,14 +145,16 @@ class SpectralDensity:
             ... )
             >>> halfway = SpectralDensity(nodes[:, 1:], np.ones((2, 1)), size=8)
             >>> found = SpectralDensity(nodes, weights, size=8, halfway=halfway).index()
-            >>> found.value, round(found.error, 3)  # of eight 8 (0.125² + 0.375²)½
+            >>> found.value, round(found.error, 3)  # the error is 8 · √(0.125² + 0.375²)
             (3.0, 3.162)
         """
         threshold = ZERO_SHARE * max(abs(extreme) for extreme in self.extremes)
         negative = self.mass_below(-threshold)
         not_positive = self.mass_below(threshold)
+        # Without an estimate from half of the steps, the change is unknown and counts as zero.
         halfway_negative = negative if self.halfway is None else self.halfway.mass_below(-threshold)
-        error = math.hypot(negative.error, negative.value - halfway_negative.value)
+        change = negative.value - halfway_negative.value
+        error = math.hypot(negative.error, change)
         return Index(
             value=self.size * negative.value,
             error=self.size * error,
@@ -219,7 +220,9 @@ def spectral_density(
     beta = torch.zeros(probes, dtype=dtype, device=H.device)
     alphas = []
     betas = []
-    # No operation in this loop waits for the device. The results are read after the last step.
+    # The Lanczos recurrence: H v = β₋ v₋ + α v + β v₊, for all probes at once. `previous` is v₋,
+    # and at the top of the loop `beta` is β₋. No operation in this loop waits for the device. The
+    # results are read after the last step.
     for step in Progress(range(steps), unit="step", leave=False, delay=2, disable=not progress):
         product = H @ vector
         if step == 0 and probes > 1:
@@ -249,13 +252,14 @@ def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Array, Array]:
     Nodes are the eigenvalues of each probe's tridiagonal matrix. Weights are the squared first
     entries of its eigenvectors (Golub, Welsch 1969).
     """
-    # Steps after the first β of zero are padding.
-    exhausted = (off_diagonal[:, :-1] == 0).cumsum(1) > 0
-    # The padding lies within the spectrum and has no weight.
-    padding = torch.where(exhausted, diagonal[:, :1], diagonal[:, 1:])
-    padded_diagonal = torch.cat([diagonal[:, :1], padding], 1)
+    # Steps after the first β of zero are padding. The last β belongs to a step that is not made.
+    is_exhausted = (off_diagonal[:, :-1] == 0).cumsum(1) > 0
+    # The padding repeats the first entry of the diagonal, which lies within the spectrum. It is
+    # decoupled from the other entries, so its nodes have no weight.
+    later_diagonal = torch.where(is_exhausted, diagonal[:, :1], diagonal[:, 1:])
+    padded_diagonal = torch.cat([diagonal[:, :1], later_diagonal], 1)
     # `eigh` reads the lower triangle only.
-    lower_diagonal = torch.where(exhausted, 0.0, off_diagonal[:, :-1])
+    lower_diagonal = torch.where(is_exhausted, 0.0, off_diagonal[:, :-1])
     tridiagonal = torch.diag_embed(padded_diagonal) + torch.diag_embed(lower_diagonal, -1)
     nodes, vectors = torch.linalg.eigh(tridiagonal)
     return nodes.numpy(), vectors[:, 0].square().numpy()

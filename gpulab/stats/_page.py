@@ -96,7 +96,7 @@ class VerdictPage(Decisions, Report):
 
     def _render_answer(self) -> Markup:
         """Render the decision, a sentence for each level, and the table."""
-        texts = level_sentences(self, {})
+        texts = level_sentences(self)
         if len(self.rows) > 1:
             texts = [_count_decisions(self), *texts]
         answer, *further_sentences = texts

@@ -394,16 +394,20 @@ def _parse_metric(column: pd.Series) -> MetricColumn:
 
 
 def _check_numbers(finished: pd.Series, metric: str) -> None:
-    """Raise `UsageError` if a finished run has no metric, or one of `MAX_METRIC` or more."""
+    """Raise `UsageError` unless every finished run has a metric, of a size below `MAX_METRIC`.
+
+    Args:
+        finished: The metric of each finished run.
+        metric: The name of the metric.
+    """
+    # NaN is not below any number, so the negation also selects runs without a metric.
     unusable_values = finished[~(finished.abs() < MAX_METRIC)]
     if len(unusable_values):
-        count = len(unusable_values)
-        problem = (
-            f"{count} finished run(s) have no {metric} that is finite and below {MAX_METRIC:.0e}:"
-            " index"
+        raise UsageError(
+            f"{len(unusable_values)} finished run(s) have no {metric} that is finite and below"
+            f" {MAX_METRIC:.0e}: index {unusable_values.index[:3].tolist()}; mark them as diverged,"
+            " leave out their seeds, or choose another metric="
         )
-        advice = "mark them as diverged, leave out their seeds, or choose another metric="
-        raise UsageError(f"{problem} {unusable_values.index[:3].tolist()}; {advice}")
 
 
 def _as_plain_levels(column: pd.Series) -> pd.Series:

@@ -120,7 +120,7 @@ class Verdict(VerdictPage):
         Returns:
             The sentences.
         """
-        return level_sentences(self, words or {})
+        return level_sentences(self, words)
 
     def picture(self) -> Picture | None:
         """Draw every run and every difference; None if there is nothing to compare."""

@@ -70,12 +70,13 @@ NUMBER_TEMPLATES = (  # clauses about a level; clauses with an unknown number ar
 )
 
 
-def level_sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
+def level_sentences(verdict: Decisions, words: TextByLevel | None = None) -> list[str]:
     """Describe the result of each level in a sentence, followed by remarks on all levels.
 
     `words` has names for the levels and for the metric. Levels and metrics that are not in it keep
-    their own names.
+    their own names, as do all of them by default.
     """
+    words = words or {}
     if not verdict.rows:
         return [
             f"Only {_level_name(verdict, verdict.reference, words)} was run, so there is nothing to"
@@ -88,7 +89,7 @@ def level_sentences(verdict: Decisions, words: TextByLevel) -> list[str]:
 def describe_with_numbers(verdict: Decisions) -> str:
     """Describe each level in a line with its decision and numbers, followed by common facts."""
     reference_seeds = f"{verdict.block}s under {_level_name(verdict, verdict.reference)}"
-    lines = [_level_paragraph(verdict, row) for row in verdict.rows] or level_sentences(verdict, {})
+    lines = [_level_paragraph(verdict, row) for row in verdict.rows] or level_sentences(verdict)
     lines.append(
         f"The standard deviation between {reference_seeds} is {verdict.between_seeds:.2g}."
     )
@@ -150,10 +151,12 @@ def p_text(value: float) -> str:
     return (f"{value:.0e}" if 0 < value < 0.001 else f"{value:.2g}").replace("nan", "unknown")
 
 
-def _level_sentence(verdict: Decisions, row: LevelDecision, words: TextByLevel) -> str:
-    """Write the sentence on the result of a level."""
+def _level_sentence(
+    verdict: Decisions, row: LevelDecision, words: TextByLevel | None = None
+) -> str:
+    """Write the sentence on the result of a level; `words` as for `level_sentences`."""
     case = _sentence_key(verdict, row)
-    facts = _name_facts(verdict, row, words)
+    facts = _name_facts(verdict, row, words or {})
     if case == "diverged":
         facts |= _divergence_facts(verdict, row)
     if case in DECISIONS:
@@ -341,11 +344,14 @@ def _looks_sentences(verdict: Decisions) -> Iterator[str]:
 
 
 def _level_paragraph(verdict: Decisions, row: LevelDecision) -> str:
-    """Describe one level by its decision, its sentence and its numbers."""
+    """Write the paragraph on a level: its decision, the sentence on its result, and its numbers.
+
+    The paragraph ends with the runs that diverged and the seeds that are missing, if there are any.
+    """
     level = _level_name(verdict, row.level)
     reference = _level_name(verdict, verdict.reference)
     sentences = [f"{level} against {reference}, {_seed_count_text(verdict, row)}: {row.decision}."]
-    sentences.append(_level_sentence(verdict, row, {}))
+    sentences.append(_level_sentence(verdict, row))
     if row.seeds > 1 and not is_identical(row):
         sentences.append(f"{'; '.join(_number_clauses(row))}.")
     if row.diverged or row.reference_diverged:

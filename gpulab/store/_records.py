@@ -82,6 +82,7 @@ def check_record(file: str, record: dict[str, Any]) -> RunRecord:
 
 def _check_passport(passport: dict[str, Any], device: str) -> None:
     """Raise an error, usually `KeyError`, if a passport lacks a value for the table of runs."""
+    # The values are only looked up: a missing one raises the error.
     machine(passport, device)
     for gpu in passport["gpus"]:
         gpu["name"]
@@ -92,7 +93,8 @@ def _check_passport(passport: dict[str, Any], device: str) -> None:
 
 def _check_configuration(configuration: dict[str, Any]) -> None:
     """Raise an error, usually `KeyError`, if a configuration lacks a value for the table."""
-    if "source" in configuration:
+    # The values are only looked up or converted: a missing or unsuitable one raises the error.
+    if "source" in configuration:  # of a training function
         dict(configuration["options"])
         return
     for key in ("data", "frames"):
@@ -102,14 +104,19 @@ def _check_configuration(configuration: dict[str, Any]) -> None:
 
 
 def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of every factor of a recorded run, including defaults."""
-    model = model_options_of(record)
-    return {
-        name: model.get(name)
-        if option.argument_group == "model"
-        else record.get(name, option.default)
-        for name, option in FACTORS.items()
-    }
+    """Return the value of every factor of a recorded run, including defaults.
+
+    Factors of the model are among the model's options, and None for a model that does not have
+    them. All other factors are keys of the record, unless they have their defaults.
+    """
+    model_options = model_options_of(record)
+    factors = {}
+    for name, option in FACTORS.items():
+        if option.argument_group == "model":
+            factors[name] = model_options.get(name)
+        else:
+            factors[name] = record.get(name, option.default)
+    return factors
 
 
 def model_options_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,20 +144,16 @@ def learning_task(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     configuration = replace_path_by_content(record["configuration"], record)
     if "source" in configuration:
-        return {
-            "source": configuration["source"],
-            **({"content": record["content"]} if "content" in record else {}),
-        }
-    options = {
-        name: value
-        for name, value in configuration.get("model_options", {}).items()
-        if name not in FACTORS
+        task = {"source": configuration["source"]}
+        if "content" in record:
+            task["content"] = record["content"]
+        return task
+    if "model_options" not in configuration:
+        return configuration
+    options_without_factors = {
+        name: value for name, value in configuration["model_options"].items() if name not in FACTORS
     }
-    return (
-        {**configuration, "model_options": options}
-        if "model_options" in configuration
-        else configuration
-    )
+    return {**configuration, "model_options": options_without_factors}
 
 
 def device_of(record: Mapping[str, Any]) -> str:

@@ -39,12 +39,17 @@ def identify_run(
             recorded.
     """
     contents = {name: content for name, content in contents.items() if content}
+    # The id depends on the content of a film, wherever it is stored. The record names its path.
     configuration = replace_path_by_content(requested["configuration"], contents)
-    identifying = {**requested, "configuration": configuration, **contents}
-    identifying["chip"] = (
-        passport["cpu"]["model"] if requested["setting"].startswith("cpu") else passport["gpus"]
-    )
-    identifying |= {key: passport["software"][key] for key in ("torch", "gpulab")}
+    on_cpu = requested["setting"].startswith("cpu")
+    identifying = {
+        **requested,
+        "configuration": configuration,
+        **contents,
+        "chip": passport["cpu"]["model"] if on_cpu else passport["gpus"],
+        "torch": passport["software"]["torch"],
+        "gpulab": passport["software"]["gpulab"],
+    }
     identifier = run_id(identifying)
     return Identity(identifier, {"id": identifier, **requested, **contents})
 
@@ -82,8 +87,7 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
     hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         hasher.update(name.encode())
-        hasher.update(
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
+        hasher.update(content.numpy().tobytes())
     return hasher.hexdigest()

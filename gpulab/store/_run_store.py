@@ -71,9 +71,10 @@ def store_folder(store: str | Path | None = None) -> Path:
 
 
 def list_entries(store: Path) -> list[str]:
-    """List the paths of the runs in a store, followed by those of its files of packed runs.
+    """List the entries of a store: first the folders of runs, then the files of packed runs.
 
-    If the store is itself a file, its own path is listed. Hidden files and folders are ignored.
+    Each entry is a path, and both groups are sorted. If the store is itself a file, it is the only
+    entry. A store that does not exist has no entries. Hidden files and folders are ignored.
 
     Raises:
         DataError: If the folder cannot be read.
@@ -93,10 +94,14 @@ def list_entries(store: Path) -> list[str]:
             return [str(store)] if os.path.lexists(store) else []
         names = os.listdir(store)
     paths = sorted(os.path.join(store, name) for name in names if name[0] != ".")
-    folders = [path for path in paths if os.path.isdir(path)]
-    return folders + [
-        path for path in paths if path.endswith(".parquet") and not os.path.isdir(path)
-    ]
+    folders = []
+    packed_files = []
+    for path in paths:
+        if os.path.isdir(path):
+            folders.append(path)
+        elif path.endswith(".parquet"):
+            packed_files.append(path)
+    return folders + packed_files
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,12 @@ def read_entry(path: str) -> list[RunEntry]:
     results = os.path.join(path, RESULTS_FILE)
     if not os.path.isfile(results):
         raise DataError(f"{results}: no such file")
-    return [RunEntry(record, path, file, lambda: read_results(path)[0])]
+
+    def read_history() -> pyarrow.Table:
+        history, _weights = read_results(path)
+        return history
+
+    return [RunEntry(record, path, file, read_history)]
 
 
 def begin_record(
@@ -246,7 +256,7 @@ def write_run(
                 if not folder.is_dir():
                     raise
                 existing = find_run(store, Identity(record["id"], dict(record)))
-                if existing is None:
+                if existing is None:  # it was damaged, and has been moved to quarantine
                     scratch.rename(folder)
                 elif existing.weights is None and weights is not None:
                     _add_weights(folder, existing, weights)

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]  # a row of the table of runs, by column
 MAX_NAMED_RUNS = 10  # the largest number of damaged runs that a warning names
-SUMMARY_COLUMNS = ("final_loss", "heldout_loss", "seconds", "frames_per_second", "weights")
+LOSS_COLUMNS = ("final_loss", "heldout_loss")
+SUMMARY_NUMBERS = (*LOSS_COLUMNS, "seconds", "frames_per_second")
+SUMMARY_COLUMNS = (*SUMMARY_NUMBERS, "weights")
 RUN_COLUMNS = [
     *("experiment", "profile", "setting", "device", "seed", "rerun"),
     *FACTORS,
@@ -152,14 +154,10 @@ def drop_empty_losses(frame: pd.DataFrame) -> pd.DataFrame:
     if "options" in frame and metric_columns:
         options = {name for text in frame["options"].dropna() for name in json.loads(text)}
         metric_columns = [name for name in metric_columns if name not in options]
-    empty_losses = [
-        name for name in SUMMARY_COLUMNS[:2] if name in frame and frame[name].isna().all()
-    ]
-    return (
-        frame.drop(columns=empty_losses)
-        if metric_columns and "final_loss" in empty_losses
-        else frame
-    )
+    empty_losses = [name for name in LOSS_COLUMNS if name in frame and frame[name].isna().all()]
+    if metric_columns and "final_loss" in empty_losses:
+        return frame.drop(columns=empty_losses)
+    return frame
 
 
 def recorded_runs(study: str | None = None) -> pd.DataFrame:
@@ -237,12 +235,14 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame()
     records, tables = zip(*read_histories(frame), strict=True)
     lengths = [table.num_rows for table in tables]
-    windows = np.repeat([record["configuration"].get("window", 1) for record in records], lengths)
+    # A training function has no windows: its history has a single row.
+    frames_per_window = [record["configuration"].get("window", 1) for record in records]
     histories = pa.concat_tables(tables).to_pandas()
-    histories["frames_seen"] = (histories["window"] + 1) * windows
+    histories["frames_seen"] = (histories["window"] + 1) * np.repeat(frames_per_window, lengths)
     run_frame = frame[
         ["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]
     ]
+    # The columns of a run are repeated for each of its windows.
     repeated = run_frame.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
     return pd.concat([histories, repeated], axis=1)
 
@@ -337,9 +337,7 @@ def _build_frame(paths: list[str]) -> pd.DataFrame:
     frame = pd.DataFrame(list(rows.values()), columns=[*RUN_COLUMNS, *function_columns])
     # Missing numbers become NaN. Errors are ignored, because a function may have an option `speed`
     # that is not a number.
-    frame = frame.astype(
-        dict.fromkeys((*SUMMARY_COLUMNS[:4], "speed", "flip"), float), errors="ignore"
-    )
+    frame = frame.astype(dict.fromkeys((*SUMMARY_NUMBERS, "speed", "flip"), float), errors="ignore")
     # Runs that are equal in the other columns are ordered by their paths.
     frame = frame.sort_values(
         ["experiment", "profile", "setting", "seed", "path"], ignore_index=True, kind="stable"
@@ -428,4 +426,5 @@ def _function_columns(options: dict[str, Any], metrics: dict[str, Any]) -> Row:
 
     reserved = set(RUN_COLUMNS) - OVERRIDABLE_COLUMNS
     own_cells = {name: value for name, value in (cells | metrics).items() if name not in reserved}
+    # Columns that only networks fill are empty, unless an option or metric has this name.
     return {**dict.fromkeys(OVERRIDABLE_COLUMNS), "options": json.dumps(options), **own_cells}

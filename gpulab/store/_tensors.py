@@ -39,8 +39,7 @@ def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
     content = files.read(file)
     with files.convert_read_errors(file, "not a file of tensors"):
         # The file begins with the length of the header in 8 bytes, followed by the header as JSON.
-        header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
-        notes = recorded.check_document(
-            file, files.read_json(file, header["__metadata__"]["gpulab"].encode()), content
-        )
-        return load(content), notes
+        header_length = int.from_bytes(content[:8], "little")
+        header = files.read_json(file, content[8 : 8 + header_length])
+        document = files.read_json(file, header["__metadata__"]["gpulab"].encode())
+        return load(content), recorded.check_document(file, document, content)

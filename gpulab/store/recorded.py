@@ -62,9 +62,15 @@ def check_document(file: str | Path, notes: object, content: bytes) -> dict[str,
 
     The keys are removed in place.
 
+    Args:
+        file: The file, for the message of an error.
+        notes: The document, or the notes in the file's header, as read from JSON.
+        content: All bytes of the file.
+
     Raises:
         DataError: If the format version is different, or the seal does not match the content.
     """
+    # JSON that is not an object has no version. The message then shows the JSON instead.
     version = notes.pop("format", None) if isinstance(notes, dict) else notes
     if not isinstance(notes, dict) or version != FORMAT_VERSION:
         raise DataError(
@@ -207,12 +213,14 @@ def write_packed(file: Path, records: list[dict[str, Any]], histories: list[pyar
     columns["seconds"] = [(seconds * 1024).round() / 1024 for seconds in columns["seconds"]]
     rows = pyarrow.table({"record": [json.dumps(record) for record in records], **columns})
     # Byte stream split of these columns makes a file smaller by a sixth.
-    numbers = [
-        "loss.list.element",
-        "seconds.list.element",
-    ]
+    split_columns = ["loss.list.element", "seconds.list.element"]
     write_table(
-        file, rows, {}, compression_level=19, use_dictionary=False, use_byte_stream_split=numbers
+        file,
+        rows,
+        {},
+        compression_level=19,
+        use_dictionary=False,
+        use_byte_stream_split=split_columns,
     )
 
 
@@ -233,7 +241,17 @@ def read_packed(file: Path) -> list[tuple[dict[str, Any], Callable[[], pyarrow.T
 
 
 def check_history(file: str | Path, columns: Columns, row: int | None = None) -> pyarrow.Table:
-    """Build a history from columns or a row of lists; `DataError`, naming the file, if invalid.
+    """Build a history from columns, and check it.
+
+    Args:
+        file: The file, for the message of an error.
+        columns: The columns of the history; or, if `row` is given, of packed runs, where each cell
+            is a list with a column of a history.
+        row: The number of the packed run.
+
+    Raises:
+        DataError: If columns are missing, have other types or empty cells. The message names the
+            file.
 
     >>> import pyarrow
     >>> columns = {"window": [0, 1], "step": [1, 2], "loss": [0.5, None], "seconds": [0.1, 0.2]}

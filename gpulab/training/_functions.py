@@ -55,15 +55,16 @@ class TrainingFunction:
         options: Its parameters except `seed` and `setting`, with their defaults.
         source: A digest of its source; empty if the source cannot be read.
         unknown_source: The reason why the source cannot be read; empty if it can.
-        text: The text `file.py:name` that it was given by; None if it was given as a function.
+        reference: The text that it was given by, such as `file.py:name`; None if it was given as a
+            function.
 
     Raises:
         UsageError: If it cannot be found, does not take a seed, or has unsuitable options.
     """
 
     def __init__(self, train: Callable[..., Any] | str) -> None:
-        self.text = train if isinstance(train, str) else None
-        module = self.text.rpartition(":")[0] if self.text else ""
+        self.reference = train if isinstance(train, str) else None
+        module = self.reference.rpartition(":")[0] if self.reference else ""
         if isinstance(train, str):
             train = find_function(train, "train")
         self.function: Callable[..., Any] = train
@@ -84,14 +85,14 @@ class TrainingFunction:
             self.unknown_source = f"{self.name} ({error}: write all of it into a file)"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickle the reference to a function in a file, or else the whole object.
+        """Pickle a function that a file defines by reference, and any other one as a whole.
 
-        Another process reads the file itself. The text of a function that was typed into a notebook
-        is only available in this process.
+        Another process can read the file. The source of a function that was typed into a notebook
+        is available only in this process, so all attributes that depend on it are pickled.
         """
-        if not self.file:
-            return super().__reduce__()
-        return TrainingFunction, (self.text or self.function,)
+        if self.file:
+            return TrainingFunction, (self.reference or self.function,)
+        return super().__reduce__()
 
     def describe_options(self, options: Options) -> tuple[Options, dict[str, str]]:
         """Return all options in JSON types, and the digest of the files that they name, if any.
@@ -183,7 +184,7 @@ class FunctionRun(PlannedRun):
             seed=seed,
             profile="own",
             rerun=rerun,
-            command_net=function.text,
+            command_net=function.reference,
             command_options=options,
             function=function,
             options=options,

@@ -114,8 +114,8 @@ def test_placement_states_no_share_above_the_roof():
     assert "50% of the roof" in str(slow)
     assert "faster than the roof" in str(fast)
     assert "125%" not in str(fast)
-    assert "measure the roof again" in str(fast)
-    assert "measure the roof again" not in str(slow)
+    assert "measure them again" in str(fast)
+    assert "measure them again" not in str(slow)
 
 
 def test_recorded_rooflines_are_shipped_and_one_is_read_back(small, tmp_path, monkeypatch):

@@ -79,9 +79,11 @@ def linearize_gradient(
     """
 
     def linearize(create_graph: bool) -> tuple[Tensor, list[Tensor], LinearMap]:
+        """Compute and linearize the gradient once, with or without `create_graph`."""
         builder = Builder(len(points))
 
         def linearize_or_refuse(operation: CapturedOperation) -> list[int | None]:
+            """Linearize an operation; raise `UnsupportedError` if a rule or torch fails."""
             try:
                 return builder.linearize(operation)
             except torch.OutOfMemoryError:

@@ -97,6 +97,7 @@ class Capture(UncompiledDispatchMode):
     ) -> Nested:
         """Run an operation, and linearize it if one of its arguments has a tangent."""
         self.time += 1
+        # All arguments in one flat list, in which tensors are found without regard to nesting.
         leaves, spec = tree_flatten((tuple(args), kwargs or {}))
         # Autograd treats a tensor that requires no gradient as a constant. `detach` is an
         # exception: autograd calls it to save results for the backward pass.
@@ -110,6 +111,7 @@ class Capture(UncompiledDispatchMode):
         has_tangent = any(number is not None for number in numbers)
         if has_tangent:
             leaves = [self._detach(leaf) for leaf in leaves]
+        # An in-place operation is captured as its functional variant.
         functional = (
             self._preserve_overwritten(function, args[0]) if is_mutable(function) else function
         )
@@ -134,8 +136,11 @@ class Capture(UncompiledDispatchMode):
                 # The first argument has new values, so its old tangent is discarded.
                 self.overwritten[_address(args[0])].append((self.time, args[0].detach()))
                 self.variables.pop(args[0], None)
+            # `tangents` is empty if all results are constants.
             self.variables.update(
-                (v, t) for v, t in zip(values, tangents, strict=False) if t is not None
+                (value, number)
+                for value, number in zip(values, tangents, strict=False)
+                if number is not None
             )
         return results
 
@@ -146,6 +151,7 @@ class Capture(UncompiledDispatchMode):
             UnsupportedError: If the tensor's memory was overwritten through another tensor, or if
                 `function` uses a by-product of the forward pass.
         """
+        # In the forward pass, a tensor that requires no gradient is a constant.
         if self.overwritten and (tensor.requires_grad or not self.is_forward):
             for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
                 if self.valid_since.get(tensor, 0) < time and _overlap(tensor, overwritten_tensor):
@@ -153,14 +159,12 @@ class Capture(UncompiledDispatchMode):
                         "a tensor is used after its memory was overwritten through another tensor"
                     )
         number = self.variables.get(tensor)
-        if (
-            number is not None
-            and not self.is_forward
-            and not tensor.requires_grad
-            and tensor in self.results
-        ):
-            # The tensor is a by-product of the forward pass that torch does not differentiate, such
-            # as the factors of a matrix. Only functions named `…_backward` take it as a constant.
+        if number is None:
+            return None
+        # A by-product of the forward pass is a result that torch does not differentiate, such as
+        # the factors of a matrix. Only functions named `…_backward` take it as a constant.
+        is_used_in_backward = not self.is_forward
+        if is_used_in_backward and tensor in self.results and not tensor.requires_grad:
             if function is None or not schema_name(function).endswith("_backward"):
                 raise UnsupportedError(f"{function} uses a by-product of the forward pass")
             return None
@@ -197,7 +201,7 @@ class Capture(UncompiledDispatchMode):
         for reference in self.detached_aliases.pop(_address(written), ()):
             alias = reference()
             if alias is not None:
-                # The captured operation keeps this tensor, which gets its own memory.
+                # A captured operation keeps this alias, whose data are moved to memory of its own.
                 alias.data = alias.clone()
         return functional
 

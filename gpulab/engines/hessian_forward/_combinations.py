@@ -30,7 +30,7 @@ class Combination:
         self.shape = tuple(shape)
         self.is_plain_sum = is_plain_sum
         # Products with tensors are computed first: they allocate the memory for the sum, to which
-        # the other terms are added in place.
+        # the other terms are added in place. (`sorted` puts False before True.)
         self.order = sorted(
             range(len(coefficients)),
             key=lambda position: not isinstance(coefficients[position], Tensor),
@@ -60,6 +60,7 @@ class Combination:
             or self.input_count + inner.input_count - 1 > MAX_INPUTS
         ):
             return None
+        # The inner tangents take the place of the one at `position`, which is no longer read.
         products = [_product(outer, coefficient) for coefficient in inner.coefficients]
         return Combination(
             [*self.coefficients[:position], *products, *self.coefficients[position + 1 :]],
@@ -67,18 +68,24 @@ class Combination:
         )
 
     def __call__(self, *tangents: Tensor) -> Tensor:
-        """Compute the combination of tangents (k, …); a GPU computes two products per kernel."""
+        """Compute the combination of tangents (k, …).
+
+        A GPU computes two products with tensor coefficients in one kernel.
+        """
         shape = (len(tangents[0]), *self.shape)
         terms = [
             (lift(tangents[position], len(shape)), self.coefficients[position])
             for position in self.order
         ]
         total: Tensor | None = None
+        # Tensor coefficients come first. So if the second of the remaining terms has one, the first
+        # has one as well.
         while tangents[0].is_cuda and len(terms) > 1 and isinstance(terms[1][1], Tensor):
             (v, c), (w, d), *terms = terms
-            total = (
-                _kernel(False)(v, c, w, d) if total is None else _kernel(True)(v, c, w, d, total)
-            )
+            if total is None:
+                total = _kernel(with_total=False)(v, c, w, d)
+            else:
+                total = _kernel(with_total=True)(v, c, w, d, total)
         # Whether `total` has its own memory, so that terms can be added in place.
         is_owned = total is not None
         for tangent, coefficient in terms:

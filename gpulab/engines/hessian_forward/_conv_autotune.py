@@ -45,11 +45,10 @@ def _time_within_workspace(
     """
     total = torch.cuda.get_device_properties(device).total_memory
     previous_fraction = torch.cuda.get_per_process_memory_fraction(device)
-    torch.cuda.set_per_process_memory_fraction(
-        min(1.0, (torch.cuda.memory_reserved(device) + workspace) / total), device
-    )
+    max_bytes = torch.cuda.memory_reserved(device) + workspace
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max_bytes / total), device)
     try:
-        candidate()
+        candidate()  # The call to warm up is the only one with limited memory.
     except torch.OutOfMemoryError:
         return math.inf
     finally:

@@ -36,12 +36,10 @@ class Geometry:
     @classmethod
     def of_options(cls, options: Sequence[Nested]) -> Geometry | None:
         """Read the options of a torch operation; None for a grouped or transposed convolution."""
-        stride, padding, dilation, transposed, _, groups = options[:6]
-        return (
-            cls(tuple(stride), tuple(padding), tuple(dilation))
-            if groups == 1 and not transposed
-            else None
-        )
+        stride, padding, dilation, transposed, _output_padding, groups = options[:6]
+        if transposed or groups != 1:
+            return None
+        return cls(tuple(stride), tuple(padding), tuple(dilation))
 
     def apply(self, target: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
         """Compute one of the three maps of its two factors.
@@ -52,25 +50,29 @@ class Geometry:
             second: The inputs (B, I, …) for `weight`; else the weight (O, I, …).
             shape: The shape of the result.
         """
+        # The last three: the convolution is not transposed, has no output padding and one group.
         options = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), 1
         if target == "output":
             return aten.convolution(first, second, None, *options)
         # torch requires the tensor whose gradient is computed, but reads only its shape.
         placeholder = first.new_empty(1).expand(shape)
         inputs, weight = (placeholder, second) if target == "input" else (second, placeholder)
+        # The mask selects which gradients are computed: of the input, the weight and the bias.
         mask = [target == "input", target == "weight", False]
-        return aten.convolution_backward(first, inputs, weight, None, *options, mask)[
-            mask.index(True)
-        ]
+        gradients = aten.convolution_backward(first, inputs, weight, None, *options, mask)
+        return gradients[mask.index(True)]
 
     def mirrored(self, weight: Tensor) -> Geometry | None:
-        """Return the geometry that computes this convolution as a gradient of an input.
+        """Return the geometry of a convolution whose input gradient is this convolution's output.
 
-        The gradient of its input, with the mirrored weight, equals the output of this convolution.
+        The other convolution has the mirrored weight. The same geometry also works the other way
+        round: the output of the other convolution is this convolution's input gradient.
 
         Returns:
-            The geometry. None if a stride is not 1, or if its padding would be negative.
+            The other geometry. None if a stride is not 1, or if the padding would be negative.
         """
+        # A kernel with k weights along an edge, at distances d, spans d (k − 1) + 1 inputs. The
+        # gradient of an input with padding p is an output with the padding d (k − 1) − p.
         padding = tuple(
             d * (edge - 1) - p
             for d, edge, p in zip(self.dilation, weight.shape[2:], self.padding, strict=True)
@@ -135,6 +137,8 @@ class Convolution:
         key = tuple(_identity(member.constant) for member in maps)
         if key not in constants:
             constants[key] = torch.cat([member.constant for member in maps])
+        # The joined batch is the first dimension of the result, unless the result is the gradient
+        # of a weight, which is a sum over the batch.
         shape = first_map.shape
         if first_map.target != "weight":
             shape = (len(maps) * shape[0], *shape[1:])
@@ -152,15 +156,20 @@ class Convolution:
         Returns:
             The results (k, *shape), or the list of their pieces if `chunk_count` is above 1.
         """
-        # One call computes all k results: the k tangents are folded into the dimension of the batch
-        # or into that of the channels, and the results are unfolded from the same dimension.
+        # One call computes all k results. The k tangents are folded into a dimension of the factor
+        # that the convolution does not sum over, and the results are unfolded from the dimension
+        # that corresponds to it in the result. In all three maps this is dimension 0 for a tangent
+        # of the first factor, and dimension 1 for one of the second.
         k = len(tangent)
         axis = self.tangent_position
         shape = list(self.shape)
         shape[axis] *= k
-        is_in_batch = self.target == "output" or (self.target == "input" and axis == 0)
+        # The dimension of the factor is 0 for its batch, and for the output channels of a weight
+        # that computes an output. Otherwise it is 1: the gradient of an input sums over the output
+        # channels of its weight, and the gradient of a weight sums over the batch.
+        folds_first_dim = self.target == "output" or (self.target == "input" and axis == 0)
         folded_tangent = (
-            tangent.flatten(0, 1) if is_in_batch else tangent.movedim(0, 1).flatten(1, 2)
+            tangent.flatten(0, 1) if folds_first_dim else tangent.movedim(0, 1).flatten(1, 2)
         )
         factors = (folded_tangent, self.constant) if axis == 0 else (self.constant, folded_tangent)
         result = convolve(self.geometry, self.target, *factors, shape)

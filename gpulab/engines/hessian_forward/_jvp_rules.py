@@ -91,18 +91,21 @@ class Builder:
             rule(self, *operation.arguments, **operation.options) if rule else NotImplemented
         )
         if variables is NotImplemented:
+            # torch computes tangents of the floating-point results; the others are constants.
             torch_jvp = TorchJvp(operation)
-            numbers = iter(
-                self.add_instruction(torch_jvp, torch_jvp.variables, sum(torch_jvp.float_results))
-            )
+            float_count = sum(torch_jvp.float_results)
+            outputs = iter(self.add_instruction(torch_jvp, torch_jvp.variables, float_count))
             variables = [
-                next(numbers) if is_float else None for is_float in torch_jvp.float_results
+                next(outputs) if is_float else None for is_float in torch_jvp.float_results
             ]
+        numbers = as_list(variables)
         if operation.function not in COPIES:  # A copy has the same tangent as its argument.
             self.bytes += sum(
-                r.nbytes for r, n in zip(results, as_list(variables), strict=False) if n is not None
+                result.nbytes
+                for result, number in zip(results, numbers, strict=False)
+                if number is not None
             )
-        return as_list(variables)
+        return numbers
 
     def linear_map(self, results: Sequence[int | None]) -> LinearMap:
         """Return the map from the inputs to the variables `results`; None means zero."""
@@ -135,7 +138,8 @@ class Builder:
         tangents = [self.tangent(argument) for argument in arguments]
         if all(tangent is None for tangent in tangents):
             return None
-        return self.add_instruction(function, tangents, 1)[0]
+        (output,) = self.add_instruction(function, tangents, result_count=1)
+        return output
 
     def combine(self, *terms: tuple[Coefficient, int | None]) -> int | None:
         """Add an instruction for the sum of coefficients times variables.
@@ -156,9 +160,9 @@ class Builder:
             c.to(self.results.dtype) if isinstance(c, Tensor) else c for c, _ in terms_with_tangent
         ]
         function = Combination(coefficients, self.results.shape)
-        return self.add_instruction(function, [variable for _, variable in terms_with_tangent], 1)[
-            0
-        ]
+        variables = [variable for _, variable in terms_with_tangent]
+        (output,) = self.add_instruction(function, variables, result_count=1)
+        return output
 
     def add(self, *variables: int | None, shape: Sequence[int] | None = None) -> int | None:
         """Add an instruction for the plain sum of variables.
@@ -175,7 +179,8 @@ class Builder:
         if shape is None:
             shape = self.results.shape
         function = Combination([None] * len(addends), shape, is_plain_sum=True)
-        return self.add_instruction(function, addends, 1)[0]
+        (output,) = self.add_instruction(function, addends, result_count=1)
+        return output
 
 
 class TorchJvp:
@@ -200,9 +205,12 @@ class TorchJvp:
         ]
         self.variables = [operation.tangent(self.leaves[index]) for index in self.indices]
         self.float_results = [_is_float(result) for result in results]
-        types = {self.leaves[index].dtype for index in self.indices}
-        pointwise = torch.Tag.pointwise in self.function.tags
-        self.shape = results[0].shape if pointwise and types == {results[0].dtype} else None
+        self.shape = None
+        # Elementwise operations have one result. Elsewhere the first result may be None.
+        if torch.Tag.pointwise in self.function.tags:
+            types = {self.leaves[index].dtype for index in self.indices}
+            if types == {results[0].dtype}:
+                self.shape = results[0].shape
 
     def resolve(self) -> TangentMap:
         """Return the map that is applied in every product.
@@ -222,9 +230,8 @@ class TorchJvp:
             self(*[torch.zeros_like(self.leaves[index])[None] for index in self.indices])
             return self
         except RuntimeError as error:
-            raise UnsupportedError(
-                f"{self.function}: {str(error).partition(chr(10))[0]}"
-            ) from error
+            first_line = str(error).partition("\n")[0]
+            raise UnsupportedError(f"{self.function}: {first_line}") from error
 
     def _derivatives(self) -> list[Tensor]:
         """Compute the derivative of an elementwise operation with respect to each argument.
@@ -247,9 +254,9 @@ class TorchJvp:
         """Compute one tangent of each floating-point result."""
         # torch warns about missing batching rules of its own operations.
         with warnings.catch_warnings(action="ignore"):
-            return torch.func.jvp(
-                self._run, tuple(self.leaves[index] for index in self.indices), tangents
-            )[1]
+            arguments = tuple(self.leaves[index] for index in self.indices)
+            results_and_tangents = torch.func.jvp(self._run, arguments, tangents)
+        return results_and_tangents[1]
 
     def _run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the operation with other values of the arguments that have a tangent.
@@ -298,21 +305,28 @@ def expand_jvp(b: Builder, x: Tensor, *_: Nested, **__: Nested) -> Tangents:
 def shifted_dims_jvp(b: Builder, x: Tensor, *arguments: Nested, **options: Nested) -> Tangents:
     """Apply the operation itself to the tangents, with its dimensions shifted by one.
 
-    The shift accounts for the first dimension of the tangents.
+    The shift accounts for the first dimension of the tangents. Operations such as `split` have
+    several results, and so does the instruction.
     """
     function = b.function
+    # All arguments by name, in the order of the schema, with defaults for those that were not
+    # given: a default dimension has to be shifted as well.
     values = named_arguments(function, (x, *arguments), options)
     for name in values.keys() & {"dim", "dim0", "dim1"}:
-        values[name] = values[name] % max(x.ndim, 1) + 1
-    _, *ordered = values.values()  # without x
+        dim = values[name] % max(x.ndim, 1)  # not negative; a scalar also has a dimension 0
+        values[name] = dim + 1
+    _x, *other_values = values.values()
+    result_count = len(as_list(b.results))
     return b.add_instruction(
-        lambda tangent: function(tangent, *ordered), [b.tangent(x)], len(as_list(b.results))
+        lambda tangent: function(tangent, *other_values), [b.tangent(x)], result_count
     )
 
 
 def concatenate_jvp(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tangents:
     """Concatenate or stack the tangents; constants among the tensors have zero tangents."""
     function = b.function
+    # A negative dimension counts from the end of the result, which for `stack` has one more
+    # dimension than the tensors. The first dimension of a tangent counts the tangents.
     tangent_dim = dim % b.results.ndim + 1
     # For each tensor: whether it has a tangent, and its shape.
     members = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
@@ -339,6 +353,7 @@ def reduce_jvp(
     **_: Nested,
 ) -> Tangents:
     """Sum or average each tangent over the dimensions over which the operation does so."""
+    # None and an empty list mean all dimensions.
     dims: Sequence[int] = [dim] if isinstance(dim, int) else dim or range(x.ndim)
     if not dims:  # The sum or mean of a scalar is the scalar.
         return b.tangent(x)
@@ -348,29 +363,36 @@ def reduce_jvp(
 
 
 def upsample_jvp(b: Builder, x: Tensor, *arguments: Nested) -> Tangents:
-    """Apply the operation itself to all tangents at once, as a batch of k times the size."""
+    """Apply the operation itself to all tangents at once, as a batch of k times the size.
+
+    The operation is nearest-neighbour upsampling, or its backward pass, whose x is the gradient of
+    the output.
+    """
     function = b.function
     shape = b.results.shape
-    batch = len(x)
+    batch_size = len(x)
 
-    def apply(tangent: Tensor) -> Tensor:
+    def upsample(tangent: Tensor) -> Tensor:
         k = len(tangent)
         values = list(arguments)
         if function is aten.upsample_nearest2d_backward.default:
-            # Its arguments are the gradient, the output size and the input size; the last of these
-            # begins with the size of the batch.
-            values[1] = [k * batch, *values[1][1:]]
+            # The arguments after x are the output size and the input size; the latter begins with
+            # the size of the batch.
+            values[1] = [k * batch_size, *values[1][1:]]
         return function(tangent.flatten(0, 1), *values).reshape(k, *shape)
 
-    return b.apply(apply, x)
+    return b.apply(upsample, x)
 
 
 def add_jvp(b: Builder, x: Nested, y: Nested, *, alpha: float = 1) -> Tangents:
     """Compute d(x ± alpha y) = dx ± alpha dy."""
     scale = -alpha if "sub" in str(b.function) else alpha
-    if b.tangent(x) is not None and b.tangent(y) is not None and x.shape == y.shape and scale == 1:
-        return b.add(b.tangent(x), b.tangent(y))
-    return b.combine((None, b.tangent(x)), (None if scale == 1 else scale, b.tangent(y)))
+    dx = b.tangent(x)
+    dy = b.tangent(y)
+    # A plain sum does not broadcast, but can be merged with others: see `merge_weight_gradients`.
+    if dx is not None and dy is not None and x.shape == y.shape and scale == 1:
+        return b.add(dx, dy)
+    return b.combine((None, dx), (None if scale == 1 else scale, dy))
 
 
 def multiply_jvp(b: Builder, x: Nested, y: Nested) -> Tangents:
@@ -390,24 +412,36 @@ def mse_backward_jvp(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int
 
 
 def max_pool_jvp(b: Builder, x: Tensor, *_: Nested) -> Tangents:
-    """Select the tangents at the positions of the maxima, which are constant."""
-    shape = b.results[0].shape
-    max_positions = b.results[1].flatten(-2)
+    """Select the entries of the tangents dx at the positions of the maxima of x.
+
+    The operation returns the maxima and their positions. The positions are integers, which have no
+    tangent.
+    """
+    maxima, positions = b.results
+    shape = maxima.shape
+    # Positions are counted row by row over the height and width of a channel.
+    flat_positions = positions.flatten(-2)
 
     def gather(tangent: Tensor) -> Tensor:
-        indices = max_positions.expand(len(tangent), *max_positions.shape)
+        indices = flat_positions.expand(len(tangent), *flat_positions.shape)
         return tangent.flatten(-2).gather(-1, indices).reshape(len(tangent), *shape)
 
     return [b.apply(gather, x), None]
 
 
 def max_pool_backward_jvp(b: Builder, g: Tensor, x: Tensor, *arguments: Nested) -> Tangents:
-    """Add the tangents of the gradient g at the positions of the maxima, the last argument."""
+    """Add each entry of the tangents dg to zeros at the position that its maximum has in x.
+
+    Here g is the gradient of the maxima. The last argument of the operation are their positions,
+    which are constants.
+    """
     shape = x.shape
-    max_positions = arguments[-1].flatten(-2)
+    *_, positions = arguments
+    # Positions are counted row by row over the height and width of a channel.
+    flat_positions = positions.flatten(-2)
 
     def scatter(tangent: Tensor) -> Tensor:
-        indices = max_positions.expand(len(tangent), *max_positions.shape)
+        indices = flat_positions.expand(len(tangent), *flat_positions.shape)
         zeros = tangent.new_zeros(*indices.shape[:-1], shape[-2] * shape[-1])
         return zeros.scatter_add_(-1, indices, tangent.flatten(-2)).reshape(len(tangent), *shape)
 
@@ -416,8 +450,8 @@ def max_pool_backward_jvp(b: Builder, g: Tensor, x: Tensor, *arguments: Nested) 
 
 def matmul_jvp(b: Builder, x: Tensor, y: Tensor) -> Tangents:
     """Compute d(x y) = dx y + x dy for a matrix product."""
-    by_x = b.apply(lambda t: torch.matmul(t, y), x)
-    by_y = b.apply(lambda t: torch.matmul(x, t), y)
+    by_x = b.apply(lambda dx: torch.matmul(dx, y), x)
+    by_y = b.apply(lambda dy: torch.matmul(x, dy), y)
     return b.add(by_x, by_y)
 
 
@@ -425,8 +459,8 @@ def addmm_jvp(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> T
     """Compute d(c + x y) = dc + dx y + x dy; leave scaled sums to torch."""
     if scales:
         return NotImplemented
-    by_x = b.apply(lambda t: torch.matmul(t, y), x)
-    by_y = b.apply(lambda t: torch.matmul(x, t), y)
+    by_x = b.apply(lambda dx: torch.matmul(dx, y), x)
+    by_y = b.apply(lambda dy: torch.matmul(x, dy), y)
     return b.combine((None, by_x), (None, by_y), (None, b.tangent(c)))
 
 
@@ -438,15 +472,20 @@ def convolution_jvp(
     if geometry is None:
         return NotImplemented
     shape = b.results.shape
-    by_input = b.apply(Convolution(geometry, "output", 0, w, shape), x)
+    input_map = Convolution(geometry, "output", tangent_position=0, constant=w, shape=shape)
+    by_input = b.apply(input_map, x)
     if b.tangent(w) is not None:
         # x * dw + dbias is computed by one convolution.
-        with_bias = b.tangent(bias) is not None
-        weight_map = Convolution(geometry, "output", 1, x, shape, with_bias)
+        has_bias = b.tangent(bias) is not None
+        weight_map = Convolution(
+            geometry, "output", tangent_position=1, constant=x, shape=shape, has_bias=has_bias
+        )
         return b.add(by_input, b.apply(weight_map, w, bias))
 
+    spatial_ndim = x.ndim - 2
+
     def broadcast_bias(tangent: Tensor) -> Tensor:
-        column = tangent.reshape(len(tangent), 1, -1, *[1] * (x.ndim - 2))
+        column = tangent.reshape(len(tangent), 1, -1, *[1] * spatial_ndim)
         return column.expand(len(tangent), *shape)
 
     return b.add(by_input, b.apply(broadcast_bias, bias))
@@ -458,24 +497,29 @@ def convolution_backward_jvp(
     """Compute the tangents of the gradients of a convolution's input, weight and bias.
 
     The gradient of the input is linear in the output gradient g and in w, that of the weight is
-    linear in g and in x, and that of the bias is linear in g. The last option selects which of the
-    three are needed.
+    linear in g and in x, and that of the bias is linear in g. The last option is a mask that
+    selects which of the three are needed.
     """
     geometry = Geometry.of_options(options)
     if geometry is None:
         return NotImplemented
+    *_, (needs_input, needs_weight, needs_bias) = options
     gradients: list[int | None] = []
-    for target, argument, factor, is_needed in zip(
-        ("input", "weight"), (x, w), (w, x), options[-1], strict=False
+    # Each gradient is linear in g and in another factor: w for the input, and x for the weight.
+    for target, shape, factor, is_needed in (
+        ("input", x.shape, w, needs_input),
+        ("weight", w.shape, x, needs_weight),
     ):
         if not is_needed:
             gradients.append(None)
             continue
-        shape = argument.shape
-        by_gradient = b.apply(Convolution(geometry, target, 0, factor, shape), g)
-        by_factor = b.apply(Convolution(geometry, target, 1, g, shape), factor)
+        gradient_map = Convolution(geometry, target, 0, constant=factor, shape=shape)
+        factor_map = Convolution(geometry, target, 1, constant=g, shape=shape)
+        by_gradient = b.apply(gradient_map, g)
+        by_factor = b.apply(factor_map, factor)
         gradients.append(b.add(by_gradient, by_factor, shape=shape))
-    return [*gradients, b.apply(BiasGradient(g.ndim), g) if options[-1][2] else None]
+    bias_gradient = b.apply(BiasGradient(g.ndim), g) if needs_bias else None
+    return [*gradients, bias_gradient]
 
 
 COPIES = aten.detach.default, aten.clone.default

@@ -113,7 +113,8 @@ class LinearMap:
 
 def optimize(instructions: Sequence[Instruction], results: ResultVariables) -> list[Instruction]:
     """Return fewer and larger instructions that compute the same results."""
-    constants: Constants = {}
+    constants: Constants = {}  # shared by the first two steps, which concatenate the same constants
+    # The order within a batch depends on these numbers, so they come first: see `_batch_order`.
     functions = [instruction.function for instruction in instructions]
     number_constants([function for function in functions if isinstance(function, Convolution)])
     instructions = batch_by_weight(instructions, constants)
@@ -125,12 +126,13 @@ def remove_unused(
     instructions: Sequence[Instruction], results: ResultVariables
 ) -> list[Instruction]:
     """Return the instructions that the results depend on, with updated `last_uses`."""
-    # From the last instruction to the first: the variables that later instructions or the results
-    # need.
+    # Instructions are visited from the last to the first. These are the variables that the results
+    # need, or the instructions visited so far.
     needed_variables = set(results)
     used_instructions = []
     for instruction in reversed(instructions):
         if not needed_variables.isdisjoint(instruction.outputs):
+            # All variables of the instruction, each of them once.
             variables = dict.fromkeys((*instruction.inputs, *instruction.outputs))
             last_uses = tuple(number for number in variables if number not in needed_variables)
             used_instructions.append(replace(instruction, last_uses=last_uses))
@@ -156,8 +158,9 @@ def batch_by_weight(instructions: Sequence[Instruction], constants: Constants) -
     ):
         function = Convolution.join([member.function for member in batch], constants)
         function.chunk_count = len(batch)
-        replacements |= {id(member): [] for member in batch}
         outputs = tuple(member.outputs[0] for member in batch)
+        replacements |= {id(member): [] for member in batch}
+        # The first member is replaced by the joined convolution, the others by nothing.
         replacements[id(batch[0])] = [Instruction(function, batch[0].inputs, outputs)]
     return [
         replacement
@@ -194,10 +197,11 @@ def merge_weight_gradients(
         for number in instruction.inputs
         if number in used_once and producers[number].is_addition
     }
-    next_variable = max(producers, default=0) + 1
+    next_variable = max(producers, default=0) + 1  # the number of the next new variable
     # Each list holds an instruction and the new ones that are inserted after it.
     rewritten = [[instruction] for instruction in instructions]
     concatenated: dict[tuple[int, ...], int] = {}  # variables -> the variable of their batch
+    # A root is a sum that is not part of another sum.
     for index, root in enumerate(instructions):
         if not root.is_addition or root.outputs[0] in inner_variables:
             continue
@@ -209,12 +213,14 @@ def merge_weight_gradients(
         ]
         for batch in _batches((instruction.function.key, instruction) for instruction in gradients):
             inputs = tuple(member.inputs[0] for member in batch)
-            # New instructions are inserted where the last of their inputs has been computed.
+            # New instructions are inserted where the last of their inputs has been computed. Inputs
+            # of the map have no position, because no instruction computes them.
             successors = rewritten[max(positions.get(number, 0) for number in inputs)]
             if inputs not in concatenated:
                 successors.append(Instruction(_concatenate, inputs, (next_variable,)))
                 concatenated[inputs] = next_variable
                 next_variable += 1
+            # One gradient of the concatenated batches replaces the gradients of all members.
             function = batch[0].function.join([member.function for member in batch], constants)
             successors.append(Instruction(function, (concatenated[inputs],), (next_variable,)))
             replaced = {member.outputs[0] for member in batch}
@@ -265,11 +271,10 @@ def _batches(keyed: Iterable[tuple[object, Instruction]]) -> list[list[Instructi
     for group in groups.values():
         ordered = sorted(group, key=_batch_order)
         # The remainder is the first batch, before the full ones.
-        starts = range(len(ordered) % MAX_FUSED_CONVS, len(ordered), MAX_FUSED_CONVS)
-        batches += [
-            ordered[: starts.start],
-            *[ordered[start : start + MAX_FUSED_CONVS] for start in starts],
-        ]
+        remainder = len(ordered) % MAX_FUSED_CONVS
+        starts = range(remainder, len(ordered), MAX_FUSED_CONVS)
+        batches.append(ordered[:remainder])
+        batches += [ordered[start : start + MAX_FUSED_CONVS] for start in starts]
     return [batch for batch in batches if len(batch) > 1]
 
 
@@ -286,7 +291,8 @@ def _batch_order(instruction: Instruction) -> int:
 def fuse(instructions: Sequence[Instruction], results: ResultVariables) -> list[Instruction]:
     """Fuse linear combinations whose tangents are themselves linear combinations.
 
-    An inner combination is fused only if its result is used once.
+    An inner combination is fused only if its result is used once. It is then no longer needed, and
+    its instruction is removed.
     """
     use_counts = _count_uses(instructions, results)
     # number of a variable -> the combination that computes it
@@ -305,7 +311,8 @@ def fuse(instructions: Sequence[Instruction], results: ResultVariables) -> list[
                 )
                 combined = outer.fuse(position, inner.function) if inner else None
                 if inner and combined:
-                    # The inputs of the inner combination take the place of its result.
+                    # The inputs of the inner combination take the place of its result. They need no
+                    # further look: the inner combination was fused when its own turn came.
                     outer = combined
                     inputs[position : position + 1] = inner.inputs
                     position += len(inner.inputs)
