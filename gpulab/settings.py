@@ -162,7 +162,11 @@ class Setting:
         denormals: On a CPU, whether subnormal numbers (below 1.2e-38 in float32) are kept instead
             of being replaced by zero.
         deterministic: Whether to use only algorithms that return the same bits each time.
-        precision: The floating-point type: `float32`, `float64` or `bfloat16`.
+        precision: The floating-point type: `float32`, `float64` or `bfloat16`. It becomes torch's
+            default type while the setting applies. Random numbers that are drawn in another type
+            differ, even from the same seed. To train the same network in two types, draw weights
+            and data with `dtype=torch.float32` and convert them to `setting.dtype`. A step that
+            receives the setting in an audit runs with the usual default type instead.
         emulate: The number format, or the chip, whose products are imitated; see `gpulab.emulate`.
         order: The order in which products are added up; see `gpulab.emulate`.
         compile: The backend of `torch.compile` that `compiled` uses, such as `inductor`,

@@ -210,7 +210,9 @@ def train(
     - `seed` (required): The seed. The random generators of torch, NumPy and Python are seeded with
       it before the call.
     - `setting` (optional): The `Setting`, which is active during the call. Its attributes
-      `setting.device` and `setting.dtype` are the device and the type for tensors.
+      `setting.device` and `setting.dtype` are the device and the type for tensors. With
+      `precision=` it also changes torch's default type, in which random numbers differ: draw
+      weights with `dtype=torch.float32` and convert them.
     - Every other parameter is an option and needs a default. If the value of an option is the path
       of a file, the file's content is part of the run's identity. A change in any other file that
       the function reads is not noticed.
