@@ -31,6 +31,7 @@ from gpulab.audits._diagnosis import (
     LOST_UPDATE_PREFIX,
     OUT_OF_RANGE_ADVICE,
     SCALER_ADVICE,
+    digit_loss_finding,
     find_short_format_origin,
     is_nonfinite_on_one_side,
 )
@@ -40,6 +41,12 @@ from gpulab.audits._traces import Operation
 from gpulab.audits._values import Value
 from gpulab.settings import Setting
 
+# Functions that are not finite for some finite inputs.
+_FUNCTIONS = """
+    acos acosh asin atanh digamma div erfinv lgamma log log10 log1p log2 logit pow reciprocal rsqrt
+    sqrt tan
+"""
+FUNCTIONS_WITH_A_DOMAIN = frozenset(_FUNCTIONS.split())
 # Kinds of findings about results that differ in float64, which no rounding explains.
 SOURCE_KINDS = (
     "mismatch",
@@ -283,6 +290,9 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
     digit_loss_op, digit_loss_detail = _find_digit_loss(comparison)
     overflow_advice = _advise_on_overflow(comparison, digit_loss_op)
     findings = [*findings, *_rounded_data_findings(comparison, attribution)]
+    if digit_loss_op is not None and all(f.op is not digit_loss_op for f in findings):
+        # The operation is right for its inputs, but NaN or infinity begins there.
+        findings.append(digit_loss_finding(comparison, digit_loss_op))
     findings = [
         replace(finding, share=attribution.share(finding, findings)) for finding in findings
     ]
@@ -471,6 +481,12 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
     if origin.cancellation is not None:
         detail = f"; nearly all digits are lost in it, and {conversion}{skipped_updates}"
         return origin.cancellation, detail
+    if op is first_operation and _is_outside_domain(op):
+        detail = (
+            f"; its inputs were rounded to numbers for which the exact result is {value_kind} too"
+            f"{skipped_updates}"
+        )
+        return op, detail
     if op is first_operation and value_kind != INFINITY:
         return (
             op,
@@ -482,6 +498,15 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
             f"; it turns numbers beyond the range of {op.dtype} into {value_kind}{skipped_updates}",
         )
     return op, f"; {conversion}{skipped_updates}"
+
+
+def _is_outside_domain(op: Operation) -> bool:
+    """Return whether a function is not finite for its inputs in float64 either, such as log(0).
+
+    Then there is no error, because a result that is not finite has no size. A result that overflows
+    only in a short format has an error.
+    """
+    return op.error is None and op.name.rstrip("_") in FUNCTIONS_WITH_A_DOMAIN
 
 
 def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
@@ -496,7 +521,12 @@ def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
     # `_find_digit_loss` finds an operation only if exactly one side has NaN or infinity.
     ((side, origin),) = comparison.not_finite.items()
     has_infinity = origin.infinity is not None or origin.value_kind == INFINITY
-    is_overflow = op is origin.first_operation and origin.cancellation is None and has_infinity
+    is_overflow = (
+        op is origin.first_operation
+        and origin.cancellation is None
+        and has_infinity
+        and not _is_outside_domain(op)
+    )
     if not is_overflow:
         return ""
     if _describe_skipped_updates(comparison, side):

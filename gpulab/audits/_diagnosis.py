@@ -72,6 +72,10 @@ NOT_FINITE_HINTS = (
     (r"div|reciprocal", "look for a division by zero"),
     (r".*(softmax|scaled_dot_product|attention).*", "look for a row that is masked out entirely"),
 )
+BOUNDARY_ADVICE = (
+    "compute this part in float32, or keep its input further from the numbers for which it is not"
+    " finite: in {}, adding less than {:.0e} of a number does not change it"
+)
 INTEGER_ADVICE = (
     "compute it in torch.float32 if it matters: bfloat16 represents all integers only up to 256,"
     " and float16 up to 2,048"
@@ -152,6 +156,14 @@ def find_short_format_origin(comparison: Comparison) -> Operation | None:
                 visited.add(maker.op)
                 queue.append(maker.op)
     return None
+
+
+def digit_loss_finding(comparison: Comparison, op: Operation) -> Finding:
+    """Make a finding about an operation in a short format at which NaN or infinity begins."""
+    format_ = op.format or op.dtype
+    unit = torch.finfo(getattr(torch, op.dtype)).eps / 2
+    advice = BOUNDARY_ADVICE.format(format_, unit)
+    return _make_finding(comparison, "reduced precision", op, f"computed in {format_}", advice)
 
 
 # --- findings about one setting -------------------------------------------------------------------
