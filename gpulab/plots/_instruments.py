@@ -140,14 +140,19 @@ def roofline(frame: pd.DataFrame) -> Picture:
     if np.isnan(least.reached):
         title = "Every layer is faster than the measured ceilings"
     else:
+        others = "all layers" if layers.reached.notna().all() else "the layers below their ceilings"
         title = (
-            f"{least.operation}: {least.reached:.1%} of its ceiling, the smallest share of all"
-            " layers"
+            f"{least.operation}: {least.reached:.1%} of its ceiling, the smallest share of {others}"
         )
     alt = (
         "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and"
         " arithmetic."
     )
+    if layers.reached.isna().any():
+        alt += (
+            " A layer above a ceiling reads its numbers from a cache, takes fewer operations than"
+            " are counted, or is faster than the largest product measured."
+        )
     keys = [
         theme.legend_key(name, ls="", marker=marker, color=FAINT)
         for marker, name in ROOFLINE_MARKERS.values()
