@@ -136,7 +136,8 @@ class Hessian:
         max_tangent_bytes = 3 * 2**30 if self.device.type == "cuda" else 2**28
         # A product that does not state how much memory a vector takes gets one vector at a time.
         bytes_of_vector = max(1, getattr(self._product, "bytes", max_tangent_bytes))
-        self.at_once = max(1, min(MAX_BATCHED_VECTORS, max_tangent_bytes // bytes_of_vector))
+        fitting_vectors = max_tangent_bytes // bytes_of_vector
+        self.at_once = max(1, min(MAX_BATCHED_VECTORS, fitting_vectors))
         random_rows = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0))
         vectors = random_rows.T.to(self.device, self.dtype)
         try:
@@ -144,7 +145,8 @@ class Hessian:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise UnsupportedError(f"{method}: {str(error).partition(chr(10))[0]}") from error
+            first_line = str(error).partition("\n")[0]
+            raise UnsupportedError(f"{method}: {first_line}") from error
         except DataError as error:
             reason = (
                 "the gradient that torch computes is not that of the loss, or cannot be"
@@ -277,8 +279,9 @@ def hessian(
                 " max_norm = None"
             )
             raise UsageError(f"{reason}: {remedy}")
-        has_dropout = isinstance(module, DropoutModule) and module.p > 0
-        has_dropout = has_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
+        is_active_dropout = isinstance(module, DropoutModule) and module.p > 0
+        is_rnn_with_dropout = isinstance(module, nn.RNNBase) and module.dropout > 0
+        has_dropout = is_active_dropout or is_rnn_with_dropout
         if module.training and (has_dropout or isinstance(module, BatchNormModule)):
             # The loss would be a different function at each call.
             raise UsageError(
@@ -332,6 +335,8 @@ def hessian(
     H = Hessian(objective, points, functools.partial(_bind_copies, model, copies))
     with H.bound_weights():
         second_loss = float(objective().detach())
+    # The loss was computed with the copies, so a difference from the model's own tensors means that
+    # computing it changes them. NaN differs from itself and does not count.
     for name, tensor in model_tensors.items():
         if tensor.layout == torch.strided and ((tensor != copies[name]) & ~tensor.isnan()).any():
             raise UsageError(f"{name} changes every time the loss is computed: call model.eval()")
@@ -397,6 +402,7 @@ def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
         stack.enter_context(reparametrized(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(_UnfusedWeightNorm())
+        # The fused kernels of recurrent layers can be differentiated only once.
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
@@ -406,7 +412,7 @@ def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
 
 
 class _UnfusedWeightNorm(TorchFunctionMode):
-    """Computes weight norms without torch's fused kernel, whose second derivatives are wrong."""
+    """Inside the block, weight norms are computed without torch's fused kernel."""
 
     def __torch_function__(
         self,
@@ -415,10 +421,23 @@ class _UnfusedWeightNorm(TorchFunctionMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
+        """Call a function of torch; compute a weight norm from its definition.
+
+        The second derivatives of torch's fused kernel for weight norms are wrong.
+        """
+        kwargs = kwargs or {}
         if function is weight_norm:
-            v, g, dim = (*args, 0)[:3]
-            return v * (g / torch.norm_except_dim(v, 2, dim))
-        return function(*args, **(kwargs or {}))
+            return _unfused_weight_norm(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _unfused_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Return g v / ‖v‖, where the norm is taken over all dimensions except `dim`.
+
+    The parameters have the names and the default of the function that this one replaces, which may
+    be called with positional or named arguments.
+    """
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def _linearize_by_graph(
@@ -463,6 +482,7 @@ def _linearize_by_graph(
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         line = _line_of_failure(objective, points)
+        # The first match, which for other causes is that of the empty text.
         remedy = next(words for cause, words in SECOND_DERIVATIVES.items() if cause in reason)
         message = (
             f"the loss has no second derivatives that torch can compute: {reason}; {remedy}{line}"
@@ -472,10 +492,15 @@ def _linearize_by_graph(
 
 
 def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> str:
-    """Return the user's line whose operation has no second derivative, for an error message.
+    """Find the user's line whose operation has no second derivative.
 
     torch records lines only if anomaly detection is on, so the loss is computed and differentiated
-    again.
+    again. This raises the same `RuntimeError` again. Before the error, anomaly detection issues a
+    warning with the traceback of the forward call.
+
+    Returns:
+        The end of an error message, such as " (at train.py:7: y = f(x))"; empty if no line is
+        known.
     """
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
@@ -489,17 +514,30 @@ def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> s
         varying = [gradient.sum() for gradient in gradients if gradient.requires_grad]
         torch.autograd.grad(varying, points, materialize_grads=True)
     lines = [line_of_forward_call(str(warning.message)) for warning in caught]
+    # The last warning belongs to the error. Earlier ones may have other causes.
     return next((f" (at {line})" for line in reversed(lines) if line), "")
 
 
 def _line_of_node(objective: Callable[[], Tensor], name: str) -> str:
-    """Return the user's line that made a node of autograd's graph, for an error message."""
+    """Find the user's line that made a node of autograd's graph.
+
+    torch records lines only if anomaly detection is on, so the loss is computed again.
+
+    Args:
+        objective: A function that computes the loss.
+        name: The name of the node's class. If several nodes have it, the first one is taken.
+
+    Returns:
+        The end of an error message, such as " (at train.py:7: y = f(x))"; empty if no line is
+        known.
+    """
     with (
         warnings.catch_warnings(action="ignore"),
         torch.autograd.detect_anomaly(check_nan=False),
         torch.enable_grad(),
     ):
         nodes = [node for node in graph_nodes(objective()) if type(node).__name__ == name]
-    notes: Nested = nodes[0].metadata if nodes else {}
-    line = line_of_forward_call("".join(notes.get("traceback_", ())))
+    metadata: Nested = nodes[0].metadata if nodes else {}
+    # Anomaly detection stores the traceback of the forward call under this name.
+    line = line_of_forward_call("".join(metadata.get("traceback_", ())))
     return f" (at {line})" if line else ""
