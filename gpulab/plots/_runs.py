@@ -69,7 +69,7 @@ def losses(frame: pd.DataFrame) -> Picture:
     check_one_protocol(frame)
     frame, tints = theme.name_levels(frame[frame.rerun == 0].astype({"final_loss": float}))
     figure, (axes,) = theme.canvas(height=1.6 + 0.4 * len(tints))
-    _draw_seeds(axes, frame, "final_loss", "name", "seed", tints)
+    _draw_seeds(axes, frame, metric="final_loss", factor="name", block="seed", tints=tints)
     # The largest loss divided by the smallest: under one setting, and for one seed.
     losses_by_setting = frame.groupby("setting").final_loss
     losses_by_seed = frame.groupby("seed").final_loss

@@ -89,9 +89,8 @@ def finish_figure(
     figure.suptitle(title)
     labelled: dict[str, Artist] = {}
     for axes in figure.axes:
-        labelled |= {
-            label: artist for artist, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
+        artists, labels = axes.get_legend_handles_labels()
+        labelled |= dict(zip(labels, artists, strict=True))
         legend = axes.get_legend()
         if legend:
             handles = zip(legend.texts, legend.legend_handles, strict=True)

@@ -104,7 +104,7 @@ class Hessian:
     ) -> None:
         self.parameters = parameters
         self.bound_weights = bound_weights
-        self._product: Product
+        self._product: Product  # set by `_differentiate`
         first_parameter = next(iter(parameters.values()))
         self.dtype = first_parameter.dtype
         self.device = first_parameter.device
@@ -159,6 +159,7 @@ class Hessian:
             raise DataError(f"{error}: {reason}; {remedy}") from None
 
     def __matmul__(self, vectors: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+        """Return the product with a vector (n,), or with k vectors (n, k)."""
         if (
             not isinstance(vectors, Tensor)
             or vectors.shape[:1] != self.shape[:1]
@@ -387,7 +388,8 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
             " parameters to differentiate"
         )
     kinds = {(tensor.dtype, tensor.device) for tensor in selected.values()}
-    if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
+    has_usable_types = {dtype for dtype, _ in kinds} <= {torch.float32, torch.float64}
+    if len(kinds) > 1 or not has_usable_types:
         raise UsageError(
             f"parameters of {sorted(map(str, kinds))}: expected float32 or float64, all on one"
             " device"
@@ -461,7 +463,7 @@ def _linearize_by_graph(
         varying = [index for index, gradient in enumerate(gradients) if gradient.requires_grad]
 
         def product(*tangents: Tensor) -> list[Tensor]:
-            """Return the product with each of the k tangents."""
+            """Return the product with each of k vectors; `tangents` has their parts, by point."""
             if not varying:
                 return [torch.zeros_like(tangent) for tangent in tangents]
             outputs = [gradients[index] for index in varying]

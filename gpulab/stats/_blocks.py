@@ -137,6 +137,7 @@ def _parse_number(value: object) -> int | float | None:
     if isinstance(value, str):
         if not NUMBER_PATTERN.fullmatch(value):
             return None
+        # Integers are not converted by `float`, which would round large ones.
         if value.strip().lstrip("+-").isdigit():
             return int(value)
         number = float(value)

@@ -96,6 +96,7 @@ def load_yaml(content: bytes | str) -> Node:
                 raise ValueError(f"more than {MAX_SETTINGS:,} settings")
 
     def construct_plain(loader: yaml.SafeLoader, _: str, node: yaml.Node) -> Node:
+        """Read a value as a dictionary, a list or a plain value, whatever its tag is."""
         if isinstance(node, yaml.MappingNode):
             return loader.construct_mapping(node, deep=True)
         if isinstance(node, yaml.SequenceNode):

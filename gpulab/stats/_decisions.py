@@ -184,12 +184,14 @@ def compare_levels(
     run_counts = paired.runs[paired.factor].value_counts()
     tests = [_test_level(pairs, margin_in_units, is_binary) for pairs in levels.values()]
     corrected_tests = _correct_tests(tests, alpha, looks)
+    # The level of the strictest test in Holm's method. `_seeds_needed` plans for this test.
+    strictest_alpha = alpha / len(levels) / looks if levels else alpha
     rows = []
     for (level, pairs), test, corrected in zip(levels.items(), tests, corrected_tests, strict=True):
         row = _compare_level(level, pairs, test, corrected, margin_in_units, is_binary)
         decision = decide(row, alpha)
         sd = inference.sample_sd(_differences(pairs))
-        n_seeds_needed = _seeds_needed(sd, margins_by_count, alpha / len(levels) / looks, is_binary)
+        n_seeds_needed = _seeds_needed(sd, margins_by_count, strictest_alpha, is_binary)
         if decision == "inconclusive":  # the present number of pairs was not enough
             n_seeds_needed = float(max(n_seeds_needed, len(pairs) + 1))
         # Each pair consists of one run of the level and one of the reference.

@@ -57,7 +57,9 @@ def mean_p(differences: ArrayLike) -> float:
     mean, skewness, n = moments(values)
     if mean * skewness >= 0:  # the longer tail points away from zero
         return flip_p
-    return max(flip_p, float(2 * scipy.stats.t.sf(abs(skewed_t(mean, skewness, n)), n - 1)))
+    t = skewed_t(mean, skewness, n)
+    t_p = float(2 * scipy.stats.t.sf(abs(t), n - 1))
+    return max(flip_p, t_p)
 
 
 def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
@@ -351,6 +353,8 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
     n_unflipped = len(all_means) - len(subset_means)
     if not is_exact:
         n_unflipped += 1
+    # The number of means to leave out at either end: the share alpha of all flips, less the
+    # unflipped sample.
     rank = int(alpha * n_flips) - n_unflipped
     if rank < 0:
         return math.nan, math.nan

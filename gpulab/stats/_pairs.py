@@ -110,7 +110,9 @@ def pair_runs(
     reference_runs = runs[runs[factor] == reference]
     other_runs = runs[runs[factor] != reference]
 
+    # Reruns of the reference are a control. Those of other levels are left out.
     reruns = ended_runs[(ended_runs["rerun"] > 0) & (ended_runs[factor] == reference)]
+    n_skipped_reruns = len(ended_runs) - len(first_runs) - len(reruns)
     return PairedRuns(
         metric=metric,
         factor=factor,
@@ -124,7 +126,7 @@ def pair_runs(
             *checked_runs.attrs.get("chosen", ()),
             *_missing_run_notes(checked_runs, unfinished_runs, factor),
             *_averaged_row_notes(first_runs, runs, *columns),
-            *_skipped_rerun_notes(len(ended_runs) - len(first_runs) - len(reruns), reference),
+            *_skipped_rerun_notes(n_skipped_reruns, reference),
             *checked_runs.attrs.get("notes", ()),
         ),
     )
@@ -149,9 +151,8 @@ def _missing_run_notes(
             f"Left out, because they did not finish: {len(unfinished_runs)} ({counts_text});"
             f" {bias}."
         )
-        if (unfinished_runs["status"] == "missing").any() and checked_runs.attrs.get(
-            "has_ambiguous_nan"
-        ):
+        has_missing = (unfinished_runs["status"] == "missing").any()
+        if has_missing and checked_runs.attrs.get("has_ambiguous_nan"):
             yield (
                 "An empty cell or NaN counts as missing; to mark runs as diverged, write `diverged`"
                 " into a column `status`."
@@ -282,12 +283,12 @@ def _merge_with_reference(
     )
     diverged = merged.status == "diverged"
     reference_diverged = merged.status_base == "diverged"
+    both_finished = ~diverged & ~reference_diverged
+    difference = merged[metric] - merged[f"{metric}_base"]
     pairs = merged[[factor, block]].assign(
         reference=merged[f"{metric}_base"],
         other=merged[metric],
-        difference=(merged[metric] - merged[f"{metric}_base"]).where(
-            ~diverged & ~reference_diverged
-        ),
+        difference=difference.where(both_finished),
         reference_diverged=reference_diverged,
         other_diverged=diverged,
         same_bits=(merged.weights == merged.weights_base) & merged.weights.notna(),

@@ -183,7 +183,9 @@ def choose_rows(
     if choice.last is not None:
         counters.insert(0, choice.last)
     all_rows = ChosenRows(np.arange(len(frame)), column.is_diverged)
-    if not table.is_repeated(all_rows.positions) or not (counters or choice.best):
+    has_one_row_each = not table.is_repeated(all_rows.positions)
+    are_repetitions = not counters and not choice.best
+    if has_one_row_each or are_repetitions:
         return all_rows
     is_diverged = table.find_diverged(counters)
     filled_rows = table.rows_with_metric(is_diverged)
@@ -237,13 +239,14 @@ class _RunTable:
         """List the counting columns that vary within a run, epochs first and clocks last."""
         counters = []
         for name in map(str, self.frame.columns):
-            if name in (self.metric, self.factor, self.block) or not (
-                is_counter(name) or is_clock(name)
-            ):
+            has_role = name in (self.metric, self.factor, self.block)
+            counts_by_name = is_counter(name) or is_clock(name)
+            if has_role or not counts_by_name:
                 continue
             values = self.numbers(name)
             if values is not None and self._varies_within_runs(values, positions):
                 counters.append(name)
+        # False is sorted before True.
         return sorted(counters, key=lambda name: (is_clock(name), "epoch" not in name.lower()))
 
     def numbers(self, name: str) -> NDArray[np.float64] | None:
@@ -288,10 +291,11 @@ class _RunTable:
         np.maximum.at(
             last_finite, self.runs[is_finite], np.nan_to_num(counts[is_finite], nan=-np.inf)
         )
+        is_nan = np.isnan(self.column.values)
         is_after_last_finite = counts > last_finite[self.runs]
-        is_diverged |= (
-            np.isnan(self.column.values) & is_after_last_finite & np.isin(counts, counts[is_finite])
-        )
+        # Epochs at which no run has a value may be those at which the metric is not computed.
+        is_at_used_count = np.isin(counts, counts[is_finite])
+        is_diverged |= is_nan & is_after_last_finite & is_at_used_count
         return is_diverged
 
     def rows_with_metric(self, is_diverged: NDArray[np.bool_]) -> NDArray[np.intp]:
@@ -300,10 +304,10 @@ class _RunTable:
         Rows that show that their run diverged count as rows with a metric.
         """
         has_value = np.isfinite(self.column.values) | is_diverged
-        has_any = np.zeros(self.runs.max() + 1, bool)
-        has_any[self.runs[has_value]] = True
-        is_last = ~pd.Series(self.runs).duplicated(keep="last").to_numpy()
-        return np.flatnonzero(has_value | (is_last & ~has_any[self.runs]))
+        run_has_value = np.zeros(self.runs.max() + 1, bool)  # by the number of the run
+        run_has_value[self.runs[has_value]] = True
+        is_last_of_run = ~pd.Series(self.runs).duplicated(keep="last").to_numpy()
+        return np.flatnonzero(has_value | (is_last_of_run & ~run_has_value[self.runs]))
 
     def check_one_run_each(self, positions: NDArray[np.intp]) -> None:
         """Raise `UsageError` if rows of one level and block have several names of runs.
@@ -711,6 +715,7 @@ def direction_of(name: str) -> Mode | None:
 
 def _choose_direction(best: str, mode: str | None) -> Mode:
     """Return the requested mode, or infer it from the column's name; `UsageError` if unclear."""
+    # None if no mode was requested; an unknown one has been rejected before.
     valid_mode = next((candidate for candidate in MODES if candidate == mode), None)
     direction = valid_mode or direction_of(best)
     if direction is None:

@@ -80,7 +80,7 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
         raise UsageError("no file to read: expected a table, a folder of runs or a pattern")
     source = ", ".join(map(str, names))
     if len(names) == 1 and not is_pattern(names[0]) and not os.path.isdir(names[0]):
-        frame, notes = _rename_state(_melt_chart(read_file(Path(names[0]))), Path(names[0]))
+        frame, notes = read_run(Path(names[0]))
     else:
         frame, notes = run_folders.read_runs(names, read_run)
     frame.attrs = {"source": source, "notes": tuple(notes)}
@@ -103,7 +103,7 @@ def read_file(file: Path) -> pd.DataFrame:
 
 
 def read_run(file: Path) -> tuple[pd.DataFrame, list[str]]:
-    """Read the table of one run in a folder, and return it with notes on how it was read."""
+    """Read the table in a file, and return it with notes on how it was read."""
     return _rename_state(_melt_chart(read_file(file)), file)
 
 

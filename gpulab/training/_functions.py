@@ -127,7 +127,8 @@ class TrainingFunction:
             if isinstance(value, str | Path) and os.path.isfile(value)
         ]
         contents = [files.content_digest({path: files.stamp(path)}) for path in paths]
-        return json_options, {"content": files.digest(contents)} if contents else {}
+        option_files = {"content": files.digest(contents)} if contents else {}
+        return json_options, option_files
 
     def __call__(self, setting: Setting, seed: int, options: Options) -> dict[str, Any]:
         """Seed all random generators, call the function, and return its metrics by name.

@@ -128,6 +128,7 @@ class Workers(contextlib.AbstractContextManager):
         try:
             return self._do_in_process(self._pool(job["setting"]), pickled, share_file)
         except process_executor.BrokenProcessPool as error:  # killed, or out of memory?
+            # The next run of this thread and setting gets a new process.
             self.pools.pop((threading.get_ident(), job["setting"]))
             raise GpulabError(f"its worker process ended: {error}") from None
 
