@@ -336,8 +336,8 @@ def hessian(
     H = Hessian(objective, points, functools.partial(_bind_copies, model, copies))
     with H.bound_weights():
         second_loss = float(objective().detach())
-    # The loss was computed with the copies, so a difference from the model's own tensors means that
-    # computing it changes them. NaN differs from itself and does not count.
+    # The loss was computed with the copies. A copy that now differs from the model's own tensor was
+    # changed by computing it. NaN differs from itself and does not count.
     for name, tensor in model_tensors.items():
         if tensor.layout == torch.strided and ((tensor != copies[name]) & ~tensor.isnan()).any():
             raise UsageError(f"{name} changes every time the loss is computed: call model.eval()")
