@@ -334,21 +334,19 @@ def _add_seed(frame: pd.DataFrame, origins: dict[str, set[str]], notes: list[str
     """
     if "seed" in frame:
         return frame
-    seed_columns = [
-        name for name in map(str, frame.columns) if name.rpartition(".")[2] in SEED_NAMES
-    ]
-    outermost = [name for name in seed_columns if "." not in name]
-    if outermost:
-        seed_columns = outermost
+    named_seed = [name for name in map(str, frame.columns) if name.rpartition(".")[2] in SEED_NAMES]
+    outermost = [name for name in named_seed if "." not in name]
+    seed_columns = outermost or named_seed
     if len(seed_columns) > 1:
         notes.append(
             f"Several settings may be the seed ({', '.join(seed_columns)}): choose one by block=."
         )
     if len(seed_columns) != 1:
         return frame
-    origins["seed"] = origins.get(seed_columns[0], set())
-    notes.append(f"The column seed is a copy of {seed_columns[0]}.")
-    return frame.assign(seed=frame[seed_columns[0]])
+    (seed_column,) = seed_columns
+    origins["seed"] = origins.get(seed_column, set())
+    notes.append(f"The column seed is a copy of {seed_column}.")
+    return frame.assign(seed=frame[seed_column])
 
 
 def _config_name(file: Path) -> str:

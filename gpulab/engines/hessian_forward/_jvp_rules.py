@@ -110,6 +110,7 @@ class Builder:
     def linear_map(self, results: Sequence[int | None]) -> LinearMap:
         """Return the map from the inputs to the variables `results`; None means zero."""
         instructions = remove_unused(self.instructions, results)
+        # Only now, because operations that no result depends on need not be differentiable.
         for instruction in instructions:
             if isinstance(instruction.function, TorchJvp):
                 instruction.function = instruction.function.resolve()
