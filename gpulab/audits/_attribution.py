@@ -138,6 +138,7 @@ class Attribution:
         return total
 
     def _add_incoming(self, pair: ValuePair, amount: float) -> None:
+        """Add an amount to a pair's difference; queue the pair if it is not waiting already."""
         if not amount:
             return
         if pair not in self._incoming:
@@ -316,6 +317,7 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
     first_nonfinite = min(nonfinite_positions, default=0)
 
     def sort_key(finding: Finding) -> tuple[Rank, float, int]:
+        """Return the rank of a finding, its negated share, and the number of its kind."""
         if (
             finding.kind == "mismatch"
             and finding.op
@@ -345,7 +347,7 @@ def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> 
     """
     findings: dict[tuple[str, str], Finding] = {}
     for value, amount in attribution.attributed_to_data.items():
-        side = int(value in comparison.graphs[1].users)
+        side = 1 if value in comparison.graphs[1].users else 0
         user = next(iter(comparison.graphs[side].users.get(value, [])), None)
         if (
             user is None
@@ -373,17 +375,19 @@ def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> 
         previous = findings.get((trace.title, op.module))
         if previous is not None:
             share += previous.share
-        location = (trace.title, op.name, op.phase, op.module, op.line)
-        finding = Finding(
-            "reduced precision",
-            *location,
-            math.nan,
-            detail,
-            advice,
+        findings[trace.title, op.module] = Finding(
+            kind="reduced precision",
+            setting=trace.title,
+            operation=op.name,
+            phase=op.phase,
+            module=op.module,
+            line=op.line,
+            ratio=math.nan,
+            detail=detail,
+            advice=advice,
             size=value.deviation,
             share=share,
         )
-        findings[trace.title, op.module] = finding
     return list(findings.values())
 
 
@@ -462,6 +466,7 @@ def _rank_of(comparison: Comparison, finding: Finding) -> Rank:
         return Rank.NEGLIGIBLE if is_negligible else Rank.PARTIAL_CAUSE
     if finding.kind == "another valid answer":
         gaps = [comparison.recorded_gap(result) for result in comparison.results]
+        # A gap is NaN if only one side has the result. It then counts as negligible.
         is_negligible = not any(gap > tol.MIN_UNEXPLAINED_DIFFERENCE for gap in gaps)
         return Rank.NEGLIGIBLE if is_negligible else Rank.PARTIAL_CAUSE
     return Rank.ROUNDING if finding.kind == "rounding" else Rank.PARTIAL_CAUSE

@@ -256,9 +256,14 @@ def max_index_repeats(arguments: dict[str, Nested]) -> int:
     With several index tensors, the smallest of their numbers is returned. A mask counts as 1.
     """
     indices = find_tensors(arguments.get("indices", arguments.get("index")))
-    return min(
-        1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices
-    )
+    repeats = []
+    for t in indices:
+        if t.dtype == torch.bool:
+            repeats.append(1)
+        else:
+            _, counts = t.unique(return_counts=True)
+            repeats.append(int(counts.max()))
+    return min(repeats)
 
 
 # --- matrices -------------------------------------------------------------------------------------
@@ -269,7 +274,7 @@ def _check_factorisation(
 ) -> DefinitionCheck | None:
     """Check that the product of the factors is the matrix, and that the bases are orthogonal.
 
-    So neither the signs of vectors nor the choice of a basis for equal eigenvalues matters.
+    Neither the signs of vectors nor the choice of a basis for equal eigenvalues affects this.
 
     For an n × n matrix, rounding errors amount to about n units in the last place of its size
     (Higham 2002, Accuracy and Stability of Numerical Algorithms, ch. 19), because these algorithms
@@ -280,19 +285,23 @@ def _check_factorisation(
         t.numel() and bool(t.isfinite().all()) for t in (matrix, *factors)
     ):
         return UNCHECKABLE
-    bases = factors[:1]
     if name == "linalg_qr":
-        product = factors[0] @ factors[1]
+        q, r = factors
+        product = q @ r
+        bases = [q]
     elif name == "_linalg_svd":
-        rank = factors[1].shape[-1]
-        product = factors[0][..., :rank] * factors[1].unsqueeze(-2) @ factors[2][..., :rank, :]
-        bases = [factors[0], factors[2].mT]
+        u, singular_values, vh = factors
+        rank = singular_values.shape[-1]
+        product = u[..., :rank] * singular_values.unsqueeze(-2) @ vh[..., :rank, :]
+        bases = [u, vh.mT]
     else:  # `_linalg_eigh` reads only one triangle of a symmetric matrix
+        eigenvalues, eigenvectors = factors
         upper = reference.arguments["UPLO"] == "U"
         matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
-        matrix = matrix @ factors[1]
-        product = factors[1] * factors[0].unsqueeze(-2)
-        bases = factors[1:]
+        # The definition is A V = V diag(λ), so the left side is compared with the right one.
+        matrix = matrix @ eigenvectors
+        product = eigenvectors * eigenvalues.unsqueeze(-2)
+        bases = [eigenvectors]
     grams = [basis.mT @ basis for basis in bases]
     identities = [
         torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
