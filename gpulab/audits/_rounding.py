@@ -24,6 +24,7 @@ from gpulab._torch_internals import (
 )
 from gpulab.audits._count_sketch import is_float_or_complex, perturbation_factors
 from gpulab.audits._float64_calls import (
+    RESULTS_BEFORE_FACTORS,
     Float64Reference,
     difference_norm,
     max_index_repeats,
@@ -149,6 +150,7 @@ def forward_error(
         ]
     results = prepare_rounded_results(out)
     results = results[:1] if name in ATTENTION_OPERANDS else results
+    results = results[: RESULTS_BEFORE_FACTORS.get(name)]
     reference = Float64Reference(operation, args, kwargs, len(results))
     if name in ATTENTION_OPERANDS:
         reference.compute = _attention(operation)

@@ -211,7 +211,10 @@ def test_forward_error_of_lu_accepts_other_pivots_and_finds_wrong_results():
     assert is_right(operation, (SQUARE,), of_transpose)
     assert not is_right(operation, (SQUARE,), (determinant * 1.001, factors, pivots))
     assert not is_right(operation, (SQUARE,), (-determinant, factors, pivots))
-    assert not is_right(operation, (SQUARE,), (determinant, factors * 1.001, pivots))
+    operation = aten.linalg_lu_factor_ex.default
+    factors, pivots, info = operation(SQUARE)
+    assert not is_right(operation, (SQUARE,), (factors * 1.001, pivots, info))
+    assert not is_right(operation, (SQUARE,), (factors, pivots.flip(0), info))
     operation = aten._linalg_slogdet.default
     sign, logarithm, factors, pivots = operation(SQUARE)
     assert not is_right(operation, (SQUARE,), (-sign, logarithm, factors, pivots))
