@@ -211,8 +211,8 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
         - `loss`: The mean loss over the window.
         - `seconds`: The seconds from the beginning of the training to the end of the window.
         - `frames_seen`: The number of frames or images up to the end of the window.
-        - `id`, `experiment`, `profile`, `setting`, `loader`, `seed`, `rerun`, `recorded` and
-          `machine` of the run.
+        - `id`, `experiment`, `profile`, `setting`, `loader`, `seed`, `rerun`, `status`, `recorded`
+          and `machine` of the run. The last loss of a run with the status `diverged` is not finite.
 
     Raises:
         DataError: If the history of a run is missing or damaged. The message names the run.
@@ -240,7 +240,10 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     histories = pa.concat_tables(tables).to_pandas()
     histories["frames_seen"] = (histories["window"] + 1) * np.repeat(frames_per_window, lengths)
     run_frame = frame[
-        ["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]
+        [
+            *("id", "experiment", "profile", "setting", "loader", "seed", "rerun"),
+            *("status", "recorded", "machine"),
+        ]
     ]
     # The columns of a run are repeated for each of its windows.
     repeated = run_frame.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
