@@ -180,6 +180,33 @@ def test_cli_reports_a_folder_that_may_not_be_read_in_one_line(
     assert found.errors == f"gpulab: {command[1]}: cannot be read: Permission denied\n"
 
 
+def test_cli_names_runs_that_may_not_be_read_and_shows_the_others(answer, tmp_path, file_modes):
+    for seed in range(3):
+        assert answer(*SMOKE, "--seed", seed).status == 0
+    paths = [Path(path) for path in gl.runs(tmp_path / "runs").path]
+    (tmp_path / "parent" / "store").mkdir(parents=True)
+    forbidden = [paths[1], paths[2] / "run.json", tmp_path / "parent" / "store"]
+    for path in forbidden:
+        path.chmod(0)
+    skipped = r"cannot be read \(permission denied\): "
+    names = f"runs/{paths[1].name}; runs/{paths[2].name}/run.json$"
+    try:
+        with pytest.warns(UserWarning, match=f"^2 folder.* {skipped}{names}"):
+            listed = answer("runs", "runs")
+        with pytest.warns(UserWarning, match=f"^2 folder.* {skipped}{names}"):
+            compared = answer("verdict", "runs", "--factor", "machine")
+        with pytest.warns(UserWarning, match=f"^1 folder.* {skipped}parent/store$"):
+            empty = answer("runs", "parent")
+        refused = answer("verdict", "parent")
+    finally:
+        for path in forbidden:
+            path.chmod(0o700)
+    assert listed.out.startswith("1 runs\n")
+    assert "2 folder(s) or file(s) in the store cannot be read" in compared.out
+    assert empty.out == "no runs in parent\n"
+    assert refused.errors == "gpulab: parent/store: cannot be read: Permission denied\n"
+
+
 def test_runs_command_lists_recorded_runs_as_csv(output):
     table = pd.read_csv(io.StringIO(output("runs", "--recorded", "--csv")))
     assert (table.recorded.all(), len(table)) == (True, len(gl.recorded_runs()))

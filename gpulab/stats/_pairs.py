@@ -138,6 +138,12 @@ def _missing_run_notes(
     if n_damaged:
         runs_text = "1 damaged run" if n_damaged == 1 else f"{n_damaged} damaged runs"
         yield f"{runs_text} cannot be read, and may be missing from this comparison."
+    n_forbidden = checked_runs.attrs.get("forbidden", 0)
+    if n_forbidden:
+        yield (
+            f"Runs may be missing from this comparison: {n_forbidden} folder(s) or file(s) in the"
+            " store cannot be read (permission denied)."
+        )
     if len(unfinished_runs):
         counts = unfinished_runs.groupby([factor, "status"]).size()
         counts_text = ", ".join(

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
@@ -54,8 +55,8 @@ def read_runs(
 ) -> tuple[pd.DataFrame, list[str]]:
     """Read the tables of folders, files and patterns into one table.
 
-    Each run's settings become columns. Tables and configurations that cannot be read are left out
-    with a warning.
+    Each run's settings become columns. Folders, tables and configurations that cannot be read are
+    left out with a warning.
 
     Returns:
         The table, and sentences on what was read and where settings come from.
@@ -69,10 +70,13 @@ def read_runs(
     read_errors: list[str] = []
     empty_folders: list[Path] = []
     for name in names:
-        tables, folders_without_table = _find_tables(name)
-        for table, root in tables:
+        found = _find_tables(name)
+        for table, root in found.tables:
             roots.setdefault(table, root)
-        empty_folders += folders_without_table
+        empty_folders += found.folders_without_table
+        read_errors += found.read_errors
+    if not roots and read_errors:
+        raise DataError(_join_errors(read_errors))
     if not roots:
         names_text = ", ".join(map(str, names))
         expected = f"expected files such as {USUAL_TABLE_NAMES[0]}"
@@ -103,9 +107,7 @@ def read_runs(
             origins.setdefault(column, set()).add(_config_name(file))
         frames.append(frame)
     if not frames:
-        raise DataError(
-            f"none of {len(roots)} tables can be read: {'; '.join(read_errors[:MAX_NAMED_FILES])}"
-        )
+        raise DataError(f"none of {len(roots)} tables can be read: {_join_errors(read_errors)}")
     frame = pd.concat(frames, ignore_index=True)
     tables_phrase = "1 table was" if len(frames) == 1 else f"{len(frames)} tables were"
     sentences = [f"{tables_phrase} read ({_count_names(table.name for table in roots)})."]
@@ -124,12 +126,16 @@ def read_runs(
         folders_text = _shorten_list(folder_names, MAX_NAMED_FILES)
         sentences.append(f"Left out, because there is no table: {folders_text}.")
     if read_errors:
-        unread_text = "; ".join(read_errors[:MAX_NAMED_FILES])
-        if len(read_errors) > MAX_NAMED_FILES:
-            unread_text += "; …"
+        unread_text = _join_errors(read_errors)
         sentences.append(f"Left out, because it cannot be read: {unread_text}.")
         warnings.warn(f"left out, because it cannot be read: {unread_text}", stacklevel=4)
     return frame, sentences
+
+
+def _join_errors(errors: Sequence[str]) -> str:
+    """Join at most `MAX_NAMED_FILES` messages; an ellipsis stands for the others."""
+    text = "; ".join(errors[:MAX_NAMED_FILES])
+    return text if len(errors) <= MAX_NAMED_FILES else f"{text}; …"
 
 
 def _shorten_list(names: Sequence[str], limit: int) -> str:
@@ -153,20 +159,32 @@ def _common_folder(folders: Iterable[Path]) -> Path:
 # --- search for tables ----------------------------------------------------------------------------
 
 
-def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]:
+@dataclass(frozen=True)
+class FoundTables:
+    """What a search for tables found.
+
+    Attributes:
+        tables: The tables, each with the folder at which the search for its settings stops.
+        folders_without_table: The folders that have a Hydra configuration but no table.
+        read_errors: The messages about folders that cannot be searched.
+    """
+
+    tables: list[tuple[Path, Path]]
+    folders_without_table: list[Path] = field(default_factory=list)
+    read_errors: list[str] = field(default_factory=list)
+
+
+def _find_tables(name: str | Path) -> FoundTables:
     """Find the tables of a folder, file or pattern, and the runs without a table.
 
-    Returns:
-        The tables, each with the folder at which the search for its settings stops; and folders
-        that have a Hydra configuration but no table.
-
     Raises:
-        DataError: If nothing matches a pattern, or a folder cannot be read.
+        DataError: If nothing matches a pattern, although all its folders can be searched.
     """
     path = Path(name)
     if is_pattern(name):
         matches = sorted(glob.glob(str(name), recursive=True), key=_natural_key)
-        if not matches:
+        read_errors = _unsearched_folders(path)
+        if not matches and not read_errors:
             raise DataError(f"{name}: no file or folder matches this pattern")
         root = _pattern_root(path)
         folders = [Path(match) for match in matches if os.path.isdir(match)]
@@ -174,15 +192,37 @@ def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]
         tables = [file for file in matched_files if file.name.endswith(TABLE_SUFFIXES)]
         folders_without_table: list[Path] = []
         for folder in folders:
-            folder_tables, configured_folders = _list_tables(folder)
+            folder_tables, configured_folders, folder_errors = _list_tables(folder)
             tables += folder_tables
             folders_without_table += configured_folders
+            read_errors += folder_errors
         # If no match has the suffix of a table, as with `logs/*.txt`, all files are read as tables.
-        return [(table, root) for table in tables or matched_files], folders_without_table
+        return FoundTables(
+            [(table, root) for table in tables or matched_files],
+            folders_without_table,
+            list(dict.fromkeys(read_errors)),
+        )
     if os.path.isdir(path):
-        tables, folders_without_table = _list_tables(path)
-        return [(table, path) for table in tables], folders_without_table
-    return [(path, path.parent)], []
+        tables, folders_without_table, read_errors = _list_tables(path)
+        return FoundTables([(table, path) for table in tables], folders_without_table, read_errors)
+    return FoundTables([(path, path.parent)])
+
+
+def _unsearched_folders(pattern: Path) -> list[str]:
+    """Return a message for each folder that a pattern refers to and that cannot be searched.
+
+    The function `glob.glob` skips these folders silently.
+    """
+    errors: dict[str, None] = {}
+    parents = [*reversed(pattern.parents)]
+    for parent in parents:
+        for folder in sorted(glob.glob(str(parent), recursive=True), key=_natural_key):
+            if os.path.isdir(folder):
+                try:
+                    files.check_searchable(folder)
+                except DataError as error:
+                    errors[str(error)] = None
+    return list(errors)
 
 
 def _pattern_root(pattern: Path) -> Path:
@@ -202,23 +242,29 @@ def _pattern_root(pattern: Path) -> Path:
     return Path(*parts)
 
 
-def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
+def _list_tables(folder: Path) -> tuple[list[Path], list[Path], list[str]]:
     """List the tables in a folder tree, and its folders with a Hydra configuration but no table.
 
-    Hidden files and folders are ignored.
+    Hidden files and folders are ignored. The third result has a message for each folder that cannot
+    be read.
 
     Raises:
-        DataError: If a folder cannot be read, if there are more than `MAX_TABLES` tables, or if
-            tables have several names and none is in `USUAL_TABLE_NAMES`.
+        DataError: If there are more than `MAX_TABLES` tables, or if tables have several names and
+            none is in `USUAL_TABLE_NAMES`.
     """
     tables: list[Path] = []
     configured: list[Path] = []
+    read_errors: list[str] = []
 
-    def raise_data_error(error: OSError) -> None:
-        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror or error}")
+    def note_error(error: OSError) -> None:
+        read_errors.append(f"{error.filename or folder}: cannot be read: {error.strerror or error}")
 
+    try:
+        files.check_searchable(folder)
+    except DataError as error:
+        return [], [], [str(error)]
     with files.convert_read_errors(folder):
-        for parent, folders, names in os.walk(folder, onerror=raise_data_error):
+        for parent, folders, names in os.walk(folder, onerror=note_error):
             if ".hydra" in folders:
                 configured.append(Path(parent))
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -233,7 +279,8 @@ def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
                 )
     tables = sorted(_select_usual_tables(folder, tables), key=_natural_key)
     holders = {parent for table in tables for parent in table.parents}
-    return tables, sorted((run for run in configured if run not in holders), key=_natural_key)
+    without_table = sorted((run for run in configured if run not in holders), key=_natural_key)
+    return tables, without_table, read_errors
 
 
 def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:

@@ -3,6 +3,7 @@
 import argparse
 import io
 import shutil
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -169,6 +170,37 @@ def test_read_table_leaves_out_by_name_what_cannot_be_read(tmp_path):
     verdict = gl.verdict(frame, "val_loss", "optimizer", last="epoch", reference="adam")
     assert "3 of 6 seeds" in str(verdict)
     assert "Missing: seeds 3, 4 and 5 with sgd." in str(verdict)
+
+
+def test_read_table_names_folders_that_may_not_be_read(tmp_path, file_modes, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for seed in range(3):
+        write(tmp_path / f"logs/seed_{seed}/a/metrics.csv", "loss\n1\n")
+    Path("logs/seed_1").chmod(0)
+    Path("logs/seed_2").chmod(0o400)  # its files can be listed, but not opened
+    reason = "cannot be read: Permission denied"
+    one, both = [f"logs/seed_1: {reason}"], [f"logs/seed_1: {reason}", f"logs/seed_2: {reason}"]
+    given = {
+        "logs": one,
+        "logs/*": both,
+        "logs/*/*/metrics.csv": both,
+        "logs/**/metrics.csv": both,
+    }
+    try:
+        for name, expected in given.items():
+            with pytest.warns(UserWarning, match="left out, because it cannot be read") as caught:
+                frame = gl.stats.read_table(name)
+            assert frame.seed.tolist() == [0]
+            for error in expected:
+                assert error in str(caught[0].message)
+                assert error in " ".join(frame.attrs["notes"])
+        with pytest.raises(DataError, match=f"^logs/seed_1: {reason}$"):
+            gl.stats.read_table("logs/seed_1/*/metrics.csv")
+        with pytest.raises(DataError, match=f"^logs/seed_1: {reason}$"):
+            gl.stats.read_table("logs/seed_1")
+    finally:
+        for seed in (1, 2):
+            Path(f"logs/seed_{seed}").chmod(0o700)
 
 
 def test_read_table_keeps_two_versions_of_one_run_apart(tmp_path):
