@@ -180,7 +180,8 @@ def test_cli_reports_a_folder_that_may_not_be_read_in_one_line(
     assert found.errors == f"gpulab: {command[1]}: cannot be read: Permission denied\n"
 
 
-def test_cli_names_runs_that_may_not_be_read_and_shows_the_others(answer, tmp_path, file_modes):
+@pytest.mark.usefixtures("file_modes")
+def test_cli_names_runs_that_may_not_be_read_and_shows_the_others(answer, tmp_path):
     for seed in range(3):
         assert answer(*SMOKE, "--seed", seed).status == 0
     paths = [Path(path) for path in gl.runs(tmp_path / "runs").path]

@@ -15,7 +15,7 @@ import pandas as pd
 
 from gpulab import files
 from gpulab.errors import DataError
-from gpulab.stats._configs import CONFIG_FILES, Value, find_settings, parse_value
+from gpulab.stats._configs import CONFIG_FILES, Conflict, Value, find_settings, parse_value
 
 RUN_COLUMN = "run"  # the column that says which run a row belongs to
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
@@ -89,6 +89,7 @@ def read_runs(
     frames: list[pd.DataFrame] = []
     origins: dict[str, set[str]] = {}  # the names of files that settings came from, by setting
     notes: list[str] = []
+    conflicts: list[Conflict] = []
     for table, root in roots.items():
         try:
             frame, table_notes = read_table(table)
@@ -96,8 +97,10 @@ def read_runs(
             read_errors.append(str(error))
             continue
         notes += table_notes
-        settings, errors = find_settings(table, root)
-        read_errors += [str(error) for error in errors]
+        found_settings = find_settings(table, root)
+        settings = found_settings.settings
+        read_errors += [str(error) for error in found_settings.errors]
+        conflicts += found_settings.conflicts
         frame = _add_run_name(frame, table, base)
         frame, columns = _add_settings(
             frame, {name: value for name, (value, _) in settings.items()}
@@ -114,6 +117,7 @@ def read_runs(
     sentences += dict.fromkeys(notes)
     frame = _add_seed(frame, origins, sentences)
     sentences += _origin_notes(origins)
+    sentences += _conflict_notes(conflicts, base)
     if not origins:
         known_columns = list(frame)
         frame = add_settings_from_names(frame)
@@ -406,6 +410,30 @@ def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
     for origin, columns in columns_by_files.items():
         columns_text = _shorten_list(sorted(columns), MAX_NAMED_SETTINGS)
         yield f"Settings are from {origin}: {columns_text}."
+
+
+def _conflict_notes(conflicts: Iterable[Conflict], base: Path) -> Iterator[str]:
+    """Yield a sentence on each setting that has different values in two files of one folder.
+
+    The sentence gives the values of one folder as an example. Its path is relative to `base`.
+    """
+    folders_by_files: dict[tuple[str, str, str], dict[Path, Conflict]] = {}
+    for conflict in conflicts:
+        key = (conflict.setting, conflict.taken, conflict.ignored)
+        folders_by_files.setdefault(key, {})[conflict.folder] = conflict
+    for number, ((setting, taken, ignored), folders) in enumerate(folders_by_files.items()):
+        if number == MAX_NAMED_FILES:
+            n_others = len(folders_by_files) - MAX_NAMED_FILES
+            yield f"{n_others} more settings differ between the files of a folder."
+            return
+        example = next(iter(folders.values()))
+        taken_value, ignored_value = example.values
+        place = os.path.relpath(example.folder, base)
+        count = f" and in {len(folders) - 1} more folders" if len(folders) > 1 else ""
+        yield (
+            f"{setting} is {taken_value} in {taken} and {ignored_value} in {ignored} (in {place}"
+            f"{count}): {taken} was used."
+        )
 
 
 def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:

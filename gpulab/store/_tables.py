@@ -65,7 +65,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
 
     A damaged run is skipped with a warning that names it, and so is a run without permission to
     read it. The attribute `attrs["damaged"]` of the frame is the number of damaged runs, and
-    `attrs["forbidden"]` that of folders and files without this permission. A run that is stored twice, as a folder and packed, is listed once.
+    `attrs["forbidden"]` that of folders and files without this permission. A run that is stored
+    twice, as a folder and packed, is listed once.
 
     Args:
         store: A folder, or a file of packed runs. By default `$GPULAB_STORE`, or the folder `runs`.
