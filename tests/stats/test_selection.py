@@ -291,7 +291,7 @@ def test_verdict_tells_a_logged_nan_from_an_empty_cell_if_gpulab_reads_the_file(
     mine, theirs = read_both_ways(tmp_path, "nan", {"last": "epoch", "reference": "adam"})
     assert mine.table[["seeds", "diverged"]].values.tolist() == [[5, 1]]
     assert theirs.table[["seeds", "diverged"]].values.tolist() == [[6, 0]]
-    assert "gl.stats.read_table tells it from an empty cell" in str(theirs)
+    assert "gl.stats.read_table tells NaN from an empty cell" in str(theirs)
 
 
 def read_both_ways(folder, lost, options):
