@@ -161,8 +161,8 @@ def _missing_run_notes(
     ):
         yield (
             "An empty cell or NaN counts as missing; to mark runs as diverged, write `diverged`"
-            " into a column `status`. If the table is a text file, gl.stats.read_table tells NaN from"
-            " an empty cell."
+            " into a column `status`. If the table is a text file, gl.stats.read_table tells NaN"
+            " from an empty cell."
         )
 
 
