@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # A value that JSON can represent. Options of a user's own function may have any of these types.
 CommandValue = Any
 PYTHON_FORMATWARNING = warnings.formatwarning
+DEFAULT_METRIC = "final_loss"  # the metric of gpulab's own networks
 
 app = typer.Typer(
     help="Does the device change what a neural network learns? Train, compare and see.",
@@ -212,6 +213,51 @@ def parse_value(text: str) -> CommandValue:
     return text
 
 
+def choose_metric(metric: str | None, function: str | None, metrics: list[str]) -> str:
+    """Return the metric that an experiment's verdict compares.
+
+    Args:
+        metric: The metric that the user requested, if any.
+        function: The name of the user's training function; None for gpulab's own networks.
+        metrics: The names of the metrics that the function returned; empty if none are known.
+
+    Raises:
+        UsageError: If the requested metric does not exist, or none was requested and the function
+            returned several.
+
+    Examples:
+        >>> choose_metric(None, "own.py:train", ["accuracy"])
+        'accuracy'
+        >>> choose_metric(None, "own.py:train", ["accuracy", "final_loss"])
+        'final_loss'
+    """
+    from gpulab.store import _tables as tables
+
+    if function is None:
+        if metric is not None and metric not in tables.SUMMARY_NUMBERS:
+            raise UsageError(
+                f"--metric {metric}: expected one of {', '.join(tables.SUMMARY_NUMBERS)}"
+            )
+        return metric or DEFAULT_METRIC
+    if not metrics:  # nothing was trained yet, or all runs diverged
+        return metric or DEFAULT_METRIC
+    names = ", ".join(metrics)
+    kept = "stored runs are not trained again"
+    if metric is None:
+        if DEFAULT_METRIC in metrics or len(metrics) == 1:
+            return DEFAULT_METRIC if DEFAULT_METRIC in metrics else metrics[0]
+        raise UsageError(
+            f"{function} returned several metrics: {names}; choose one with --metric, such as"
+            f" --metric {metrics[0]}; {kept}"
+        )
+    if metric not in (*metrics, "seconds"):
+        raise UsageError(
+            f"--metric {metric}: {function} returned no such metric; choose one of {names}, such as"
+            f" --metric {metrics[0]}; {kept}"
+        )
+    return metric
+
+
 def load_runs_or_table(names: list[Path]) -> pd.DataFrame:
     """Load the runs of a store, or the table in a file or in a folder of logs."""
     from gpulab.stats._tables import read_table
@@ -286,7 +332,13 @@ def experiment(
     workers: Annotated[
         int, option("number of runs to train at the same time; runs on a CUDA GPU share it", min=1)
     ] = 1,
-    metric: Annotated[str, option("the metric that the verdict compares")] = "final_loss",
+    metric: Annotated[
+        str | None,
+        option(
+            "the metric that the verdict compares",
+            "final_loss, or the only metric of your own function",
+        ),
+    ] = None,
     looks: Looks = 1,
     picture: Picture = None,
     profile: Profile = "quick",
@@ -299,7 +351,7 @@ def experiment(
     already has are skipped.
     """
     from gpulab.stats._verdict import verdict as compare
-    from gpulab.training._experiment import Experiment
+    from gpulab.training._experiment import Experiment, find_stored_metrics
 
     run_arguments = train_arguments(model, options, data_option)
     if ":" in model:
@@ -316,9 +368,15 @@ def experiment(
         options=run_arguments,
         registered=registered,
     )
+    function = exp.function.name if exp.function else None
+    # If a run is stored already, an unsuitable metric is refused before any training.
+    choose_metric(metric, function, find_stored_metrics(exp))
     frame = exp.run()
     echo_runs(frame, f", stored in {exp.folder}")
-    answer = compare(frame, metric, looks=looks)
+    chosen_metric = choose_metric(metric, function, find_stored_metrics(exp))
+    if chosen_metric not in (metric, DEFAULT_METRIC):
+        echo(f"comparing {chosen_metric}, the only metric that {function} returned", sys.stderr)
+    answer = compare(frame, chosen_metric, looks=looks)
     save_plot(answer, picture)
     echo(answer)
 

@@ -205,8 +205,8 @@ DISTRIBUTIONS = {
 def extra(name: str) -> Iterator[None]:
     """Wrap imports of optional libraries; the error for a missing one names the extra to install.
 
-    If gpulab always needs the library, the message says so instead. If another extra contains the
-    library, the message names that one.
+    If gpulab always needs the library, the message says so instead, and `name` may be empty. If
+    another extra contains the library, the message names that one.
 
     Raises:
         GpulabError: If a library is missing.
@@ -238,8 +238,9 @@ def _missing_library(library: str, module: str, extra_name: str) -> str:
             f" {distribution}"
         )
     extras = _extras_of(distribution)
-    if "" in extras:
-        return f"{library} is not installed, and gpulab needs it: pip install gpulab"
+    if "" in extras or not extra_name:
+        name = library if library == distribution else f"{library} (the package {distribution})"
+        return f"{name} is not installed, and gpulab needs it: pip install gpulab"
     extra_to_install = extra_name if extra_name in extras or not extras else extras[0]
     return f"{library} is not installed: pip install 'gpulab[{extra_to_install}]'"
 

@@ -113,6 +113,14 @@ def convert_read_errors(file: str | Path, kind: str = "cannot be read") -> Itera
         raise DataError(f"{file}: {kind}: {reason}") from None
 
 
+def check_searchable(folder: str | Path) -> None:
+    """Raise `DataError` unless this process may list a folder and open the files in it."""
+    with convert_read_errors(folder):
+        with os.scandir(folder):
+            pass
+        os.lstat(os.path.join(folder, os.curdir))
+
+
 def status_of(file: str | Path) -> os.stat_result:
     """Return the status of a regular file; `DataError` if it is missing or not a regular file."""
     with convert_read_errors(file):

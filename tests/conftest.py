@@ -1,3 +1,4 @@
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -39,6 +40,37 @@ def two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+CAPABILITY_VERSION = 0x20080522  # version 3 of the interface of `capset`
+# CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: by these, root ignores the modes of files.
+IGNORE_FILE_MODES = (1 << 1) | (1 << 2)
+
+
+@pytest.fixture
+def file_modes():
+    """Make the modes of files apply to this thread, even if it belongs to root.
+
+    A test that uses this fixture can call `chmod(0)`. The test is skipped where root keeps its
+    rights.
+    """
+    if not hasattr(os, "geteuid"):
+        pytest.skip("Windows has no modes that forbid reading")
+    if os.geteuid() != 0:
+        yield
+        return
+    if sys.platform != "linux":
+        pytest.skip("root can give up its rights on files only on Linux")
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)  # 0 is the calling thread
+    # The effective, permitted and inheritable capabilities, numbers 0 to 31 and then 32 to 63.
+    before = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, before) == 0, os.strerror(ctypes.get_errno())
+    changed = (ctypes.c_uint32 * 6)(*before)
+    changed[0] &= ~IGNORE_FILE_MODES
+    assert libc.capset(header, changed) == 0, os.strerror(ctypes.get_errno())
+    yield
+    assert libc.capset(header, before) == 0, os.strerror(ctypes.get_errno())
 
 
 def pytest_collection_modifyitems(items):

@@ -180,6 +180,34 @@ def test_cli_reports_a_folder_that_may_not_be_read_in_one_line(
     assert found.errors == f"gpulab: {command[1]}: cannot be read: Permission denied\n"
 
 
+@pytest.mark.usefixtures("file_modes")
+def test_cli_names_runs_that_may_not_be_read_and_shows_the_others(answer, tmp_path):
+    for seed in range(3):
+        assert answer(*SMOKE, "--seed", seed).status == 0
+    paths = [Path(path) for path in gl.runs(tmp_path / "runs").path]
+    (tmp_path / "parent" / "store").mkdir(parents=True)
+    forbidden = [paths[1], paths[2] / "run.json", tmp_path / "parent" / "store"]
+    for path in forbidden:
+        path.chmod(0)
+    skipped = r"cannot be read \(permission denied\): "
+    names = f"runs/{paths[1].name}; runs/{paths[2].name}/run.json$"
+    try:
+        with pytest.warns(UserWarning, match=f"^2 folder.* {skipped}{names}"):
+            listed = answer("runs", "runs")
+        with pytest.warns(UserWarning, match=f"^2 folder.* {skipped}{names}"):
+            compared = answer("verdict", "runs", "--factor", "machine")
+        with pytest.warns(UserWarning, match=f"^1 folder.* {skipped}parent/store$"):
+            empty = answer("runs", "parent")
+        refused = answer("verdict", "parent")
+    finally:
+        for path in forbidden:
+            path.chmod(0o700)
+    assert listed.out.startswith("1 runs\n")
+    assert "2 folder(s) or file(s) in the store cannot be read" in compared.out
+    assert empty.out == "no runs in parent\n"
+    assert refused.errors == "gpulab: parent/store: cannot be read: Permission denied\n"
+
+
 def test_runs_command_lists_recorded_runs_as_csv(output):
     table = pd.read_csv(io.StringIO(output("runs", "--recorded", "--csv")))
     assert (table.recorded.all(), len(table)) == (True, len(gl.recorded_runs()))
@@ -413,6 +441,64 @@ def test_experiment_command_runs_compares_and_lists_a_custom_training(
         2,
         True,
     )
+
+
+METRICS = """
+def train(seed, setting):
+    print(seed, file=open("calls", "a"))
+    return {"val_loss": 1 + seed / 10, "accuracy": 0.5}
+
+
+def one(seed, setting):
+    return {"accuracy": 0.5 + seed / 10}
+"""
+CHOICES = (
+    "metrics.py:train returned several metrics: val_loss, accuracy; choose one with --metric, such"
+    " as --metric val_loss; stored runs are not trained again"
+)
+
+
+def test_experiment_command_refuses_an_unknown_metric_before_training_if_it_can(answer, tmp_path):
+    (tmp_path / "metrics.py").write_text(METRICS)
+    assert answer("train", "metrics.py:train").status == 0
+    experiment = ["experiment", "metrics.py:train", "--setting", "cpu", "--seeds"]
+    got = answer(*experiment, "5")
+    assert (got.status, got.out, got.errors) == (2, "", f"gpulab: {CHOICES}\n")
+    got = answer(*experiment, "5", "--metric", "acuracy")
+    assert (got.status, got.out) == (2, "")
+    for named in ("--metric acuracy", "no such metric", "val_loss, accuracy"):
+        assert named in got.errors
+    assert (tmp_path / "calls").read_text() == "0\n", "no other run was trained"
+    chosen = answer(*experiment, "1", "--metric", "accuracy")
+    assert chosen.status == 0, chosen.errors
+    network = answer("experiment", *SMOKE[1:], "--setting", "cpu", "--metric", "acuracy")
+    assert (network.status, "expected one of final_loss, heldout_loss" in network.errors) == (
+        2,
+        True,
+    )
+    assert len(gl.runs(tmp_path / "runs")) == 1
+
+
+def test_experiment_command_compares_the_only_metric_of_a_function(answer, tmp_path):
+    (tmp_path / "metrics.py").write_text(METRICS)
+    settings = ["--setting", "cpu", "--setting", "cpu:threads=1"]
+    for seed, setting in itertools.product((0, 1), settings[1::2]):
+        assert answer("train", "metrics.py:one", "--seed", seed, "--setting", setting).status == 0
+    got = answer("experiment", "metrics.py:one", *settings, "--seeds", "2")
+    assert got.status == 0, got.errors
+    assert "comparing accuracy, the only metric that metrics.py:one returned" in got.errors
+    assert "every seed has exactly the same accuracy" in got.out
+
+
+@pytest.mark.slow("starts processes that load torch")
+def test_experiment_command_names_the_metrics_after_training_and_keeps_the_runs(answer, tmp_path):
+    (tmp_path / "metrics.py").write_text(METRICS)
+    experiment = ["experiment", "metrics.py:train", "--setting", "cpu", "--seeds", "2"]
+    got = answer(*experiment)
+    assert (got.status, got.out.startswith("2 runs")) == (2, True)
+    assert got.errors.endswith(f"gpulab: {CHOICES}\n")
+    assert answer(*experiment, "--metric", "val_loss").status == 0
+    assert sorted((tmp_path / "calls").read_text().split()) == ["0", "1"]
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -122,7 +123,7 @@ def test_extra_error_names_a_missing_library_and_its_source(module, monkeypatch)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(gl.GpulabError) as caught, errors.extra("notebooks"):
         raise ModuleNotFoundError(name=module)
-    assert str(caught.value).startswith(f"{library} is not installed")
+    assert re.match(rf"{library}( \(the package [\w-]+\))? is not installed", str(caught.value))
     assert str(caught.value).endswith(f": pip install {INSTALLED_BY[module]}")
 
 

@@ -73,6 +73,20 @@ def is_user_file(file: str) -> bool:
     )
 
 
+def is_generated(frame: types.FrameType) -> bool:
+    """Return whether a frame runs code that Python or an installed library generated from text.
+
+    Named tuples and data classes consist of such code. Text that the user's program executes is not
+    generated.
+    """
+    if frame.f_code.co_filename != "<string>":
+        return False
+    module_file = frame.f_globals.get("__file__")
+    if module_file is None:
+        return str(frame.f_globals.get("__name__")).startswith("namedtuple_")
+    return not is_user_file(module_file)
+
+
 def stack_frames(thread: int = 0) -> Iterator[types.FrameType]:
     """Yield the frames of this thread, the innermost first, and then those of another thread."""
     frame: types.FrameType | None

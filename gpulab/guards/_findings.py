@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -27,10 +28,12 @@ COPY_REMEDY = (
     " torch.from_numpy(array.copy())"
 )
 COPY_IS_QUEUED = "with non_blocking=True a copy may still be running after the call has returned"
-WRITER_UNKNOWN = (
-    "; the line that wrote is not known, only that it ran after the tensor was saved or created"
+WRITER_NOT_KNOWN = "; the line that wrote is not known"
+WRITER_UNKNOWN = WRITER_NOT_KNOWN + ", only that it ran after the tensor was saved or created"
+HINT_IF_NOT_TRACED = ' (gpulab.guard(reads="any") tries to find it)'
+HINT_IF_TRACED = (
+    ' (gpulab.guard(on="warn", reads="any") may find it when the program writes there again)'
 )
-WRITER_HINT = ' (gpulab.guard(reads="any") tries to find it)'
 CAUSES = {  # what happened, why, and what to do
     "inplace": (
         SAVED_HEADLINE,
@@ -161,9 +164,12 @@ class Overwritten:
         explanation: Why the memory was overwritten, and what shares it.
         remedy: What to do about it.
         count: The number of times that the guard found it.
-        writers: The line that wrote into the memory. If several threads were running, there are
-            several lines, one of which wrote. Empty if the line is not known, as is always the case
-            with `reads="backward"`.
+        writes: The lines that wrote into the memory between the tensor's first and last byte since
+            it was saved or created. Each item is a tuple of one line. If several threads were
+            running, it is a tuple of several lines, one of which wrote. Empty if no line is known,
+            as is always the case with `reads="backward"`.
+        unnamed: How often no line that wrote is known, at most `count`.
+        writers: All lines in `writes`.
 
     Examples:
         >>> import numpy as np
@@ -191,7 +197,8 @@ class Overwritten:
     explanation: str
     remedy: str
     count: int = 1
-    writers: tuple[Line, ...] = ()
+    writes: tuple[tuple[Line, ...], ...] = ()
+    unnamed: int = 0
 
     @classmethod
     def of(
@@ -222,6 +229,11 @@ class Overwritten:
         """The line that saved the tensor for backward, created it, or requested its copy."""
         return next(iter(self.lines.values()))
 
+    @property
+    def writers(self) -> tuple[Line, ...]:
+        """The lines that wrote into the memory or, with several threads, may have written."""
+        return tuple(dict.fromkeys(line for lines in self.writes for line in lines))
+
     def with_cause(self, cause: str) -> Overwritten:
         """Return the same finding with the explanation and the remedy of another cause."""
         _, explanation, remedy = CAUSES[cause]
@@ -237,16 +249,33 @@ class Overwritten:
             explanation=explanation,
         )
 
-    def with_writers(self, writers: list[Line], was_followed: bool) -> Overwritten:
-        """Return the same finding with the lines that may have written.
+    def with_writers(self, writes: Iterable[tuple[Line, ...]], hint: str) -> Overwritten:
+        """Return the same finding with the lines that wrote, each a tuple as in `writes`.
 
-        If there are none, the explanation states that the line is not known. Unless executed lines
-        were traced (`was_followed`), it also describes how to find the line.
+        If there are none, the explanation states that the line is not known. `hint` says how to
+        find it.
         """
-        if writers:
-            return replace(self, writers=tuple(writers))
-        unknown = WRITER_UNKNOWN if was_followed else WRITER_UNKNOWN + WRITER_HINT
-        return replace(self, explanation=self.explanation + unknown)
+        writes = _distinct_writes(writes)
+        if writes:
+            return replace(self, writes=writes)
+        explanation = self.explanation + WRITER_UNKNOWN + hint
+        return replace(self, explanation=explanation, unnamed=1)
+
+    def merged_with(self, later: Overwritten) -> Overwritten:
+        """Return this finding, found once more, with the lines that wrote then."""
+        count, unnamed = self.count + 1, self.unnamed + later.unnamed
+        explanation = self.explanation
+        if unnamed < count:
+            explanation = explanation.partition(WRITER_NOT_KNOWN)[0]
+            if unnamed:
+                explanation += f"{WRITER_NOT_KNOWN} for {unnamed} of {count} times"
+        return replace(
+            self,
+            writes=_distinct_writes([*self.writes, *later.writes]),
+            count=count,
+            unnamed=unnamed,
+            explanation=explanation,
+        )
 
     def with_holder(self, holder: Holder) -> Overwritten:
         """Return the same finding with the variable that shares the memory.
@@ -287,16 +316,30 @@ class Overwritten:
         lines = [f"  {role} {line}" for role, line in self.lines.items()]
         if self.line.text:
             lines.insert(1, f"      {self.line.text}")
-        for number, line in enumerate(self.writers):
-            if len(self.writers) == 1:
-                role = "written by"
-            elif number == 0:
-                role = "written by this line"
-            else:
+        for possible_writers in self.writes:
+            role = "written by" if len(possible_writers) == 1 else "written by this line"
+            for line in possible_writers:
+                lines.append(f"  {role} {line}")
+                if line.text:
+                    lines.append(f"      {line.text}")
                 role = "or by"
-            lines.append(f"  {role} {line}")
-            if line.text:
-                lines.append(f"      {line.text}")
         return "\n".join(
             [headline + times, *lines, f"  why: {self.explanation}", f"  do: {self.remedy}"]
         )
+
+
+def _distinct_writes(writes: Iterable[tuple[Line, ...]]) -> tuple[tuple[Line, ...], ...]:
+    """Return each group of lines once, without groups that contain a line known to have written.
+
+    >>> first, second, third = (Line("train.py", number, "step") for number in (1, 2, 3))
+    >>> _distinct_writes([(first,), (second, first), (second, third), (third, second)]) == (
+    ...     (first,),
+    ...     (second, third),
+    ... )
+    True
+    """
+    groups = {frozenset(lines): lines for lines in reversed(list(writes))}
+    known = {lines[0] for lines in groups.values() if len(lines) == 1}
+    return tuple(
+        lines for lines in reversed(groups.values()) if len(lines) == 1 or known.isdisjoint(lines)
+    )

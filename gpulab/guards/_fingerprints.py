@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from gpulab._torch_internals import component_tensors, dispatch_disabled
+from gpulab._torch_internals import Span, component_tensors, dispatch_disabled
 
 # A large tensor is digested in rows of words. Each place in a row has a random multiplier.
 MAX_ROW_WORDS = 1 << 16
@@ -23,6 +23,7 @@ WORD_DTYPES = {
     4: torch.int32,
 }
 MAX_HASHED_ON_HOST = 1 << 12  # numbers of a tensor that is copied from a GPU and hashed on the host
+BLOCK_BYTES = 1 << 16  # bytes of shared memory that one digest covers
 
 
 def fingerprint(tensor: Tensor) -> int | Tensor | None:
@@ -92,6 +93,27 @@ def host_memory(start: int, stop: int) -> ctypes.Array[ctypes.c_char]:
 def memory_digest(start: int, stop: int) -> int:
     """Compute a 64-bit digest of the host's memory from `start` up to, not including, `stop`."""
     return xxhash.xxh3_64_intdigest(host_memory(start, stop))
+
+
+def block_starts(memory: Span, span: Span) -> range:
+    """Return the addresses of the blocks of a piece of memory that a span inside it overlaps.
+
+    Blocks have `BLOCK_BYTES` bytes and are counted from the start of the memory. The last one may
+    be shorter.
+
+    >>> block_starts((100, 100 + 3 * BLOCK_BYTES), (99 + BLOCK_BYTES, 101 + BLOCK_BYTES))
+    range(100, 65637, 65536)
+    """
+    first_block = memory[0] + (span[0] - memory[0]) // BLOCK_BYTES * BLOCK_BYTES
+    return range(first_block, span[1], BLOCK_BYTES)
+
+
+def block_digests(memory: Span, span: Span) -> dict[int, int]:
+    """Compute the digests of the blocks that `block_starts` returns, by the blocks' addresses."""
+    return {
+        start: memory_digest(start, min(start + BLOCK_BYTES, memory[1]))
+        for start in block_starts(memory, span)
+    }
 
 
 def content_digest(tensor: Tensor) -> int:

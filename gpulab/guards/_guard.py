@@ -20,7 +20,6 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,7 +44,12 @@ from gpulab._torch_internals import (
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
 from gpulab.guards._blind_spots import BlindSpots
 from gpulab.guards._call_sites import Line, user_line
-from gpulab.guards._findings import OptimizerStep, Overwritten
+from gpulab.guards._findings import (
+    HINT_IF_NOT_TRACED,
+    HINT_IF_TRACED,
+    OptimizerStep,
+    Overwritten,
+)
 from gpulab.guards._fingerprints import fingerprint
 from gpulab.guards._holders import Holder, nearest_holder, spans_overlap
 from gpulab.guards._reentrancy import as_guard_work, is_guard_running
@@ -112,8 +116,11 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
       the innermost hooks. A guard inside `save_on_cpu` replaces the hooks of `save_on_cpu`.
 
     `Guard.unwatched` lists the cases that occurred inside the block, as far as the guard can detect
-    them. With `reads="any"` a finding names the line that wrote into the memory
-    (`Overwritten.writers`), unless a debugger or a coverage tool already traces the program.
+    them. With `reads="any"` a finding names the lines that wrote into the memory
+    (`Overwritten.writers`), unless a debugger or a coverage tool already traces the program, or a
+    thread that was started before the guard runs lines of your program. If another process wrote,
+    or a thread that runs no line of your program, the line that was running at that time is named.
+    With `reads="backward"` no line that wrote is named.
 
     Args:
         on: What to do about an overwritten tensor. `raise` raises `OverwrittenError` when the first
@@ -401,25 +408,28 @@ class Guard:
     ) -> None:
         """Store a finding with the variable that holds its memory, and raise if `on` is `raise`.
 
-        A repeated finding only increases the count of the first one. `since` is a time at which the
-        memory still had the right content: lines that wrote to it later are added to the finding.
+        A repeated finding increases the count of the first one and adds the lines that wrote.
+        `since` is a time at which the memory still had the right content: lines that wrote to it
+        later are added to the finding.
         """
         with self._lock:
             # Findings with the same key are reported as one.
             key = (finding.operation, *finding.lines.items())
             previous_finding = self._findings.get(key)
-            if previous_finding:
-                finding = replace(previous_finding, count=previous_finding.count + 1)
-            else:
+            if previous_finding is None:
                 holder = self._holders.get(finding.line)
                 if not holder or not spans_overlap(holder.span, span):
                     holder = nearest_holder(span, self._last_thread)
                 if holder:
                     finding = finding.with_holder(holder)
-            is_writer_known = finding.writers or "changed by" in finding.lines
-            if since is not None and not is_writer_known and not previous_finding:
-                writers = self._shared_reads.write_lines.writers_since(span, since)
-                finding = finding.with_writers(writers, was_followed=self.reads == "any")
+            if since is not None and "changed by" not in finding.lines:
+                write_lines = self._shared_reads.write_lines
+                hint = HINT_IF_NOT_TRACED if self.reads == "backward" else ""
+                if write_lines.is_tracing and self.on == "raise":
+                    hint = HINT_IF_TRACED
+                finding = finding.with_writers(write_lines.writers_since(span, since), hint)
+            if previous_finding is not None:
+                finding = previous_finding.merged_with(finding)
             self._findings[key] = finding
         if self.on == "raise":
             raise OverwrittenError(finding)

@@ -43,14 +43,13 @@ from gpulab._torch_internals import (
 from gpulab.guards._async_copies import AsyncCopyTracker
 from gpulab.guards._call_sites import Line, user_line
 from gpulab.guards._findings import Overwritten
-from gpulab.guards._fingerprints import host_memory, memory_digest
+from gpulab.guards._fingerprints import BLOCK_BYTES, block_digests, host_memory
 from gpulab.guards._torch_patches import add_listener, is_copying, is_listening, remove_listener
 from gpulab.guards._write_lines import WriteLines, next_time
 
 # `from_numpy` and `as_tensor` call this operation, whatever name they were imported under.
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
 OVERWRITING_OPERATIONS = {"copy_", "fill_", "zero_"}  # their first argument is not read
-BLOCK_BYTES = 1 << 16  # the number of bytes that one digest covers
 PRUNE_INTERVAL = 1000  # tracked addresses between two removals of freed buffers
 
 _tracked_lock = threading.Lock()  # held while `SharedReads.tracked` changes
@@ -81,19 +80,9 @@ class _TrackedBuffer:
     def remember(self, span: Span) -> None:
         """Remember the current content of the blocks that a span overlaps as valid."""
         self.time = next_time()
-        self.digests |= self.digest_blocks(span)
+        self.digests |= block_digests(self.memory, span)
         if self.memory[1] - self.memory[0] <= BLOCK_BYTES:
             self.content = bytes(host_memory(*self.memory))
-
-    def digest_blocks(self, span: Span) -> dict[int, int]:
-        """Compute the digests of the blocks that a span overlaps now, by the blocks' addresses."""
-        start, stop = self.memory
-        # Blocks are counted from the start of the memory.
-        first_block = start + (span[0] - start) // BLOCK_BYTES * BLOCK_BYTES
-        return {
-            block: memory_digest(block, min(block + BLOCK_BYTES, stop))
-            for block in range(first_block, span[1], BLOCK_BYTES)
-        }
 
     def differs(self, tensor: Tensor) -> bool:
         """Return whether a tensor's content differs from the remembered content.
@@ -102,7 +91,7 @@ class _TrackedBuffer:
         change of other elements in the same block then also counts as a difference.
         """
         # The current digests are a subset of the remembered ones if no block has changed.
-        if self.digest_blocks(span_of(tensor)).items() <= self.digests.items():
+        if block_digests(self.memory, span_of(tensor)).items() <= self.digests.items():
             return False
         current_memory = host_memory(*self.memory)
         return not self.content or self.elements(tensor, current_memory) != self.elements(
@@ -204,7 +193,7 @@ class SharedReads(UncompiledDispatchMode):
         memory = address, address + storage.nbytes()
         buffer = _TrackedBuffer(StorageWeakRef(storage), memory, version_of(tensor), user_line())
         buffer.remember(memory)
-        self.write_lines.watch(buffer.storage, memory)
+        self.write_lines.watch(buffer.storage, memory, buffer.digests)
         # Inside `torch.tensor` the tensor over foreign memory exists only to be copied.
         if not is_copying():
             with _tracked_lock:

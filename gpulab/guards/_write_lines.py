@@ -2,76 +2,105 @@
 
 Writes by torch are operations, which the guard sees. Writes by NumPy or another library are not.
 They are found with a trace function, which is called whenever a line of the user's program begins
-or a function returns. It compares a sample of the bytes of each piece of watched memory. If the
-sample has changed, the previous line is the one that wrote; if several threads are running, it is
+or a function returns. It compares the watched memory with a copy. If a byte has changed since the
+previous line began, the previous line is the one that wrote; if several threads are running, it is
 the current line of one of them. Only files that are not installed are traced. Nothing is traced if
 a debugger or a coverage tool already traces the program.
+
+The time for this is limited, for all guards together. While it lasts, every block of memory is
+compared after every line. Afterwards, only the first block of each of the latest pieces of memory
+is compared, until time is available again. A change that is found after several lines is attributed
+to none of them. Instead, its block is suspected: from then on it is the first one to be compared,
+so that a program that repeats itself shows the line in its next repetition. Memory of more than
+`MAX_BLOCKS` blocks is compared in part, in blocks that are chosen anew whenever a tensor is created
+over it.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 import threading
+import time
 import types
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gpulab._torch_internals import Span, StorageWeakRef, span_of, storage_alive, uncompiled
-from gpulab.guards._call_sites import Line, is_user_file, line_of, stack_frames, user_line
-from gpulab.guards._fingerprints import host_memory
+from gpulab._torch_internals import Span, StorageWeakRef, span_of, uncompiled
+from gpulab.guards._call_sites import (
+    Line,
+    is_generated,
+    is_user_file,
+    line_of,
+    stack_frames,
+    user_line,
+)
+from gpulab.guards._fingerprints import block_digests, block_starts
 from gpulab.guards._holders import spans_overlap
+from gpulab.guards._watched_memory import Addresses, Block, WatchedMemory
 
-COMPARED_BYTES = 128  # about how many bytes of each piece of watched memory are compared
-MAX_KEPT_WRITES = 8  # the latest writes that are kept for each memory
-MAX_WATCHED = 16  # pieces of memory that are watched; a larger number would slow down every line
+MAX_BLOCKS = 64  # blocks of a piece of memory that are compared, in addition to suspected ones
+MAX_SUSPECTS = 16  # blocks in which lines that are not known have written
+MAX_WATCHED = 256  # pieces of memory that are watched
+MAX_ALWAYS_COMPARED = 16  # pieces of memory that are compared when no time is available
 MAX_WRITES = 10_000  # writes of torch that are kept; if there are more, the older half is dropped
+COMPARING_SHARE = 0.1  # of the running time, which comparing may take
+MAX_COMPARING_SECONDS = 1.0  # the time for comparing at the beginning, and the most that is saved
+MIN_COMPARING_SECONDS = 0.1  # the time for comparing that must be available before it resumes
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
-_clock = itertools.count()
+
+class _Clock:
+    """Numbers that order events in time."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.lock = threading.Lock()
+
+    def next(self) -> int:
+        """Return the present number, and begin the next one."""
+        with self.lock:
+            self.now += 1
+            return self.now - 1
 
 
-def next_time() -> int:
-    """Return a number that grows with each call, which orders events in time."""
-    return next(_clock)
+_clock = _Clock()
+next_time = _clock.next
 
 
-@dataclass
-class _WatchedMemory:
-    """A piece of memory that is watched for changes.
+class _TimeLimit:
+    """Limits the time for comparing to a share of the running time.
 
     Attributes:
-        span: The address of its first byte, and the address after its last byte.
-        storages: The storages over this memory. Any of them keeps it alive.
-        sample: About `COMPARED_BYTES` bytes of the memory, at equal distances.
-        writes: For each of the latest writes, its time and the lines that may have written.
+        has_time: Whether all memory may be compared.
     """
 
-    span: Span
-    storages: list[StorageWeakRef]
-    sample: bytes = b""
-    writes: list[tuple[int, list[Line]]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.available = MAX_COMPARING_SECONDS
+        self.has_time = True
+        self.started = time.perf_counter()
 
-    def has_changed(self) -> bool:
-        """Take a new sample of the memory, and return whether it differs from the last one."""
-        # A reference to a storage keeps the memory alive while it is read.
-        storage = next(filter(None, map(storage_alive, self.storages)), None)
-        if storage is None:
-            return False
-        start, stop = self.span
-        # The step is made odd, so that the sample contains different bytes of the elements.
-        step = (stop - start) // COMPARED_BYTES | 1
-        previous_sample = self.sample
-        self.sample = bytes(memoryview(host_memory(start, stop))[::step])
-        return bool(previous_sample) and previous_sample != self.sample
+    def start(self) -> None:
+        """Note that comparing begins."""
+        now = time.perf_counter()
+        earned = COMPARING_SHARE * (now - self.started)
+        self.available = min(self.available + earned, MAX_COMPARING_SECONDS)
+        self.has_time |= self.available >= MIN_COMPARING_SECONDS
+        self.started = now
 
-    def add_write(self, lines: list[Line]) -> None:
-        """Record that one of these lines has just written here; keep only the latest writes."""
-        self.writes = [*self.writes[1 - MAX_KEPT_WRITES :], (next_time(), lines)]
+    def stop(self) -> None:
+        """Note that comparing has ended."""
+        if self.has_time:
+            self.available -= time.perf_counter() - self.started
+            self.has_time = self.available > 0
+
+
+_time_limit = _TimeLimit()  # for all guards together, because a program may use one in each step
 
 
 class WriteLines:
@@ -83,9 +112,13 @@ class WriteLines:
     """
 
     def __init__(self) -> None:
-        self.watched: dict[int, _WatchedMemory] = {}  # by the address of the memory
-        self.torch_writes: dict[Span, tuple[int, Line]] = {}
+        self.watched: dict[int, WatchedMemory] = {}  # by the address of the memory
+        self.torch_writes: dict[tuple[Span, Line], int] = {}  # the time of each
         self.current_lines: dict[int, Line] = {}  # the line that each thread began last
+        self.line_count = 0  # lines that have begun, in all threads
+        # The addresses of blocks in which lines that are not known have written, the latest last.
+        self.suspects: dict[int, None] = {}
+        self.random = random.Random(0)  # it chooses the blocks to compare
         self.lock = threading.RLock()
         self.start_count = 0
         self.is_tracing = False
@@ -94,6 +127,13 @@ class WriteLines:
         """Allow tracing, which begins in each thread when memory is first watched there."""
         with self.lock:
             self.start_count += 1
+            if self.start_count > 1 or not any(
+                map(WatchedMemory.keep_alive, self.watched.values())
+            ):
+                return
+            # Memory is still watched from the last time. Lines have written that were not traced.
+            self._compare_all(threading.get_ident())
+        self._start_tracing()
 
     def stop(self) -> None:
         """Undo one call of `start`; the last one ends the tracing."""
@@ -101,6 +141,10 @@ class WriteLines:
             self.start_count -= 1
             if self.start_count or not self.is_tracing:
                 return
+            self._compare_all(threading.get_ident())
+            # Lines that run from now on are not traced, so changes are not attributed.
+            self.line_count += 1
+            self.current_lines.clear()
             self.is_tracing = False
             threading.settrace(None)
         if sys.gettrace() == self._trace:
@@ -109,18 +153,25 @@ class WriteLines:
             if frame.f_trace == self._trace:
                 frame.f_trace = None
 
-    def watch(self, storage: StorageWeakRef, span: Span) -> None:
-        """Watch a piece of host memory for changes from now on, and start tracing this thread."""
+    def watch(self, storage: StorageWeakRef, span: Span, digests: dict[int, int]) -> None:
+        """Watch a piece of host memory for changes from now on, and start tracing this thread.
+
+        `digests` are those of the blocks of the memory.
+        """
         with self.lock:
             watched = self.watched.pop(span[0], None)
-            if watched is None or watched.span != span:
-                watched = _WatchedMemory(span, [])
+            if watched is None or watched.span != span or not watched.keep_alive():
+                watched = WatchedMemory(span)
+            # If it was watched before, a line may have written since.
+            self._compare(watched, watched.blocks.values(), threading.get_ident())
+            self._suspect(watched.changed_blocks(digests))
             watched.storages = [
                 storage,
                 *(reference for reference in watched.storages if not reference.expired()),
             ]
-            if watched.has_changed():  # It was watched before, and a line has written since.
-                watched.add_write(self._candidate_lines(threading.get_ident()))
+            watched.choose_blocks(self._blocks_to_compare(span), self.line_count)
+            is_complete = len(watched.blocks) == len(digests)
+            watched.digests = {} if is_complete else dict(digests)
             self.watched[span[0]] = watched
             # Memory that was watched longest ago comes first in the dictionary.
             while len(self.watched) > MAX_WATCHED:
@@ -135,36 +186,127 @@ class WriteLines:
         line = user_line()
         with self.lock:
             for span in spans:
-                self.torch_writes.pop(span, None)
-                self.torch_writes[span] = next_time(), line
+                self.torch_writes.pop((span, line), None)
+                self.torch_writes[span, line] = _clock.now
+                # The memory is compared, so that this write is not attributed to another line.
+                self._compare_span(span, line)
             if len(self.torch_writes) > MAX_WRITES:
                 self.torch_writes = dict(
                     itertools.islice(self.torch_writes.items(), MAX_WRITES // 2, None)
                 )
-            # New samples are taken, so that this write is not attributed to another line.
-            for watched in self.watched.values():
-                if (
-                    any(spans_overlap(watched.span, span) for span in spans)
-                    and watched.has_changed()
-                ):
-                    watched.add_write([line])
 
-    def writers_since(self, span: Span, since: int) -> list[Line]:
-        """Return the lines that may have made the latest write into a span after a time.
+    def writers_since(self, span: Span, since: int) -> list[tuple[Line, ...]]:
+        """Return the lines that have written into a span after a time, the earliest first.
 
-        The time is a number from `next_time`. The list is empty if no such write is known.
+        The time is a number from `next_time`. Each item is a tuple of lines of which one wrote. The
+        list is empty if no write is known.
         """
-        self._attribute_changes(threading.get_ident())
-        writes: list[tuple[int, list[Line]]] = []
         with self.lock:
+            self._compare_span(span)
+            writes = [
+                (time, lines)
+                for watched in self.watched.values()
+                if spans_overlap(watched.span, span)
+                for (time, lines), parts in watched.writes.items()
+                if any(addresses.overlap(span) for addresses in parts)
+            ]
+            writes += [
+                (time, (line,))
+                for (written_span, line), time in self.torch_writes.items()
+                if spans_overlap(written_span, span)
+            ]
             for watched in self.watched.values():
-                if spans_overlap(watched.span, span):
-                    writes += watched.writes
-            for written_span, (time, line) in self.torch_writes.items():
-                if spans_overlap(written_span, span):
-                    writes.append((time, [line]))
-        time, lines = max(writes, key=lambda write: write[0], default=(-1, []))
-        return lines if time > since else []
+                if watched.digests and spans_overlap(watched.span, span):
+                    self._suspect(watched.changed_blocks(block_digests(watched.span, span)))
+        writes.sort(key=lambda write: write[0])
+        return list(dict.fromkeys(lines for time, lines in writes if time > since))
+
+    # --- comparing memory -------------------------------------------------------------------------
+
+    def _blocks_to_compare(self, span: Span) -> list[int]:
+        """Choose the blocks of a piece of memory to compare, those that are suspected first."""
+        starts = block_starts(span, span)
+        step = -(-len(starts) // MAX_BLOCKS)
+        chosen = starts[self.random.randrange(step) :: step]
+        first = self.random.randrange(len(chosen))
+        suspects = [start for start in reversed(self.suspects) if start in starts]
+        return list(dict.fromkeys([*suspects, *chosen[first:], *chosen[:first]]))
+
+    def _suspect(self, blocks: Iterable[int]) -> None:
+        """Compare blocks, by their addresses, first whenever their memory is watched again."""
+        for start in blocks:
+            self.suspects.pop(start, None)
+            self.suspects[start] = None
+        while len(self.suspects) > MAX_SUSPECTS:
+            del self.suspects[next(iter(self.suspects))]
+
+    def _compare_span(self, span: Span, line: Line | None = None) -> None:
+        """Compare the watched blocks that a span overlaps; see `_compare`."""
+        for watched in self.watched.values():
+            storage = watched.keep_alive() if spans_overlap(watched.span, span) else None
+            if storage is not None:
+                blocks = [
+                    block for block in watched.blocks.values() if spans_overlap(block.span, span)
+                ]
+                self._compare(watched, blocks, threading.get_ident(), line)
+
+    def _compare_all(self, thread: int) -> None:
+        """Compare as much memory as there is time for, when a line of this thread ends."""
+        memories = list(self.watched.values())
+        _time_limit.start()
+        if not _time_limit.has_time:
+            memories = memories[-MAX_ALWAYS_COMPARED:]
+        for watched in memories:
+            # The object keeps the memory alive while it is read.
+            storage = watched.keep_alive()
+            if storage is None:
+                self.watched.pop(watched.span[0], None)
+                continue
+            blocks: Iterable[Block] = watched.blocks.values()
+            if not _time_limit.has_time:
+                blocks = itertools.islice(blocks, 1)
+            self._compare(watched, blocks, thread, is_end_of_line=True)
+        _time_limit.stop()
+
+    def _compare(
+        self,
+        watched: WatchedMemory,
+        blocks: Iterable[Block],
+        thread: int,
+        line: Line | None = None,
+        is_end_of_line: bool = False,
+    ) -> None:
+        """Find changes of blocks, and attribute them to the lines that are running.
+
+        `line` is the current line of this thread, if it is known otherwise than by tracing. Changes
+        are not attributed if other lines have run since the last comparison.
+        """
+        changes: list[Addresses] = []
+        for block in blocks:
+            addresses = block.changes()
+            if addresses and block.line_count == self.line_count:
+                changes.append(addresses)
+            elif addresses:
+                self._suspect([block.span[0]])
+            block.line_count = self.line_count + is_end_of_line
+        if changes:
+            lines = self._candidate_lines(thread, line)
+            if lines:
+                watched.add_write(_clock.now, lines, Addresses.joined(changes))
+
+    def _candidate_lines(self, thread: int, line: Line | None) -> tuple[Line, ...]:
+        """Return the current line of this thread, and then those of the other threads.
+
+        Returns an empty tuple if a thread runs lines that are not traced, because any of them may
+        have written.
+        """
+        for ident, frame in sys._current_frames().items():
+            is_known = ident in self.current_lines or (line is not None and ident == thread)
+            if not is_known and _user_frame(frame) is not None:
+                return ()
+        other_lines = [line for ident, line in self.current_lines.items() if ident != thread]
+        lines = [line or self.current_lines.get(thread), *other_lines]
+        return tuple(dict.fromkeys(line for line in lines if line is not None))
 
     # --- following lines --------------------------------------------------------------------------
 
@@ -188,44 +330,36 @@ class WriteLines:
         Python calls it for every function, and for the lines and returns of functions for which it
         returns itself: those of user code.
         """
-        if not is_user_file(frame.f_code.co_filename):
+        if not is_user_file(frame.f_code.co_filename) or is_generated(frame):
             return None
         if not self.is_tracing:  # `stop` was called in another thread.
             sys.settrace(None)
             return None
-        if event != "call":
-            thread = threading.get_ident()
-            next_frame = frame if event == "line" else _calling_user_frame(frame)
-            next_line = None if next_frame is None else line_of(next_frame)
-            self._attribute_changes(thread, next_line, has_ended=next_frame is None)
+        thread = threading.get_ident()
+        if event == "call" and thread not in self.current_lines:
+            self.current_lines[thread] = line_of(frame)
+        # When a line has raised an exception, the next event says whether it is caught here.
+        if event in ("line", "return"):
+            next_frame = frame if event == "line" else _user_frame(frame.f_back)
+            self._end_line(thread, None if next_frame is None else line_of(next_frame))
         return self._trace
 
-    def _attribute_changes(
-        self, thread: int, next_line: Line | None = None, has_ended: bool = False
-    ) -> None:
+    def _end_line(self, thread: int, next_line: Line | None) -> None:
         """Attribute changes to the current lines, then set this thread's line to `next_line`.
 
-        `has_ended` says whether this thread has no further known line.
+        It is None if this thread has no further known line.
         """
         with self.lock:
-            for watched in self.watched.values():
-                if watched.has_changed():
-                    watched.add_write(self._candidate_lines(thread))
-            if next_line is not None:
-                self.current_lines[thread] = next_line
-            elif has_ended:
+            self._compare_all(thread)
+            self.line_count += 1
+            if next_line is None:
                 self.current_lines.pop(thread, None)
-
-    def _candidate_lines(self, thread: int) -> list[Line]:
-        """Return the current line of this thread, and then those of the other threads."""
-        other_lines = [line for ident, line in self.current_lines.items() if ident != thread]
-        lines = [self.current_lines.get(thread), *other_lines]
-        return list(dict.fromkeys(line for line in lines if line is not None))
+            else:
+                self.current_lines[thread] = next_line
 
 
-def _calling_user_frame(frame: types.FrameType) -> types.FrameType | None:
-    """Return the nearest caller of a frame that is user code, or None if no caller is."""
-    caller = frame.f_back
-    while caller is not None and not is_user_file(caller.f_code.co_filename):
-        caller = caller.f_back
-    return caller
+def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the nearest frame of user code among a frame and its callers, or None."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame

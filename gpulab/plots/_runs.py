@@ -12,6 +12,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from gpulab.errors import UsageError
 from gpulab.picture import Picture
 from gpulab.plots import theme
 from gpulab.plots._drawing import draw_registered
@@ -105,6 +106,9 @@ def curves(
     Returns:
         A `gpulab.plots.Picture`.
 
+    Raises:
+        UsageError: If a required column is missing, as in a frame from `gpulab.runs`.
+
     Examples:
         >>> import gpulab as gl
         >>> runs = gl.recorded_runs()
@@ -117,6 +121,14 @@ def curves(
         >>> print(picture.alt.partition(". ")[0])
         Loss against frames seen, one line for each of 60 runs, coloured by setting
     """
+    required_columns = ("id", "experiment", "seed", "rerun", "frames_seen", "loss", factor)
+    missing_columns = [name for name in required_columns if name not in histories]
+    if missing_columns:
+        raise UsageError(
+            "gl.plots.curves: expected the histories of runs, got a table without"
+            f" {', '.join(missing_columns)}; for a table `runs` from gl.runs, write"
+            " gl.plots.curves(gl.store.history(runs))"
+        )
     histories, tints = theme.name_levels(histories[histories.rerun == 0], factor)
     smooth = histories.groupby("id").loss.transform(
         lambda losses: losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()

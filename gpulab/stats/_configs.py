@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulab import files
-from gpulab.errors import DataError
+from gpulab.errors import DataError, extra
 
 if TYPE_CHECKING:
     import yaml
@@ -53,6 +54,7 @@ def read_settings(file: Path) -> dict[str, Value]:
 
     Raises:
         DataError: If the file cannot be read, is not YAML, is too large, or is not a mapping.
+        GpulabError: If PyYAML is not installed.
 
     Examples:
         >>> import tempfile
@@ -83,8 +85,10 @@ def load_yaml(content: bytes | str) -> Node:
     Raises:
         yaml.YAMLError: If the content is not YAML.
         ValueError: If a mapping has more than `MAX_SETTINGS` entries.
+        GpulabError: If PyYAML is not installed.
     """
-    import yaml
+    with extra(""):
+        import yaml
 
     class PlainLoader(yaml.SafeLoader):
         """A safe loader that reads values of unknown tags as the data they are written with."""
@@ -177,7 +181,8 @@ def parse_value(text: str) -> Value:
     >>> [parse_value(text) for text in ("3", "1e-3", "adam", "true", "[1,2]", "{")]
     [3, 0.001, 'adam', True, '[1, 2]', '{']
     """
-    import yaml
+    with extra(""):
+        import yaml
 
     try:
         node = load_yaml(text)
@@ -200,20 +205,53 @@ def _resolve_references(settings: dict[str, Value]) -> dict[str, Value]:
     return settings
 
 
-def find_settings(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]], list[DataError]]:
-    """Find the settings of a table's run, each with its file, and the errors of unreadable files.
+@dataclass(frozen=True)
+class Conflict:
+    """A setting that has different values in two files of one folder.
+
+    Attributes:
+        setting: The name of the setting.
+        taken: The name of the file whose value was taken, from `CONFIG_FILES`.
+        ignored: The name of the other file.
+        values: The values in the two files.
+        folder: The folder of the files.
+    """
+
+    setting: str
+    taken: str
+    ignored: str
+    values: tuple[Value, Value]
+    folder: Path
+
+
+@dataclass
+class FoundSettings:
+    """The settings of a table's run.
+
+    Attributes:
+        settings: The value of each setting, and the file that it is from.
+        errors: The errors of files that cannot be read.
+        conflicts: The settings that have different values in two files of one folder.
+    """
+
+    settings: dict[str, tuple[Value, Path]] = field(default_factory=dict)
+    errors: list[DataError] = field(default_factory=list)
+    conflicts: list[Conflict] = field(default_factory=list)
+
+
+def find_settings(table: Path, root: Path) -> FoundSettings:
+    """Find the settings of a table's run.
 
     Configuration files are searched for in the table's folder and in the folders above it, up to
     `root`. If a setting occurs several times, the file in the nearest folder takes precedence, and
     in one folder the first of `CONFIG_FILES`.
     """
-    settings: dict[str, tuple[Value, Path]] = {}
-    errors: list[DataError] = []
-    # From the table's folder up to `root`; only the table's folder if it is not inside `root`.
+    found = FoundSettings()
     folders = [table.parent]
     while folders[-1] != root and root in folders[-1].parents:
         folders.append(folders[-1].parent)
     for folder in folders:
+        names_by_setting: dict[str, str] = {}  # the files of this folder that settings are from
         for name in CONFIG_FILES:
             file = folder / name
             try:
@@ -223,8 +261,20 @@ def find_settings(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]
                     continue
                 file_settings = read_settings(file)
             except DataError as error:
-                errors.append(error)
+                found.errors.append(error)
                 continue
             for setting, value in file_settings.items():
-                settings.setdefault(setting, (value, file))  # files that were read before win
-    return settings, errors
+                taken_value, _ = found.settings.setdefault(setting, (value, file))
+                taken_name = names_by_setting.get(setting)
+                if found.settings[setting][1] == file:
+                    names_by_setting[setting] = name
+                elif taken_name and not _is_same(value, taken_value):
+                    found.conflicts.append(
+                        Conflict(setting, taken_name, name, (taken_value, value), folder)
+                    )
+    return found
+
+
+def _is_same(value: Value, other: Value) -> bool:
+    """Return whether two values are equal, or are written in the same way, as 3 and '3' are."""
+    return value == other or str(value) == str(other)

@@ -140,6 +140,12 @@ def _missing_run_notes(
     if n_damaged:
         runs_text = "1 damaged run" if n_damaged == 1 else f"{n_damaged} damaged runs"
         yield f"{runs_text} cannot be read, and may be missing from this comparison."
+    n_forbidden = checked_runs.attrs.get("forbidden", 0)
+    if n_forbidden:
+        yield (
+            f"Runs may be missing from this comparison: {n_forbidden} folder(s) or file(s) in the"
+            " store cannot be read (permission denied)."
+        )
     if len(unfinished_runs):
         counts = unfinished_runs.groupby([factor, "status"]).size()
         counts_text = ", ".join(
@@ -151,12 +157,15 @@ def _missing_run_notes(
             f"Left out, because they did not finish: {len(unfinished_runs)} ({counts_text});"
             f" {bias}."
         )
-        has_missing = (unfinished_runs["status"] == "missing").any()
-        if has_missing and checked_runs.attrs.get("has_ambiguous_nan"):
-            yield (
-                "An empty cell or NaN counts as missing; to mark runs as diverged, write `diverged`"
-                " into a column `status`."
-            )
+    is_missing = (unfinished_runs["status"] == "missing").any()
+    if checked_runs.attrs.get("ends_with_nan") or (
+        is_missing and checked_runs.attrs.get("has_ambiguous_nan")
+    ):
+        yield (
+            "An empty cell or NaN counts as missing; to mark runs as diverged, write `diverged`"
+            " into a column `status`. If the table is a text file, gl.stats.read_table tells NaN"
+            " from an empty cell."
+        )
 
 
 def _averaged_row_notes(
@@ -303,8 +312,9 @@ def check_runs(
 
     The copy has the metric in float64 and the columns `status`, `rerun` and `weights`. If runs have
     several rows, it has the rows that `choice` selects. `attrs["chosen"]` has sentences on the
-    selection, and `attrs["has_ambiguous_nan"]` says whether NaN may be an empty cell. A `status` in
-    the table is kept, except that `finished` becomes `diverged` where the metric shows this.
+    selection, `attrs["has_ambiguous_nan"]` says whether NaN may be an empty cell, and
+    `attrs["ends_with_nan"]` whether some run ends with such values. A `status` in the table is
+    kept, except that `finished` becomes `diverged` where the metric shows this.
 
     Raises:
         UsageError: If the table is not valid, or mixes protocols.
@@ -331,7 +341,11 @@ def check_runs(
     check_one_protocol(frame, ignored_columns=(metric, factor, block))
     column = _parse_metric(frame[metric])
     chosen = choose_rows(frame, metric, factor, block, choice, column)
-    notes = {"chosen": chosen.notes, "has_ambiguous_nan": column.has_ambiguous_nan}
+    notes = {
+        "chosen": chosen.notes,
+        "has_ambiguous_nan": column.has_ambiguous_nan,
+        "ends_with_nan": chosen.ends_with_nan,
+    }
     frame = frame.assign(**{metric: column.values}).iloc[chosen.positions]
     frame.attrs |= notes
     frame["status"] = _find_statuses(frame, metric, chosen.is_diverged)

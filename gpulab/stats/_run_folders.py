@@ -8,13 +8,14 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
 
 from gpulab import files
 from gpulab.errors import DataError
-from gpulab.stats._configs import CONFIG_FILES, Value, find_settings, parse_value
+from gpulab.stats._configs import CONFIG_FILES, Conflict, Value, find_settings, parse_value
 
 RUN_COLUMN = "run"  # the column that says which run a row belongs to
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
@@ -54,8 +55,8 @@ def read_runs(
 ) -> tuple[pd.DataFrame, list[str]]:
     """Read the tables of folders, files and patterns into one table.
 
-    Each run's settings become columns. Tables and configurations that cannot be read are left out
-    with a warning.
+    Each run's settings become columns. Folders, tables and configurations that cannot be read are
+    left out with a warning.
 
     Returns:
         The table, and sentences on what was read and where settings come from.
@@ -69,10 +70,13 @@ def read_runs(
     read_errors: list[str] = []
     empty_folders: list[Path] = []
     for name in names:
-        tables, folders_without_table = _find_tables(name)
-        for table, root in tables:
+        found = _find_tables(name)
+        for table, root in found.tables:
             roots.setdefault(table, root)
-        empty_folders += folders_without_table
+        empty_folders += found.folders_without_table
+        read_errors += found.read_errors
+    if not roots and read_errors:
+        raise DataError(_join_errors(read_errors))
     if not roots:
         names_text = ", ".join(map(str, names))
         expected = f"expected files such as {USUAL_TABLE_NAMES[0]}"
@@ -85,6 +89,7 @@ def read_runs(
     frames: list[pd.DataFrame] = []
     origins: dict[str, set[str]] = {}  # the names of files that settings came from, by setting
     notes: list[str] = []
+    conflicts: list[Conflict] = []
     for table, root in roots.items():
         try:
             frame, table_notes = read_table(table)
@@ -92,8 +97,10 @@ def read_runs(
             read_errors.append(str(error))
             continue
         notes += table_notes
-        settings, errors = find_settings(table, root)
-        read_errors += [str(error) for error in errors]
+        found_settings = find_settings(table, root)
+        settings = found_settings.settings
+        read_errors += [str(error) for error in found_settings.errors]
+        conflicts += found_settings.conflicts
         frame = _add_run_name(frame, table, base)
         frame, columns = _add_settings(
             frame, {name: value for name, (value, _) in settings.items()}
@@ -103,15 +110,14 @@ def read_runs(
             origins.setdefault(column, set()).add(_config_name(file))
         frames.append(frame)
     if not frames:
-        raise DataError(
-            f"none of {len(roots)} tables can be read: {'; '.join(read_errors[:MAX_NAMED_FILES])}"
-        )
+        raise DataError(f"none of {len(roots)} tables can be read: {_join_errors(read_errors)}")
     frame = pd.concat(frames, ignore_index=True)
     tables_phrase = "1 table was" if len(frames) == 1 else f"{len(frames)} tables were"
     sentences = [f"{tables_phrase} read ({_count_names(table.name for table in roots)})."]
     sentences += dict.fromkeys(notes)
     frame = _add_seed(frame, origins, sentences)
     sentences += _origin_notes(origins)
+    sentences += _conflict_notes(conflicts, base)
     if not origins:
         known_columns = list(frame)
         frame = add_settings_from_names(frame)
@@ -124,12 +130,16 @@ def read_runs(
         folders_text = _shorten_list(folder_names, MAX_NAMED_FILES)
         sentences.append(f"Left out, because there is no table: {folders_text}.")
     if read_errors:
-        unread_text = "; ".join(read_errors[:MAX_NAMED_FILES])
-        if len(read_errors) > MAX_NAMED_FILES:
-            unread_text += "; …"
+        unread_text = _join_errors(read_errors)
         sentences.append(f"Left out, because it cannot be read: {unread_text}.")
         warnings.warn(f"left out, because it cannot be read: {unread_text}", stacklevel=4)
     return frame, sentences
+
+
+def _join_errors(errors: Sequence[str]) -> str:
+    """Join at most `MAX_NAMED_FILES` messages; an ellipsis stands for the others."""
+    text = "; ".join(errors[:MAX_NAMED_FILES])
+    return text if len(errors) <= MAX_NAMED_FILES else f"{text}; …"
 
 
 def _shorten_list(names: Sequence[str], limit: int) -> str:
@@ -153,20 +163,32 @@ def _common_folder(folders: Iterable[Path]) -> Path:
 # --- search for tables ----------------------------------------------------------------------------
 
 
-def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]:
+@dataclass(frozen=True)
+class FoundTables:
+    """What a search for tables found.
+
+    Attributes:
+        tables: The tables, each with the folder at which the search for its settings stops.
+        folders_without_table: The folders that have a Hydra configuration but no table.
+        read_errors: The messages about folders that cannot be searched.
+    """
+
+    tables: list[tuple[Path, Path]]
+    folders_without_table: list[Path] = field(default_factory=list)
+    read_errors: list[str] = field(default_factory=list)
+
+
+def _find_tables(name: str | Path) -> FoundTables:
     """Find the tables of a folder, file or pattern, and the runs without a table.
 
-    Returns:
-        The tables, each with the folder at which the search for its settings stops; and folders
-        that have a Hydra configuration but no table.
-
     Raises:
-        DataError: If nothing matches a pattern, or a folder cannot be read.
+        DataError: If nothing matches a pattern, although all its folders can be searched.
     """
     path = Path(name)
     if is_pattern(name):
         matches = sorted(glob.glob(str(name), recursive=True), key=_natural_key)
-        if not matches:
+        read_errors = _unsearched_folders(path)
+        if not matches and not read_errors:
             raise DataError(f"{name}: no file or folder matches this pattern")
         root = _pattern_root(path)
         folders = [Path(match) for match in matches if os.path.isdir(match)]
@@ -174,15 +196,37 @@ def _find_tables(name: str | Path) -> tuple[list[tuple[Path, Path]], list[Path]]
         tables = [file for file in matched_files if file.name.endswith(TABLE_SUFFIXES)]
         folders_without_table: list[Path] = []
         for folder in folders:
-            folder_tables, configured_folders = _list_tables(folder)
+            folder_tables, configured_folders, folder_errors = _list_tables(folder)
             tables += folder_tables
             folders_without_table += configured_folders
+            read_errors += folder_errors
         # If no match has the suffix of a table, as with `logs/*.txt`, all files are read as tables.
-        return [(table, root) for table in tables or matched_files], folders_without_table
+        return FoundTables(
+            [(table, root) for table in tables or matched_files],
+            folders_without_table,
+            list(dict.fromkeys(read_errors)),
+        )
     if os.path.isdir(path):
-        tables, folders_without_table = _list_tables(path)
-        return [(table, path) for table in tables], folders_without_table
-    return [(path, path.parent)], []
+        tables, folders_without_table, read_errors = _list_tables(path)
+        return FoundTables([(table, path) for table in tables], folders_without_table, read_errors)
+    return FoundTables([(path, path.parent)])
+
+
+def _unsearched_folders(pattern: Path) -> list[str]:
+    """Return a message for each folder that a pattern refers to and that cannot be searched.
+
+    The function `glob.glob` skips these folders silently.
+    """
+    errors: dict[str, None] = {}
+    parents = [*reversed(pattern.parents)]
+    for parent in parents:
+        for folder in sorted(glob.glob(str(parent), recursive=True), key=_natural_key):
+            if os.path.isdir(folder):
+                try:
+                    files.check_searchable(folder)
+                except DataError as error:
+                    errors[str(error)] = None
+    return list(errors)
 
 
 def _pattern_root(pattern: Path) -> Path:
@@ -202,23 +246,29 @@ def _pattern_root(pattern: Path) -> Path:
     return Path(*parts)
 
 
-def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
+def _list_tables(folder: Path) -> tuple[list[Path], list[Path], list[str]]:
     """List the tables in a folder tree, and its folders with a Hydra configuration but no table.
 
-    Hidden files and folders are ignored.
+    Hidden files and folders are ignored. The third result has a message for each folder that cannot
+    be read.
 
     Raises:
-        DataError: If a folder cannot be read, if there are more than `MAX_TABLES` tables, or if
-            tables have several names and none is in `USUAL_TABLE_NAMES`.
+        DataError: If there are more than `MAX_TABLES` tables, or if tables have several names and
+            none is in `USUAL_TABLE_NAMES`.
     """
     tables: list[Path] = []
     configured: list[Path] = []
+    read_errors: list[str] = []
 
-    def raise_data_error(error: OSError) -> None:
-        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror or error}")
+    def note_error(error: OSError) -> None:
+        read_errors.append(f"{error.filename or folder}: cannot be read: {error.strerror or error}")
 
+    try:
+        files.check_searchable(folder)
+    except DataError as error:
+        return [], [], [str(error)]
     with files.convert_read_errors(folder):
-        for parent, folders, names in os.walk(folder, onerror=raise_data_error):
+        for parent, folders, names in os.walk(folder, onerror=note_error):
             if ".hydra" in folders:
                 configured.append(Path(parent))
             # `os.walk` skips the folders that are removed from this list.
@@ -232,10 +282,10 @@ def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
                     f"{folder}: more than {MAX_TABLES:,} tables; give a pattern such as"
                     " */metrics.csv"
                 )
-    usual_tables = sorted(_select_usual_tables(folder, tables), key=_natural_key)
-    folders_with_table = {parent for table in usual_tables for parent in table.parents}
-    folders_without_table = [run for run in configured if run not in folders_with_table]
-    return usual_tables, sorted(folders_without_table, key=_natural_key)
+    tables = sorted(_select_usual_tables(folder, tables), key=_natural_key)
+    holders = {parent for table in tables for parent in table.parents}
+    without_table = sorted((run for run in configured if run not in holders), key=_natural_key)
+    return tables, without_table, read_errors
 
 
 def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:
@@ -362,6 +412,30 @@ def _origin_notes(origins: dict[str, set[str]]) -> Iterator[str]:
     for origin, columns in columns_by_files.items():
         columns_text = _shorten_list(sorted(columns), MAX_NAMED_SETTINGS)
         yield f"Settings are from {origin}: {columns_text}."
+
+
+def _conflict_notes(conflicts: Iterable[Conflict], base: Path) -> Iterator[str]:
+    """Yield a sentence on each setting that has different values in two files of one folder.
+
+    The sentence gives the values of one folder as an example. Its path is relative to `base`.
+    """
+    folders_by_files: dict[tuple[str, str, str], dict[Path, Conflict]] = {}
+    for conflict in conflicts:
+        key = (conflict.setting, conflict.taken, conflict.ignored)
+        folders_by_files.setdefault(key, {})[conflict.folder] = conflict
+    for number, ((setting, taken, ignored), folders) in enumerate(folders_by_files.items()):
+        if number == MAX_NAMED_FILES:
+            n_others = len(folders_by_files) - MAX_NAMED_FILES
+            yield f"{n_others} more settings differ between the files of a folder."
+            return
+        example = next(iter(folders.values()))
+        taken_value, ignored_value = example.values
+        place = os.path.relpath(example.folder, base)
+        count = f" and in {len(folders) - 1} more folders" if len(folders) > 1 else ""
+        yield (
+            f"{setting} is {taken_value} in {taken} and {ignored_value} in {ignored} (in {place}"
+            f"{count}): {taken} was used."
+        )
 
 
 def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:

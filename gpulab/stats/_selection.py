@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -92,8 +92,12 @@ class RowChoice:
     best: str | None = None
     mode: str | None = None
 
-    def check(self, frame: pd.DataFrame) -> None:
-        """Raise `UsageError` if the choice contradicts itself or names a column that is missing."""
+    def check(self, frame: pd.DataFrame, metric: str, factor: str, block: str) -> None:
+        """Raise `UsageError` if the choice contradicts itself or names an unsuitable column.
+
+        A column is unsuitable if the table does not have it, or if it has another meaning in the
+        comparison: the metric as `last`, and the factor and the block as `last` or `best`.
+        """
         if self.last is not None and self.best is not None:
             raise UsageError(
                 f"last={self.last!r} and best={self.best!r}: expected only one of the two"
@@ -113,6 +117,17 @@ class RowChoice:
                 raise UsageError(
                     f"{argument}={column!r}: no such column; the columns are {columns:.900}"
                 )
+            if column is not None and column in (factor, block):
+                meaning = "whose levels are compared" if column == factor else "that pairs the runs"
+                expected = "counts epochs or steps" if argument == "last" else "is best at one row"
+                raise UsageError(
+                    f"{argument}={column!r} is the column {meaning}: expected one that {expected}"
+                )
+        if self.last == metric:
+            raise UsageError(
+                f"last={metric!r} is the metric: expected a column that counts epochs or steps; for"
+                f" the row with the best value, use best={metric!r}"
+            )
 
 
 ALL_ROWS = RowChoice()
@@ -126,7 +141,8 @@ class MetricColumn:
         values: The numbers, shape (rows,).
         is_diverged: Whether the value of a row shows that the run diverged. Infinity does. NaN does
             if it can be told from an empty cell.
-        has_ambiguous_nan: Whether NaN may be either an empty cell or a loss that was NaN.
+        has_ambiguous_nan: Whether NaN may be either an empty cell or a loss that was NaN. Such a
+            NaN counts as an empty cell.
     """
 
     values: NDArray[np.float64]
@@ -142,11 +158,14 @@ class ChosenRows:
         positions: The positions of the rows in the table.
         is_diverged: Whether each of these rows shows that the run diverged.
         notes: Sentences on what was chosen.
+        ends_with_nan: Whether some run ends with values that may be empty cells or NaN, although
+            other runs have values at the same epochs or steps.
     """
 
     positions: NDArray[np.intp]
     is_diverged: NDArray[np.bool_]
     notes: tuple[str, ...] = ()
+    ends_with_nan: bool = False
 
 
 def choose_rows(
@@ -174,7 +193,7 @@ def choose_rows(
         UsageError: If rows differ in a counting column and there is no choice, or if the choice
             cannot be made in this table.
     """
-    choice.check(frame)
+    choice.check(frame, metric, factor, block)
     table = _RunTable(frame, metric, factor, block, column)
     counters = table.counters(np.arange(len(frame)))
     # The column of `last` comes first. It may be one that is not a counter by its name.
@@ -187,7 +206,7 @@ def choose_rows(
     are_repetitions = not counters and not choice.best
     if has_one_row_each or are_repetitions:
         return all_rows
-    is_diverged = table.find_diverged(counters)
+    is_diverged = table.find_diverged()
     filled_rows = table.rows_with_metric(is_diverged)
     table.check_one_run_each(filled_rows)
     if not table.is_repeated(filled_rows):
@@ -198,9 +217,11 @@ def choose_rows(
         return ChosenRows(filled_rows, is_diverged[filled_rows], (note,))
     if choice.best is not None:
         mode = _choose_direction(choice.best, choice.mode)
-        return table.best_rows(choice.best, mode, choice.mode, counters, is_diverged, filled_rows)
+        chosen = table.best_rows(choice.best, mode, choice.mode, counters, is_diverged, filled_rows)
+        return table.add_nan_note(chosen, counters, is_diverged)
     if choice.last is not None:
-        return table.last_rows(choice.last, counters, is_diverged, filled_rows)
+        chosen = table.last_rows(choice.last, counters, is_diverged, filled_rows)
+        return table.add_nan_note(chosen, counters, is_diverged)
     differing_counters = table.counters(filled_rows)
     if differing_counters:
         table.refuse(differing_counters, filled_rows)
@@ -271,32 +292,59 @@ class _RunTable:
             (pd.Series(values[positions]).groupby(self.runs[positions]).nunique() > 1).any()
         )
 
-    def find_diverged(self, counters: Sequence[str]) -> NDArray[np.bool_]:
+    def find_diverged(self) -> NDArray[np.bool_]:
         """Return for each row whether it shows that its run diverged.
 
-        It does if its metric is infinite, or if its metric is not finite and its `status` is
-        `diverged`. If NaN may be an empty cell, NaN counts only in rows after the last finite value
-        of the run, and only at epochs (or steps) at which some row has a finite value.
+        It does if its metric is infinite, or NaN that can be told from an empty cell, or if its
+        metric is not finite and its `status` is `diverged`.
         """
-        is_diverged = self.column.is_diverged.copy()
+        is_diverged = self.column.is_diverged
         if "status" in self.frame:
             has_diverged = self.frame["status"].astype(str).str.lower() == "diverged"
-            is_diverged |= has_diverged.to_numpy(bool) & ~np.isfinite(self.column.values)
+            is_diverged = is_diverged | (
+                has_diverged.to_numpy(bool) & ~np.isfinite(self.column.values)
+            )
+        return is_diverged
+
+    def add_nan_note(
+        self, chosen: ChosenRows, counters: Sequence[str], is_diverged: NDArray[np.bool_]
+    ) -> ChosenRows:
+        """Add a note on runs that end with values that may be empty cells or NaN."""
+        rows = self._rows_before_nan(counters, is_diverged)
+        if not len(rows):
+            return chosen
+        named_runs = ", ".join(map(self._run_text, rows[:MAX_NAMED_RUNS]))
+        if len(rows) > MAX_NAMED_RUNS:
+            named_runs += f" and {len(rows) - MAX_NAMED_RUNS} more"
+        note = f"{self.metric} is empty or NaN at the end of {named_runs}."
+        return replace(chosen, notes=(*chosen.notes, note), ends_with_nan=True)
+
+    def _rows_before_nan(
+        self, counters: Sequence[str], is_diverged: NDArray[np.bool_]
+    ) -> NDArray[np.intp]:
+        """Find the last row with a value of each run that ends with cells that may be NaN.
+
+        Values are finite, or show that the run diverged. Only rows at epochs (or steps) at which
+        some run has a value count, because loggers also write rows without the metric. The result
+        is empty if NaN can be told from an empty cell.
+        """
         counts = self.numbers(counters[0]) if counters else None
         if counts is None or not self.column.has_ambiguous_nan:
-            return is_diverged
-        is_finite = np.isfinite(self.column.values)
-        # For each run, the largest epoch (or step) at which its metric is finite.
-        last_finite = np.full(self.runs.max() + 1, -np.inf)
-        np.maximum.at(
-            last_finite, self.runs[is_finite], np.nan_to_num(counts[is_finite], nan=-np.inf)
+            return np.array([], np.intp)
+        has_value = (np.isfinite(self.column.values) | is_diverged) & np.isfinite(counts)
+        rows = np.flatnonzero(has_value)
+        rows = rows[np.argsort(counts[rows], kind="stable")]
+        # For each run, the row with the largest epoch (or step) that has a value.
+        last_row_of_run = np.full(self.runs.max() + 1, -1)
+        last_row_of_run[self.runs[rows]] = rows
+        last_rows = last_row_of_run[self.runs]
+        is_nan_at_end = (
+            ~has_value
+            & (last_rows >= 0)
+            & (counts > counts[last_rows])
+            & np.isin(counts, counts[has_value])
         )
-        is_nan = np.isnan(self.column.values)
-        is_after_last_finite = counts > last_finite[self.runs]
-        # Epochs at which no run has a value may be those at which the metric is not computed.
-        is_at_used_count = np.isin(counts, counts[is_finite])
-        is_diverged |= is_nan & is_after_last_finite & is_at_used_count
-        return is_diverged
+        return np.unique(last_rows[is_nan_at_end])
 
     def rows_with_metric(self, is_diverged: NDArray[np.bool_]) -> NDArray[np.intp]:
         """Find the rows that have a metric, and the last row of each run that has none.

@@ -38,7 +38,8 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
     column `run`. Settings and seeds are read from `.hydra/overrides.yaml`, `.hydra/config.yaml`,
     `hparams.yaml` and `config.yaml` in the folders of the run, up to the given folder. Nested
     settings become columns such as `optimizer.lr`. If there are no such files, settings are read
-    from the names of folders and files, such as `optimizer=adam,seed=3` and `seed_3`.
+    from the names of folders and files, such as `optimizer=adam,seed=3` and `seed_3`. If two files
+    of one folder give a setting different values, the first in this list is used, with a note.
 
     Tables of runs and of charts exported from Weights & Biases can be read, and so can CSV files
     downloaded from TensorBoard's page, whose names contain the run and the tag.
@@ -56,6 +57,7 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
         DataError: If a file cannot be read, is empty or has two columns of the same name, or if a
             folder has no tables or has tables with different names.
         UsageError: If a column `State` has values that are not Weights & Biases states.
+        GpulabError: If there are configuration files and PyYAML is not installed.
 
     Examples:
         >>> import tempfile

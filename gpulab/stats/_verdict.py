@@ -168,7 +168,7 @@ def verdict(
             left out with a note. Without a column `status`, a run counts as diverged if its metric
             is infinite, or if it is NaN in a table that distinguishes NaN from empty cells, as
             those of `read_table` do. A run whose metric is an empty cell is left out. In a float64
-            column, such as those of `pandas.read_csv`, NaN counts as an empty cell.
+            column, such as those of `pandas.read_csv`, NaN counts as an empty cell; a note says so.
         metric: A column of numbers or booleans.
         factor: The column whose levels are compared.
         block: The column by which runs are paired, usually the seed.
@@ -189,8 +189,8 @@ def verdict(
             of shares, such as the share of seeds that differ by more than the margin, are not
             corrected for several looks.
         last: For a table with a row for each epoch or step: the column that counts them, such as
-            `epoch`. For each run, the last row that has the metric is compared. Such a table is
-            rejected without `last` or `best`.
+            `epoch`. For each run, the last row that has the metric, or shows that the run diverged,
+            is compared. Such a table is rejected without `last` or `best`.
         best: Instead of `last`, a column such as `val_loss`. For each run, the row with the best
             value is compared; if this row has no metric, the last row of the same epoch.
         mode: Whether the lowest (`min`) or the highest (`max`) value of `best` is the best. By

@@ -165,6 +165,27 @@ def read_entry(path: str) -> list[RunEntry]:
     return [RunEntry(record, path, file, read_history)]
 
 
+def find_forbidden(path: str) -> str | None:
+    """Return the folder or file of a run that this process has no permission to read, if any.
+
+    Args:
+        path: The folder of a run, or a file of packed runs.
+    """
+    run_files = [path]
+    if os.path.isdir(path):
+        run_files = [os.path.join(path, name) for name in (RECORD_FILE, RESULTS_FILE)]
+    for file in run_files:
+        try:
+            with open(file, "rb"):
+                continue
+        except PermissionError:
+            # Without permission to search the folder, it is not known which files it has.
+            return file if os.path.lexists(file) else path
+        except OSError:  # the file is missing, or is a folder
+            continue
+    return None
+
+
 def begin_record(
     identity: Identity, machine_passport: Mapping[str, Any], **notes: str | None
 ) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gpulab.store._run_store import (
     RECORD_FILE,
     RESULTS_FILE,
     RunEntry,
+    find_forbidden,
     list_entries,
     read_entry,
     store_folder,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Row = dict[str, Any]  # a row of the table of runs, by column
-MAX_NAMED_RUNS = 10  # the largest number of damaged runs that a warning names
+MAX_NAMED_RUNS = 10  # the largest number of runs that a warning names
 LOSS_COLUMNS = ("final_loss", "heldout_loss")
 SUMMARY_NUMBERS = (*LOSS_COLUMNS, "seconds", "frames_per_second")
 SUMMARY_COLUMNS = (*SUMMARY_NUMBERS, "weights")
@@ -62,9 +63,10 @@ OVERRIDABLE_COLUMNS = {"data", "speed", "frames", *FACTORS} - {"flip"}
 def runs(store: str | Path | None = None) -> pd.DataFrame:
     """List all runs in a store as a data frame with a row for each run.
 
-    A damaged run is skipped with a warning that names it. The attribute `attrs["damaged"]` of the
-    frame is the number of damaged runs. A run that is stored twice, as a folder and packed, is
-    listed once.
+    A damaged run is skipped with a warning that names it, and so is a run without permission to
+    read it. The attribute `attrs["damaged"]` of the frame is the number of damaged runs, and
+    `attrs["forbidden"]` that of folders and files without this permission. A run that is stored
+    twice, as a folder and packed, is listed once.
 
     Args:
         store: A folder, or a file of packed runs. By default `$GPULAB_STORE`, or the folder `runs`.
@@ -211,8 +213,8 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
         - `loss`: The mean loss over the window.
         - `seconds`: The seconds from the beginning of the training to the end of the window.
         - `frames_seen`: The number of frames or images up to the end of the window.
-        - `id`, `experiment`, `profile`, `setting`, `loader`, `seed`, `rerun`, `recorded` and
-          `machine` of the run.
+        - `id`, `experiment`, `profile`, `setting`, `loader`, `seed`, `rerun`, `status`, `recorded`
+          and `machine` of the run. The last loss of a run with the status `diverged` is not finite.
 
     Raises:
         DataError: If the history of a run is missing or damaged. The message names the run.
@@ -240,7 +242,10 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     histories = pa.concat_tables(tables).to_pandas()
     histories["frames_seen"] = (histories["window"] + 1) * np.repeat(frames_per_window, lengths)
     run_frame = frame[
-        ["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]
+        [
+            *("id", "experiment", "profile", "setting", "loader", "seed", "rerun"),
+            *("status", "recorded", "machine"),
+        ]
     ]
     # The columns of a run are repeated for each of its windows.
     repeated = run_frame.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
@@ -304,7 +309,8 @@ def read_histories(frame: pd.DataFrame) -> Iterator[tuple[RunRecord, pyarrow.Tab
 def _build_frame(paths: list[str]) -> pd.DataFrame:
     """Build the table of the runs at these paths.
 
-    Of runs with the same id, the first is listed. Damaged runs are left out with a warning.
+    Of runs with the same id, the first is listed. Damaged runs are left out with a warning, and so
+    are those that may not be read.
     """
     import pandas as pd
 
@@ -312,23 +318,31 @@ def _build_frame(paths: list[str]) -> pd.DataFrame:
 
     rows: dict[str, Row] = {}
     damaged: list[str] = []
+    forbidden: list[str] = []
     for path in Progress(paths, unit="run", leave=False, delay=2):
         try:
             for entry in read_entry(path):
                 rows.setdefault(entry.record["id"], _build_row(entry))
         except DataError as error:
+            forbidden_path = find_forbidden(path)
+            if forbidden_path:
+                forbidden.append(forbidden_path)
+                continue
             is_run = any(
                 os.path.lexists(os.path.join(path, name)) for name in (RECORD_FILE, RESULTS_FILE)
             )
             if is_run or not os.path.isdir(path):  # other folders are ignored
                 damaged.append(str(error))
     if damaged:
-        damaged_text = "; ".join(damaged[:MAX_NAMED_RUNS])
-        if len(damaged) > MAX_NAMED_RUNS:
-            damaged_text += "; …"
         message = (
             f"{len(damaged)} damaged run(s) skipped; run the experiment again to replace them:"
-            f" {damaged_text}"
+            f" {_join_first(damaged)}"
+        )
+        warnings.warn(message, stacklevel=3)
+    if forbidden:
+        message = (
+            f"{len(forbidden)} folder(s) or file(s) skipped, because they cannot be read"
+            f" (permission denied): {_join_first(forbidden)}"
         )
         warnings.warn(message, stacklevel=3)
     function_columns = dict.fromkeys(
@@ -343,7 +357,14 @@ def _build_frame(paths: list[str]) -> pd.DataFrame:
         ["experiment", "profile", "setting", "seed", "path"], ignore_index=True, kind="stable"
     )
     frame.attrs["damaged"] = len(damaged)
+    frame.attrs["forbidden"] = len(forbidden)
     return frame
+
+
+def _join_first(texts: list[str]) -> str:
+    """Join at most `MAX_NAMED_RUNS` texts; an ellipsis stands for the others."""
+    joined = "; ".join(texts[:MAX_NAMED_RUNS])
+    return joined if len(texts) <= MAX_NAMED_RUNS else f"{joined}; …"
 
 
 def _build_row(entry: RunEntry) -> Row:

@@ -281,6 +281,23 @@ class Experiment:
         return [identity.id for identity in identities]
 
 
+def find_stored_metrics(experiment: Experiment) -> list[str]:
+    """List the metrics of the runs of an experiment that its store already has.
+
+    The list is empty if there are no such runs, if all of them diverged, or if the experiment
+    trains one of gpulab's own networks.
+    """
+    if experiment.function is None:
+        return []
+    machine_passport = passport()
+    metrics: dict[str, None] = {}
+    for job in experiment.jobs():
+        run = find_run(experiment.folder, plan_job(job).identity(machine_passport))
+        if run is not None:
+            metrics |= dict.fromkeys(run.record.get("metrics") or {})
+    return list(metrics)
+
+
 # Arguments of `gpulab.train` that do not affect the identity of a run, such as `store`.
 EXECUTION_ARGUMENTS = (
     inspect.signature(train_run).parameters.keys() - inspect.signature(plan_run).parameters.keys()

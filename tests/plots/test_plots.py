@@ -158,6 +158,17 @@ def test_draw_finds_the_figure_of_a_derived_result_and_refuses_others(python):
     assert done.stdout.splitlines() == ["Picture", "no module of gpulab.plots draws a int"]
 
 
+def test_plots_curves_of_runs_without_their_histories_name_what_reads_them():
+    runs = gl.recorded_runs().head(2)
+    with pytest.raises(
+        gl.UsageError,
+        match=r"without frames_seen, loss; .* gl\.plots\.curves\(gl\.store\.history\(runs\)\)$",
+    ):
+        gl.plots.curves(runs)
+    with pytest.raises(gl.UsageError, match="without colour"):
+        gl.plots.curves(gl.store.history(runs), factor="colour")
+
+
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
 def test_plots_curves_have_a_panel_for_each_of_more_than_two_settings(number):
     settings = ["cpu", "cpu:threads=1", "cuda:tf32=off", "cuda:tf32=on", "cuda"][:number]

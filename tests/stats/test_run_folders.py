@@ -3,6 +3,8 @@
 import argparse
 import io
 import shutil
+import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -171,6 +173,38 @@ def test_read_table_leaves_out_by_name_what_cannot_be_read(tmp_path):
     assert "Missing: seeds 3, 4 and 5 with sgd." in str(verdict)
 
 
+@pytest.mark.usefixtures("file_modes")
+def test_read_table_names_folders_that_may_not_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for seed in range(3):
+        write(tmp_path / f"logs/seed_{seed}/a/metrics.csv", "loss\n1\n")
+    Path("logs/seed_1").chmod(0)
+    Path("logs/seed_2").chmod(0o400)  # its files can be listed, but not opened
+    reason = "cannot be read: Permission denied"
+    one, both = [f"logs/seed_1: {reason}"], [f"logs/seed_1: {reason}", f"logs/seed_2: {reason}"]
+    given = {
+        "logs": one,
+        "logs/*": both,
+        "logs/*/*/metrics.csv": both,
+        "logs/**/metrics.csv": both,
+    }
+    try:
+        for name, expected in given.items():
+            with pytest.warns(UserWarning, match="left out, because it cannot be read") as caught:
+                frame = gl.stats.read_table(name)
+            assert frame.seed.tolist() == [0]
+            for error in expected:
+                assert error in str(caught[0].message)
+                assert error in " ".join(frame.attrs["notes"])
+        with pytest.raises(DataError, match=f"^logs/seed_1: {reason}$"):
+            gl.stats.read_table("logs/seed_1/*/metrics.csv")
+        with pytest.raises(DataError, match=f"^logs/seed_1: {reason}$"):
+            gl.stats.read_table("logs/seed_1")
+    finally:
+        for seed in (1, 2):
+            Path(f"logs/seed_{seed}").chmod(0o700)
+
+
 def test_read_table_keeps_two_versions_of_one_run_apart(tmp_path):
     fill(tmp_path, hydra)
     job = tmp_path / "multirun/2026-03-01/10-00-00/2"
@@ -208,6 +242,35 @@ def test_read_table_renames_a_setting_that_means_something_to_a_verdict(tmp_path
     frame = gl.stats.read_table(tmp_path)
     assert {"config.weights", "config.status", "config.epoch"} <= set(frame)
     assert "weights" not in frame
+
+
+def test_read_table_says_which_of_two_files_a_setting_is_from_if_they_differ(tmp_path):
+    for run in range(3):
+        write(tmp_path / f"{run}/metrics.csv", "loss\n1\n")
+        write(tmp_path / f"{run}/hparams.yaml", f"seed: {run + 1}\nrate: 0.1\nlayers: '2'\n")
+        write(tmp_path / f"{run}/config.yaml", f"seed: {run}\nrate: 1e-1\nlayers: 2\n")
+    write(tmp_path / "config.yaml", "seed: 9\n")  # further away: this is not a contradiction
+    frame = gl.stats.read_table(tmp_path)
+    assert frame.seed.tolist() == [1, 2, 3]
+    notes = [note for note in frame.attrs["notes"] if "used" in note]
+    assert notes == [
+        "seed is 1 in hparams.yaml and 0 in config.yaml (in 0 and in 2 more folders):"
+        " hparams.yaml was used."
+    ]
+
+
+def test_read_table_without_pyyaml_says_that_gpulab_needs_it(tmp_path, monkeypatch):
+    write(tmp_path / "0/metrics.csv", "loss\n1\n")
+    monkeypatch.setitem(sys.modules, "yaml", None)  # as if it were not installed
+    assert len(gl.stats.read_table(tmp_path)) == 1, "there is no configuration to read"
+    write(tmp_path / "0/hparams.yaml", "seed: 1\n")
+    needed = r"^yaml \(the package pyyaml\) is not installed, and gpulab needs it: pip install"
+    with pytest.raises(gl.GpulabError, match=needed):
+        gl.stats.read_table(tmp_path)
+    (tmp_path / "0/hparams.yaml").unlink()
+    (tmp_path / "0").rename(tmp_path / "rate=0.1")
+    with pytest.raises(gl.GpulabError, match=needed):
+        gl.stats.read_table(tmp_path)
 
 
 # --- exports --------------------------------------------------------------------------------------

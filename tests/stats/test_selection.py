@@ -130,17 +130,43 @@ def is_late(runs):
     return (runs.optimizer == "sgd") & (runs.seed == 4) & (runs.epoch > 2)
 
 
-@pytest.mark.parametrize("lost", [math.nan, math.inf])
-def test_verdict_last_counts_a_run_that_becomes_nan_as_diverged(lost):
+MARK_DIVERGED = "write `diverged` into a column `status`"
+
+
+def test_verdict_last_counts_a_run_that_becomes_infinite_as_diverged():
     table = logged()
-    table.loc[is_late(table) & table.val_loss.notna(), "val_loss"] = lost
+    table.loc[is_late(table) & table.val_loss.notna(), "val_loss"] = math.inf
     verdict = gl.verdict(table, **LOGS, last="epoch", reference="adam")
     assert verdict.table[["seeds", "diverged", "unpaired"]].values.tolist() == [[5, 1, 0]]
-    # The best row comes before the divergence. If NaN may be an empty cell, the divergence is
-    # detected from the epochs of the other runs.
+    # The best row comes before the divergence.
     best = gl.verdict(table, **LOGS, best="val_loss", reference="adam")
     assert best.table[["seeds", "diverged"]].values.tolist() == [[6, 0]]
     assert "Diverged after their best row: optimizer sgd seed 4." in str(best)
+    assert MARK_DIVERGED not in str(verdict) + str(best)
+
+
+@pytest.mark.parametrize("choice", [{"last": "epoch"}, {"best": "val_loss"}])
+def test_verdict_counts_nan_at_the_end_of_a_run_as_empty_unless_its_status_is_diverged(choice):
+    table = logged()
+    table.loc[is_late(table) & table.val_loss.notna(), "val_loss"] = math.nan
+    verdict = gl.verdict(table, **LOGS, **choice, reference="adam")
+    assert verdict.table[["seeds", "diverged", "unpaired"]].values.tolist() == [[6, 0, 0]]
+    text = str(verdict)
+    assert "val_loss is empty or NaN at the end of optimizer sgd seed 4." in text
+    assert MARK_DIVERGED in text
+    assert "Diverged" not in text
+    is_run = (table.optimizer == "sgd") & (table.seed == 4)
+    marked = table.assign(status=np.where(is_run, "diverged", "finished"))
+    verdict = gl.verdict(marked, **LOGS, **choice, reference="adam")
+    assert verdict.table[["seeds", "diverged", "unpaired"]].values.tolist() == [[5, 1, 0]]
+    assert MARK_DIVERGED not in str(verdict)
+
+
+def test_verdict_last_says_nothing_of_nan_in_a_log_without_gaps_at_its_end():
+    assert "NaN" not in str(gl.verdict(logged(), **LOGS, last="epoch"))
+    unequal = logged()
+    unequal = unequal[~((unequal.optimizer == "sgd") & (unequal.epoch > 3))]
+    assert "NaN" not in str(gl.verdict(unequal, **LOGS, last="epoch"))
 
 
 def test_verdict_last_takes_a_metric_that_is_logged_every_third_epoch():
@@ -183,6 +209,10 @@ REFUSED = {
     "mode without best": ({"mode": "min"}, ["best="]),
     "best of unknown direction": ({"best": "step"}, ["mode='min'", "mode='max'"]),
     "last of texts": ({"last": "name"}, ["numbers"]),
+    "the seed as last": ({"last": "seed"}, ["pairs the runs", "counts epochs or steps"]),
+    "the level as last": ({"last": "optimizer"}, ["levels are compared", "epochs or steps"]),
+    "the metric as last": ({"last": "val_loss"}, ["best='val_loss'"]),
+    "the seed as best": ({"best": "seed", "mode": "min"}, ["pairs the runs"]),
 }
 
 
@@ -234,25 +264,48 @@ def test_verdict_refuses_a_history_of_runs_of_gpulab():
     assert gl.verdict(history, "loss", last="step").table.seeds[0] == 10
 
 
+def test_verdict_of_a_history_counts_the_runs_that_diverged():
+    runs = gl.recorded_runs().query("experiment == 'whitener' and covariance == 'one-pass'")
+    history = gl.store.history(runs)
+    by_run = gl.verdict(runs, reference="cuda:tf32=off").table.diverged[0]
+    by_window = gl.verdict(history, "loss", last="step", reference="cuda:tf32=off")
+    assert by_window.table.diverged[0] == by_run > 0
+
+
 @pytest.mark.parametrize("options", [{"last": "epoch"}, {"best": "val_loss"}])
-@pytest.mark.parametrize("diverges", [False, True])
-def test_verdict_of_a_file_is_the_same_whether_pandas_or_gpulab_reads_it(
-    tmp_path, options, diverges
-):
-    table = logged()
-    text = table.to_csv(index=False)
-    if diverges:
-        lost = is_late(table) & table.val_loss.notna()
-        text = table.assign(val_loss=table.val_loss.astype(object).mask(lost, "nan")).to_csv(
-            index=False
-        )
-    (tmp_path / "runs.csv").write_text(text)
-    mine = gl.verdict(read_table(tmp_path / "runs.csv"), **LOGS, **options)
-    theirs = gl.verdict(pd.read_csv(tmp_path / "runs.csv"), **LOGS, **options)
-    assert str(mine) == str(theirs)
+@pytest.mark.parametrize("lost", [None, "", "inf"])
+def test_verdict_of_a_file_is_the_same_whether_pandas_or_gpulab_reads_it(tmp_path, options, lost):
+    mine, theirs = read_both_ways(tmp_path, lost, options)
+    assert mine.table.equals(theirs.table)
+    # pandas cannot distinguish an empty cell from NaN, so the verdict has two further lines.
+    further = [line for line in theirs.notes if line not in mine.notes]
+    assert [note for note in theirs.notes if note not in further] == list(mine.notes)
+    assert len(further) == (2 if lost == "" else 0)
+    assert str(mine).splitlines()[0] == str(theirs).splitlines()[0]
     assert mine.table.diverged[0] + mine.table.reference_diverged[0] == (
-        diverges and "last" in options
+        lost == "inf" and "last" in options
     )
+
+
+def test_verdict_tells_a_logged_nan_from_an_empty_cell_if_gpulab_reads_the_file(tmp_path):
+    mine, theirs = read_both_ways(tmp_path, "nan", {"last": "epoch", "reference": "adam"})
+    assert mine.table[["seeds", "diverged"]].values.tolist() == [[5, 1]]
+    assert theirs.table[["seeds", "diverged"]].values.tolist() == [[6, 0]]
+    assert "gl.stats.read_table tells NaN from an empty cell" in str(theirs)
+
+
+def read_both_ways(folder, lost, options):
+    """The verdicts on a file as gpulab and as pandas read it.
+
+    The last losses of one run are replaced by the text `lost`.
+    """
+    table = logged()
+    losses = table.val_loss.astype(object).where(table.val_loss.notna(), "")
+    if lost is not None:
+        losses = losses.mask(is_late(table) & table.val_loss.notna(), lost)
+    file = folder / "runs.csv"
+    table.assign(val_loss=losses).to_csv(file, index=False)
+    return [gl.verdict(read(file), **LOGS, **options) for read in (read_table, pd.read_csv)]
 
 
 def test_verdict_counts_an_empty_cell_as_missing_whoever_reads_it(tmp_path):
