@@ -196,13 +196,14 @@ def title_of_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str,
     ... )
     >>> seeds = pd.DataFrame({"change": ["TF32", "TF32"], "profile": ["a", "a"], "move": [0.1, 2]})
     >>> print(title_of_changes(table, seeds, {"a": "150 updates"}))
-    The mean is shown to stay within the margin for 0 of 1 changes; beyond it: TF32
+    The mean is shown to stay within the margin for 0 of 1 changes
+    The mean moves beyond it for TF32
     Single seeds move beyond it in 1 of 2 pairs of a seed and a change
     """
     counts = []
     for profile, title in titles.items():
         within, changes = count_within(table[table.profile == profile])
-        words = f"{within} of {changes} changes"
+        words = f"{within} of {changes}{'' if counts else ' changes'}"
         if len(titles) > 1:
             words += f" ({title.partition(',')[0]})"
         counts.append(words)
@@ -210,7 +211,7 @@ def title_of_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str,
     changed = table[~table.change.isin(YARDSTICKS)]
     moved = changed.change[changed.decision == "different"]
     if len(moved):
-        text += f"; beyond it: {', '.join(dict.fromkeys(moved))}"
+        text += f"\nThe mean moves beyond it for {listed(dict.fromkeys(moved))}"
     pairs = seeds[seeds.change.isin(changed.change)]
     margins = table.groupby("profile").margin.max()
     beyond = int((pairs.move > pairs.profile.map(margins)).sum())
