@@ -69,6 +69,7 @@ from .scale_out_drawings import draw_data_parallel as draw_data_parallel
 from .scale_out_drawings import draw_lock_free as draw_lock_free
 from .scale_out_drawings import draw_model_parallel as draw_model_parallel
 from .scale_out_drawings import draw_serving as draw_serving
+from .sources import source as source
 from .speed import claims_table as claims_table
 from .speed import speed_finding as speed_finding
 from .timing import add_spread as add_spread

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -107,10 +108,10 @@ def test_loop_ends_at_a_loss_that_is_not_finite_also_when_seldom_checked(wrong):
     )
 
 
-def test_loop_is_what_notebook_03_prints():
-    printed = "".join(
-        inspect.getsource(part) + "\n"
-        for part in (loop.train, AutogradEngine.update, AutogradEngine.gradients)
-    )
+def test_loop_is_what_notebook_03_shows_in_a_fold():
+    parts = (loop.train, AutogradEngine.update, AutogradEngine.gradients)
+    code = "\n".join(inspect.getsource(part) for part in parts)
     cells = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-    assert "".join(cells["03-loop"]["outputs"][0]["text"]) == printed
+    (output,) = cells["03-loop"]["outputs"]
+    assert "".join(output["data"]["text/plain"]).strip() == code.strip()
+    assert re.match("<details><summary>[^<]+</summary><pre>", "".join(output["data"]["text/html"]))
