@@ -188,8 +188,8 @@ def finding(
     """Collect results under headings, and describe each in a sentence; `numbers` are folded.
 
     `details` gives, for a heading, the notebook in which the sentences and the statistics are; here
-    only the decisions are shown. A part is a verdict, a table from `learning_table`, or one or more sentences, which are shown
-    unchanged. An empty list of sentences is left out.
+    only the decisions are shown. A part is a verdict, a table from `learning_table`, or one or
+    more sentences, which are shown unchanged. An empty list of sentences is left out.
 
     >>> import gpulab as gl
     >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]

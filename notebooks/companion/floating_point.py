@@ -38,13 +38,14 @@ def growth_title(first: pd.Series, last: pd.Series) -> str:
     >>> print(growth_title(pd.Series([1e-9, 1e-9], index), pd.Series([5e-8, 7e-8], index)))
     A one-bit change grew 60-fold (PredNet), median of seeds
     """
-    clauses = []
+    clauses: dict[str, list[str]] = {}  # by verb
     for network, times in (last / first).groupby("network", sort=False).median().items():
         name = network_words(str(network))
         if math.isnan(times) or times == 0:
-            clauses.append(f"vanished ({name})")
+            clauses.setdefault("vanished", []).append(f"({name})")
         elif times >= 1:
-            clauses.append(f"grew {times:,.0f}-fold ({name})")
+            clauses.setdefault("grew", []).append(f"{times:,.0f}-fold ({name})")
         else:
-            clauses.append(f"shrank {1 / times:,.0f}-fold ({name})")
-    return f"A one-bit change {listed(clauses)}, median of seeds"
+            clauses.setdefault("shrank", []).append(f"{1 / times:,.0f}-fold ({name})")
+    said = listed(f"{verb} {listed(networks)}" for verb, networks in clauses.items())
+    return f"A one-bit change {said}, median of seeds"

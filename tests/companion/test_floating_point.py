@@ -21,7 +21,7 @@ def test_sums_title_counts_sums_and_exact_ones(errors, words):
 @pytest.mark.parametrize(
     ("last", "words"),
     [
-        ([5e-8, 7e-8, 1e-6, 3e-6], "grew 60-fold (PredNet) and grew 2,000-fold (Autoencoder)"),
+        ([5e-8, 7e-8, 1e-6, 3e-6], "grew 60-fold (PredNet) and 2,000-fold (Autoencoder)"),
         ([1e-10, 1e-10, 1e-6, 3e-6], "shrank 10-fold (PredNet) and grew 2,000-fold"),
         ([0.0, 0.0, 1e-6, 3e-6], "vanished (PredNet) and grew 2,000-fold"),
     ],
