@@ -200,7 +200,7 @@ def title_of_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str,
     The mean moves beyond it for TF32
     Single seeds move beyond it in 1 of 2 pairs of a seed and a change
     """
-    counts = []
+    counts: list[str] = []
     for profile, title in titles.items():
         within, changes = count_within(table[table.profile == profile])
         words = f"{within} of {changes}{'' if counts else ' changes'}"
