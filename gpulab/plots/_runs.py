@@ -23,11 +23,12 @@ from gpulab.training._profiles import FINAL_LOSS_DIVISOR
 from gpulab.wording import RERUN_SUFFIX, Level, TextByLevel, label_levels, metric_label
 
 BETWEEN_SEEDS_LABEL = "one seed against another"
-# The words for each decision of a verdict in a title.
+# The words for each decision of a verdict in a title. A verdict is about the mean over the seeds;
+# single seeds may differ by more than the margin.
 TITLE_WORDS = {
     "different": "the means differ",
-    "different but negligible": "the means differ by less than the margin",
-    "equivalent": "no difference beyond the margin",
+    "different but negligible": "the means differ, but by less than the margin",
+    "equivalent": "the means agree to within the margin",
     "inconclusive": "too few seeds to decide",
 }
 MARGIN_STYLE: Style = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # the band of a margin

@@ -13,6 +13,7 @@ a cell see one film and all cells share the same seeds.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -202,6 +203,32 @@ def condition_pairs(frame: pd.DataFrame) -> pd.DataFrame:
     )
     index = ["film", "size", "device", "seed"]
     return frame.pivot(index=index, columns="condition", values="final_loss").dropna().reset_index()
+
+
+def overwriting_title(pairs: pd.DataFrame, panels: Sequence[str] = ()) -> str:
+    """Say in how many pairs of runs the loss is higher with overwritten frames.
+
+    Args:
+        pairs: The final losses of otherwise identical runs: a row for each pair, with the columns
+            `copied` and `overwritten`. Pairs in which a run diverged (NaN) are not counted.
+        panels: Columns that name the panels of the figure. With several, the title gives the
+            range of their counts.
+
+    >>> pairs = pd.DataFrame({"copied": [1.0, 1.0, 1.0], "overwritten": [2.0, 0.5, 3.0]})
+    >>> print(overwriting_title(pairs))
+    With overwritten frames the loss is higher in 2 of 3 pairs of runs
+    """
+    pairs = pairs.dropna(subset=["copied", "overwritten"])
+    higher = pairs.overwritten > pairs.copied
+    if not panels:
+        return (
+            f"With {OVERWRITTEN} the loss is higher in {higher.sum()} of {len(pairs)} pairs of runs"
+        )
+    counts = higher.groupby([pairs[name] for name in panels]).agg(["sum", "size"])
+    return (
+        f"With {OVERWRITTEN} the loss is higher in {span(counts['sum'])} of {span(counts['size'])}"
+        " pairs of runs in each panel"
+    )
 
 
 def round_trips(frame: pd.DataFrame) -> pd.DataFrame:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 import gpulab as gl
+from companion.findings import listed
 from gpulab.picture import Picture
 from gpulab.plots import theme
 from gpulab.settings import Setting
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 REFERENCE = "nothing"
 AGAIN = "nothing (a second run)"
+DRAWN = "weights drawn by the GPU"
+# Rows of a figure that are not counted as changes: one changes nothing, and the other draws other
+# weights, as another seed would.
+YARDSTICKS = (AGAIN, DRAWN)
 # The name of a change, by the part of a setting that differs from the reference.
 _PARTS = {
     "deterministic=on": "deterministic",
@@ -57,7 +62,7 @@ def name_changes(runs: pd.DataFrame) -> pd.DataFrame:
     again = (runs.change == REFERENCE) & (runs.rerun > 0)
     runs.loc[again, "change"] = AGAIN
     runs.loc[runs["flip"].notna(), "change"] = "one bit of one weight"
-    runs.loc[runs.draws == "device", "change"] = "weights drawn by the GPU"
+    runs.loc[runs.draws == "device", "change"] = DRAWN
     return runs
 
 
@@ -121,20 +126,15 @@ def compare_changes(runs: pd.DataFrame) -> Verdict:
     return gl.verdict(runs[columns], factor="change", reference=REFERENCE)
 
 
-def describe_means(table: pd.DataFrame) -> str:
-    """Say how many changes are shown to move the mean by less than the margin.
+def count_within(table: pd.DataFrame) -> tuple[int, int]:
+    """Count the changes that are shown to move the mean by less than the margin, and all changes.
 
     Args:
-        table: The first result of `judge_changes`. The second run of the reference is not counted.
+        table: The first result of `judge_changes`. Its `YARDSTICKS` are not counted.
     """
-    table = table[table.change != AGAIN]
-    within = table.decision.isin(["equivalent", "different but negligible"])
-    moved = table.decision == "different"
-    text = f"{within.sum()} of {len(table)} changes are shown to move the mean by less than the"
-    text += " margin"
-    if moved.any():
-        text += f"; beyond it: {', '.join(dict.fromkeys(table.change[moved]))}"
-    return text
+    changed = table[~table.change.isin(YARDSTICKS)]
+    within = changed.decision.isin(["equivalent", "different but negligible"])
+    return int(within.sum()), len(changed)
 
 
 def draw_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str, str]) -> Picture:
@@ -145,7 +145,7 @@ def draw_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str, str
         titles: The titles of the profiles, in the order of the rows.
 
     Returns:
-        A picture with alternative text. Its title counts the changes and seeds beyond the margin.
+        A picture with alternative text. `title_of_changes` writes its title.
     """
     import matplotlib.pyplot as plt
 
@@ -177,25 +177,46 @@ def draw_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str, str
     figure.supxlabel(
         "change of the final loss, in standard deviations (sd) between seeds", fontsize="small"
     )
-    title = title_of_changes(table, seeds)
+    title = title_of_changes(table, seeds, titles)
     figure.suptitle(title, fontsize="medium", x=0.01, ha="left")
     return Picture(figure, f"Change of the final loss by each factor. {title}.")
 
 
-def title_of_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
-    """Count changes whose mean, and seeds whose loss, moves beyond the margin.
+def title_of_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str, str]) -> str:
+    """Count changes whose mean stays within the margin, and seeds that move beyond it.
+
+    The `YARDSTICKS` are not counted. A seed is counted once for each change.
+
+    Args:
+        table, seeds: The results of `judge_changes` for one network and one kind of machine.
+        titles: The titles of the profiles. The part before the first comma tells them apart.
 
     >>> table = pd.DataFrame(
     ...     {"change": ["TF32"], "profile": ["a"], "decision": ["different"], "margin": [0.25]}
     ... )
     >>> seeds = pd.DataFrame({"change": ["TF32", "TF32"], "profile": ["a", "a"], "move": [0.1, 2]})
-    >>> print(title_of_changes(table, seeds))
-    0 of 1 changes are shown to move the mean by less than the margin; beyond it: TF32
-    1 of 2 seeds move further than the margin
+    >>> print(title_of_changes(table, seeds, {"a": "150 updates"}))
+    The mean is shown to stay within the margin for 0 of 1 changes
+    The mean moves beyond it for TF32
+    Single seeds move beyond it in 1 of 2 pairs of a seed and a change
     """
+    counts: list[str] = []
+    for profile, title in titles.items():
+        within, changes = count_within(table[table.profile == profile])
+        words = f"{within} of {changes}{'' if counts else ' changes'}"
+        if len(titles) > 1:
+            words += f" ({title.partition(',')[0]})"
+        counts.append(words)
+    text = f"The mean is shown to stay within the margin for {listed(counts)}"
+    changed = table[~table.change.isin(YARDSTICKS)]
+    moved = changed.change[changed.decision == "different"]
+    if len(moved):
+        text += f"\nThe mean moves beyond it for {listed(dict.fromkeys(moved))}"
+    pairs = seeds[seeds.change.isin(changed.change)]
     margins = table.groupby("profile").margin.max()
-    beyond = int((seeds.move > seeds.profile.map(margins)).sum())
-    return f"{describe_means(table)}\n{beyond} of {len(seeds)} seeds move further than the margin"
+    beyond = int((pairs.move > pairs.profile.map(margins)).sum())
+    single = f"Single seeds move beyond it in {beyond} of {len(pairs)} pairs of a seed and a change"
+    return f"{text}\n{single}"
 
 
 def _draw_means(axes: Axes, rows: pd.DataFrame, positions: dict[str, int], colour: str) -> None:
@@ -245,15 +266,14 @@ def describe_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
     """
     if table.empty:
         return f"Fewer than {MIN_SEEDS} seeds cannot show a difference."
-    arithmetic = table[table.change != "weights drawn by the GPU"]
-    changed = arithmetic[arithmetic.change != AGAIN]
-    within = changed.decision.isin(["equivalent", "different but negligible"])
-    text = f"{within.sum()} of {len(changed)} changes keep the mean within the margin"
+    changed = table[~table.change.isin(YARDSTICKS)]
+    within, changes = count_within(table)
+    text = f"The mean is shown to stay within the margin for {within} of {changes} changes"
     for decision in ("different", "inconclusive"):
         names = changed.change[changed.decision == decision]
         if len(names):
             text += f" ({decision}: {', '.join(names)})"
-    moves = seeds[seeds.change.isin(arithmetic.change)]
+    moves = seeds[seeds.change.isin(table.change) & (seeds.change != DRAWN)]
     if moves.move.max() == 0:
         return f"{text}. No seed's loss changes."
     furthest = moves.loc[moves.move.idxmax()]

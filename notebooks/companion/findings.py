@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -31,6 +32,9 @@ SIZES = {
 }
 SAME = "the same bits"
 SUMMARY = "In short"  # under this heading is the text that a notebook shows in place of the rest
+# Statistics name settings as `gpulab` reads them, sentences and tables name them in words.
+TYPED_SETTING = re.compile(r"\b(cpu|cuda|mps|xpu)\b")
+TYPED_WORDS = "Settings are written as one types them in code, such as cuda:tf32=on."
 METRIC_WORDS = {
     "final_loss": "loss",
     "heldout_loss": "held-out loss",
@@ -64,10 +68,22 @@ class CheckedSentences(Report):
 
     parts: Sequence[tuple[str, Part]]
     numbers: Sequence[str] = ()  # lines of statistics, in addition to those of verdicts and tables
+    # the notebooks that have the sentences and statistics of a heading, which are not repeated
+    details: Mapping[str, str] = field(default_factory=dict)
 
     def sentences(self) -> list[tuple[str, list[str]]]:
         """Return each heading with its sentences."""
-        return [(heading, in_words(result)) for heading, result in self.parts]
+        return [
+            (heading, self._short_sentence(heading, result) or in_words(result))
+            for heading, result in self.parts
+        ]
+
+    def _short_sentence(self, heading: str, result: Part) -> list[str]:
+        """Return the decisions of a heading whose details are in another notebook, or nothing."""
+        if heading not in self.details or isinstance(result, (str, list)):
+            return []
+        seeds, losses, _ = short_answer([result])
+        return [f"{losses} ({seeds} seeds; {self.details[heading]})."]
 
     def __str__(self) -> str:
         lines = []
@@ -88,9 +104,10 @@ class CheckedSentences(Report):
         if hidden:
             page += fold.format("In sentences", hidden)
         if self.statistics():
-            numbers = Markup('<pre style="white-space: pre-wrap">{}</pre>').format(
-                "\n".join(self.statistics())
-            )
+            lines = "\n".join(self.statistics())
+            numbers = Markup('<pre style="white-space: pre-wrap">{}</pre>').format(lines)
+            if TYPED_SETTING.search(lines):
+                numbers = Markup("<p>{}</p>").format(TYPED_WORDS) + numbers
             page += fold.format("The statistics", numbers)
         return page
 
@@ -105,7 +122,7 @@ class CheckedSentences(Report):
             is_text = isinstance(result, (str, list))
             if heading == SUMMARY or (is_text and not has_summary):
                 visible += paragraph
-            else:
+            elif heading not in self.details:
                 hidden += paragraph
         return visible, hidden
 
@@ -114,14 +131,27 @@ class CheckedSentences(Report):
         answers = self.answers()
         if not answers:
             return Markup()
-        head, columns = ["question", "seeds", "answer"], 3
-        if any(share for *_, share in answers):
-            head, columns = ["question", "seeds", "final loss", "beat last frame"], 4
+        has_shares = any(share for *_, share in answers)
+        head = ["final loss", "beat last frame"] if has_shares else ["answer"]
+        head = ["question", "seeds", *head, *(["details"] if self.details else [])]
         rows = [Markup("<tr>{}</tr>").format(_cells("th", head))]
-        for question, *cells in answers:
-            row = _cells("th", [question]) + _cells("td", cells[: columns - 1])
+        for question, seeds, loss, share in answers:
+            cells = [seeds, loss, *([share] if has_shares else [])]
+            if self.details:
+                cells.append(self._details_of(question))
+            row = _cells("th", [question]) + _cells("td", cells)
             rows.append(Markup("<tr>{}</tr>").format(row))
         return Markup('<table class="ga-answers">{}</table>').format(Markup("").join(rows))
+
+    def _details_of(self, question: str) -> str:
+        """Name the notebooks that have the details of a question, or the folds of this one."""
+        headings = [
+            heading
+            for heading, result in self.parts
+            if heading.partition(": ")[0] == question and not isinstance(result, (str, list))
+        ]
+        places = dict.fromkeys(self.details.get(heading, "below") for heading in headings)
+        return ", ".join(places)
 
     def answers(self) -> list[tuple[str, str, str, str]]:
         """Each question, the number of seeds, the answer, and that on beating the last frame.
@@ -139,6 +169,8 @@ class CheckedSentences(Report):
         """Return the lines of the folded statistics."""
         lines = []
         for heading, result in self.parts:
+            if heading in self.details:
+                continue
             if isinstance(result, Verdict):
                 lines += [f"{heading}:", *str(result).splitlines(), ""]
             elif isinstance(result, pd.DataFrame):
@@ -151,11 +183,13 @@ class CheckedSentences(Report):
 def finding(
     parts: Mapping[str, Part] | Iterable[tuple[str, Part]],
     numbers: Sequence[str] = (),
+    details: Mapping[str, str] | None = None,
 ) -> CheckedSentences:
     """Collect results under headings, and describe each in a sentence; `numbers` are folded.
 
-    A part is a verdict, a table from `learning_table`, or one or more sentences, which are shown
-    unchanged. An empty list of sentences is left out.
+    `details` gives, for a heading, the notebook in which the sentences and the statistics are; here
+    only the decisions are shown. A part is a verdict, a table from `learning_table`, or one or
+    more sentences, which are shown unchanged. An empty list of sentences is left out.
 
     >>> import gpulab as gl
     >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
@@ -169,7 +203,7 @@ def finding(
     not_empty = [
         (heading, result) for heading, result in pairs if not isinstance(result, list) or result
     ]
-    return CheckedSentences(not_empty, numbers)
+    return CheckedSentences(not_empty, numbers, details or {})
 
 
 def in_words(result: Part) -> list[str]:
@@ -223,7 +257,8 @@ def short_answer(results: Sequence[Verdict | pd.DataFrame]) -> tuple[str, str, s
 
     Returns:
         The number of seeds; how many comparisons came to which decision; and the same for the share
-        of seeds that beat repeating the last frame, empty if that was not compared.
+        of seeds that beat repeating the last frame, empty if that was not compared. Where no seed
+        has a loss, because its runs diverged, the diverged seeds are counted.
 
     >>> import gpulab as gl
     >>> runs = gl.recorded_runs().query(
@@ -234,11 +269,13 @@ def short_answer(results: Sequence[Verdict | pd.DataFrame]) -> tuple[str, str, s
     """
     seeds, losses, shares = [], [], []
     for result in results:
-        seeds.append(result.table.seeds if isinstance(result, Verdict) else result.seeds)
         if isinstance(result, Verdict):
-            names = names_in_text(result.table[result.factor], result.factor)
-            losses.append(result.table.assign(name=result.table[result.factor].map(names)))
+            table = _with_diverged(result)
+            seeds.append(table.seeds.mask(table.lost != "", table.diverged))
+            names = names_in_text(table[result.factor], result.factor)
+            losses.append(table.assign(name=table[result.factor].map(names)))
         else:
+            seeds.append(result.seeds)
             rows = result[result.metric == ALL]
             losses.append(rows.assign(name=rows.apply(_comparison_words, axis="columns")))
             shares.append(result[result.metric == BEAT])
@@ -249,16 +286,40 @@ def short_answer(results: Sequence[Verdict | pd.DataFrame]) -> tuple[str, str, s
     return span(pd.concat(seeds)).replace(" to ", "–"), counted_losses, counted_shares
 
 
+def _with_diverged(verdict: Verdict) -> pd.DataFrame:
+    """The table of a verdict with a column `lost`: how many runs diverged, if no seed has a loss.
+
+    It is empty for levels that have a seed with a loss.
+    """
+    table = verdict.table
+    totals = verdict.runs.groupby(verdict.factor)[verdict.block].nunique()
+    lost = [
+        f"{row.diverged} of {totals[getattr(row, verdict.factor)]} diverged"
+        f" ({row.reference_diverged} of {totals[verdict.reference]} of the reference)"
+        if row.seeds == 0 and row.diverged
+        else ""
+        for row in table.itertuples()
+    ]
+    return table.assign(lost=pd.Series(lost, table.index, dtype=object))
+
+
 def _count_decisions(rows: pd.DataFrame) -> str:
-    """How many rows have each decision; those that are different are named, if rows have names."""
+    """How many rows have each decision; those that are different are named, if rows have names.
+
+    Rows without a loss are described by their column `lost`, if there is one.
+    """
+    lost = rows.lost.fillna("") if "lost" in rows else pd.Series("", rows.index)
     counts = []
     for decision, decided in by_decision(rows):
-        words = "bit-identical" if decision == SAME else decision
-        if len(rows) > 1:
-            words = f"{len(decided)} {words}"
-        if decision == "different" and len(rows) > 1 and "name" in rows:
-            words += f" ({'; '.join(dict.fromkeys(decided.name))})"
-        counts.append(words)
+        for diverged, group in decided.groupby(lost[decided.index]):
+            words = "bit-identical" if decision == SAME else decision
+            if len(rows) > 1:
+                words = f"{len(group)} {words}"
+            if diverged:
+                words += f": {diverged}"
+            elif decision == "different" and len(rows) > 1 and "name" in rows:
+                words += f" ({'; '.join(dict.fromkeys(group.name))})"
+            counts.append(words)
     return ", ".join(counts)
 
 

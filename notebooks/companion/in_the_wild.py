@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
+import torch
 
 from companion.benchmarks import benchmark
 from companion.cartpole import cartpole as learn_cartpole  # noqa: F401 (the module is named cartpole)
@@ -18,6 +19,24 @@ QUESTIONS = (  # from benchmarks/correctness/public_cases.py
     ),
     *("reset gate before or after", "one buffer for every frame"),
 )
+
+
+def pitches_title(loudness: Mapping[str, torch.Tensor]) -> str:
+    """Count the different pitches in each recording.
+
+    Args:
+        loudness: For each condition, the spectra (chunks, frequencies) of a recording. The pitch of
+            a chunk is its loudest frequency.
+
+    >>> rising, same = torch.eye(4), torch.eye(4)[[3, 3, 3, 3]]
+    >>> print(pitches_title({"overwritten frames": same, "copied frames": rising}))
+    Pitches heard: 1 with overwritten frames and 4 with copied frames
+    """
+    counts = [
+        f"{len(spectra.argmax(dim=1).unique())} with {condition}"
+        for condition, spectra in loudness.items()
+    ]
+    return f"Pitches heard: {' and '.join(counts)}"
 
 
 def public_questions(names: Iterable[str] = QUESTIONS) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 
 ANSWER = re.compile(r"^\*\*In short:\*\* .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
+PROGRAM_LINK = re.compile(r"\]\((?=programs[/)])")
 FOLD = r"<details><summary>The answer. Guess first.</summary>\n\n\g<0>\n\n</details>"
 
 
@@ -86,12 +88,24 @@ def fold_answer(text: str) -> str:
     return ANSWER.sub(FOLD, text)
 
 
+def link_to_programs(text: str, notebooks: Path, folder: Path) -> str:
+    """Let links to `programs`, which are not copied, lead from `folder` to the originals.
+
+    The notebooks run the originals, so a copy that somebody edits would have no effect.
+
+    >>> link_to_programs("[one](programs/serve.py)", Path("notebooks"), Path("lab"))
+    '[one](../notebooks/programs/serve.py)'
+    """
+    path = Path(os.path.relpath(notebooks.resolve(), folder.resolve())).as_posix()
+    return PROGRAM_LINK.sub(f"]({path}/", text)
+
+
 @extra("notebooks")
 def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
     """Copy the notebooks without outputs and with their answers folded; returns the new copies.
 
     A copy that already exists is left as it is: it may contain somebody's work. The solutions are
-    copied with their outputs.
+    copied with their outputs. Links to `programs` lead to the programs of the original notebooks.
     """
     import nbformat
 
@@ -109,6 +123,8 @@ def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
             for cell in notebook.cells:
                 if cell.cell_type == "code":
                     cell.outputs, cell.execution_count = [], None
+                else:
+                    cell.source = link_to_programs(cell.source, notebooks, folder)
             notebook.cells.append(nbformat.v4.new_code_cell("# Your answers to the exercises"))
         write_notebook(notebook, copy)
         copies.append(copy)

@@ -103,7 +103,8 @@ def comparisons_title(table: pd.DataFrame) -> str:
     """
     different = table[table.decision == "different"]
     if different.empty:
-        return f"None of {len(table)} comparisons shows a difference beyond the margin"
+        count = f"None of {len(table)} comparisons"
+        return f"{count} shows a difference of the mean loss beyond the margin"
     counts = [
         f"{_within_a_sentence(str(question))} ({len(rows)})"
         for question, rows in different.groupby("question", sort=False)

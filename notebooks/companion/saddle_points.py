@@ -153,6 +153,45 @@ def curvature_title(related: pd.DataFrame) -> str:
     return f"At the same step, a higher loss goes with {listed(clauses)}"
 
 
+def leaves_saddle(paths: pd.DataFrame, radius: float = 0.1) -> pd.Series:
+    """Return for each row of a table of paths whether its network is further away at the end.
+
+    Args:
+        paths: The `paths` of `gpulab.saddles.escape_table`; `unstable` is the distance along the
+            descent direction.
+        radius: A network has left the saddle if it ends further away than this.
+    """
+    network = ["optimizer", "setting", "batch_size", "master_weights", "seed"]
+    last = paths.groupby([name for name in network if name in paths], dropna=False).unstable
+    return last.transform("last") > radius
+
+
+def leaving_title(escaped: pd.Series, circumstances: str = "") -> str:
+    """Say how many networks leave the saddle; `circumstances` begin the sentence.
+
+    >>> print(leaving_title(pd.Series([True, False, True]), "With minibatches"))
+    With minibatches, 2 of 3 networks leave the saddle
+    """
+    text = f"{int(escaped.sum())} of {len(escaped)} networks leave the saddle"
+    return f"{circumstances}, {text}" if circumstances else text
+
+
+def step_length_title(escapes: pd.DataFrame) -> str:
+    """Say for how many networks the length of a step predicts whether they leave the saddle.
+
+    A network should leave if its steps are longer than half the distance to the next number in the
+    format of its weights (`step_ratio` above 1), and stay otherwise.
+
+    >>> print(step_length_title(pd.DataFrame({"step_ratio": [9, 0.1], "escaped": [True, True]})))
+    1 of 2 networks leave or stay as the length of their steps predicts
+    """
+    right = escapes.escaped == (escapes.step_ratio > 1)
+    return (
+        f"{right.sum()} of {len(escapes)} networks leave or stay as the length of their steps"
+        " predicts"
+    )
+
+
 def _with_minibatches(escapes: pd.DataFrame) -> str:
     """How much the arithmetic matters with the same minibatches, and how much the seed does."""
     # NaN for networks that never left

@@ -265,10 +265,10 @@ class SliceExplorer(Explorer):
         axes.set_ylim(low - 0.25 * (high - low), high + 0.1 * (high - low))
         axes.set(xlabel="distance from the network's weights", ylabel="loss")
         gain = 1 - line.loss.min() / landscape.loss
-        headline = (
-            f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is"
-            f" {gain:.1%} below the network's"
-        )
+        lowest = "no loss on the line is below the network's"
+        if gain > 0:
+            lowest = f"the lowest loss on the line is {gain:.1%} below the network's"
+        headline = f"At {angle:g}° the curvature is {curvature:.2g}; {lowest}"
         return theme.finish_figure(
             figure, headline, "The loss along a line through the weights.", columns=3
         )

@@ -76,3 +76,18 @@ def test_learning_table_has_every_decision_corrected_uncorrected_and_by_register
         == (better.sum(), better[frame.loader == "copied"].sum())
         == (2, 2)
     )
+
+
+@pytest.mark.parametrize(
+    ("overwritten", "panels", "words"),
+    [
+        ([2.0, 2.0, 2.0, 2.0], [], "in 4 of 4 pairs of runs"),
+        ([0.5, 0.5, 1.0, 2.0], [], "in 1 of 4 pairs of runs"),
+        ([2.0, 2.0, 2.0, float("nan")], [], "in 3 of 3 pairs of runs"),
+        ([2.0, 2.0, 2.0, 2.0], ["speed"], "in 2 of 2 pairs of runs in each panel"),
+        ([0.5, 0.5, 1.0, 2.0], ["speed"], "in 0 to 1 of 2 pairs of runs in each panel"),
+    ],
+)
+def test_overwriting_title_counts_pairs_with_a_higher_loss(overwritten, panels, words):
+    pairs = pd.DataFrame({"copied": 1.0, "overwritten": overwritten, "speed": [1, 1, 2, 2]})
+    assert companion.overwriting_title(pairs, panels).endswith(f"the loss is higher {words}")

@@ -1,5 +1,7 @@
 """Single changes on networks that learned: names, comparison and title of the figure."""
 
+import re
+
 import pandas as pd
 import pytest
 
@@ -64,11 +66,52 @@ def test_judge_changes_leaves_out_changes_of_few_seeds(recorded):
     assert "TF32" not in set(table.change)
 
 
-def test_title_of_changes_says_what_moved_the_mean(judged):
-    table, seeds = judged
-    assert "beyond it" not in changes.title_of_changes(table, seeds)
-    refuted = table.assign(decision=table.decision.mask(table.change == "TF32", "different"))
-    assert changes.title_of_changes(refuted, seeds).splitlines()[0].endswith("beyond it: TF32")
+TITLES = {"motion": "150 updates, small", "paper": "250 updates, as published"}
+
+
+def few_changes(**columns):
+    """A table of two changes of one profile and of the two rows that are not changes."""
+    names = ["TF32", "deterministic", changes.AGAIN, changes.DRAWN]
+    table = pd.DataFrame({"change": names, "profile": "motion", "margin": 0.25})
+    table = table.assign(decision="equivalent", **columns)
+    seeds = pd.DataFrame({"change": names * 2, "profile": "motion", "move": [0.1] * 4 + [9.0] * 4})
+    return table, seeds
+
+
+@pytest.mark.parametrize(
+    ("decisions", "count", "moved"),
+    [
+        (["equivalent", "inconclusive", "equivalent", "equivalent"], 1, None),
+        (["different", "inconclusive", "equivalent", "equivalent"], 0, "TF32"),
+        (["equivalent", "equivalent", "different", "different"], 2, None),
+    ],
+)
+def test_title_of_changes_counts_changes_and_not_yardsticks(decisions, count, moved):
+    table, seeds = few_changes()
+    table["decision"] = decisions
+    title = changes.title_of_changes(table, seeds, {"motion": "150 updates"})
+    first, *beyond, second = title.splitlines()
+    assert f"for {count} of 2 changes" in first
+    assert beyond == ([f"The mean moves beyond it for {moved}"] if moved else [])
+    assert "1 of 2" not in second
+    assert "in 2 of 4 pairs of a seed and a change" in second
+    said = changes.describe_changes(table, seeds)
+    assert f"for {count} of 2 changes" in said, "the finding counts like the title"
+
+
+def test_title_of_changes_counts_no_seed_that_stays_within_the_margin():
+    table, seeds = few_changes()
+    title = changes.title_of_changes(table, seeds.assign(move=0.1), {"motion": "150 updates"})
+    assert "in 0 of 4 pairs" in title
+
+
+def test_title_of_changes_agrees_with_the_finding_of_each_profile(judged):
+    table, seeds = (part[part.experiment == "prednet"] for part in judged)
+    title = changes.title_of_changes(table, seeds, TITLES)
+    for profile, words in TITLES.items():
+        own, single = (part[part.profile == profile] for part in (table, seeds))
+        count = re.search(r"\d+ of \d+", changes.describe_changes(own, single))[0]
+        assert f"{count} ({words.partition(',')[0]})" in title.replace(" changes", "")
 
 
 def test_draw_changes_shows_each_change_and_each_seed(judged):
@@ -80,7 +123,8 @@ def test_draw_changes_shows_each_change_and_each_seed(judged):
     )
     assert len(right.collections[0].get_offsets()) == len(seeds)
     assert "of 2 changes" in picture.alt  # a second run of the reference is not a change
-    assert f"of {len(seeds)} seeds" in picture.alt
+    counted = seeds[~seeds.change.isin(changes.YARDSTICKS)]
+    assert f"of {len(counted)} pairs" in picture.alt
 
 
 def test_describe_changes_says_how_far_the_furthest_seed_moves(judged):

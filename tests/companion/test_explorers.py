@@ -1,8 +1,10 @@
 """The widgets: moving a control changes the text and the drawing."""
 
 import math
+import re
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -141,6 +143,38 @@ def test_seed_explorer_has_the_verdict_of_all_runs_for_every_comparison(seeds, n
     seeds.seeds.value = seeds.seeds.max
     whole = gl.verdict(runs, factor=factor, reference=levels[0])
     assert seeds.verdicts[seeds.seeds.max].table.equals(whole.table)
+
+
+@pytest.mark.parametrize(
+    ("shift", "words"),
+    [(0.0, "the means agree to within the margin"), (0.5, "the means differ")],
+)
+def test_seed_by_seed_has_a_title_with_the_latest_verdict(shift, words):
+    seeds = np.arange(12)
+    cpu = pd.DataFrame({"setting": "cpu", "seed": seeds, "final_loss": 1 + 0.1 * np.sin(seeds)})
+    gpu = cpu.assign(setting="cuda", final_loss=cpu.final_loss + shift + 1e-5 * np.cos(seeds))
+    runs = pd.concat([cpu, gpu])
+    verdicts = {count: gl.verdict(runs[runs.seed < count]) for count in (6, 12)}
+    title = explorers.seed_by_seed(verdicts).figure.get_suptitle()
+    assert title == f"After 12 seeds: GPU, against CPU: {words}"
+
+
+@pytest.mark.parametrize(("curvature", "is_lower"), [(-1.0, True), (1.0, False)])
+def test_slice_explorer_has_a_title_that_says_whether_a_loss_is_lower(curvature, is_lower):
+    def loss(output, _):
+        return 5 + 0.5 * curvature * (output**2).sum() + 0.01 * (output**4).sum()
+
+    network = torch.nn.Linear(2, 1)
+    torch.nn.init.zeros_(network.weight)
+    torch.nn.init.zeros_(network.bias)
+    cut = companion.slice_explorer(
+        gl.saddles.landscape(network, loss, (torch.eye(2), torch.zeros(2, 1)))
+    )
+    title = cut.picture().figure.get_suptitle()
+    assert ("no loss on the line is below" in title) == (not is_lower)
+    assert ("% below the network's" in title) == is_lower
+    stated = float(re.search(r"curvature is (\S+);", title)[1])
+    assert (stated < 0) == is_lower
 
 
 # --- the buffer that is overwritten ---------------------------------------------------------------

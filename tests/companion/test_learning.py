@@ -92,3 +92,24 @@ def test_verdict_page_shows_what_its_example_prints(capsys):
     example, printed = re.search(r"```python\n(.+?)```\n```\n(.+?)```", page, re.DOTALL).groups()
     exec(compile(example, "docs/verdict.md", "exec"), {})
     assert capsys.readouterr().out.strip() == printed.strip()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        ([1.0, 8.0], "8.0-fold between seeds, 1.00-fold between settings"),
+        ([9.0, 2.0], "1.0-fold between seeds, 9.00-fold between settings"),
+    ],
+)
+def test_variation_title_compares_seeds_with_settings(gpu, words):
+    losses = pd.DataFrame({"CPU": [1.0, 8.0], "GPU": gpu})
+    assert companion.variation_title(losses).endswith(words)
+
+
+@pytest.mark.parametrize("order", [["CPU", "GPU, again"], ["GPU, again", "CPU"]])
+def test_median_moves_title_names_the_level_of_each_median(order):
+    moved = {"CPU": [1e-5, 2e-5, 9.0], "GPU, again": [0.3, 0.4, 0.5]}
+    series = pd.concat([pd.Series(moved[level], [level] * 3) for level in order])
+    title = companion.median_moves_title(series)
+    assert "2e-05 (CPU)" in title
+    assert "0.4 (GPU, again)" in title

@@ -92,6 +92,25 @@ def test_copy_without_outputs_is_made_once(notebooks, tmp_path):
     assert (tmp_path / "lab" / "03_three.ipynb").read_text() == "my work"
 
 
+def test_links_to_programs_lead_to_existing_files_in_copies(notebooks, tmp_path):
+    (notebooks / "programs").mkdir()
+    (notebooks / "programs" / "serve.py").write_text("")
+    text = "# Four\n\n[Programs](programs), [one](programs/serve.py), [a page](../docs/page.md)"
+    cells = [new_markdown_cell(text), new_code_cell("lists[0](programs)")]
+    nbformat.write(new_notebook(cells=cells, metadata=KERNEL), notebooks / "04_four.ipynb")
+    for folder in (tmp_path / "lab", tmp_path / "class" / "lab"):
+        copy_without_outputs(notebooks, folder)
+        words, code, _ = nbformat.read(folder / "04_four.ipynb", 4).cells
+        *programs, page = re.findall(r"\]\(([^)]+)\)", words.source)
+        assert [(folder / link).resolve() for link in programs] == [
+            notebooks / "programs",
+            notebooks / "programs" / "serve.py",
+        ]
+        assert all((folder / link).exists() for link in programs)
+        assert page == "../docs/page.md"
+        assert code.source == "lists[0](programs)", "code is left as it is"
+
+
 def test_execute_fails_only_the_notebook_whose_kernel_dies(notebooks, tmp_path):
     cells = [new_code_cell("import os; os._exit(3)")]
     nbformat.write(new_notebook(cells=cells), notebooks / "03_three.ipynb")

@@ -122,3 +122,33 @@ def test_correlation_cell_of_notebook_06_agrees_with_scipy():
     related = names["correlations"](frame)
     assert related["at one step"] == pytest.approx(np.mean(by_step))
     assert related.p > 0.05
+
+
+def paths(**ends):
+    """Paths of two steps that end at these distances; `master` has weights in float64."""
+    rows = [
+        {"setting": name, "seed": seed, "step": step, "unstable": step * end}
+        for name, both in ends.items()
+        for seed, end in enumerate(both)
+        for step in (0, 1)
+    ]
+    return pd.DataFrame(rows).assign(
+        optimizer="sgd", batch_size=0, master_weights=lambda table: table.setting == "master"
+    )
+
+
+@pytest.mark.parametrize(("master", "count"), [((0.2, 0.3), 3), ((0.2, 1e-9), 2)])
+def test_leaves_saddle_goes_by_the_end_of_each_network(master, count):
+    frame = paths(plain=(1e-9, 0.2), master=master)
+    leaves = companion.leaves_saddle(frame)
+    assert leaves[frame.setting == "plain"].tolist() == [False, False, True, True]
+    last = leaves[frame.step == 1]
+    assert companion.leaving_title(last) == f"{count} of 4 networks leave the saddle"
+
+
+@pytest.mark.parametrize(
+    ("escaped", "right"), [([True, False], 2), ([False, False], 1), ([False, True], 0)]
+)
+def test_step_length_title_counts_networks_that_do_as_predicted(escaped, right):
+    tried = pd.DataFrame({"step_ratio": [2.0, 0.5], "escaped": escaped})
+    assert companion.step_length_title(tried).startswith(f"{right} of 2 networks")

@@ -2,11 +2,13 @@
 
 import io
 import re
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from markupsafe import escape
 from matplotlib.text import Text
 from PIL import Image
@@ -54,22 +56,133 @@ def test_plots_differences_of_one_seed_have_no_spread(runs):
     )
 
 
+def suptitle(picture):
+    return picture.figure.get_suptitle()
+
+
 @pytest.mark.parametrize(
-    ("shifts", "title"),
+    ("shifts", "noise", "title"),
     [
-        ((0.0, 0.0), "Against CPU: no difference beyond the margin for 2 of 2"),
+        ((0.0, 0.0), 1e-4, "Against CPU: the means agree to within the margin for 2 of 2"),
         (
             (0.3, 0.0),
-            "Against CPU: the means differ for 1 of 2, no difference beyond the margin for 1 of 2",
+            1e-4,
+            "Against CPU: the means differ for 1 of 2, the means agree to within the margin for"
+            " 1 of 2",
         ),
-        ((0.3, 0.3), "Against CPU: the means differ for 2 of 2"),
+        ((0.3, 0.3), 1e-4, "Against CPU: the means differ for 2 of 2"),
+        (
+            (0.001, 0.001),
+            1e-4,
+            "Against CPU: the means differ, but by less than the margin for 2 of 2",
+        ),
+        ((0.0, 0.0), 0.2, "Against CPU: too few seeds to decide for 2 of 2"),
     ],
 )
-def test_estimation_has_a_title_that_follows_the_decisions(runs, shifts, title):
-    noise = 1e-4 * (runs.seed % 3) * (runs.setting != "cpu")
+def test_estimation_has_a_title_that_follows_the_decisions(runs, shifts, noise, title):
+    noise = noise * (runs.seed % 3 - 1) * (runs.setting != "cpu")
     shift = runs.setting.map(dict(zip(SETTINGS, (0.0, *shifts), strict=True)))
     moved = runs.assign(final_loss=0.1 * (runs.seed + 1) + shift + noise)
-    assert gl.verdict(moved, reference="cpu").plot().figure.get_suptitle() == title
+    assert suptitle(gl.verdict(moved, reference="cpu").plot()) == title
+
+
+def test_estimation_title_is_about_means_where_single_seeds_are_beyond_the_margin():
+    seeds = np.arange(40)
+    losses = 1 + 0.1 * np.sin(seeds)
+    moves = np.where(seeds < 2, 0.05 * (-1.0) ** seeds, 0.0)  # two seeds move, the mean does not
+    cpu = pd.DataFrame({"setting": "cpu", "seed": seeds, "final_loss": losses})
+    cuda = cpu.assign(setting="cuda", final_loss=losses + moves)
+    judged = gl.verdict(pd.concat([cpu, cuda], ignore_index=True))
+    assert judged.pairs.difference.abs().max() > judged.table.margin.max()
+    assert suptitle(judged.plot()) == "GPU, against CPU: the means agree to within the margin"
+
+
+@pytest.mark.parametrize(
+    ("by_seed", "by_setting", "title"),
+    [
+        (2.0, 1.1, "The loss varies up to 2.0-fold between seeds, and by at most 10 % between"),
+        (1.0, 3.0, "The loss varies up to 1.0-fold between seeds, and by at most 2e+02 % between"),
+    ],
+)
+def test_losses_have_a_title_that_compares_seeds_with_settings(runs, by_seed, by_setting, title):
+    losses = 0.1 * by_seed ** (runs.seed == 3) * by_setting ** (runs.setting != "cpu")
+    assert suptitle(gl.plots.losses(runs.assign(final_loss=losses))).startswith(title)
+
+
+def histories(runs):
+    """Return a history of ten windows with constant losses for each run."""
+    runs = runs.assign(id=runs.index.astype(str), loss=runs.final_loss)
+    return pd.concat([runs.assign(frames_seen=20 * n) for n in range(1, 11)], ignore_index=True)
+
+
+@pytest.mark.parametrize(
+    ("times", "title"),
+    [
+        (2.0, "On average, the final loss is 2 times as high for GPU, TF32 as for CPU"),
+        (0.5, "On average, the final loss is 2 times as high for CPU as for GPU, TF32"),
+    ],
+)
+def test_curves_of_two_have_a_title_that_names_the_higher_loss(runs, times, title):
+    both = runs[runs.setting.isin(SETTINGS[:2])]
+    both = both.assign(final_loss=both.final_loss * times ** (both.setting != "cpu"))
+    assert suptitle(gl.plots.curves(histories(both))) == title
+
+
+@pytest.mark.parametrize(("largest", "fold"), [(0.8, "8.0"), (0.1, "1.0")])
+def test_curves_of_one_setting_have_a_title_that_says_how_far_seeds_differ(runs, largest, fold):
+    one = runs[runs.setting == "cpu"]
+    one = one.assign(final_loss=one.final_loss.clip(upper=largest))
+    assert suptitle(gl.plots.curves(histories(one))) == (
+        f"8 seeds: final losses differ up to {fold}-fold"
+    )
+
+
+@pytest.mark.parametrize("shift", [0.01, 1.0])
+def test_differences_have_a_title_with_the_largest_move_of_a_seed(runs, shift):
+    losses = 0.1 * (runs.seed + 1)
+    moved = (runs.setting == SETTINGS[2]) & (runs.seed == 5)
+    judged = gl.verdict(runs.assign(final_loss=losses + shift * moved), reference="cpu")
+    ratio = shift / losses[:8].std()
+    assert suptitle(gl.plots.differences(judged)) == (
+        f"The setting changes a seed's result by up to {ratio:.2g} times the spread between seeds"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "below", "above"),
+    [([-1.0, 0.0, 4.0], "33.33%", "33.33%"), ([0.0, 1.0, 4.0], "0.00%", "66.67%")],
+)
+def test_spectrum_has_a_title_that_counts_signs(values, below, above):
+    matrix = torch.diag(torch.tensor(values).repeat(9))
+    title = suptitle(gl.plots.spectrum(gl.saddles.spectral_density(matrix, probes=64, steps=9)))
+    found_below, found_above = re.findall(r"([\d.]+)% ", title)
+    assert float(found_below) == pytest.approx(float(below[:-1]), abs=3)
+    assert float(found_above) == pytest.approx(float(above[:-1]), abs=3)
+    assert title.endswith("clearly above")
+
+
+@pytest.mark.parametrize(
+    ("predicted", "title"),
+    [
+        ("next", "Mean squared error: 0 for these predictions, 0.25 for repeating frame t"),
+        ("previous", "Mean squared error: 0.25 for these predictions, 0.25 for repeating frame t"),
+    ],
+)
+def test_predictions_have_a_title_with_their_error_and_that_of_repeating(predicted, title):
+    films = torch.zeros(20, 1, 3, 8, 8)
+    films[1::2] = 0.5  # every frame differs from the one before by a half
+    predictions = {"next": films, "previous": 0.5 - films}[predicted]
+    run = SimpleNamespace(predict=lambda: (films, predictions))
+    assert suptitle(gl.plots.predictions(run)) == title
+
+
+@pytest.mark.parametrize(("output", "error"), [(0.5, "0"), (0.0, "0.25")])
+def test_reconstructions_have_a_title_with_their_error(output, error):
+    images = torch.full((9, 1, 8, 8), 0.5)
+    run = SimpleNamespace(predict=lambda: (images, torch.full_like(images, output)))
+    assert suptitle(gl.plots.reconstructions(run)) == (
+        f"Mean squared error of these 8 images: {error}"
+    )
 
 
 def test_plots_predictions_and_reconstructions_refuse_a_function():

@@ -1,9 +1,11 @@
 """The training loop alone: compared with a loop that is written here, and with a custom engine."""
 
 import copy
+import html
 import inspect
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import companion
 from gpulab.data._feed import Loader
 from gpulab.training import loop
 from gpulab.training._networks import NetworkRun
@@ -107,10 +110,14 @@ def test_loop_ends_at_a_loss_that_is_not_finite_also_when_seldom_checked(wrong):
     )
 
 
-def test_loop_is_what_notebook_03_prints():
-    printed = "".join(
-        inspect.getsource(part) + "\n"
-        for part in (loop.train, AutogradEngine.update, AutogradEngine.gradients)
-    )
+def test_loop_is_what_notebook_03_shows_in_a_fold():
+    parts = (loop.train, AutogradEngine.update, AutogradEngine.gradients)
+    code = "\n".join(inspect.getsource(part) for part in parts)
     cells = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-    assert "".join(cells["03-loop"]["outputs"][0]["text"]) == printed
+    names = {"loop": loop, "companion": companion}
+    *statements, expression = cells["03-loop"]["source"]
+    exec("".join(statements), names)
+    shown = eval(expression, names)
+    assert str(shown) == code
+    fold = r"<details><summary>[^<]+</summary><pre>(.*)</pre></details>"
+    assert html.unescape(re.fullmatch(fold, shown.words(), re.DOTALL)[1]) == code
