@@ -337,8 +337,8 @@ def verdict(
     margin: Annotated[str | None, option(MARGIN_HELP, "0.25sd, or 0.1")] = None,
     alpha: Annotated[float, option("the level of significance")] = 0.05,
     looks: Looks = 1,
-    last: Annotated[str | None, option(LAST_HELP, False)] = None,
-    best: Annotated[str | None, option(BEST_HELP, False)] = None,
+    last: Annotated[str | None, option(LAST_HELP, default=False)] = None,
+    best: Annotated[str | None, option(BEST_HELP, default=False)] = None,
     mode: Annotated[
         str | None, option("min or max: which value of --best is the best", "from its name")
     ] = None,
@@ -489,8 +489,10 @@ def audit(
             f"expected two traces, or a step and two settings; got {' '.join(compared)}"
         )
     input_a, input_b, *further_settings = compared
-    for setting in (input_b, *further_settings) if further_settings else ():
-        parse_and_prepare(setting)
+    # With three inputs, the first one is a step, and the other two are settings.
+    if further_settings:
+        for setting in (input_b, *further_settings):
+            parse_and_prepare(setting)
     from gpulab.audits import _audit as audits
     from gpulab.audits._findings import KINDS
     from gpulab.user_code import find_function

@@ -225,7 +225,8 @@ def _gpus() -> list[GPU]:
         gpus.append(
             {"kind": "mps", "name": f"Apple GPU ({platform.processor() or platform.machine()})"}
         )
-    for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
+    xpu_count = torch.xpu.device_count() if torch.xpu.is_available() else 0
+    for index in range(xpu_count):
         xpu = torch.xpu.get_device_properties(index)
         gpus.append({"kind": "xpu", "name": xpu.name, "memory_bytes": xpu.total_memory})
     return gpus
@@ -234,14 +235,10 @@ def _gpus() -> list[GPU]:
 def _run_command(*command: str) -> str | None:
     """Run a program and return its output; None if it does not exist, fails or prints nothing."""
     try:
-        return (
-            subprocess.run(
-                command, capture_output=True, text=True, timeout=20, check=True
-            ).stdout.strip()
-            or None
-        )
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
+    return process.stdout.strip() or None
 
 
 @functools.cache

@@ -60,6 +60,7 @@ class Report:
         files.write(file, render("page.html", title=title, body=self.html()).encode())
 
     def _ipython_display_(self) -> None:
+        """Show the result in words, and its figure if it has one; IPython calls this method."""
         from IPython.display import display
 
         display({"text/plain": str(self), "text/html": self.words()}, raw=True)

@@ -74,6 +74,7 @@ def _restore_flags_on_exit(stack: ExitStack) -> None:
     from gpulab.numerics._flags import restore_tf32_on_exit
 
     def algorithms() -> tuple[bool, bool]:
+        """Return whether torch uses only deterministic algorithms, and whether it only warns."""
         return (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -88,11 +89,11 @@ def _restore_flags_on_exit(stack: ExitStack) -> None:
 
     @stack.callback
     def restore_determinism() -> None:
+        """Restore the choice of algorithms and the variable that cuBLAS reads."""
         # The call imports torch's compiler, which takes 150 MB, so it is made only if necessary.
         if algorithms() != previous_algorithms:
-            torch.use_deterministic_algorithms(
-                previous_algorithms[0], warn_only=previous_algorithms[1]
-            )
+            was_deterministic, only_warned = previous_algorithms
+            torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
         os.environ.pop(CUBLAS_VARIABLE, None)
         if workspace is not None:
             os.environ[CUBLAS_VARIABLE] = workspace
@@ -132,7 +133,7 @@ def _choice(devices: tuple[str, ...], choices: Iterable[str]) -> str | None:
 
 def _switch(*devices: str) -> bool | None:
     """Declare an option with the values `on` and `off`."""
-    return _option(devices, "on|off", "must be on or off", "on".__eq__)
+    return _option(devices, "on|off", "must be on or off", lambda text: text == "on")
 
 
 def _arithmetic() -> str | None:
@@ -162,7 +163,11 @@ class Setting:
         denormals: On a CPU, whether subnormal numbers (below 1.2e-38 in float32) are kept instead
             of being replaced by zero.
         deterministic: Whether to use only algorithms that return the same bits each time.
-        precision: The floating-point type: `float32`, `float64` or `bfloat16`.
+        precision: The floating-point type: `float32`, `float64` or `bfloat16`. It becomes torch's
+            default type while the setting applies. Random numbers that are drawn in another type
+            differ, even from the same seed. To train the same network in two types, draw weights
+            and data with `dtype=torch.float32` and convert them to `setting.dtype`. A step that
+            receives the setting in an audit runs with the usual default type instead.
         emulate: The number format, or the chip, whose products are imitated; see `gpulab.emulate`.
         order: The order in which products are added up; see `gpulab.emulate`.
         compile: The backend of `torch.compile` that `compiled` uses, such as `inductor`,
@@ -201,6 +206,7 @@ class Setting:
     autocast: str | None = _choice(DEVICES, AUTOCAST_DTYPES)
 
     def __post_init__(self) -> None:
+        """Check the device and the value of each option, also of a setting made without `parse`."""
         if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
             raise UsageError(
                 f"device {self.device!r}: expected cpu, cuda, cuda:1, mps or xpu; to read a text"
@@ -240,11 +246,12 @@ class Setting:
                 "expected a device (cpu, cuda, cuda:0, mps, xpu), with any options after a colon,"
                 " such as cpu:threads=1 or cuda:tf32=off,cudnn=off"
             )
-        kind, index, options = match.groups()
+        kind, index, options_text = match.groups()
+        options = options_text.split(",") if options_text else []
         # Each value has the type of its field, which mypy cannot infer from a name.
         values: dict[str, Any] = {}
-        for option in options.split(",") if options else ():
-            name, _, value = map(str.strip, option.partition("="))
+        for option in options:
+            name, _, value = (part.strip() for part in option.partition("="))
             if name in values:
                 raise UsageError(f"{name!r} is given twice")
             if name not in OPTIONS:

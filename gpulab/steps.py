@@ -130,8 +130,8 @@ class Step:
 class PreparedStep:
     """A step under a setting, which can be called inside a `with` block.
 
-    On entry the model is moved to the setting and its gradients are removed. On exit the original
-    state is restored.
+    On entry the model, and a loss that is a module, are moved to the setting, and their gradients
+    are removed. On exit the original state is restored.
 
     Attributes:
         model: The model. After the call its parameters have the gradients of the step.
@@ -150,9 +150,11 @@ class PreparedStep:
                 return {name: tree_map(move, item) for name, item in value.items()}
             if not isinstance(value, Tensor):
                 return value
-            converted = self._convert(value)
-            # The user's tensor must not be changed.
-            return value.clone() if converted is value else converted
+            # Neither the user's tensor nor its gradient may be changed.
+            detached = value.detach()
+            converted = self._convert(detached)
+            own = converted.clone() if converted is detached else converted
+            return own.requires_grad_(value.requires_grad)
 
         self.batch = tree_map(move, step.batch)
 
@@ -165,17 +167,20 @@ class PreparedStep:
         return tensor.to(self.setting.device).to(dtype)
 
     def __enter__(self) -> PreparedStep:
-        snapshot = Snapshot(self.model)
+        # A loss may have weights of its own, as in metric learning.
+        loss_modules = [self.loss] if isinstance(self.loss, nn.Module) else []
         with contextlib.ExitStack() as stack:
-            stack.callback(snapshot.restore)
-            for tensor, _, _, _ in snapshot.tensors:
-                tensor.grad = None
-            convert_tensors(self.model, self._convert)
-            self.model.to(self.setting.device)  # some models override `to` to store their device
-            for tensor, data, _, _ in snapshot.tensors:
-                # A tensor that was neither moved nor converted still has the user's memory.
-                if tensor.device == data.device and tensor.dtype == data.dtype:
-                    tensor.data = data.clone()
+            for module in (self.model, *loss_modules):
+                snapshot = Snapshot(module)
+                stack.callback(snapshot.restore)
+                for tensor, _, _, _ in snapshot.tensors:
+                    tensor.grad = None
+                convert_tensors(module, self._convert)
+                module.to(self.setting.device)  # some models override `to` to store their device
+                for tensor, data, _, _ in snapshot.tensors:
+                    # A tensor that was neither moved nor converted still has the user's memory.
+                    if tensor.device == data.device and tensor.dtype == data.dtype:
+                        tensor.data = data.clone()
             self.restored = stack.pop_all()
         return self
 

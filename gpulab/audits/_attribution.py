@@ -31,6 +31,7 @@ from gpulab.audits._diagnosis import (
     LOST_UPDATE_PREFIX,
     OUT_OF_RANGE_ADVICE,
     SCALER_ADVICE,
+    digit_loss_finding,
     find_short_format_origin,
     is_nonfinite_on_one_side,
 )
@@ -40,6 +41,12 @@ from gpulab.audits._traces import Operation
 from gpulab.audits._values import Value
 from gpulab.settings import Setting
 
+# Functions that are not finite for some finite inputs.
+_FUNCTIONS = """
+    acos acosh asin atanh digamma div erfinv lgamma log log10 log1p log2 logit pow reciprocal rsqrt
+    sqrt tan
+"""
+FUNCTIONS_WITH_A_DOMAIN = frozenset(_FUNCTIONS.split())
 # Kinds of findings about results that differ in float64, which no rounding explains.
 SOURCE_KINDS = (
     "mismatch",
@@ -131,6 +138,7 @@ class Attribution:
         return total
 
     def _add_incoming(self, pair: ValuePair, amount: float) -> None:
+        """Add an amount to a pair's difference; queue the pair if it is not waiting already."""
         if not amount:
             return
         if pair not in self._incoming:
@@ -283,6 +291,9 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
     digit_loss_op, digit_loss_detail = _find_digit_loss(comparison)
     overflow_advice = _advise_on_overflow(comparison, digit_loss_op)
     findings = [*findings, *_rounded_data_findings(comparison, attribution)]
+    if digit_loss_op is not None and all(f.op is not digit_loss_op for f in findings):
+        # The operation is right for its inputs, but NaN or infinity begins there.
+        findings.append(digit_loss_finding(comparison, digit_loss_op))
     findings = [
         replace(finding, share=attribution.share(finding, findings)) for finding in findings
     ]
@@ -306,6 +317,7 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
     first_nonfinite = min(nonfinite_positions, default=0)
 
     def sort_key(finding: Finding) -> tuple[Rank, float, int]:
+        """Return the rank of a finding, its negated share, and the number of its kind."""
         if (
             finding.kind == "mismatch"
             and finding.op
@@ -335,7 +347,7 @@ def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> 
     """
     findings: dict[tuple[str, str], Finding] = {}
     for value, amount in attribution.attributed_to_data.items():
-        side = int(value in comparison.graphs[1].users)
+        side = 1 if value in comparison.graphs[1].users else 0
         user = next(iter(comparison.graphs[side].users.get(value, [])), None)
         if (
             user is None
@@ -363,17 +375,19 @@ def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> 
         previous = findings.get((trace.title, op.module))
         if previous is not None:
             share += previous.share
-        location = (trace.title, op.name, op.phase, op.module, op.line)
-        finding = Finding(
-            "reduced precision",
-            *location,
-            math.nan,
-            detail,
-            advice,
+        findings[trace.title, op.module] = Finding(
+            kind="reduced precision",
+            setting=trace.title,
+            operation=op.name,
+            phase=op.phase,
+            module=op.module,
+            line=op.line,
+            ratio=math.nan,
+            detail=detail,
+            advice=advice,
             size=value.deviation,
             share=share,
         )
-        findings[trace.title, op.module] = finding
     return list(findings.values())
 
 
@@ -452,6 +466,7 @@ def _rank_of(comparison: Comparison, finding: Finding) -> Rank:
         return Rank.NEGLIGIBLE if is_negligible else Rank.PARTIAL_CAUSE
     if finding.kind == "another valid answer":
         gaps = [comparison.recorded_gap(result) for result in comparison.results]
+        # A gap is NaN if only one side has the result. It then counts as negligible.
         is_negligible = not any(gap > tol.MIN_UNEXPLAINED_DIFFERENCE for gap in gaps)
         return Rank.NEGLIGIBLE if is_negligible else Rank.PARTIAL_CAUSE
     return Rank.ROUNDING if finding.kind == "rounding" else Rank.PARTIAL_CAUSE
@@ -471,6 +486,12 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
     if origin.cancellation is not None:
         detail = f"; nearly all digits are lost in it, and {conversion}{skipped_updates}"
         return origin.cancellation, detail
+    if op is first_operation and _is_outside_domain(op):
+        detail = (
+            f"; its inputs were rounded to numbers for which the exact result is {value_kind} too"
+            f"{skipped_updates}"
+        )
+        return op, detail
     if op is first_operation and value_kind != INFINITY:
         return (
             op,
@@ -482,6 +503,15 @@ def _find_digit_loss(comparison: Comparison) -> tuple[Operation | None, str]:
             f"; it turns numbers beyond the range of {op.dtype} into {value_kind}{skipped_updates}",
         )
     return op, f"; {conversion}{skipped_updates}"
+
+
+def _is_outside_domain(op: Operation) -> bool:
+    """Return whether a function is not finite for its inputs in float64 either, such as log(0).
+
+    Then there is no error, because a result that is not finite has no size. A result that overflows
+    only in a short format has an error.
+    """
+    return op.error is None and op.name.rstrip("_") in FUNCTIONS_WITH_A_DOMAIN
 
 
 def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
@@ -496,7 +526,12 @@ def _advise_on_overflow(comparison: Comparison, op: Operation | None) -> str:
     # `_find_digit_loss` finds an operation only if exactly one side has NaN or infinity.
     ((side, origin),) = comparison.not_finite.items()
     has_infinity = origin.infinity is not None or origin.value_kind == INFINITY
-    is_overflow = op is origin.first_operation and origin.cancellation is None and has_infinity
+    is_overflow = (
+        op is origin.first_operation
+        and origin.cancellation is None
+        and has_infinity
+        and not _is_outside_domain(op)
+    )
     if not is_overflow:
         return ""
     if _describe_skipped_updates(comparison, side):

@@ -225,9 +225,7 @@ def _rounding_deviations(
     """
     if Setting.parse(comparison.traces[side].setting).precision == "float64":
         return [0.0]
-    values = [
-        value for result in results for value in comparison.values((result.a, result.b)[side])
-    ]
+    values = [value for result in results for value in comparison.values(result.of_side(side))]
     return (
         [max(value.deviation for value in values)] if all(value.exact for value in values) else []
     )

@@ -96,6 +96,7 @@ def check_module(module: torch.nn.Module) -> None:
 
 
 def _refusal(what: str) -> UsageError:
+    """Make the error for something that exchanges numbers and cannot be followed."""
     return UsageError(
         f"{what} cannot be followed: expected the collectives"
         f" {', '.join(sorted(FOLLOWED_COLLECTIVES))} of torch.distributed, as in DDP and"

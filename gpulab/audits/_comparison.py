@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -70,6 +70,10 @@ class Result:
     def representative(self) -> Operation:
         """The operation of either side, from which common properties are read."""
         return self.a or self.b  # type: ignore[return-value]
+
+    def of_side(self, side: int) -> Operation | None:
+        """Return the `RESULT` operation of a side (0 or 1), or None."""
+        return self.b if side else self.a
 
     @property
     def group(self) -> str:
@@ -157,7 +161,7 @@ class Comparison:
             tolerance_of(
                 graph,
                 dict.fromkeys(graph.following(set(self.external_values)), external_tolerance)
-                | dict.fromkeys(uncertain, tol.INEXACT_TOLERANCES[self.uses_short_format(side)]),
+                | dict.fromkeys(uncertain, self.inexact_tolerance([side])),
             )
             for side, (graph, uncertain) in enumerate(zip(self.graphs, self.uncertain, strict=True))
         ]
@@ -168,7 +172,17 @@ class Comparison:
 
     def tolerance(self, value: Value) -> float:
         """Return the relative distance up to which two references count as the same value."""
-        return self._tolerances[value not in self._values_of_first](value)
+        side = 0 if value in self._values_of_first else 1
+        return self._tolerances[side](value)
+
+    def inexact_tolerance(self, sides: Sequence[int] = (0, 1)) -> float:
+        """Return the relative difference that values without a reference may have.
+
+        It is larger if any of the sides may compute in a short format.
+        """
+        float32_tolerance, short_format_tolerance = tol.INEXACT_TOLERANCES
+        has_short_format = any(map(self.uses_short_format, sides))
+        return short_format_tolerance if has_short_format else float32_tolerance
 
     # --- the two sides ----------------------------------------------------------------------------
 
@@ -267,7 +281,8 @@ class Comparison:
             if not y and start_b is not None:
                 y = start_b.start
         if not x or len(x) != len(y):
-            return Result(a, b, agrees=False, has_no_counterpart=not (a and b) and None in starts)
+            is_one_sided = a is None or b is None
+            return Result(a, b, agrees=False, has_no_counterpart=is_one_sided and None in starts)
         pairs = list(zip(x, y, strict=True))
         agrees = all(
             is_same_value(v, w, self.tolerance) or self._differ_within_rounding(v, w)
@@ -358,6 +373,7 @@ class Comparison:
         return replicas
 
     def _are_all_same(self, values_a: list[Value], values_b: list[Value]) -> bool:
+        """Return whether two lists have the same length and the same values in float64."""
         pairs = zip(values_a, values_b, strict=False)
         return len(values_a) == len(values_b) and all(
             is_same_value(x, y, self.tolerance) for x, y in pairs
@@ -438,10 +454,7 @@ class Comparison:
         """Return the difference of two recorded values, relative to `x`, or to `y` if `x` is 0."""
         if x.content == y.content:
             return 0.0
-        # `finite_distance` is relative to its second argument.
-        if x.sketch.any():
-            return finite_distance(y.sketch, x.sketch)
-        return finite_distance(x.sketch, y.sketch)
+        return _relative_gap(x.sketch, y.sketch)
 
     # --- corresponding values and operations ------------------------------------------------------
 
@@ -515,11 +528,14 @@ def _reference_gap(x: Value, y: Value) -> float:
     """Return the relative difference of two float64 references; NaN if one is missing."""
     if x.reference is None or y.reference is None:
         return math.nan
-    return (
-        finite_distance(y.reference, x.reference)
-        if x.reference.any()
-        else finite_distance(x.reference, y.reference)
-    )
+    return _relative_gap(x.reference, y.reference)
+
+
+def _relative_gap(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the distance of two sketches, relative to `x`, or to `y` if `x` is 0."""
+    if x.any():
+        return finite_distance(y, reference=x)
+    return finite_distance(x, reference=y)
 
 
 @dataclass(eq=False)
@@ -629,6 +645,7 @@ def find_not_finite(graph: Graph) -> NotFinite | None:
     ]
     if not results:
         return None
+    # False sorts before True, so losses come before gradients and updates.
     results.sort(key=lambda op: op.name in LEAF_RESULTS)
     losses = [op for op in results if op.name not in LEAF_RESULTS]
     values = {value for op in losses or results for value in op.outputs}
@@ -645,7 +662,13 @@ def find_not_finite(graph: Graph) -> NotFinite | None:
         value.reference is None or not np.isfinite(value.total).all() for value in result_values
     )
     return NotFinite(
-        value_kind, origin, is_produced, infinity, cancellation, results, is_nonfinite_in_reference
+        value_kind=value_kind,
+        op=origin,
+        is_produced=is_produced,
+        infinity=infinity,
+        cancellation=cancellation,
+        results=results,
+        is_nonfinite_in_reference=is_nonfinite_in_reference,
     )
 
 

@@ -410,7 +410,9 @@ def _compare_result(
         row["error"] <= row["plain_error"]
         or (math.isnan(row["plain_error"]) and math.isfinite(row["error"]))
     )
-    is_wrong = not (row["difference"] <= tolerance or is_nearer)
+    # A difference that is NaN is not within the tolerance.
+    is_within_tolerance = row["difference"] <= tolerance
+    is_wrong = not is_within_tolerance and not is_nearer
     return row | {"tolerance": tolerance, "wrong": is_wrong, "finite": is_finite}
 
 
@@ -490,7 +492,7 @@ def _random_numbers_findings(
     chance. Therefore, the finding is also made if a result differs by more than its tolerance, and
     by more than twice the difference that remains when Inductor draws the same numbers.
     """
-    with _uncompiled_random_numbers(False):
+    with _uncompiled_random_numbers(use_fallback=False):
         uncompiled_run, compiled_run = (
             execute(step, setting) for setting in (uncompiled, compiled)
         )
@@ -624,9 +626,11 @@ def _find_needed_modules(
     """
 
     def is_wrong(compiled_names: Sequence[str]) -> bool:
+        """Return whether the outer module is wrong if only these inner modules are compiled."""
         with contextlib.ExitStack() as stack:
             for name in set(inner) - set(compiled_names):
                 module = call.model.get_submodule(name.removeprefix(f"{call.name}."))
+                # The attribute hides the method of the class until it is deleted.
                 stack.callback(delattr, module, "forward")
                 module.forward = torch.compiler.disable(module.forward)
             return compare_compiled(call, uncompiled, compiled).wrong
@@ -679,6 +683,16 @@ def _make_finding(
     line: str = "",
     size: float = math.nan,
 ) -> Finding:
-    operation = "the step" if module is None else type(module).__name__
-    advice = advice or ADVICE[kind]
-    return Finding(kind, setting, operation, phase, name, line, math.nan, detail, advice, size)
+    """Make a finding about the step or a module; the default advice is that of its kind."""
+    return Finding(
+        kind=kind,
+        setting=setting,
+        operation="the step" if module is None else type(module).__name__,
+        phase=phase,
+        module=name,
+        line=line,
+        ratio=math.nan,
+        detail=detail,
+        advice=advice or ADVICE[kind],
+        size=size,
+    )

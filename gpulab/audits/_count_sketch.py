@@ -92,19 +92,18 @@ def sketch(tensor: Tensor) -> np.ndarray:
     if numbers.numel() <= SKETCH_SIZE:
         return numbers.to("cpu", torch.float64, copy=True).numpy()
     sums = _sketch_sums(numbers)
-    return (
-        sums
-        if np.isfinite(sums).all()
-        else _sketch_sums(
-            numbers.double().nan_to_num(0.0).clamp(-MAX_SKETCHED_NUMBER, MAX_SKETCHED_NUMBER)
-        )
+    if np.isfinite(sums).all():
+        return sums
+    finite_numbers = (
+        numbers.double().nan_to_num(0.0).clamp(-MAX_SKETCHED_NUMBER, MAX_SKETCHED_NUMBER)
     )
+    return _sketch_sums(finite_numbers)
 
 
 def _sketch_sums(numbers: Tensor) -> np.ndarray:
     """Sum the sketches of all blocks, with a shift and a sign that depend on the block."""
     if numbers.numel() <= BLOCK_SIZE:
-        return _block_sums(numbers, 0)
+        return _block_sums(numbers, shift=0)
     blocks = enumerate(numbers.split(BLOCK_SIZE))
     return np.sum(
         [_block_sums(block, number % SKETCH_SIZE) * (-1) ** number for number, block in blocks],

@@ -72,6 +72,10 @@ NOT_FINITE_HINTS = (
     (r"div|reciprocal", "look for a division by zero"),
     (r".*(softmax|scaled_dot_product|attention).*", "look for a row that is masked out entirely"),
 )
+BOUNDARY_ADVICE = (
+    "compute this part in float32, or keep its input further from the numbers for which it is not"
+    " finite: in {}, adding less than {:.0e} of a number does not change it"
+)
 INTEGER_ADVICE = (
     "compute it in torch.float32 if it matters: bfloat16 represents all integers only up to 256,"
     " and float16 up to 2,048"
@@ -93,14 +97,8 @@ def diagnose(comparison: Comparison, sources: Sequence[Source]) -> list[Finding]
     )
     if len(comparison.not_finite) == 2:
         findings += _merge_findings(
-            *(
-                [
-                    _loss_scaling_finding(comparison, origin)
-                    if is_loss_scaling(comparison, origin)
-                    else _nonfinite_finding(comparison, origin)
-                ]
-                for origin in comparison.not_finite.values()
-            )
+            [_two_sided_nonfinite_finding(comparison, comparison.not_finite[0])],
+            [_two_sided_nonfinite_finding(comparison, comparison.not_finite[1])],
         )
     findings += _state_findings(comparison)
     # The sources also explain results of single ranks, of which one process has only the whole.
@@ -123,10 +121,10 @@ def is_nonfinite_on_one_side(comparison: Comparison) -> bool:
 
     All other differences then follow from this one.
     """
-    return (
-        len(comparison.not_finite) == 1
-        and not next(iter(comparison.not_finite.values())).is_nonfinite_in_reference
-    )
+    if len(comparison.not_finite) != 1:
+        return False
+    (origin,) = comparison.not_finite.values()
+    return not origin.is_nonfinite_in_reference
 
 
 def find_short_format_origin(comparison: Comparison) -> Operation | None:
@@ -154,6 +152,14 @@ def find_short_format_origin(comparison: Comparison) -> Operation | None:
     return None
 
 
+def digit_loss_finding(comparison: Comparison, op: Operation) -> Finding:
+    """Make a finding about an operation in a short format at which NaN or infinity begins."""
+    format_ = op.format or op.dtype
+    unit = torch.finfo(getattr(torch, op.dtype)).eps / 2
+    advice = BOUNDARY_ADVICE.format(format_, unit)
+    return _make_finding(comparison, "reduced precision", op, f"computed in {format_}", advice)
+
+
 # --- findings about one setting -------------------------------------------------------------------
 
 
@@ -167,14 +173,16 @@ def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
             "the backward pass needed memory that had been overwritten since it was saved:"
             f" {entry['why']}"
         )
-        location = (entry["operation"], "backward", "", entry["line"])
         yield Finding(
-            "overwritten",
-            trace.title,
-            *location,
-            math.nan,
-            detail,
-            entry["remedy"],
+            kind="overwritten",
+            setting=trace.title,
+            operation=entry["operation"],
+            phase="backward",
+            module="",
+            line=entry["line"],
+            ratio=math.nan,
+            detail=detail,
+            advice=entry["remedy"],
             has_bound=False,
         )
 
@@ -189,17 +197,18 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
             if len(further_results) == 1
             else f" and {len(further_results)} more results"
         )
-    detail = f"turns finite numbers into {origin.value_kind}"
-    if origin.infinity is not None:
-        detail = (
-            f"produces {origin.value_kind} from the infinity that"
-            f" {operation_phrase(origin.infinity)} produced"
-        )
     if not origin.is_produced:
         detail = (
             f"receives {origin.value_kind}, which no operation of the step produced: it is in the"
             " data or the weights"
         )
+    elif origin.infinity is not None:
+        detail = (
+            f"produces {origin.value_kind} from the infinity that"
+            f" {operation_phrase(origin.infinity)} produced"
+        )
+    else:
+        detail = f"turns finite numbers into {origin.value_kind}"
     detail += f"; it reaches {describe(first_result)}{other_results}"
     if origin.cancellation is not None:
         detail += (
@@ -232,6 +241,13 @@ def is_loss_scaling(comparison: Comparison, origin: NotFinite) -> bool:
         and all(result.name == "gradient" for result in origin.results)
         and not origin.is_nonfinite_in_reference
     )
+
+
+def _two_sided_nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
+    """Describe the origin of NaN or infinity in the results of a side if both sides have it."""
+    if is_loss_scaling(comparison, origin):
+        return _loss_scaling_finding(comparison, origin)
+    return _nonfinite_finding(comparison, origin)
 
 
 def _loss_scaling_finding(comparison: Comparison, origin: NotFinite) -> Finding:
@@ -332,7 +348,7 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
             _advice_on_precision(comparison, op),
             size=size,
         )
-    elif op.ratio is not None and not op.ratio <= 1:
+    elif op.ratio is not None and not op.ratio <= 1:  # above 1, or NaN
         times = (
             "and rounding explains none of it"
             if math.isinf(op.ratio)
@@ -408,7 +424,15 @@ def _rounding_finding(comparison: Comparison) -> Finding:
     ]
     if not within_bounds:
         return Finding(
-            "rounding", "", "", "", "", "", math.nan, "no operation was compared with float64", ""
+            kind="rounding",
+            setting="",
+            operation="",
+            phase="",
+            module="",
+            line="",
+            ratio=math.nan,
+            detail="no operation was compared with float64",
+            advice="",
         )
     op = max(within_bounds, key=attrgetter("ratio"))
     count = "1 operation" if len(within_bounds) == 1 else f"{len(within_bounds)} operations"
@@ -476,7 +500,7 @@ def _state_findings(comparison: Comparison) -> Iterator[Finding]:
     # The averages of an optimizer for all parameters count as one piece of state.
     groups: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     for entry in differing:
-        name = entry[0]
+        name, _, _ = entry
         key, separator, _ = name.partition(" of ")
         is_option = not separator or " of group " in name or name.startswith("random numbers")
         groups[name if is_option else key].append(entry)
@@ -486,15 +510,15 @@ def _state_findings(comparison: Comparison) -> Iterator[Finding]:
     if len(keys) > MAX_LISTED_STATES:
         shown += f"; and {len(keys) - MAX_LISTED_STATES} more"
     yield Finding(
-        "other data",
-        comparison.b.title,
-        "state",
-        "before the step",
-        "",
-        "",
-        math.nan,
-        f"the two steps start from different states: {shown}",
-        STATE_ADVICE,
+        kind="other data",
+        setting=comparison.b.title,
+        operation="state",
+        phase="before the step",
+        module="",
+        line="",
+        ratio=math.nan,
+        detail=f"the two steps start from different states: {shown}",
+        advice=STATE_ADVICE,
         has_bound=False,
         is_pairwise=True,
     )
@@ -544,25 +568,27 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
     has_changed_inputs = any(
         op.inputs_changed for trace in comparison.traces for op in trace.operations
     )
-    is_foreign = any(
+    has_foreign_source = any(
         s.data_a or s.data_b or any(node.op.is_random for node in s.nodes) for s in sources
     )
     elsewhere = _from_elsewhere(comparison, sources)
     for source in sources:
         is_data = source.data_a is not None or source.data_b is not None
         is_drawn = any(node.op.is_random for node in source.nodes)
-        one_kernel = (
+        has_one_kernel = (
             source.a is not None
             and source.b is not None
             and kernel_name(source.a.op) == kernel_name(source.b.op)
         )
-        if is_foreign and not (is_data or is_drawn or one_kernel):
-            # If the data or random numbers differ, a different algorithm for the same function
-            # cannot be distinguished from a different function.
+        # If the data or random numbers differ, a different algorithm for the same function cannot
+        # be distinguished from a different function.
+        is_distinguishable = is_data or is_drawn or has_one_kernel or not has_foreign_source
+        if not is_distinguishable:
             continue
         if has_changed_inputs and (is_data or any(node.op.inputs_changed for node in source.nodes)):
             continue  # the finding of nondeterminism reports it
-        if not (is_data or is_drawn) and _follows(source, elsewhere):
+        is_computed = not is_data and not is_drawn
+        if is_computed and _follows(source, elsewhere):
             continue  # its results differ only because its inputs do
         finding = (
             _data_finding(comparison, source) if is_data else _operation_finding(comparison, source)
@@ -584,7 +610,7 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
             and follow_external_values.isdisjoint(comparison.values(result.a))
         ]
         if paired:
-            findings["cause not found",] = _unexplained_finding(comparison, paired)
+            return [_unexplained_finding(comparison, paired)]
     return list(findings.values())
 
 
@@ -639,6 +665,7 @@ def _data_finding(comparison: Comparison, source: Source) -> Finding:
     x, y = source.data_a, source.data_b
     value = x if y is None else y
     assert value is not None
+    # Data that no operation uses are reported at the first operation.
     op = source.user.op if source.user else comparison.traces[0].operations[0]
     if not all(value_on_side.exact for value_on_side in (x, y) if value_on_side is not None):
         reason = next(
@@ -857,13 +884,13 @@ def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Fi
     """
     op = source.nodes[0].op
     trace = comparison.trace_of(op)
-    one_kernel = (
+    has_one_kernel = (
         source.a is not None and source.b is not None and source.a.op.name == source.b.op.name
     )
     inputs = [value for node in source.nodes for value in node.inputs]
-    if one_kernel and not any(is_infinite(value.sketch) for value in inputs):
+    if has_one_kernel and not any(is_infinite(value.sketch) for value in inputs):
         bound = tol.BOUND_SLACK * sum(n.op.max_bound or n.op.bound or 0.0 for n in source.nodes)
-        allowed = max(bound, tol.INEXACT_TOLERANCES[any(map(comparison.uses_short_format, (0, 1)))])
+        allowed = max(bound, comparison.inexact_tolerance())
         if gap > allowed and op.name not in tol.DISCONTINUOUS_OPERATIONS:
             detail = (
                 f"from the same inputs, its result differs by {gap:.1e} (relative) from that under "
@@ -941,11 +968,10 @@ def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:
             continue
         if not _are_within_bounds(a, b):
             continue
-        inputs = [
-            [comparison.traces[side].values[name] for name in op.inputs]
-            for side, op in enumerate((a, b))
-        ]
-        input_gap = max(map(comparison.gap, *inputs), default=0.0)
+        inputs_a, inputs_b = (
+            [comparison.trace_of(op).values[name] for name in op.inputs] for op in (a, b)
+        )
+        input_gap = max(map(comparison.gap, inputs_a, inputs_b), default=0.0)
         gap = max(map(comparison.gap, comparison.values(a), comparison.values(b)), default=0.0)
         if gap > tol.MIN_UNEXPLAINED_DIFFERENCE and input_gap <= tol.SAME_INPUTS_TOLERANCE:
             detail = (
@@ -971,15 +997,15 @@ def _make_finding(
 ) -> Finding:
     """Make a finding about an operation; the default advice is that of its kind."""
     return Finding(
-        kind,
-        comparison.trace_of(op).title,
-        op.name,
-        op.phase,
-        op.module,
-        op.line,
-        math.nan if op.ratio is None else op.ratio,
-        detail,
-        advice or ADVICE[kind],
+        kind=kind,
+        setting=comparison.trace_of(op).title,
+        operation=op.name,
+        phase=op.phase,
+        module=op.module,
+        line=op.line,
+        ratio=math.nan if op.ratio is None else op.ratio,
+        detail=detail,
+        advice=advice or ADVICE[kind],
         size=size,
         has_bound=has_bound,
         op=op,
@@ -988,13 +1014,13 @@ def _make_finding(
 
 
 def _make_pairwise_finding(
-    comparison: Comparison, kind: str, op: Operation, gap: float, *words: str
+    comparison: Comparison, kind: str, op: Operation, gap: float, detail: str, advice: str = ""
 ) -> Finding:
     """Make a finding from the comparison of an operation with its counterpart.
 
-    `words` are the detail and, optionally, the advice.
+    `gap` is the relative difference of their results.
     """
-    return _make_finding(comparison, kind, op, *words, size=gap, is_pairwise=True)
+    return _make_finding(comparison, kind, op, detail, advice, size=gap, is_pairwise=True)
 
 
 def _user_location(op: Operation) -> str:

@@ -256,9 +256,14 @@ def max_index_repeats(arguments: dict[str, Nested]) -> int:
     With several index tensors, the smallest of their numbers is returned. A mask counts as 1.
     """
     indices = find_tensors(arguments.get("indices", arguments.get("index")))
-    return min(
-        1 if t.dtype == torch.bool else int(t.unique(return_counts=True)[1].max()) for t in indices
-    )
+    repeats = []
+    for t in indices:
+        if t.dtype == torch.bool:
+            repeats.append(1)
+        else:
+            _, counts = t.unique(return_counts=True)
+            repeats.append(int(counts.max()))
+    return min(repeats)
 
 
 # --- matrices -------------------------------------------------------------------------------------
@@ -269,7 +274,7 @@ def _check_factorisation(
 ) -> DefinitionCheck | None:
     """Check that the product of the factors is the matrix, and that the bases are orthogonal.
 
-    So neither the signs of vectors nor the choice of a basis for equal eigenvalues matters.
+    Neither the signs of vectors nor the choice of a basis for equal eigenvalues affects this.
 
     For an n × n matrix, rounding errors amount to about n units in the last place of its size
     (Higham 2002, Accuracy and Stability of Numerical Algorithms, ch. 19), because these algorithms
@@ -280,19 +285,23 @@ def _check_factorisation(
         t.numel() and bool(t.isfinite().all()) for t in (matrix, *factors)
     ):
         return UNCHECKABLE
-    bases = factors[:1]
     if name == "linalg_qr":
-        product = factors[0] @ factors[1]
+        q, r = factors
+        product = q @ r
+        bases = [q]
     elif name == "_linalg_svd":
-        rank = factors[1].shape[-1]
-        product = factors[0][..., :rank] * factors[1].unsqueeze(-2) @ factors[2][..., :rank, :]
-        bases = [factors[0], factors[2].mT]
+        u, singular_values, vh = factors
+        rank = singular_values.shape[-1]
+        product = u[..., :rank] * singular_values.unsqueeze(-2) @ vh[..., :rank, :]
+        bases = [u, vh.mT]
     else:  # `_linalg_eigh` reads only one triangle of a symmetric matrix
+        eigenvalues, eigenvectors = factors
         upper = reference.arguments["UPLO"] == "U"
         matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
-        matrix = matrix @ factors[1]
-        product = factors[1] * factors[0].unsqueeze(-2)
-        bases = factors[1:]
+        # The definition is A V = V diag(λ), so the left side is compared with the right one.
+        matrix = matrix @ eigenvectors
+        product = eigenvectors * eigenvalues.unsqueeze(-2)
+        bases = [eigenvectors]
     grams = [basis.mT @ basis for basis in bases]
     identities = [
         torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
@@ -300,6 +309,60 @@ def _check_factorisation(
     ]
     error = max(map(_relative_error, [product, *grams], [matrix, *identities]))
     return error, float(max(matrix.shape[-2:]))
+
+
+def _check_lu(
+    reference: Float64Reference, name: str, results: list[Tensor]
+) -> DefinitionCheck | None:
+    """Check that triangular factors give the matrix, and that they lead to the other results.
+
+    Which of two nearly equal pivots is chosen depends on rounding. For some layouts in memory,
+    torch factorises the transposed matrix instead. So the factors themselves may differ.
+
+    The determinant must be the product of the pivots, and a solution must have a small residual.
+    For an n × n matrix, rounding errors amount to about n units in the last place, multiplied by
+    the growth factor: the largest pivot, relative to the largest number of the matrix (Higham 2002,
+    section 9.3).
+    """
+    matrix = reference.arguments["A"]
+    is_finite = all(t.numel() and bool(t.isfinite().all()) for t in (matrix, *results))
+    if matrix.is_complex() or not is_finite:
+        return UNCHECKABLE
+    if name == "linalg_lu":
+        permutation, lower, upper = results
+    else:
+        position = 0 if name == "linalg_lu_factor_ex" else 1 + (name == "_linalg_slogdet")
+        factors, pivots = results[position : position + 2]
+        permutation, lower, upper = torch.lu_unpack(factors, pivots)
+    product = (permutation if permutation.numel() else 1.0) @ lower @ upper
+    candidates = [matrix] if name.startswith("linalg_lu") else [matrix, matrix.mT]
+    errors = [min(_relative_error(product, candidate) for candidate in candidates)]
+    growth = float(upper.abs().max() / matrix.abs().max())
+    if name in ("_linalg_det", "_linalg_slogdet"):
+        signs, logarithms = torch.linalg.slogdet(permutation)
+        diagonal = upper.diagonal(dim1=-2, dim2=-1)
+        if name == "_linalg_det":
+            errors.append(_relative_error(results[0], signs * diagonal.prod(-1)))
+        else:
+            logarithms = diagonal.abs().log()
+            size = norm(logarithms) or 1.0
+            errors.append(_relative_error(results[0], signs * diagonal.sign().prod(-1)))
+            errors.append(difference_norm(results[1], logarithms.sum(-1)) / size)
+    if name == "_linalg_solve_ex":
+        errors.append(_residual(reference, results[0]))
+    return max(errors), float(matrix.shape[-1]) * max(growth, 1.0)
+
+
+def _residual(reference: Float64Reference, solution: Tensor) -> float:
+    """Return the residual of a linear system, relative to the sizes of matrix and solution."""
+    matrix = reference.arguments["A"]
+    right_side = reference.arguments["B"]
+    if right_side.dim() < matrix.dim():
+        solution, right_side = solution.unsqueeze(-1), right_side.unsqueeze(-1)
+    is_left = reference.arguments.get("left", True)
+    product = matrix @ solution if is_left else solution @ matrix
+    size = norm(matrix) * norm(solution) or 1.0
+    return difference_norm(product, right_side.expand_as(product)) / size
 
 
 def _reject_check(*_: object) -> DefinitionCheck:
@@ -311,9 +374,13 @@ _SELECTIONS = """
     adaptive_max_pool2d adaptive_max_pool3d argmax argmin cummax cummin kthvalue max
     max_pool2d_with_indices max_pool3d_with_indices median min nanmedian sort topk
 """
+_LU_OPERATIONS = """
+    _linalg_det _linalg_slogdet _linalg_solve_ex linalg_lu linalg_lu_factor_ex
+"""
 DEFINITIONS: dict[str, Callable[[Float64Reference, str, list[Tensor]], DefinitionCheck | None]] = (
     dict.fromkeys(_SELECTIONS.split(), _check_selection)
     | dict.fromkeys(("scatter", "index_copy", "index_put", "_index_put_impl"), _check_written)
     | dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_qr"), _check_factorisation)
+    | dict.fromkeys(_LU_OPERATIONS.split(), _check_lu)
     | dict.fromkeys(("_unique2", "linalg_eig", "linalg_lstsq", "mode"), _reject_check)
 )

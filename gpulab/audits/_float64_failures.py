@@ -48,11 +48,11 @@ class Request(NamedTuple):
     is_made: bool
 
     def __str__(self) -> str:
-        location = (
-            f"{self.line} (in {self.module})"
-            if self.line and self.module
-            else self.line or self.module
-        )
+        """Return the line, the module and the request as a clause."""
+        if self.line and self.module:
+            location = f"{self.line} (in {self.module})"
+        else:
+            location = self.line or self.module
         format_name = str(self.dtype).removeprefix("torch.")
         does = (
             f"requests {format_name}"
@@ -102,7 +102,8 @@ class ShortFormatRequests(TorchFunctionMode):
         try:
             output = function(*args, **(kwargs or {}))
         except Exception:
-            self.failed_input_requests = self.failed_input_requests or inputs
+            if not self.failed_input_requests:
+                self.failed_input_requests = inputs
             raise
         for tensor in _short_tensors(output):
             self._request_of(tensor, inputs)

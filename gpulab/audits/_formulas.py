@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,11 +98,12 @@ def _attention_backward(arguments: Arguments) -> Outputs:
         _scale(arguments) * scores_gradient.mT @ query, arguments["key"]
     )
     value_gradient = _sum_shared_heads(weights.mT @ gradient, arguments["value"])
-    output_mask = arguments.get("grad_input_mask", [False] * 4)
+    # The mask says which gradients are requested. That of the bias is the last one.
+    *_, is_bias_requested = arguments.get("grad_input_mask", [False] * 4)
     bias = arguments.get("attn_bias")
     bias_gradient = (
         scores_gradient.sum_to_size(bias.shape)
-        if output_mask[3] and isinstance(bias, Tensor)
+        if is_bias_requested and isinstance(bias, Tensor)
         else None
     )
     return query_gradient, key_gradient, value_gradient, bias_gradient
@@ -119,11 +121,36 @@ def _sum_shared_heads(gradient: Tensor, like: Tensor) -> Tensor:
 _LSTM_MODE = 2  # torch's number for an LSTM, among the types of recurrent networks
 
 
-def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...]]:
-    """Run one layer in one direction; return all intermediate values of each time step.
+class _LSTMStep(NamedTuple):
+    """All values of one time step of an LSTM.
 
-    These are the time, the previous hidden and cell state, the four gates, and the new cell and
-    hidden state, in the order of computation. torch calls the kernel separately for each layer and
+    Attributes:
+        time: The index of the step in the input.
+        previous_hidden: The hidden state before the step.
+        previous_cell: The cell state before the step.
+        i: The input gate.
+        f: The forget gate.
+        g: The candidate for the cell state.
+        o: The output gate.
+        cell: The new cell state.
+        hidden: The new hidden state.
+    """
+
+    time: int
+    previous_hidden: Tensor
+    previous_cell: Tensor
+    i: Tensor
+    f: Tensor
+    g: Tensor
+    o: Tensor
+    cell: Tensor
+    hidden: Tensor
+
+
+def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[_LSTMStep]:
+    """Run one layer in one direction, and return the values of each time step.
+
+    The steps are in the order of computation. torch calls the kernel separately for each layer and
     direction.
 
     Args:
@@ -137,7 +164,7 @@ def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...
         raise NotImplementedError("only an LSTM without packed sequences has a formula")
     x = arguments["input"]
     hidden = arguments["hx_"]
-    cell = arguments.get("cx_", arguments.get("cx_tmp"))
+    cell: Nested = arguments.get("cx_", arguments.get("cx_tmp"))
     input_weight, hidden_weight, *biases = weights
     steps = []
     times = range(len(x) - 1, -1, -1) if arguments["reverse"] else range(len(x))
@@ -147,19 +174,20 @@ def _lstm(arguments: Arguments, weights: list[Tensor]) -> list[tuple[Nested, ...
         # The input gate, the forget gate, the candidate for the cell, and the output gate.
         i, f, g, o = gates.chunk(4, -1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-        previous_state = hidden, cell
-        cell = f * cell + i * g
-        hidden = o * cell.tanh()
-        steps.append((time, *previous_state, i, f, g, o, cell, hidden))
+        new_cell = f * cell + i * g
+        new_hidden = o * new_cell.tanh()
+        steps.append(_LSTMStep(time, hidden, cell, i, f, g, o, new_cell, new_hidden))
+        cell = new_cell
+        hidden = new_hidden
     return steps
 
 
 def _lstm_layer(arguments: Arguments) -> Outputs:
     """Compute the hidden states of all times, and the final hidden and cell state."""
     steps = _lstm(arguments, [arguments[f"weight{number}"] for number in range(4)])
-    hidden_states = [step[-1] for step in sorted(steps, key=lambda step: step[0])]
-    final_cell, final_hidden = steps[-1][-2:]
-    return torch.stack(hidden_states), final_hidden, final_cell, None
+    hidden_states = [step.hidden for step in sorted(steps, key=lambda step: step.time)]
+    final = steps[-1]
+    return torch.stack(hidden_states), final.hidden, final.cell, None
 
 
 def _lstm_layer_backward(arguments: Arguments) -> Outputs:
@@ -174,10 +202,11 @@ def _lstm_layer_backward(arguments: Arguments) -> Outputs:
     output_gradient, hidden_gradient, cell_gradient = (
         arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")
     )
-    hidden_gradient = (
-        torch.zeros_like(steps[-1][-1]) if hidden_gradient is None else hidden_gradient
-    )
-    cell_gradient = torch.zeros_like(steps[-1][-2]) if cell_gradient is None else cell_gradient
+    final = steps[-1]
+    if hidden_gradient is None:
+        hidden_gradient = torch.zeros_like(final.hidden)
+    if cell_gradient is None:
+        cell_gradient = torch.zeros_like(final.cell)
     input_gradient = torch.zeros_like(x)
     weights_gradient = [torch.zeros_like(weight) for weight in weights[:2]]
     weights_gradient += [x.new_zeros(len(input_weight)) for _ in range(2)]

@@ -34,11 +34,11 @@ def is_same_value(x: Value, y: Value, tolerance: Tolerance) -> bool:
         or x.count != y.count
     ):
         return False
-    return bool(
-        _are_same_sketches(x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)]))[
-            0
-        ]
+    # The second value is the only row of candidates.
+    (is_same,) = _are_same_sketches(
+        x.reference, y.reference[None], tolerance(x), np.array([tolerance(y)])
     )
+    return bool(is_same)
 
 
 def _are_same_sketches(
@@ -278,7 +278,8 @@ class PartSearch:
         for dim, profile in whole.profiles.items():
             if not np.isfinite(profile).all():
                 continue
-            covered = profile[1] <= NEGLIGIBLE_SQUARES_SHARE * whole.total[1]
+            _, squares = profile
+            covered = squares <= NEGLIGIBLE_SQUARES_SHARE * whole.total[1]
             stretches = _StretchSums([whole], dim, self.tolerance)
             n_per_index = whole.count // profile.shape[1]
             for count, (totals, tolerances) in self.parts.items():
@@ -306,8 +307,11 @@ class _StretchSums:
         )
         self.tolerances = np.array([tolerance(whole) for whole in wholes])[:, None]
         squares = np.array([whole.total[1] for whole in wholes])[:, None]
-        self.scales = np.sqrt(wholes[0].count * squares), squares
-        self.n_per_index = wholes[0].count // profiles.shape[2]
+        count = wholes[0].count  # the same for all
+        # The sizes that sums, and sums of squares, can have over a whole value.
+        self.sum_scales = np.sqrt(count * squares)
+        self.square_scales = squares
+        self.n_per_index = count // profiles.shape[2]
 
     def find(self, length: int, totals: np.ndarray, tolerances: np.ndarray) -> np.ndarray:
         """Find the stretches whose sums equal those of a part.
@@ -330,8 +334,9 @@ class _StretchSums:
         total = totals[:, :1]
         total_squares = totals[:, 1:]
         size = np.sqrt(length * self.n_per_index * total_squares)
-        hits = np.abs(sums - total) <= allowed * size + 1e-12 * self.scales[0]
-        hits &= np.abs(squares - total_squares) <= allowed * total_squares + 1e-13 * self.scales[1]
+        hits = np.abs(sums - total) <= allowed * size + 1e-12 * self.sum_scales
+        allowed_squares = allowed * total_squares + 1e-13 * self.square_scales
+        hits &= np.abs(squares - total_squares) <= allowed_squares
         return hits
 
 
@@ -350,6 +355,7 @@ def tolerance_of(graph: Graph, uncertain: Mapping[Value, float]) -> Tolerance:
     cache: dict[Value, float] = {}
 
     def tolerance(value: Value) -> float:
+        """Return the largest relative distance of a value's references, computed once."""
         if value not in cache:
             if value in graph.pure_rounding_values:
                 cache[value] = MAX_TOLERANCE

@@ -80,6 +80,7 @@ class _StepRun(PreparedStep):
         nudge: int = 0,
         first_rounded_to: torch.dtype | None = None,
     ) -> None:
+        # This is set first, because the base class already calls `_convert`.
         self.first_rounded_to = first_rounded_to
         super().__init__(step, setting)
         self.nudge = nudge
@@ -89,6 +90,7 @@ class _StepRun(PreparedStep):
         self.batch = tree_map(self._nudge, self.batch)
 
     def __call__(self) -> NamedTensors:  # type: ignore[override]  # all results in place of the loss
+        """Perturb the parameters, execute the step, and return copies of its results by name."""
         self._wrap_model(self.model)
         for parameter in self.model.parameters():
             parameter.data.copy_(self._nudge(parameter.data))
@@ -139,6 +141,7 @@ class _StepRun(PreparedStep):
 
         # A forward hook could record the outputs, too, but it would be compiled with the model.
         def call_and_keep(*args: Nested, **kwargs: Nested) -> Nested:
+            """Call the model, and keep its outputs."""
             output = run(*args, **kwargs)
             self.outputs |= named_tensors("output", output)
             return output
@@ -254,10 +257,10 @@ def execute(
     Raises:
         GpulabError: If torch's compiler fails, or the step fails.
     """
-    kind = _IsolatedModuleRun if isinstance(step, ModuleCall) else _StepRun
+    run_class = _IsolatedModuleRun if isinstance(step, ModuleCall) else _StepRun
     with seed_generators(setting, SEED), setting.apply():
         with (
-            kind(step, setting, nudge, first_rounded_to) as prepared,
+            run_class(step, setting, nudge, first_rounded_to) as prepared,
             _explain_errors(setting, prepared.model),
             context or contextlib.nullcontext(),
         ):
@@ -326,9 +329,11 @@ def module_calls(step: Step, setting: Setting) -> list[ModuleCall]:
     def save_inputs(
         module: nn.Module, args: Sequence[Nested], kwargs: Mapping[str, Nested]
     ) -> None:
+        """Save the inputs of a module before it can change them in place."""
         inputs[module] = tree_map(_detached_copy, (args, kwargs))
 
     def save_call(name: str, module: nn.Module, output: Nested) -> None:
+        """Save the first call of a module; its output gradients are added during backward."""
         if module not in calls:
             gradients: NamedTensors = {}
             calls[module] = ModuleCall(module, (*inputs.pop(module), gradients), name=name)

@@ -411,7 +411,7 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
         for error, ratio in ((row.error_a, row.ratio_a), (row.error_b, row.ratio_b)):
             cells += [
                 number_cell(_format_relative(error)),
-                number_cell(_format_units(ratio), ratio > 1),
+                number_cell(_format_units(ratio), is_large=ratio > 1),
             ]
         cells.append(
             number_cell("same bits" if row.same_bits else _format_relative(row.difference))
@@ -422,11 +422,14 @@ def operation_rows(table: pd.DataFrame, findings: Sequence[Finding], titles: Seq
         [
             Head("operation", rows=2),
             Head("finding", rows=2),
-            *(Head(error_heading.format(breakable(title)), True, 2) for title in titles),
-            Head("difference", True, rows=2),
+            *(
+                Head(error_heading.format(breakable(title)), is_number=True, columns=2)
+                for title in titles
+            ),
+            Head("difference", is_number=True, rows=2),
             *(Head(key, rows=2) for key in location_columns),
         ],
-        [Head("relative", True), Head(UNITS_HEADING, True)] * 2,
+        [Head("relative", is_number=True), Head(UNITS_HEADING, is_number=True)] * 2,
     ]
     note = (
         "Findings come first, then the operations whose errors are closest to what rounding"
@@ -461,10 +464,13 @@ def result_rows(table: pd.DataFrame) -> Rows:
         [
             Head("result", rows=2),
             Head("finding", rows=2),
-            Head("difference made by the compiler", True, 2),
-            Head("error against float64", True, 2),
+            Head("difference made by the compiler", is_number=True, columns=2),
+            Head("error against float64", is_number=True, columns=2),
         ],
-        [Head(text, True) for text in ("relative", UNITS_HEADING, "compiled", "not compiled")],
+        [
+            Head(text, is_number=True)
+            for text in ("relative", UNITS_HEADING, "compiled", "not compiled")
+        ],
     ]
     note = (
         "Wrong results come first, then those whose differences are closest to what rounding"

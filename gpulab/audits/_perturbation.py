@@ -93,6 +93,7 @@ class PerturbedReferences(References):
         """Perturb the inputs of an operation by rounding errors; those in `written` in place."""
 
         def move(value: Nested) -> Nested:
+            """Perturb a tensor of floating-point numbers; return any other value unchanged."""
             if not isinstance(value, Tensor) or not sketches.is_float_or_complex(value):
                 return value
             moved = value * (1 + unit * self.draw_like(value))
@@ -172,6 +173,7 @@ class PerturbingTracer(Tracer):
         return name
 
     def _follow_copies(self, call: Call) -> Callable[..., None]:
+        """Read the inputs from all copies now, and return a function that repeats the operation."""
         self.has_foreign_writes |= any(
             map(self.is_written_elsewhere, find_tensors(call.read_arguments))
         )
@@ -184,6 +186,7 @@ class PerturbingTracer(Tracer):
             out: Nested,
             initial_arguments: tuple[Sequence[Nested], dict[str, Nested]],
         ) -> None:
+            """Repeat the operation, which has run, on all copies."""
             roundings = self._roundings(call, op, out, initial_arguments)
             for copy, copy_inputs in zip(self.copies, inputs, strict=True):
                 self._repeat(call, copy, copy_inputs, out, roundings)
@@ -227,8 +230,9 @@ class PerturbingTracer(Tracer):
             return []
         raw_results = returned_or_written(call.operation, call.args, out)
         if call.name == "convolution_backward":  # oneDNN also returns other gradients
+            output_mask = call.args[10]
             raw_results = [
-                t for t, is_requested in zip(out, call.args[10], strict=True) if is_requested
+                t for t, is_requested in zip(out, output_mask, strict=True) if is_requested
             ]
         results = prepare_rounded_results(raw_results)
         if not results:

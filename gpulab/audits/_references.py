@@ -315,6 +315,7 @@ class References:
             self.of(tensor, for_writing=True)
 
         def substitute(value: Nested) -> Nested:
+            """Return the reference of a tensor, or the float64 type in place of a shorter one."""
             if isinstance(value, Tensor):
                 return self.of(value) if sketches.is_strided(value) else _widened(value)
             if isinstance(value, torch.dtype):
@@ -367,8 +368,10 @@ class References:
             # torch accepts the factor only in float32, and the factor of the reference is in
             # float64. So the gradients are multiplied here instead.
             if name == "_amp_foreach_non_finite_check_and_unscale":
-                for gradient in args[0]:
-                    gradient.mul_(args[2])
+                gradients = args[0]
+                inverse_scale = args[2]
+                for gradient in gradients:
+                    gradient.mul_(inverse_scale)
                 return ()
             if name in FORMULAS:
                 return FORMULAS[name](named_arguments(operation, args, kwargs))
@@ -405,7 +408,7 @@ def _with_same_draws(
     """
     named = named_arguments(operation, args, kwargs)
     if name == "native_dropout":
-        mask = out[1]
+        _, mask = out
         probability = named["p"]
         scale = 1.0
         if named["train"] is not False:

@@ -141,8 +141,11 @@ def forward_error(
     if name in RECURRENT or has_failed(operation, out):
         return Accuracy()  # libraries differ in what a failed factorisation returns
     if name == "convolution_backward":  # oneDNN also returns gradients that were not requested
+        output_mask = args[10]
         out = [
-            gradient for gradient, is_requested in zip(out, args[10], strict=True) if is_requested
+            gradient
+            for gradient, is_requested in zip(out, output_mask, strict=True)
+            if is_requested
         ]
     results = prepare_rounded_results(out)
     results = results[:1] if name in ATTENTION_OPERANDS else results
@@ -287,7 +290,9 @@ def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -
     largest_size = max((t.numel() for t in inputs), default=1)
     longest = 1.0
     dims = arguments.get("dim")
-    for dim in [dims] if isinstance(dims, int) else dims or ():  # running sums, softmax, transforms
+    if isinstance(dims, int):
+        dims = [dims]
+    for dim in dims or ():  # of running sums, softmax and transforms
         lengths = [t.shape[dim] for t in inputs if -t.dim() <= dim < t.dim()]
         longest *= max(lengths, default=1)
     if name in SUMS_BY_INDEX:

@@ -77,8 +77,8 @@ class StepRecording:
 
     def _end(self, file: str | Path | None) -> None:
         """Stop recording, make the trace, and save it unless `file` is None."""
-        # What follows is not part of the step. The operations that read its results are therefore
-        # not recorded, and the flags are those under which the step ran.
+        # What follows is not part of the step, so no further operation is recorded. The flags are
+        # those under which the step ran.
         self._tracer.is_outside_step = True
         flags = arithmetic()
         # The results are read before the block ends, because its end closes the tracer.
@@ -235,6 +235,7 @@ class _StepCounter:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> _StepCounter:
+        """Follow the program from now on; for step 1, start its recording as well."""
         self._stack.callback(self.recording._leave)
         # This hook comes before those of the recording, so that the first module is recorded, too.
         self._stack.callback(modules.register_module_forward_pre_hook(self._before_module).remove)

@@ -124,7 +124,7 @@ class SideSearch:
         result_values = {
             value
             for result in self.comparison.results
-            for value in self.comparison.values((result.a, result.b)[self.side])
+            for value in self.comparison.values(result.of_side(self.side))
         }
         for node in reversed(self.graph.nodes):
             if (
@@ -285,7 +285,10 @@ def _pair_operations(
     graph_a, graph_b = comparison.graphs
 
     def similarity(a: Node, b: Node) -> int:
-        # Only the order of the returned numbers matters. Operations with 0 are never paired.
+        """Rate how well two operations correspond; those with 0 are never paired.
+
+        Only the order of the returned numbers matters.
+        """
         inputs_a = _inputs_and_bases(graph_a, a)
         inputs_b = _inputs_and_bases(graph_b, b)
         counterparts = {
@@ -316,6 +319,7 @@ def _pair_operations(
     lengths = [len(graph.nodes) for graph in comparison.graphs]
 
     def sort_key(source: Source) -> tuple[bool, float]:
+        """Return False for random operations, which thus come first, and the relative position."""
         positions = [
             node.number / length
             for node, length in zip((source.a, source.b), lengths, strict=True)
@@ -368,6 +372,7 @@ def same_call(comparison: Comparison, node: Node) -> Node | None:
     side = comparison.side_of[node.op]
 
     def find_same_calls(graph: Graph) -> list[Node]:
+        """Return the operations of an execution with the same line, phase, module and name."""
         key = (alignment_key(node.op), node.op.line)
         return [
             candidate

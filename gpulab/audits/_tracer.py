@@ -333,20 +333,21 @@ class Tracer(UncompiledDispatchMode):
 
     def _start_record(self, call: Call) -> Operation:
         """Create the record of an operation that is about to run: its caller and its inputs."""
-        caller = self.callers.caller_of_operation(
-            self.results.path[-1] if self.results.path else ""
-        )
-        is_view = call.operation.is_view
+        running_module = self.results.path[-1] if self.results.path else ""
+        phase, module, line = self.callers.caller_of_operation(running_module)
         op = Operation(
-            call.name,
-            *caller,
-            [],
-            [],
-            [],
-            "",
-            call.arguments,
+            name=call.name,
+            phase=phase,
+            module=module,
+            line=line,
+            # The other fields are filled in below and after the call.
+            inputs=[],
+            outputs=[],
+            shape=[],
+            dtype="",
+            arguments=call.arguments,
             is_random=call.is_random,
-            is_view=is_view,
+            is_view=call.operation.is_view,
         )
         op.inputs = [self.value_of(t) for t in _numeric_tensors(call.read_arguments)]
         op.lanes = _count_lanes(call.name, call.named_args, op.inputs)
@@ -431,7 +432,9 @@ class Tracer(UncompiledDispatchMode):
         """Note the operation that created the memory of new tensors."""
         for t, _, _ in _pair_with_references(call, out, None):
             self.references.memory(t).maker = op
-        for t in find_tensors(out) if follows else ():
+        if not follows:
+            return
+        for t in find_tensors(out):
             same_type = bool(call.input_tensors) and t.dtype == call.input_tensors[0].dtype
             is_copy = (
                 same_type and call.name in COPY_OPERATIONS and self._is_exact(call.input_tensors[0])
@@ -515,6 +518,7 @@ class Tracer(UncompiledDispatchMode):
         raw_results: Nested,
     ) -> None:
         """Measure whether a repetition returns the same bits, and the error against float64."""
+        initial_args, initial_kwargs = initial_arguments
         args, kwargs = (
             map_nested(_copy_tensor, initial_arguments) if written_to else initial_arguments
         )
@@ -528,13 +532,9 @@ class Tracer(UncompiledDispatchMode):
             )
         # The error against float64 can be measured only if all tensors are strided.
         if all(map(sketches.is_strided, find_tensors((initial_arguments, raw_results)))):
-            vars(op).update(
-                vars(
-                    forward_error(
-                        operation, op.name, initial_arguments[0], initial_arguments[1], raw_results
-                    )
-                )
-            )
+            accuracy = forward_error(operation, op.name, initial_args, initial_kwargs, raw_results)
+            # An `Operation` has all fields of an `Accuracy`.
+            vars(op).update(vars(accuracy))
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -567,10 +567,9 @@ class Tracer(UncompiledDispatchMode):
         value = self.values[name] = self._new_value(tensor, digest, equal_value)
         if flat:
             self.flat_values.setdefault(flat, (digest, value))
-        made_by = maker or memory.maker
-        if made_by is not None and made_by is not maker:
+        if maker is None and memory.maker is not None:
             # This is another view of memory that an earlier operation wrote to.
-            made_by.mutated_values.append(name)
+            memory.maker.mutated_values.append(name)
         return name
 
     def _new_value(self, tensor: Tensor, digest: int, equal_value: Value | None) -> Value:
@@ -579,6 +578,7 @@ class Tracer(UncompiledDispatchMode):
         slabs = self.slabs
 
         def make_value() -> Value | None:
+            """Create the value with its reference; None if their shapes differ."""
             reference = references.of(tensor) if references.has_copy(tensor) else tensor
             if reference.shape != tensor.shape:
                 return None
@@ -791,6 +791,7 @@ class StepResults:
         """Follow which module is running until the step is done, then undo all hooks."""
 
         def enter(module: nn.Module, inputs: Nested) -> None:  # noqa: ARG001
+            """Note a module that begins to run; an outermost one names all modules inside it."""
             check_module(module)
             if not self.path:
                 own_name = type(module).__name__
@@ -822,13 +823,12 @@ class StepResults:
         """Before the step of an optimizer, save its state and the gradients that it receives."""
         if optimizer not in self.optimizers:
             self._describe_start(optimizer)
-        self.optimizers.setdefault(optimizer)
+        self.optimizers[optimizer] = None
         self._save_state(optimizer)
-        for parameter in (
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ):
-            if parameter.grad is not None:
-                self.optimizer_gradients[parameter] = self._value_names(parameter.grad)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.optimizer_gradients[parameter] = self._value_names(parameter.grad)
 
     @as_guard_work
     def _describe_start(self, optimizer: torch.optim.Optimizer) -> None:
@@ -895,7 +895,9 @@ class StepResults:
         if references.is_disabled or not (self.counts_updates and self.tracer.is_measuring):
             return
         storages = {storage_identity(t.untyped_storage()) for t in written}
-        for leaf in self.leaves if storages else ():
+        if not storages:
+            return
+        for leaf in self.leaves:
             is_skipped = (
                 leaf in self.initial_contents
                 or not (sketches.is_strided(leaf) and sketches.is_float_or_complex(leaf))
@@ -952,7 +954,7 @@ class StepResults:
             or (
                 x.reference is not None
                 and y.reference is not None
-                and not np.array_equal(x.reference, y.reference, True)
+                and not np.array_equal(x.reference, y.reference, equal_nan=True)
             )
             for x, y in pairs
         )
@@ -1056,13 +1058,10 @@ class StepResults:
         final = [] if leaf.grad is None else self._value_names(leaf.grad)
         values = [self.tracer.values[name] for name in final]
         is_left = any(value.sketch.any() or not value.is_pure_rounding for value in values)
-        accumulated = self.gradients.get(leaf, [])
-        return self._make_result(
-            "gradient",
-            name,
-            start,
-            self.optimizer_gradients.get(leaf) or (final if is_left else accumulated),
-        )
+        gradient = self.optimizer_gradients.get(leaf)
+        if not gradient:
+            gradient = final if is_left else self.gradients.get(leaf, [])
+        return self._make_result("gradient", name, start, gradient)
 
     def _make_result(
         self,
@@ -1072,9 +1071,26 @@ class StepResults:
         values: list[str],
         about: Mapping[str, int | str] | None = None,
     ) -> Operation:
+        """Make the record of a result.
+
+        Args:
+            label: The kind of the result, such as `loss`, `gradient` or `updated`.
+            name: The name of the parameter, buffer or state; empty for a returned value.
+            start: The names of its initial values.
+            values: The names of its values.
+            about: The arguments of the record, if there are any.
+        """
         shape = self.tracer.values[values[-1]].shape if values else []
         return Operation(
-            label, RESULT, name, "", start, values, list(shape), "float64", dict(about or {})
+            name=label,
+            phase=RESULT,
+            module=name,
+            line="",
+            inputs=start,
+            outputs=values,
+            shape=list(shape),
+            dtype="float64",
+            arguments=dict(about or {}),
         )
 
     @as_guard_work

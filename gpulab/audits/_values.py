@@ -152,6 +152,7 @@ class Value:
         digest: int | None,
         equal_value: Value | None,
     ) -> Value:
+        """Create a value with the content and the sketch of the recorded numbers only."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         sketch = slabs.store(sketches.sketch(tensor)) if equal_value is None else equal_value.sketch
         return cls(

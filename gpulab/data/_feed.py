@@ -112,10 +112,11 @@ class Loader:
 
     def _to_device(self, buffer: np.ndarray) -> Tensor:
         """Convert the host buffer to a tensor on the device, as the loader requires."""
-        if self.device_buffer is not None:
+        if self.device_buffer is not None:  # `imitated`, from the second frame on
             # Autograd does not notice a write to `.data`, which has its own version counter.
             self.device_buffer.data.copy_(torch.from_numpy(buffer))
             return self.device_buffer
+        # Only `reused` may share its memory with the tensor.
         host = buffer if self.name == "reused" else buffer.copy()
         tensor = torch.as_tensor(host, device=self.device, dtype=self.dtype)
         self.device_buffer = tensor if self.name == "imitated" else None

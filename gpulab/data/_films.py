@@ -130,8 +130,10 @@ def _inspect_film(file: Path, version: Stamp) -> tuple[int, str]:  # noqa: ARG00
                 f" {ALPHA_NOT_READ}"
             )
         for frame in film.decode(video=0):
-            if _has_alpha(frame.format) and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
-                raise DataError(f"{file}: frame {count} {TRANSPARENT_FILM}")
+            if _has_alpha(frame.format):
+                opacities = frame.to_ndarray(format="rgba")[..., 3]
+                if opacities.min() < 255:
+                    raise DataError(f"{file}: frame {count} {TRANSPARENT_FILM}")
             if frame.is_corrupt:
                 raise DataError(
                     f"{file}: frame {count} is damaged or incomplete; repair the film, or cut"

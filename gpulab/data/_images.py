@@ -98,7 +98,7 @@ def digits() -> Bytes:
     )
     table = np.loadtxt(str(file), delimiter=",")
     shades = table[:, :64].reshape(-1, 8, 8)
-    pixels = np.minimum(shades * 16, 255).astype(np.uint8)
+    pixels = np.minimum(shades * 16, 255).astype(np.uint8)  # 16 would become 256
     small_digits = map(Image.fromarray, pixels)
     large_digits = [digit.resize((28, 28), Image.Resampling.BICUBIC) for digit in small_digits]
     return np.stack([np.asarray(digit) for digit in large_digits])[:, None]

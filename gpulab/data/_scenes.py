@@ -121,7 +121,11 @@ class Walk:
                 )
 
     def render(self, frames: npt.NDArray[np.integer]) -> Bytes:
-        """Render the frames with these numbers, shape (len(frames), 3, height, width)."""
+        """Render the frames with these numbers, shape (len(frames), 3, height, width).
+
+        Frames are the first dimension of arrays, or the second one after x and y. Speeds,
+        amplitudes and shades were chosen by eye.
+        """
         height, width = self.size
         # The position and heading of the walker in each frame, with the movements of his head.
         distance = frames.astype(np.float64) * (0.055 * self.speed)
@@ -140,7 +144,7 @@ class Walk:
 
         # A row of pixels is given by the tangent of its angle below the horizon. At a wall's depth
         # it is `row * depth` below the eye: ground if below the feet, sky if above the roof.
-        f32 = np.float32
+        f32 = np.float32  # the type in which pixels are computed
         row = (np.arange(height) + 0.5 - horizon[:, None]).astype(f32)[:, :, None] / f32(
             width / (2 * TAN_HALF_VIEW)
         )
@@ -203,6 +207,8 @@ class Walk:
         pace = np.repeat([-0.6, 0.45], 3)
         spacing = np.repeat([3.7, 6.1], 3)
         distances = distance[:, None]  # (frames, 1), to be combined with six people
+        # At the distance d of the walker, pedestrian n is at n · spacing + pace · d. The next one
+        # ahead is therefore the first n above d (1 − pace) / spacing; the next three are drawn.
         encounter = (
             np.floor((distances * (1.0 - pace) + 0.3) / spacing).astype(np.int64)
             + 1
@@ -225,7 +231,7 @@ class Walk:
         palette = 40 + random_bytes(self.seed, 5, count=3 * 64).reshape(64, 3) // 2
         for order in np.argsort(-forward, axis=1, kind="stable").T:  # the nearest last
             person_number = person[frame, order]
-            z = forward[frame, order]
+            z = forward[frame, order]  # the distance in front of the walker; negative behind him
             clipped_z = np.maximum(z, 0.2)
             phase = distance * 9.0 + person_number * 1.7
             # Heights above the ground, in cells: feet 0, hips 0.26, chin 0.42, crown 0.56.
@@ -236,6 +242,7 @@ class Walk:
             half_width = np.where(
                 height_above_ground > 0.42, head, np.where(height_above_ground > 0.26, 0.085, legs)
             )
+            # Nobody is drawn below the ground, behind the walker or directly in front of him.
             half_width = np.where((height_above_ground < 0) | (z < 0.25)[:, None], 0.0, half_width)
             lateral_distance = (
                 np.abs(column - (lateral[frame, order] / clipped_z)[:, None]) * clipped_z[:, None]

@@ -169,12 +169,13 @@ class FusedLstmCell(LstmCell):
         return d_gates, d_before
 
     def _vectors(self, maps: Tensor) -> Tensor:
-        """Reshape maps (b, c, h, w) to the vectors of the kernels: one a pixel, or one a frame."""
-        return (
-            maps.permute(0, 2, 3, 1).reshape(-1, maps.shape[1])
-            if self.by_pixel
-            else maps.reshape(len(maps), -1)
-        )
+        """Reshape maps (b, c, h, w) to the vectors of the kernels.
+
+        There is a vector for each pixel in channels-last layout, and otherwise one for each frame.
+        """
+        if self.by_pixel:
+            return maps.permute(0, 2, 3, 1).reshape(-1, maps.shape[1])
+        return maps.reshape(len(maps), -1)
 
     def _maps(self, vectors: Tensor, like: Tensor) -> Tensor:
         """Reshape vectors of the kernels to maps with the height and width of `like`."""

@@ -101,9 +101,11 @@ class AsyncCopyTracker:
         if operation is TO_COPY and kwargs.get("non_blocking"):
             target = result
             source = args[0]
-        elif operation is torch.ops.aten.copy_.default and (
-            kwargs.get("non_blocking") or args[2:] == (True,)
-        ):
+        elif operation is torch.ops.aten.copy_.default:
+            # `non_blocking` is the third parameter of `copy_`.
+            is_non_blocking = kwargs.get("non_blocking") or args[2:] == (True,)
+            if not is_non_blocking:
+                return
             target, source = args[:2]
         else:
             return

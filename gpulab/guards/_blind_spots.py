@@ -111,11 +111,14 @@ class BlindSpots:
         ]
         if unguarded:
             counts["threads"] = len(unguarded)
-        return [
-            words.format(count=COUNT_PHRASES[kind][counts[kind] > 1].format(count=counts[kind]))
-            for kind, words in SENTENCES.items()
-            if counts.get(kind)
-        ]
+        sentences = []
+        for kind, words in SENTENCES.items():
+            count = counts.get(kind, 0)
+            if count:
+                singular, plural = COUNT_PHRASES[kind]
+                phrase = singular if count == 1 else plural.format(count=count)
+                sentences.append(words.format(count=phrase))
+        return sentences
 
     def count(self, kind: str) -> None:
         """Increase the count of a kind by one."""

@@ -51,6 +51,7 @@ class Line(NamedTuple):
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
+        """Return the function, the file and the number of the line."""
         if is_notebook_cell(self.file):
             return f"{self.function}, a notebook cell:{self.number}"
         # Files of gpulab and of the current folder are shown by their relative paths.

@@ -126,6 +126,7 @@ def _digest(tensor: Tensor, level: int = 0) -> Tensor:
     if len(words) <= MAX_ROW_WORDS:
         return (words * multipliers[: len(words)]).sum()
     if len(words) > MAX_CHUNK_WORDS:
+        # The sums of rows within a chunk have the next level, so the digests of chunks skip it.
         return _digest(
             torch.stack([_digest(chunk, level) for chunk in words.split(MAX_CHUNK_WORDS)]),
             level + 2,

@@ -239,6 +239,7 @@ class Guard:
         return len(self._findings)
 
     def __str__(self) -> str:
+        """Return all findings as text, and what was not compared or not watched."""
         uses = f"uses of saved tensors: {self.checked}"
         if self.reads == "any":
             uses += f"; reads of memory shared with other libraries: {self._shared_reads.checked}"
@@ -250,6 +251,7 @@ class Guard:
 
     @uncompiled
     def __enter__(self) -> Guard:
+        """Start to check the tensors that this thread saves for backward."""
         try:
             push_saved_tensor_hooks(self._pack, self._unpack)
         except RuntimeError as error:
@@ -270,6 +272,10 @@ class Guard:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
+        """Stop the checks in this thread; the last thread to leave issues the warning.
+
+        Everything is undone before the first call that may raise an error.
+        """
         pop_saved_tensor_hooks()
         self._threads.remove(_thread.ident)
         self._blind_spots.stop()
@@ -316,8 +322,10 @@ class Guard:
             return
         digest = None if saved.digest is None else fingerprint(saved.tensor)
         with self._lock:
-            self.checked += digest is not None
-            self._unchecked += digest is None
+            if digest is None:
+                self._unchecked += 1
+            else:
+                self.checked += 1
         task = current_backward_pass()
         # Digests on an accelerator are compared once, when `backward` ends.
         is_deferred = isinstance(digest, Tensor) and isinstance(saved.digest, Tensor) and task >= 0
@@ -411,7 +419,7 @@ class Guard:
             is_writer_known = finding.writers or "changed by" in finding.lines
             if since is not None and not is_writer_known and not previous_finding:
                 writers = self._shared_reads.write_lines.writers_since(span, since)
-                finding = finding.with_writers(writers, self.reads == "any")
+                finding = finding.with_writers(writers, was_followed=self.reads == "any")
             self._findings[key] = finding
         if self.on == "raise":
             raise OverwrittenError(finding)

@@ -27,8 +27,11 @@ def nearest_holder(span: Span, thread: int) -> Holder | None:
 
     The nearest variable is the one in the innermost frame. Memory at address 0 has no holder.
     """
+    _, end = span
+    if not end:
+        return None
     nearest_tensor = None
-    for frame, name, value in _variables(thread) if span[1] else ():
+    for frame, name, value in _variables(thread):
         array = name if isinstance(value, np.ndarray) else ""
         value_span = np.lib.array_utils.byte_bounds(value) if array else span_of(value)
         if spans_overlap(value_span, span):
@@ -40,7 +43,8 @@ def nearest_holder(span: Span, thread: int) -> Holder | None:
             holder = Holder(array, words, value_span)
             if array:
                 return holder
-            nearest_tensor = nearest_tensor or holder
+            if nearest_tensor is None:
+                nearest_tensor = holder
     return nearest_tensor
 
 

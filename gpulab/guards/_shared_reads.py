@@ -148,10 +148,11 @@ class SharedReads(UncompiledDispatchMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """End the block in this thread; the last thread to leave ends the tracking."""
         super().__exit__(kind, error, trace)
         remove_listener(self)
         self.write_lines.stop()
-        # Threads may be inside at the same time. The last one to leave ends the tracking.
+        # Other threads may still be inside.
         if not is_listening(self):
             self.async_copies.stop()
         # Findings must not hide another error.
@@ -247,6 +248,7 @@ class SharedReads(UncompiledDispatchMode):
                 buffer.remember(buffer.memory)
             if not buffer.differs(tensor):
                 continue
+            # The buffers of an address are in the order in which they were created.
             latest = self.tracked.get(buffer.memory[0], [buffer])[-1]
             if latest is buffer:  # No newer tensor over this memory: the change was intended.
                 buffer.remember(span_of(tensor))

@@ -223,7 +223,7 @@ class PredNet(Trainable):
         if state is None:
             return
         shapes = [[tuple(tensor.shape) for tensor in layer] for layer in state]
-        expected = [
+        expected = [  # R, the cell and the prediction of a layer have the same shape
             3 * [(1, channels, *self.layer_size(layer))]
             for layer, channels in enumerate(self.channels)
         ]
@@ -408,7 +408,8 @@ class ConvLSTM(nn.Module):
         )
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """Draw each gate's weights separately for each group of inputs; biases are zero."""
+        """Draw the gates' weights with the fan-in of each group of inputs; biases are zero."""
+        # The groups are views of the weight. The top layer has no inputs from above.
         for group in self.gates.weight.split(self.groups, dim=1):
             if group.shape[1]:
                 draw_normal_(group, group.shape[1] * KERNEL_WIDTH**2, generator)

@@ -224,10 +224,10 @@ def _multiply_pairwise(a: Tensor, b: Tensor) -> Tensor:
     if terms < 2:
         # The sum of one product, or of none, which is zero.
         return (a[..., None] * b[..., None, :, :]).sum(-2)
-    half = 1 << ((terms - 1).bit_length() - 1)
-    return _multiply_pairwise(a[..., :half], b[..., :half, :]) + _multiply_pairwise(
-        a[..., half:], b[..., half:, :]
-    )
+    half = 1 << ((terms - 1).bit_length() - 1)  # the largest power of two below `terms`
+    first_sum = _multiply_pairwise(a[..., :half], b[..., :half, :])
+    second_sum = _multiply_pairwise(a[..., half:], b[..., half:, :])
+    return first_sum + second_sum
 
 
 def _multiply_on_tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:

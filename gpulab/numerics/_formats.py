@@ -35,6 +35,7 @@ class Format:
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 SAMPLE_SIZE = 4096  # nearly always enough numbers to show that a tensor was not rounded
+MIN_SHARE_OF_LAST_BITS = 0.25
 FORMATS = {
     "float32": Format(24, -126, MAX_FLOAT32, torch.float32),
     "tf32": Format(11, -126, (2 - 2.0**-10) * 2.0**127),
@@ -146,6 +147,11 @@ def rounded_format(x: Tensor) -> str | None:
     lowest = (exponents + np.log2(significands & -significands)).min()
     spanned_bits = exponents.max() + 24 - lowest
     if spanned_bits <= length + 2:
+        return None
+    # Rounding leaves the last kept bit set in about half of the numbers. The differences of nearly
+    # equal numbers have few bits as well, but their lengths vary.
+    last_bits = significands & -significands
+    if np.mean(last_bits == last_bits.min()) < MIN_SHARE_OF_LAST_BITS:
         return None
     for name in ("bfloat16", "tf32"):
         # The numbers may use up to two bits fewer than their format has.

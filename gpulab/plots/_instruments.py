@@ -35,7 +35,7 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
     """
     table = report.table.reset_index(drop=True)
     errors = table[["error_a", "error_b"]]
-    drawn_errors = errors.replace(0, np.nan)
+    drawn_errors = errors.replace(0, np.nan)  # a logarithmic axis has no zero
     colour_a = theme.colour(report.a.setting)
     colour_b = theme.colour(report.b.setting)
     is_narrow = width < theme.PAGE
@@ -55,9 +55,13 @@ def audit(report: Audit, width: float = theme.PAGE) -> Picture:
     # Operations without an error have no height, so their crosses take the height of a neighbour.
     heights = drawn_errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]
     axes.plot(heights.index, heights, "x", color=INK, label="finding" if len(heights) else None)
-    for position in table.index[table.phase == "backward"][:1]:
-        axes.axvline(position - 0.5, color=FAINT, lw=0.8)
-        axes.annotate(" backward", (position, 0.98), xycoords=("data", "axes fraction"), va="top")
+    backward_operations = table.index[table.phase == "backward"]
+    if len(backward_operations):
+        first_backward = backward_operations[0]
+        axes.axvline(first_backward - 0.5, color=FAINT, lw=0.8)
+        axes.annotate(
+            " backward", (first_backward, 0.98), xycoords=("data", "axes fraction"), va="top"
+        )
     if drawn_errors.notna().any(axis=None):  # The errors alone determine the range, not the bounds.
         lower_limit = max(1e-17, drawn_errors.min(axis=None) / 30)
         upper_limit = max(1e-4, drawn_errors.max(axis=None) * 30)
@@ -111,21 +115,19 @@ def roofline(frame: pd.DataFrame) -> Picture:
         label = f"{setting_words(setting)}, {machine_name}"
         tint = theme.colour(setting)
         peak = device[device.kind == "matrix"].gflops.max()
-        _roof(axes, device, peak, 3000.0, color=tint, lw=1.5, label=label)
+        _roof(axes, device, peak, max_intensity=3000.0, color=tint, lw=1.5, label=label)
         for kind, rows in device[device.flop > 0].groupby("kind"):
+            marker, _name = ROOFLINE_MARKERS[kind]
+            is_recorded = bool(machine)
             theme.draw_points(
-                axes,
-                rows.intensity,
-                rows.gflops,
-                tint,
-                bool(machine),
-                marker=ROOFLINE_MARKERS[kind][0],
+                axes, rows.intensity, rows.gflops, tint, is_hollow=is_recorded, marker=marker
             )
+    # Machines and settings are joined to one name, because `bounds` knows only settings. Layers
+    # that are faster than their ceiling, for which `reached` is NaN, come last.
     layers = bounds(frame.assign(setting=frame.machine + frame.setting)).sort_values("reached")
-    bottom_of_axes = axes.get_xaxis_transform()
-    for row, layer in enumerate(
-        layers.drop_duplicates("operation").sort_values("intensity").itertuples()
-    ):
+    bottom_of_axes = axes.get_xaxis_transform()  # y is a share of the axes' height
+    distinct_layers = layers.drop_duplicates("operation").sort_values("intensity")
+    for row, layer in enumerate(distinct_layers.itertuples()):
         axes.axvline(layer.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
         axes.text(
             layer.intensity,
@@ -140,14 +142,19 @@ def roofline(frame: pd.DataFrame) -> Picture:
     if np.isnan(least.reached):
         title = "Every layer is faster than the measured ceilings"
     else:
+        others = "all layers" if layers.reached.notna().all() else "the layers below their ceilings"
         title = (
-            f"{least.operation}: {least.reached:.1%} of its ceiling, the smallest share of all"
-            " layers"
+            f"{least.operation}: {least.reached:.1%} of its ceiling, the smallest share of {others}"
         )
     alt = (
         "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and"
         " arithmetic."
     )
+    if layers.reached.isna().any():
+        alt += (
+            " A layer above a ceiling reads its numbers from a cache, takes fewer operations than"
+            " are counted, or is faster than the largest product measured."
+        )
     keys = [
         theme.legend_key(name, ls="", marker=marker, color=FAINT)
         for marker, name in ROOFLINE_MARKERS.values()
@@ -196,6 +203,7 @@ def placement(step: Placement) -> Picture:
         )
     if step.flop:
         theme.draw_points(left, [step.intensity], [step.gflops], INK, marker="*", s=110)
+        # A vertical line from the step to the roof.
         left.plot(
             [step.intensity] * 2,
             [step.gflops, step.gflops / step.reached],

@@ -30,6 +30,8 @@ TITLE_WORDS = {
     "inconclusive": "too few seeds to decide",
 }
 MARGIN_STYLE: Style = {"color": FAINT, "alpha": 0.22, "lw": 0, "zorder": 0}  # the band of a margin
+# How far the intervals of a level are drawn below its row; rows have the distance 1.
+INTERVAL_OFFSET = 0.33
 
 
 @theme.with_theme
@@ -67,7 +69,7 @@ def losses(frame: pd.DataFrame) -> Picture:
     check_one_protocol(frame)
     frame, tints = theme.name_levels(frame[frame.rerun == 0].astype({"final_loss": float}))
     figure, (axes,) = theme.canvas(height=1.6 + 0.4 * len(tints))
-    _draw_seeds(axes, frame, "final_loss", "name", "seed", tints)
+    _draw_seeds(axes, frame, metric="final_loss", factor="name", block="seed", tints=tints)
     # The largest loss divided by the smallest: under one setting, and for one seed.
     losses_by_setting = frame.groupby("setting").final_loss
     losses_by_seed = frame.groupby("seed").final_loss
@@ -119,10 +121,10 @@ def curves(
     smooth = histories.groupby("id").loss.transform(
         lambda losses: losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()
     )
-    panels = [[name] for name in tints] if len(tints) > 2 else [[*tints]]
-    rows = -(-len(panels) // 2)
+    panels = [[name] for name in tints] if len(tints) > 2 else [[*tints]]  # the levels in each
+    rows = -(-len(panels) // 2)  # two panels in a row; the division rounds up
     figure, panel_axes = theme.canvas(
-        min(2, len(panels)), 1.0 + 2.4 * rows, rows, sharex=True, sharey=True
+        min(2, len(panels)), height=1.0 + 2.4 * rows, rows=rows, sharex=True, sharey=True
     )
     # An odd number of panels leaves one place empty. The panel above it shows tick labels instead.
     for axes in panel_axes[len(panels) :]:
@@ -146,12 +148,13 @@ def curves(
         x_label = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
         axes.set(xlabel=x_label, ylabel=metric_label("loss", histories.experiment))
         axes.label_outer()
-    for axes in (
-        panel_axes[len(panels) - 2 : len(panels) - 1] if len(panels) % 2 and len(panels) > 1 else ()
-    ):
-        axes.xaxis.set_tick_params(labelbottom=True)
-        axes.set_xlabel(x_label)
-        axes.xaxis.label.set_visible(True)
+    has_empty_place = len(panels) > 1 and len(panels) % 2 == 1
+    if has_empty_place:
+        axes_above = panel_axes[len(panels) - 2]
+        axes_above.xaxis.set_tick_params(labelbottom=True)
+        axes_above.set_xlabel(x_label)
+        axes_above.xaxis.label.set_visible(True)
+    # The final loss of each run, and the mean over the seeds for each level.
     final = histories.groupby(["name", "id"]).loss.agg(
         lambda losses: losses.tail(max(1, len(losses) // FINAL_LOSS_DIVISOR)).mean()
     )
@@ -197,27 +200,28 @@ def estimation(verdict: Verdict, width: float = theme.PAGE) -> Picture:
         figure, (left, right) = theme.canvas(2, height=1.9 + 0.4 * len(levels), sharey=True)
     _draw_seeds(left, verdict.runs, metric, factor, verdict.block, tints)
     unit = verdict.between_seeds if verdict.between_seeds > 0 else 1.0
+    is_in_sds = unit != 1
     _draw_differences(right, verdict, verdict.pairs, tints, unit)
     _draw_intervals(right, verdict, unit)
     margin = table.margin.max()
     if not math.isnan(margin):  # The axis is widened so that the whole margin is visible.
-        sd = f"±{margin / unit:.2g} sd, " if unit != 1 else ""
+        sd = f"±{margin / unit:.2g} sd, " if is_in_sds else ""
         right.axvspan(
             -margin / unit, margin / unit, label=f"margin, {sd}±{margin:.2g}", **MARGIN_STYLE
         )
         half_range = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
         right.set_xlim(-half_range, half_range)
     right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
-    unit_words = f"sd between {verdict.block}s" if unit != 1 else left.get_xlabel()
+    unit_words = f"sd between {verdict.block}s" if is_in_sds else left.get_xlabel()
     right.set_xlabel(f"difference ({unit_words})")
     alt = f"{metric} of each {verdict.block} under {'; '.join(level_names.values())}"
     alt += (
         f"; and the differences from {level_names[verdict.reference]} with intervals and the"
         " margin."
     )
-    columns = 1 if is_narrow else 2
     title = textwrap.fill(verdict_title(verdict), 46 if is_narrow else 200)
-    return theme.finish_figure(figure, title, alt, theme.origin_keys(verdict.runs), columns)
+    keys = theme.origin_keys(verdict.runs)
+    return theme.finish_figure(figure, title, alt, keys, columns=1 if is_narrow else 2)
 
 
 def verdict_title(verdict: Verdict) -> str:
@@ -267,8 +271,10 @@ def name_same_bits(verdict: Verdict) -> dict[Level, str]:
     groups: dict[Hashable, list[Level]] = {}
     for level in names:
         runs = verdict.runs[verdict.runs[factor] == level].sort_values(verdict.block)
-        known = "weights" in runs and runs.weights.notna().all()
-        groups.setdefault(tuple(runs.weights) if known else level, []).append(level)
+        has_weights = "weights" in runs and runs.weights.notna().all()
+        # Levels with the same digests of weights have the same key. A level without weights has a
+        # key of its own.
+        groups.setdefault(tuple(runs.weights) if has_weights else level, []).append(level)
     return {
         levels[0]: _join_names([names[level] for level in levels]) for levels in groups.values()
     }
@@ -328,11 +334,11 @@ def differences(verdict: Verdict) -> Picture:
     changes = changes[changes[factor].isin(levels)]
     level_names = label_levels([reference, *levels], factor) | shared_rows
     figure, (axes,) = theme.canvas(height=1.7 + 0.4 * len(levels))
-    _draw_differences(
-        axes, verdict, changes, theme.level_colours(factor, levels) | {BETWEEN_SEEDS_LABEL: INK}
-    )
+    tints = theme.level_colours(factor, levels) | {BETWEEN_SEEDS_LABEL: INK}
+    _draw_differences(axes, verdict, changes, tints)
     smallest = changes.difference[changes.difference > 0].min()
     if smallest > 0:
+        # The scale is linear below the power of ten under the smallest difference.
         axes.set_xscale("symlog", linthresh=10 ** np.floor(np.log10(smallest)))
         axes.xaxis.set_major_formatter(theme.power_of_ten)
     margin = verdict.table.margin.max()
@@ -351,7 +357,7 @@ def differences(verdict: Verdict) -> Picture:
     )
     if np.isnan(ratio):
         headline = "One seed has no spread to compare with"
-    _, *compared, _ = level_names.values()
+    _reference, *compared, _between_seeds = level_names.values()
     alt = (
         f"Change of {metric} against {level_names[reference]}: {'; '.join(compared)}; and between"
         " seeds."
@@ -370,6 +376,11 @@ def _heights(frame: pd.DataFrame, factor: str, block: str, levels: Iterable[Leve
     return frame[factor].map([*levels].index).astype(float) + 0.4 * offset_in_row
 
 
+def _point_size(seeds: pd.Series) -> int:
+    """Return the area of a point, which is smaller if there are more than 40 seeds."""
+    return 20 if seeds.nunique() <= 40 else 5
+
+
 def _draw_seeds(
     axes: Axes, runs: pd.DataFrame, metric: str, factor: str, block: str, tints: TextByLevel
 ) -> None:
@@ -379,7 +390,6 @@ def _draw_seeds(
     """
     runs = runs.assign(height=_heights(runs, factor, block, tints), tint=runs[factor].map(tints))
     diverged = runs.status == "diverged"
-    size = 20 if runs[block].nunique() <= 40 else 5
     converged = runs[~diverged]
     lines: Style = {
         "units": block,
@@ -396,11 +406,11 @@ def _draw_seeds(
         converged.height,
         converged.tint,
         theme.is_recorded(converged),
-        s=size,
+        s=_point_size(runs[block]),
     )
     if diverged.any():
         cross_style: Style = {
-            "transform": axes.get_yaxis_transform(),
+            "transform": axes.get_yaxis_transform(),  # x is a share of the axes' width
             "label": "diverged",
             "marker": "x",
             "zorder": 4,
@@ -435,9 +445,13 @@ def _draw_differences(
     heights = _heights(pairs, factor, verdict.block, tints)
     is_hollow = theme.is_recorded(verdict.runs).all()
     axes.axvline(0, color=INK, lw=0.8, zorder=1)
-    size = 20 if pairs[verdict.block].nunique() <= 40 else 5
     theme.draw_points(
-        axes, pairs.difference / unit, heights, pairs[factor].map(tints), is_hollow, s=size
+        axes,
+        pairs.difference / unit,
+        heights,
+        pairs[factor].map(tints),
+        is_hollow,
+        s=_point_size(pairs[verdict.block]),
     )
     for row, level in enumerate(tints):
         largest = (pairs.difference[pairs[factor] == level] / unit).abs().max()
@@ -448,7 +462,7 @@ def _draw_differences(
         if level != verdict.reference:
             axes.annotate(
                 "\n".join(f" {word}" for word in words if word),
-                (1, row),
+                (1, row),  # the right edge, at the height of the row
                 fontsize=7,
                 **RIGHT_OF_AXES,
             )
@@ -457,11 +471,12 @@ def _draw_differences(
 def _draw_intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
     """Draw the mean difference of each level and its two intervals, below the level's row.
 
-    The thin line is the interval of the difference, and the thick line that of the test of
-    equivalence. All are divided by `unit`.
+    A thin line shows the interval of the difference, and a thick line the interval of the test of
+    equivalence. Means and intervals are divided by `unit`.
     """
     table = verdict.table
-    heights = np.arange(len(table)) + 1.33  # Row 0 belongs to the reference.
+    rows = 1 + np.arange(len(table))  # row 0 belongs to the reference
+    heights = rows + INTERVAL_OFFSET  # the axis points down
     equivalence_label = ""
     mean_label = "mean; too few seeds for an interval"
     if table.equivalent_low.notna().any():
@@ -474,6 +489,7 @@ def _draw_intervals(axes: Axes, verdict: Verdict, unit: float) -> None:
     low = table.equivalent_low / unit
     high = table.equivalent_high / unit
     axes.hlines(heights, low, high, INK, lw=3.2, zorder=4, label=equivalence_label)
+    # The interval need not be symmetric: its parts below and above the mean.
     half_widths = np.stack([table.difference - table.low, table.high - table.difference]) / unit
     style: Style = {
         "fmt": "D",

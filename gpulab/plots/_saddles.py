@@ -196,10 +196,12 @@ def escape_law(table: pd.DataFrame) -> Picture:
             "the table has no escapes by sgd or momentum, the only optimisers that follow this law;"
             " for other optimisers draw the `paths` of `escape_table`"
         )
+    on_cpu, on_gpu = DEVICES
     shown = table.assign(
-        device=np.where(table.setting.str.startswith("cpu"), *DEVICES),
-        x=(table.start / table.radius).clip(lower=1e-17),
+        device=np.where(table.setting.str.startswith("cpu"), on_cpu, on_gpu),
+        x=(table.start / table.radius).clip(lower=1e-17),  # a logarithmic axis has no zero
         time=table.steps.where(table.escaped) * table.expected_rate,
+        # Minibatches take precedence over a perturbation.
         kind=np.select(
             [table.batch_size > 0, table.perturbation > 0],
             ["minibatches", "pushed off"],
@@ -271,7 +273,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
 
 
 def _name_arithmetic(axes: Axes, name: str, group: pd.DataFrame) -> None:
-    """Write the arithmetic next to the escapes that it caused and the networks that it held."""
+    """Write the name of an arithmetic next to its escapes, and to its networks that never left."""
     escaped = group[group.escaped & np.isfinite(group.time)]
     held = group[~group.escaped]
     offset: Style = {"textcoords": "offset points"}
@@ -289,9 +291,10 @@ def _name_arithmetic(axes: Axes, name: str, group: pd.DataFrame) -> None:
 def _arithmetic_label(setting: str) -> str:
     """Return the arithmetic of a setting in words, such as `float64` or `TF32 products`."""
     parsed = Setting.parse(setting)
-    emulated = parsed.emulate or ("tf32" if parsed.tf32 else "")
-    if emulated in TF32_CARDS:
-        return f"products of {EMULATED[emulated]}"
+    # The arithmetic of products, which TF32 determines on a GPU and an emulation elsewhere.
+    products = parsed.emulate or ("tf32" if parsed.tf32 else "")
+    if products in TF32_CARDS:
+        return f"products of {EMULATED[products]}"
     if parsed.precision:
         return parsed.precision
-    return f"{EMULATED.get(emulated, emulated)} products" if emulated else "float32"
+    return f"{EMULATED.get(products, products)} products" if products else "float32"

@@ -41,10 +41,10 @@ def predictions(run: Run) -> Picture:
     next_frames, predicted = (tensor[:, 0] for tensor in run.predict())
     # The first frames are not shown: the network's state still depends on its initial value.
     warm_up = min(10, len(next_frames) // 2)
-    moment = np.linspace(warm_up, len(next_frames) - 1, 5).astype(int)
-    frames_before = next_frames[moment - 1]
-    frames_after = next_frames[moment]
-    predictions_shown = predicted[moment]
+    moments = np.linspace(warm_up, len(next_frames) - 1, 5).astype(int)
+    frames_before = next_frames[moments - 1]
+    frames_after = next_frames[moments]
+    predictions_shown = predicted[moments]
     rows = {
         "frame t": frames_before,
         "frame t + 1": frames_after,
@@ -57,7 +57,7 @@ def predictions(run: Run) -> Picture:
         f"Mean squared error: {error:.3g} for these predictions, {repeat_error:.3g} for repeating"
         " frame t"
     )
-    return in_rows(rows, [f"t = {t}" for t in moment], headline)
+    return in_rows(rows, [f"t = {t}" for t in moments], headline)
 
 
 def reconstructions(run: Run) -> Picture:
@@ -106,9 +106,11 @@ def frames(data: Data, every: int = 30) -> Picture:
         >>> gl.plots.frames(gl.load("walk", frames=300, size=(24, 32))).alt
         'Rows of pictures: frames, frames. walk: one frame in 30.'
     """
-    chosen_frames = next(iter(data.windows(10 * every))).frames[::every][:10]
-    stream = torch.from_numpy(chosen_frames.astype(np.float32)) / 255
-    return in_rows({"": stream[:5], " ": stream[5:]}, [], f"{data.name}: one frame in {every}")
+    first_window = next(iter(data.windows(10 * every)))
+    chosen_frames = first_window.frames[::every][:10]
+    scaled = torch.from_numpy(chosen_frames.astype(np.float32)) / 255
+    rows = {"": scaled[:5], " ": scaled[5:]}  # two different names that are not visible
+    return in_rows(rows, [], f"{data.name}: one frame in {every}")
 
 
 @theme.with_theme
@@ -119,13 +121,14 @@ def in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str)
     # The panels have the shape of the pictures; 0.6 inches are for the titles.
     panel_height = theme.PAGE / count * height / width
     figure, panels = theme.canvas(
-        count, panel_height * len(rows) + 0.6, len(rows), subplot_kw=NO_AXES
+        count, height=panel_height * len(rows) + 0.6, rows=len(rows), subplot_kw=NO_AXES
     )
     for row, (name, pictures) in enumerate(rows.items()):
         panel_row = panels[row * count : (row + 1) * count]
-        panel_row[0].text(
-            -0.06, 0.5, name, transform=panel_row[0].transAxes, ha="right", va="center"
-        )
+        # The name is to the left of the first panel, at half its height.
+        first_panel = panel_row[0]
+        first_panel.text(-0.06, 0.5, name, transform=first_panel.transAxes, ha="right", va="center")
+        # A row may have fewer pictures than panels.
         for axes, picture in zip(panel_row, pictures, strict=False):
             pixels = picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy()
             # Without interpolation, pixels are shown unchanged, and the file is small.

@@ -89,9 +89,8 @@ def finish_figure(
     figure.suptitle(title)
     labelled: dict[str, Artist] = {}
     for axes in figure.axes:
-        labelled |= {
-            label: artist for artist, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
+        artists, labels = axes.get_legend_handles_labels()
+        labelled |= dict(zip(labels, artists, strict=True))
         legend = axes.get_legend()
         if legend:
             handles = zip(legend.texts, legend.legend_handles, strict=True)
@@ -127,6 +126,7 @@ def level_colours(factor: str, levels: Sequence[Level]) -> dict[Level, str]:
     """
     if factor == "setting":
         return {level: colour(str(level)) for level in levels}
+    # The first two colours of the palette, green and orange, resemble those of devices.
     other_colours = sns.color_palette("Dark2").as_hex()[2:]
     return dict(zip(levels, itertools.cycle(other_colours), strict=False))
 
@@ -144,9 +144,8 @@ def name_levels(
         levels.sort(key=[*COLOURS, *sorted(levels)].index)
     level_names = label_levels(levels, factor)
     tints = level_colours(factor, levels)
-    return frame.assign(name=frame[factor].map(level_names)), {
-        level_names[level]: tints[level] for level in levels
-    }
+    tints_by_name = {level_names[level]: tints[level] for level in levels}
+    return frame.assign(name=frame[factor].map(level_names)), tints_by_name
 
 
 def is_recorded(frame: pd.DataFrame) -> pd.Series:
@@ -226,13 +225,12 @@ def power_of_ten(value: float, _: float | None = None) -> str:
 
 def log_scale(axis: XAxis | YAxis, least: float = 2.0) -> None:
     """Use a log scale if the data span a factor of `least`; put ticks at 1, 2 and 5 if they fit."""
-    low, high = getattr(axis.axes.dataLim, f"interval{axis.axis_name}")
-    if not low > 0 or high / low < least:
+    low, high = getattr(axis.axes.dataLim, f"interval{axis.axis_name}")  # `intervalx` for x
+    if not low > 0 or high / low < least:  # negated, because NaN is not above zero either
         return
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.set_major_locator(
-        LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=9)
-    )
+    tick_digits = (1.0, 2.0, 5.0) if high / low < 100 else (1.0,)
+    axis.set_major_locator(LogLocator(10, subs=tick_digits, numticks=9))
     axis.set_major_formatter("{x:,g}" if low > 1e-4 and high < 1e6 else power_of_ten)
     axis.set_minor_locator(NullLocator())
 

@@ -259,8 +259,8 @@ class Descent:
         The errors are the rounding of the weights, errors in the gradients, and the noise of
         minibatches. A step moves the weights by −η g, and this movement grows by the factor ρⁿ in n
         further steps. The errors of the first batches therefore count most. With all samples in
-        each batch, every batch has the same error ε, and the sum over all steps is ε / −λ, where −λ
-        is the eigenvalue.
+        each batch, all batches have the same error ε, and their effects add up to −ε/λ, where −λ is
+        the eigenvalue.
 
         Returns:
             The displacement along each unstable direction, (m,). NaN for minibatches with an

@@ -104,7 +104,7 @@ class Hessian:
     ) -> None:
         self.parameters = parameters
         self.bound_weights = bound_weights
-        self._product: Product
+        self._product: Product  # set by `_differentiate`
         first_parameter = next(iter(parameters.values()))
         self.dtype = first_parameter.dtype
         self.device = first_parameter.device
@@ -136,7 +136,8 @@ class Hessian:
         max_tangent_bytes = 3 * 2**30 if self.device.type == "cuda" else 2**28
         # A product that does not state how much memory a vector takes gets one vector at a time.
         bytes_of_vector = max(1, getattr(self._product, "bytes", max_tangent_bytes))
-        self.at_once = max(1, min(MAX_BATCHED_VECTORS, max_tangent_bytes // bytes_of_vector))
+        fitting_vectors = max_tangent_bytes // bytes_of_vector
+        self.at_once = max(1, min(MAX_BATCHED_VECTORS, fitting_vectors))
         random_rows = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0))
         vectors = random_rows.T.to(self.device, self.dtype)
         try:
@@ -144,7 +145,8 @@ class Hessian:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise UnsupportedError(f"{method}: {str(error).partition(chr(10))[0]}") from error
+            first_line = str(error).partition("\n")[0]
+            raise UnsupportedError(f"{method}: {first_line}") from error
         except DataError as error:
             reason = (
                 "the gradient that torch computes is not that of the loss, or cannot be"
@@ -157,6 +159,7 @@ class Hessian:
             raise DataError(f"{error}: {reason}; {remedy}") from None
 
     def __matmul__(self, vectors: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+        """Return the product with a vector (n,), or with k vectors (n, k)."""
         if (
             not isinstance(vectors, Tensor)
             or vectors.shape[:1] != self.shape[:1]
@@ -277,8 +280,9 @@ def hessian(
                 " max_norm = None"
             )
             raise UsageError(f"{reason}: {remedy}")
-        has_dropout = isinstance(module, DropoutModule) and module.p > 0
-        has_dropout = has_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
+        is_active_dropout = isinstance(module, DropoutModule) and module.p > 0
+        is_rnn_with_dropout = isinstance(module, nn.RNNBase) and module.dropout > 0
+        has_dropout = is_active_dropout or is_rnn_with_dropout
         if module.training and (has_dropout or isinstance(module, BatchNormModule)):
             # The loss would be a different function at each call.
             raise UsageError(
@@ -332,6 +336,8 @@ def hessian(
     H = Hessian(objective, points, functools.partial(_bind_copies, model, copies))
     with H.bound_weights():
         second_loss = float(objective().detach())
+    # The loss was computed with the copies. A copy that now differs from the model's own tensor was
+    # changed by computing it. NaN differs from itself and does not count.
     for name, tensor in model_tensors.items():
         if tensor.layout == torch.strided and ((tensor != copies[name]) & ~tensor.isnan()).any():
             raise UsageError(f"{name} changes every time the loss is computed: call model.eval()")
@@ -382,7 +388,8 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
             " parameters to differentiate"
         )
     kinds = {(tensor.dtype, tensor.device) for tensor in selected.values()}
-    if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
+    has_usable_types = {dtype for dtype, _ in kinds} <= {torch.float32, torch.float64}
+    if len(kinds) > 1 or not has_usable_types:
         raise UsageError(
             f"parameters of {sorted(map(str, kinds))}: expected float32 or float64, all on one"
             " device"
@@ -397,6 +404,7 @@ def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
         stack.enter_context(reparametrized(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(_UnfusedWeightNorm())
+        # The fused kernels of recurrent layers can be differentiated only once.
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
@@ -406,7 +414,7 @@ def _bind_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
 
 
 class _UnfusedWeightNorm(TorchFunctionMode):
-    """Computes weight norms without torch's fused kernel, whose second derivatives are wrong."""
+    """Inside the block, weight norms are computed without torch's fused kernel."""
 
     def __torch_function__(
         self,
@@ -415,10 +423,23 @@ class _UnfusedWeightNorm(TorchFunctionMode):
         args: Sequence[Nested] = (),
         kwargs: dict[str, Nested] | None = None,
     ) -> Nested:
+        """Call a function of torch; compute a weight norm from its definition.
+
+        The second derivatives of torch's fused kernel for weight norms are wrong.
+        """
+        kwargs = kwargs or {}
         if function is weight_norm:
-            v, g, dim = (*args, 0)[:3]
-            return v * (g / torch.norm_except_dim(v, 2, dim))
-        return function(*args, **(kwargs or {}))
+            return _unfused_weight_norm(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _unfused_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Return g v / ‖v‖, where the norm is taken over all dimensions except `dim`.
+
+    The parameters have the names and the default of the function that this one replaces, which may
+    be called with positional or named arguments.
+    """
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def _linearize_by_graph(
@@ -442,7 +463,7 @@ def _linearize_by_graph(
         varying = [index for index, gradient in enumerate(gradients) if gradient.requires_grad]
 
         def product(*tangents: Tensor) -> list[Tensor]:
-            """Return the product with each of the k tangents."""
+            """Return the product with each of k vectors; `tangents` has their parts, by point."""
             if not varying:
                 return [torch.zeros_like(tangent) for tangent in tangents]
             outputs = [gradients[index] for index in varying]
@@ -463,6 +484,7 @@ def _linearize_by_graph(
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         line = _line_of_failure(objective, points)
+        # The first match, which for other causes is that of the empty text.
         remedy = next(words for cause, words in SECOND_DERIVATIVES.items() if cause in reason)
         message = (
             f"the loss has no second derivatives that torch can compute: {reason}; {remedy}{line}"
@@ -472,10 +494,15 @@ def _linearize_by_graph(
 
 
 def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> str:
-    """Return the user's line whose operation has no second derivative, for an error message.
+    """Find the user's line whose operation has no second derivative.
 
     torch records lines only if anomaly detection is on, so the loss is computed and differentiated
-    again.
+    again. This raises the same `RuntimeError` again. Before the error, anomaly detection issues a
+    warning with the traceback of the forward call.
+
+    Returns:
+        The end of an error message, such as " (at train.py:7: y = f(x))"; empty if no line is
+        known.
     """
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
@@ -489,17 +516,30 @@ def _line_of_failure(objective: Callable[[], Tensor], points: list[Tensor]) -> s
         varying = [gradient.sum() for gradient in gradients if gradient.requires_grad]
         torch.autograd.grad(varying, points, materialize_grads=True)
     lines = [line_of_forward_call(str(warning.message)) for warning in caught]
+    # The last warning belongs to the error. Earlier ones may have other causes.
     return next((f" (at {line})" for line in reversed(lines) if line), "")
 
 
 def _line_of_node(objective: Callable[[], Tensor], name: str) -> str:
-    """Return the user's line that made a node of autograd's graph, for an error message."""
+    """Find the user's line that made a node of autograd's graph.
+
+    torch records lines only if anomaly detection is on, so the loss is computed again.
+
+    Args:
+        objective: A function that computes the loss.
+        name: The name of the node's class. If several nodes have it, the first one is taken.
+
+    Returns:
+        The end of an error message, such as " (at train.py:7: y = f(x))"; empty if no line is
+        known.
+    """
     with (
         warnings.catch_warnings(action="ignore"),
         torch.autograd.detect_anomaly(check_nan=False),
         torch.enable_grad(),
     ):
         nodes = [node for node in graph_nodes(objective()) if type(node).__name__ == name]
-    notes: Nested = nodes[0].metadata if nodes else {}
-    line = line_of_forward_call("".join(notes.get("traceback_", ())))
+    metadata: Nested = nodes[0].metadata if nodes else {}
+    # Anomaly detection stores the traceback of the forward call under this name.
+    line = line_of_forward_call("".join(metadata.get("traceback_", ())))
     return f" (at {line})" if line else ""

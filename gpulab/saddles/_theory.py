@@ -112,9 +112,9 @@ class LinearAutoencoderSaddle(CriticalPoint):
             True
         """
         generator = torch.Generator().manual_seed(seed)
-        mixing = torch.linalg.qr(
+        mixing, _ = torch.linalg.qr(
             torch.randn(self.mixing.shape, dtype=torch.float64, generator=generator)
-        )[0]
+        )
         return dataclasses.replace(
             self, model=_autoencoder_at(self.basis, self.components, mixing), mixing=mixing
         )
@@ -133,26 +133,33 @@ class LinearAutoencoderSaddle(CriticalPoint):
     @property
     def direction(self) -> Float[Tensor, " n"]:
         """The unit vector (n,) along which the loss curves down most; its sign is arbitrary."""
-        return self._eigenvector(int(self._spectrum[0].argmin()))
+        low_eigenvalues, _ = self._spectrum
+        return self._eigenvector(int(low_eigenvalues.argmin()))
 
     @property
     def steepest(self) -> Float[Tensor, " n"]:
         """The unit vector (n,) along which the loss curves up most; its sign is arbitrary."""
-        return self._eigenvector(int(self._spectrum[1].argmax()), is_higher=True)
+        _, high_eigenvalues = self._spectrum
+        return self._eigenvector(int(high_eigenvalues.argmax()), is_higher=True)
 
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
         """The m negative eigenvalues (m,), ascending, and their eigenvectors in columns (n, m)."""
         # Only the lower eigenvalue of a block can be negative.
         low_eigenvalues = self._spectrum[0].flatten()
-        order = low_eigenvalues.argsort(stable=True)[: int((low_eigenvalues < 0).sum())].tolist()
-        vectors = [self._eigenvector(block)[:, None] for block in order]
+        negative_count = int((low_eigenvalues < 0).sum())
+        blocks = low_eigenvalues.argsort(stable=True)[:negative_count].tolist()
+        vectors = [self._eigenvector(block)[:, None] for block in blocks]
+        # `cat` needs a tensor even if there are no vectors. Each block has two weights.
         no_vectors = low_eigenvalues.new_empty(2 * low_eigenvalues.numel(), 0)
-        return low_eigenvalues[order], torch.cat([no_vectors, *vectors], dim=1)
+        return low_eigenvalues[blocks], torch.cat([no_vectors, *vectors], dim=1)
 
     @functools.cached_property
     def _blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The entries a, b, c of the Hessian's 2 × 2 blocks [[a, b], [b, c]], and a c − b².
+
+        The first row of a block belongs to an entry of the decoder, the second to one of the
+        encoder.
 
         There is a block for each component and hidden unit; each of the four tensors is (D, h). The
         module's docstring lists the blocks. Determinants known to be zero are exactly zero.
@@ -181,11 +188,11 @@ class LinearAutoencoderSaddle(CriticalPoint):
         """The lower and the higher eigenvalue of each block, (D, h)."""
         a, b, c, determinant = self._blocks
         high = (a + c) / 2 + torch.hypot((a - c) / 2, b)
-        # The lower eigenvalue is computed from the determinant, not as a difference of nearly equal
-        # numbers, so its sign is exact.
-        return torch.where(
-            high > 0, determinant / high.clamp(min=torch.finfo(high.dtype).tiny), 0.0
-        ), high
+        # The determinant is the product of both eigenvalues. Computed from it, and not as a
+        # difference of nearly equal numbers, the lower eigenvalue has the exact sign.
+        nonzero_high = high.clamp(min=torch.finfo(high.dtype).tiny)
+        low = torch.where(high > 0, determinant / nonzero_high, 0.0)
+        return low, high
 
     def _eigenvector(self, block: int, is_higher: bool = False) -> Float[Tensor, " n"]:
         """Return the eigenvector of a block's lower or higher eigenvalue, in the order of weights.
@@ -195,11 +202,13 @@ class LinearAutoencoderSaddle(CriticalPoint):
             is_higher: Whether the eigenvector of the higher eigenvalue is returned.
         """
         component, unit = divmod(block, len(self.mixing))
-        a, b, low = (
-            float(entries[component, unit]) for entries in (*self._blocks[:2], self._spectrum[0])
-        )
+        decoder_entries, mixed_entries, _, _ = self._blocks
+        low_eigenvalues, _ = self._spectrum
+        a = float(decoder_entries[component, unit])
+        b = float(mixed_entries[component, unit])
+        low = float(low_eigenvalues[component, unit])
         # (p, q) is the eigenvector within the block: p belongs to an entry of the decoder, q to one
-        # of the encoder.
+        # of the encoder. It solves the first row of the block, (a − low) p + b q = 0.
         p = b
         q = low - a
         if p == 0 and q == 0:  # The block is diagonal, and its first entry is the lower eigenvalue.
@@ -220,6 +229,7 @@ class LinearAutoencoderSaddle(CriticalPoint):
         )
         decoder[:, unit] = p / math.hypot(p, q) * self.basis[:, component]
         encoder[row] = q / math.hypot(p, q) * self.basis[:, column]
+        # The weights of this saddle are those of unmixed units, with the mixing applied.
         by_parameter = {
             "encoder.weight": self.mixing.T @ encoder,
             "decoder.weight": decoder @ self.mixing,
@@ -297,21 +307,33 @@ def linear_autoencoder_saddle(
 def _autoencoder_at(
     basis: Tensor, components: tuple[int, ...], mixing: Tensor
 ) -> LinearAutoencoder:
-    """Build the network whose mixed hidden units hold these columns of the basis."""
+    """Build the network whose hidden units hold some columns of the basis, mixed.
+
+    The decoder is the transpose of the encoder. Because the mixing is orthogonal, it cancels in
+    their product, and the network projects onto the columns that it holds.
+
+    Args:
+        basis: The principal components (D, D), one in each column.
+        components: The columns to hold, at most h of them. Further hidden units are zero.
+        mixing: An orthogonal matrix (h, h), which is applied to the hidden units.
+    """
     model = LinearAutoencoder(len(basis), len(mixing)).double()
     held_columns = basis.new_zeros(len(basis), len(mixing))
     held_columns[:, : len(components)] = basis[:, list(components)]
+    decoder_weights = held_columns @ mixing
     with torch.no_grad():
-        model.decoder.weight.copy_(held_columns @ mixing)
-        model.encoder.weight.copy_((held_columns @ mixing).T)
+        model.decoder.weight.copy_(decoder_weights)
+        model.encoder.weight.copy_(decoder_weights.T)
     return model
 
 
 def _principal_components(data: Tensor | ArrayLike) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the data as a matrix (N, D), and the eigenvalues and eigenvectors of XᵀX / N.
+    """Compute the principal components of data.
 
-    Eigenvalues are in descending order. Eigenvalues that are zero up to rounding become zero, and
-    those that are equal up to rounding become equal.
+    Returns:
+        The data X as a matrix (N, D) in float64; the eigenvalues of XᵀX / N, (D,), in descending
+        order; and its eigenvectors as columns, (D, D). Eigenvalues that are zero up to rounding
+        become zero, and those that are equal up to rounding become equal.
 
     Raises:
         DataError: If the data are not a matrix of finite numbers.

@@ -97,11 +97,13 @@ def _unify_numbers(column: pd.Series, levels: pd.Series | None = None) -> pd.Ser
     texts = [value for value in numbers_by_value if isinstance(value, str)]
     if levels is None:
         texts = [text for text in texts if numbers_by_value[text] in plain_numbers]
-    elif len({numbers_by_value[text] for text in texts} | plain_numbers) == len(numbers_by_value):
-        return column  # no two values are the same number
-    if not texts or (
-        levels is not None and _has_duplicate_spellings(column, levels, numbers_by_value)
-    ):
+    else:
+        distinct_numbers = {numbers_by_value[text] for text in texts} | plain_numbers
+        if len(distinct_numbers) == len(numbers_by_value):
+            return column  # no two values are the same number
+        if _has_duplicate_spellings(column, levels, numbers_by_value):
+            return column
+    if not texts:
         return column
     return column.map(
         lambda value: numbers_by_value[value] if value in texts else value
@@ -135,6 +137,7 @@ def _parse_number(value: object) -> int | float | None:
     if isinstance(value, str):
         if not NUMBER_PATTERN.fullmatch(value):
             return None
+        # Integers are not converted by `float`, which would round large ones.
         if value.strip().lstrip("+-").isdigit():
             return int(value)
         number = float(value)

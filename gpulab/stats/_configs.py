@@ -96,6 +96,7 @@ def load_yaml(content: bytes | str) -> Node:
                 raise ValueError(f"more than {MAX_SETTINGS:,} settings")
 
     def construct_plain(loader: yaml.SafeLoader, _: str, node: yaml.Node) -> Node:
+        """Read a value as a dictionary, a list or a plain value, whatever its tag is."""
         if isinstance(node, yaml.MappingNode):
             return loader.construct_mapping(node, deep=True)
         if isinstance(node, yaml.SequenceNode):
@@ -115,6 +116,7 @@ def _flatten(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
         ValueError: If there are more than `MAX_SETTINGS` settings, or more than `MAX_NESTING`
             levels.
     """
+    # A stack of nodes that are not read yet, each with its full name and its depth.
     pending: list[tuple[str, Node, int]] = [("", settings, 0)]
     for _ in range(MAX_SETTINGS):
         if not pending:
@@ -130,7 +132,12 @@ def _flatten(settings: dict[Any, Node]) -> Iterator[tuple[str, Value]]:
         children = [
             (f"{name}.{key}" if name else str(key), value, depth + 1) for key, value in node.items()
         ]
-        pending += reversed([item for item in children if not item[0].startswith("_wandb")])
+        # In reversed order, because the last one is taken from the stack first.
+        pending += [
+            (child_name, value, child_depth)
+            for child_name, value, child_depth in reversed(children)
+            if not child_name.startswith("_wandb")
+        ]
     raise ValueError(f"more than {MAX_SETTINGS:,} settings")
 
 
@@ -202,6 +209,7 @@ def find_settings(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]
     """
     settings: dict[str, tuple[Value, Path]] = {}
     errors: list[DataError] = []
+    # From the table's folder up to `root`; only the table's folder if it is not inside `root`.
     folders = [table.parent]
     while folders[-1] != root and root in folders[-1].parents:
         folders.append(folders[-1].parent)
@@ -218,5 +226,5 @@ def find_settings(table: Path, root: Path) -> tuple[dict[str, tuple[Value, Path]
                 errors.append(error)
                 continue
             for setting, value in file_settings.items():
-                settings.setdefault(setting, (value, file))
+                settings.setdefault(setting, (value, file))  # files that were read before win
     return settings, errors

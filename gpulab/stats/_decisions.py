@@ -184,12 +184,14 @@ def compare_levels(
     run_counts = paired.runs[paired.factor].value_counts()
     tests = [_test_level(pairs, margin_in_units, is_binary) for pairs in levels.values()]
     corrected_tests = _correct_tests(tests, alpha, looks)
+    # The level of the strictest test in Holm's method. `_seeds_needed` plans for this test.
+    strictest_alpha = alpha / len(levels) / looks if levels else alpha
     rows = []
     for (level, pairs), test, corrected in zip(levels.items(), tests, corrected_tests, strict=True):
         row = _compare_level(level, pairs, test, corrected, margin_in_units, is_binary)
         decision = decide(row, alpha)
         sd = inference.sample_sd(_differences(pairs))
-        n_seeds_needed = _seeds_needed(sd, margins_by_count, alpha / len(levels) / looks, is_binary)
+        n_seeds_needed = _seeds_needed(sd, margins_by_count, strictest_alpha, is_binary)
         if decision == "inconclusive":  # the present number of pairs was not enough
             n_seeds_needed = float(max(n_seeds_needed, len(pairs) + 1))
         # Each pair consists of one run of the level and one of the reference.
@@ -324,20 +326,19 @@ def _test_level(pairs: pd.DataFrame, margin: float, is_binary: bool) -> _LevelTe
     """
     differences = _differences(pairs)
     p_different = p_equivalent = math.nan
-    if len(differences) > 1 and not (pairs.same_bits.all() and not differences.any()):
+    all_identical = pairs.same_bits.all() and not differences.any()
+    if len(differences) > 1 and not all_identical:
         difference_test = inference.sign_flip_p if is_binary else inference.mean_p
         equivalence_test = inference.discordance_p if is_binary else inference.equivalence_p
         p_different = difference_test(differences)
         p_equivalent = equivalence_test(differences, margin)
     is_discordant = pairs.reference_diverged != pairs.other_diverged
     n_discordant = int(is_discordant.sum())
-    p_diverged = inference.sign_test_p(
-        int((is_discordant & pairs.other_diverged).sum()), n_discordant
-    )
+    n_other_diverged = int((is_discordant & pairs.other_diverged).sum())
     return _LevelTests(
         p_different=p_different,
         p_equivalent=p_equivalent,
-        p_diverged=p_diverged,
+        p_diverged=inference.sign_test_p(n_other_diverged, n_discordant),
         discordant_diverged=n_discordant,
     )
 
@@ -377,9 +378,10 @@ def _correct_tests(
     # The p value of a sign test on k pairs is at least 2^(1 − k). A test that cannot reach alpha
     # cannot be a false alarm, so the other tests need no correction for it (Tarone 1990).
     testable = looks * 2.0 ** (1 - n_discordant) <= alpha
+    # Both kinds of tests together, and NaN for those that are left out.
     difference_family = inference.holm([*p_different, *np.where(testable, p_diverged, math.nan)])
-    p_different_holm, p_diverged_holm = np.split(difference_family, 2)
-    p_diverged_holm = np.where(testable, p_diverged_holm, np.minimum(p_diverged, 1.0))
+    p_different_holm, corrected_divergence = np.split(difference_family, 2)
+    p_diverged_holm = np.where(testable, corrected_divergence, np.minimum(p_diverged, 1.0))
     p_equivalent_holm = inference.holm(p_equivalent)
     # Holm's method ends at alpha divided by the number of tests that it does not reject. The
     # intervals are at this level, so that they agree with the tests.
@@ -508,9 +510,11 @@ def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, is_bina
     power = ttest_power(effects, SEED_COUNTS, alpha, alternative="larger")
     # Both one-sided tests must succeed, so each may fail with half of the probability 1 − POWER.
     has_power = power >= (1 + POWER) / 2
+    # Without a discordant pair, the p value of `discordance_p` is (1 − margin)ⁿ.
     excludes_margin = (1 - margins) ** SEED_COUNTS <= alpha if is_binary else has_power
     if not (has_power.any() and excludes_margin.any()):
         return math.inf
+    # `argmax` finds the first True.
     n_for_power = SEED_COUNTS[has_power.argmax()] + EXTRA_SEEDS_FOR_SKEWNESS
     n_for_margin = SEED_COUNTS[excludes_margin.argmax()]
     return float(max(n_for_power, n_for_margin, min_significant_pairs(alpha)))

@@ -57,7 +57,9 @@ def mean_p(differences: ArrayLike) -> float:
     mean, skewness, n = moments(values)
     if mean * skewness >= 0:  # the longer tail points away from zero
         return flip_p
-    return max(flip_p, float(2 * scipy.stats.t.sf(abs(skewed_t(mean, skewness, n)), n - 1)))
+    t = skewed_t(mean, skewness, n)
+    t_p = float(2 * scipy.stats.t.sf(abs(t), n - 1))
+    return max(flip_p, t_p)
 
 
 def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
@@ -110,10 +112,12 @@ def plateau_outliers(losses: ArrayLike) -> NDArray[np.bool_]:
     ordered = np.sort(values)
     if len(values) < 10:
         return np.zeros(len(values), bool)
-    edge = int(np.diff(ordered).argmax()) + 1  # the first position above the largest gap
-    is_outlier = values >= ordered[edge] if edge > len(values) / 2 else values < ordered[edge]
+    gaps = np.diff(ordered)
+    n_below = int(gaps.argmax()) + 1  # the number of losses below the largest gap
+    first_above = ordered[n_below]
+    is_outlier = values >= first_above if n_below > len(values) / 2 else values < first_above
     rest_sd = sample_sd(values[~is_outlier])
-    is_separated = np.diff(ordered).max() >= MIN_GAP * rest_sd and rest_sd < sample_sd(values) / 2
+    is_separated = gaps.max() >= MIN_GAP * rest_sd and rest_sd < sample_sd(values) / 2
     return is_outlier & (is_separated and is_outlier.sum() < len(values) / 2)
 
 
@@ -175,14 +179,17 @@ def skewed_t_interval(
     if n < 2:
         return math.nan, math.nan
     sd = sample_sd(values)
-    skewness = moments(values)[1] if corrected and sd > 0 else 0.0
+    skewness = 0.0
+    if corrected and sd > 0:
+        _, skewness, _ = moments(values)
     z = float(scipy.stats.t.isf(alpha / 2, n - 1))
     standard_error = sd / math.sqrt(n)
+    # The correction of `skewed_t`, for a mean above the lower end and one below the upper end.
     lower_z = z + _skew_correction(1, skewness, n) * (2 * z**2 + 1) / 6
     upper_z = z + _skew_correction(-1, skewness, n) * (2 * z**2 + 1) / 6
-    return float(values.mean() - standard_error * lower_z), float(
-        values.mean() + standard_error * upper_z
-    )
+    low = float(values.mean() - standard_error * lower_z)
+    high = float(values.mean() + standard_error * upper_z)
+    return low, high
 
 
 def sign_flip_p(differences: ArrayLike) -> float:
@@ -224,15 +231,14 @@ def sign_flip_p(differences: ArrayLike) -> float:
     # Sums that are equal except for rounding count as equal.
     observed = abs(total) - ROUNDING_TOLERANCE * np.abs(values).sum()
     # scipy's permutation_test takes 50 to 200 times as long.
-    extreme = sum(
-        int((np.abs(2 * (positive @ values) - total) >= observed).sum())
-        for positive in sign_flips(n)
-    )
-    return (
-        extreme / 2 ** (n - 1)
-        if n <= MAX_EXACT_DIFFERENCES
-        else (1 + extreme) / (1 + N_DRAWN_FLIPS)
-    )
+    n_extreme = 0
+    for kept in sign_flips(n):
+        # With k the sum of the kept differences, the flipped ones add −(total − k).
+        flipped_sums = 2 * (kept @ values) - total
+        n_extreme += int((np.abs(flipped_sums) >= observed).sum())
+    if n <= MAX_EXACT_DIFFERENCES:
+        return n_extreme / 2 ** (n - 1)  # a combination and its complement are equally extreme
+    return (1 + n_extreme) / (1 + N_DRAWN_FLIPS)
 
 
 def sign_flips(n: int) -> Iterator[NDArray[np.integer]]:
@@ -244,7 +250,7 @@ def sign_flips(n: int) -> Iterator[NDArray[np.integer]]:
     """
     if n <= MAX_EXACT_DIFFERENCES:
         # Row i holds the binary digits of i, the lowest first.
-        yield np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1
+        yield (np.arange(2 ** (n - 1))[:, None] >> np.arange(n)) & 1
         return
     generator = np.random.default_rng(0)
     flips_per_batch = max(1, 250_000 // n)  # 2 MB of float64, which stay in a processor's cache
@@ -280,11 +286,13 @@ def equivalence_p(differences: ArrayLike, margin: float) -> float:
     """
     values = np.sort(np.asarray(differences, float))
     sd = sample_sd(values)
-    if not sd > 0:
-        return float(values.any() and not abs(values.mean()) < margin)
+    if not sd > 0:  # all are equal, or there are fewer than two
+        is_equivalent = not values.any() or abs(values.mean()) < margin
+        return 0.0 if is_equivalent else 1.0
     # scipy's ttest_1samp warns if differences are equal except for rounding; statsmodels is slow to
     # import.
     mean, skewness, n = moments(values)
+    # How far the mean lies above −margin and below +margin. The larger of the two p values counts.
     t_lower = skewed_t(margin / sd + mean, skewness, n)
     t_upper = skewed_t(margin / sd - mean, -skewness, n)
     return float(scipy.stats.t.sf(min(t_lower, t_upper), n - 1))
@@ -304,11 +312,9 @@ def discordance_p(differences: ArrayLike, margin: float) -> float:
         0.047
     """
     n = np.size(differences)
-    return (
-        float(scipy.stats.binom.cdf(np.count_nonzero(differences), n, min(margin, 1.0)))
-        if n
-        else math.nan
-    )
+    if n == 0:
+        return math.nan
+    return float(scipy.stats.binom.cdf(np.count_nonzero(differences), n, min(margin, 1.0)))
 
 
 def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
@@ -347,6 +353,8 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
     n_unflipped = len(all_means) - len(subset_means)
     if not is_exact:
         n_unflipped += 1
+    # The number of means to leave out at either end: the share alpha of all flips, less the
+    # unflipped sample.
     rank = int(alpha * n_flips) - n_unflipped
     if rank < 0:
         return math.nan, math.nan
@@ -391,9 +399,10 @@ def sd_lower_limits(values: ArrayLike, n: ArrayLike, confidence: float = SD_CONF
     sd = sample_sd(values)
     if not sd > 0:
         return np.full(degrees_of_freedom.shape, math.nan)
-    kurtosis = (
-        max(3.0, 3 + float(scipy.stats.kurtosis(values, bias=False))) if len(values) > 3 else 3.0
-    )
+    kurtosis = 3.0
+    if len(values) > 3:
+        # SciPy returns the excess over the kurtosis of a normal distribution, which is 3.
+        kurtosis = max(3.0, 3 + float(scipy.stats.kurtosis(values, bias=False)))
     quantile = scipy.stats.t.ppf(confidence, degrees_of_freedom)
     return sd * np.exp(-quantile * np.sqrt((kurtosis - 1) / degrees_of_freedom) / 2)
 
@@ -433,7 +442,8 @@ def holm(p: ArrayLike) -> Floats:
     corrected = np.array(p, float)
     tests = np.count_nonzero(~np.isnan(corrected))
     order = np.argsort(corrected)[:tests]  # NaN comes last
-    corrected[order] = np.minimum(
-        np.maximum.accumulate(corrected[order] * np.arange(tests, 0, -1)), 1.0
-    )
+    # The smallest of m values is multiplied by m, the next by m − 1, and so on. No corrected value
+    # is smaller than that of a smaller p value.
+    multiplied = corrected[order] * np.arange(tests, 0, -1)
+    corrected[order] = np.minimum(np.maximum.accumulate(multiplied), 1.0)
     return corrected

@@ -87,6 +87,7 @@ def margin_sizes(
     [0.5, 0.5, 0.5]
     """
     number, unit = parse_margin(margin)
+    # A share for `%` and for booleans. Otherwise it is already in units of the metric.
     share = number / 100 if unit == "%" else number
     if is_binary and (unit == "sd" or share >= 1):
         example = DEFAULT_BINARY_MARGIN

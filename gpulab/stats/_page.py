@@ -184,11 +184,13 @@ def _header_rows(verdict: Decisions) -> list[list[Head]]:
     The confidence levels of the intervals are taken from the first level; they are the same for
     all.
     """
-    level = verdict.rows[0] if verdict.rows else None
-    confidence = (
-        f"{100 * level.confidence:.3g} % interval" if level and level.confidence > 0 else "interval"
-    )
-    narrow = f"{100 * level.equivalent_confidence:.3g} % interval" if level else "interval"
+    interval = "interval"  # of the difference
+    equivalence_interval = "interval"
+    if verdict.rows:
+        first_row = verdict.rows[0]
+        equivalence_interval = f"{100 * first_row.equivalent_confidence:.3g} % interval"
+        if first_row.confidence > 0:
+            interval = f"{100 * first_row.confidence:.3g} % interval"
     return [
         [
             Head(verdict.factor, rows=2),
@@ -199,8 +201,8 @@ def _header_rows(verdict: Decisions) -> list[list[Head]]:
             Head("diverged", is_number=True, rows=2),
         ],
         [
-            *(Head(text, is_number=True) for text in ("mean", confidence, "p")),
-            *(Head(text, is_number=True) for text in ("margin", narrow, "p")),
+            *(Head(text, is_number=True) for text in ("mean", interval, "p")),
+            *(Head(text, is_number=True) for text in ("margin", equivalence_interval, "p")),
         ],
     ]
 
@@ -209,11 +211,9 @@ def _level_cells(verdict: Decisions, row: LevelDecision) -> list[Cell]:
     """Build the table's cells for a level."""
     level = level_text(row.level, verdict.factor)
     total = row.seeds + row.unpaired
-    diverged = (
-        f"{row.diverged} ({row.reference_diverged})"
-        if row.diverged or row.reference_diverged
-        else "0"
-    )
+    diverged = "0"
+    if row.diverged or row.reference_diverged:
+        diverged = f"{row.diverged} ({row.reference_diverged})"  # in brackets, the reference
     return [
         Cell(breakable(level), "ga-name"),
         Cell(badge(DECISION_STYLES[row.decision], row.decision)),
@@ -245,11 +245,9 @@ def _format_interval(low: float, high: float) -> str:
     >>> _format_interval(-0.5, 0.25), _format_interval(math.nan, math.nan)
     ('−0.5 to +0.25', '–')
     """
-    return (
-        "–"
-        if math.isnan(low) or math.isnan(high)
-        else f"{_format_difference(low)} to {_format_difference(high)}"
-    )
+    if math.isnan(low) or math.isnan(high):
+        return "–"
+    return f"{_format_difference(low)} to {_format_difference(high)}"
 
 
 def _dash_if_unknown(text: str) -> str:

@@ -110,7 +110,9 @@ def pair_runs(
     reference_runs = runs[runs[factor] == reference]
     other_runs = runs[runs[factor] != reference]
 
+    # Reruns of the reference are a control. Those of other levels are left out.
     reruns = ended_runs[(ended_runs["rerun"] > 0) & (ended_runs[factor] == reference)]
+    n_skipped_reruns = len(ended_runs) - len(first_runs) - len(reruns)
     return PairedRuns(
         metric=metric,
         factor=factor,
@@ -124,7 +126,7 @@ def pair_runs(
             *checked_runs.attrs.get("chosen", ()),
             *_missing_run_notes(checked_runs, unfinished_runs, factor),
             *_averaged_row_notes(first_runs, runs, *columns),
-            *_skipped_rerun_notes(len(ended_runs) - len(first_runs) - len(reruns), reference),
+            *_skipped_rerun_notes(n_skipped_reruns, reference),
             *checked_runs.attrs.get("notes", ()),
         ),
     )
@@ -149,9 +151,8 @@ def _missing_run_notes(
             f"Left out, because they did not finish: {len(unfinished_runs)} ({counts_text});"
             f" {bias}."
         )
-        if (unfinished_runs["status"] == "missing").any() and checked_runs.attrs.get(
-            "has_ambiguous_nan"
-        ):
+        has_missing = (unfinished_runs["status"] == "missing").any()
+        if has_missing and checked_runs.attrs.get("has_ambiguous_nan"):
             yield (
                 "An empty cell or NaN counts as missing; to mark runs as diverged, write `diverged`"
                 " into a column `status`."
@@ -202,23 +203,24 @@ def _average_repeated_rows(
     if not len(repeated):
         return runs
     differing_columns = _differing_columns(repeated, metric, factor, block)
-    word_columns = [
+    kind_columns = [
         name
         for name in differing_columns
-        if not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name])
+        if (not is_numeric_dtype(runs[name]) or is_bool_dtype(runs[name]))
+        # An id, whose values are all different, does not distinguish kinds of runs.
+        and runs[name].astype(str).nunique() < len(runs)
     ]
-    # A column in which all values are different, such as an id, does not distinguish kinds of runs.
-    word_columns = [name for name in word_columns if runs[name].astype(str).nunique() < len(runs)]
-    if word_columns:
+    if kind_columns:
         level = repeated[factor].iloc[0]
         run_text = f"{factor} {level!r}" if isinstance(level, str) else level_text(level, factor)
         run_text += f" {block} {repeated[block].iloc[0]}"
-        columns_text = ", ".join(word_columns[:3])
+        columns_text = ", ".join(kind_columns[:3])
         raise UsageError(
             f"{run_text} was run more than once, with different {columns_text}; keep the rows of"
             " one of these runs"
         )
     groups = runs.groupby([factor, block], sort=False)
+    # For each row, whether any row of its level and block diverged.
     has_diverged = (
         (runs["status"] == "diverged")
         .groupby([runs[factor], runs[block]], sort=False)
@@ -260,10 +262,7 @@ def _find_reference(
         return "cpu" if "cpu" in levels else levels[0]
     for level in levels:
         # On the command line a level is given as text, even if it is a number.
-        if str(reference) in (
-            str(level),
-            level_text(level, factor),
-        ):
+        if str(reference) in (str(level), level_text(level, factor)):
             return level
     raise UsageError(
         f"no runs under {reference!r}; the levels are"
@@ -284,12 +283,12 @@ def _merge_with_reference(
     )
     diverged = merged.status == "diverged"
     reference_diverged = merged.status_base == "diverged"
+    both_finished = ~diverged & ~reference_diverged
+    difference = merged[metric] - merged[f"{metric}_base"]
     pairs = merged[[factor, block]].assign(
         reference=merged[f"{metric}_base"],
         other=merged[metric],
-        difference=(merged[metric] - merged[f"{metric}_base"]).where(
-            ~diverged & ~reference_diverged
-        ),
+        difference=difference.where(both_finished),
         reference_diverged=reference_diverged,
         other_diverged=diverged,
         same_bits=(merged.weights == merged.weights_base) & merged.weights.notna(),
@@ -321,7 +320,8 @@ def check_runs(
             f"more than one column is called {', '.join(duplicates)}; rename or drop one"
         )
     check_columns(frame, (metric, factor, block), COLUMN_ADVICE)
-    if len({metric, factor, block, *RESERVED_COLUMNS}) < 3 + len(RESERVED_COLUMNS):
+    names = [metric, factor, block, *RESERVED_COLUMNS]
+    if len(set(names)) < len(names):
         raise UsageError(
             "metric, factor and block: expected three different columns, and none of"
             f" {', '.join(RESERVED_COLUMNS)}; rename yours"
@@ -351,10 +351,13 @@ def _find_statuses(
         is_diverged: Whether the metric of each run shows that it diverged.
     """
     is_missing = frame[metric].isna()
+    # The first condition that holds decides; `finished` if none does.
     by_metric = np.select([is_diverged, is_missing], ["diverged", "missing"], "finished")
     if "status" not in frame:
         return by_metric
     given = frame["status"].astype(str).str.lower().where(frame["status"].notna(), by_metric)
+    # A run that finished with a loss of NaN has diverged. One that finished with an infinite metric
+    # keeps its status, and is rejected later.
     return given.mask(is_diverged & (given == "finished") & is_missing, "diverged")
 
 
@@ -388,9 +391,8 @@ def _parse_metric(column: pd.Series) -> MetricColumn:
             " cells without a number empty, or choose another metric="
         )
     values = numbers.to_numpy(float)
-    return MetricColumn(
-        values, column.notna().to_numpy(bool) & ~np.isfinite(values), has_ambiguous_nan=False
-    )
+    is_diverged = column.notna().to_numpy(bool) & ~np.isfinite(values)
+    return MetricColumn(values, is_diverged, has_ambiguous_nan=False)
 
 
 def _check_numbers(finished: pd.Series, metric: str) -> None:

@@ -99,7 +99,7 @@ def read_runs(
             frame, {name: value for name, (value, _) in settings.items()}
         )
         for setting, column in columns.items():
-            file = settings[setting][1]
+            _value, file = settings[setting]
             origins.setdefault(column, set()).add(_config_name(file))
         frames.append(frame)
     if not frames:
@@ -221,6 +221,7 @@ def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
         for parent, folders, names in os.walk(folder, onerror=raise_data_error):
             if ".hydra" in folders:
                 configured.append(Path(parent))
+            # `os.walk` skips the folders that are removed from this list.
             folders[:] = [name for name in folders if not name.startswith(".")]
             visible_names = [name for name in names if not name.startswith(".")]
             tables += [
@@ -231,9 +232,10 @@ def _list_tables(folder: Path) -> tuple[list[Path], list[Path]]:
                     f"{folder}: more than {MAX_TABLES:,} tables; give a pattern such as"
                     " */metrics.csv"
                 )
-    tables = sorted(_select_usual_tables(folder, tables), key=_natural_key)
-    holders = {parent for table in tables for parent in table.parents}
-    return tables, sorted((run for run in configured if run not in holders), key=_natural_key)
+    usual_tables = sorted(_select_usual_tables(folder, tables), key=_natural_key)
+    folders_with_table = {parent for table in usual_tables for parent in table.parents}
+    folders_without_table = [run for run in configured if run not in folders_with_table]
+    return usual_tables, sorted(folders_without_table, key=_natural_key)
 
 
 def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:
@@ -251,14 +253,18 @@ def _select_usual_tables(folder: Path, tables: list[Path]) -> list[Path]:
             return [table for table in tables if table.name == name]
     if len(counts) <= 1 or max(counts.values()) == 1:
         return tables
+    ((most_common_name, _),) = counts.most_common(1)
     raise DataError(
         f"{folder}: tables with different names ({_count_names(table.name for table in tables)}); "
-        f"give a pattern such as '{folder}/**/{counts.most_common(1)[0][0]}'"
+        f"give a pattern such as '{folder}/**/{most_common_name}'"
     )
 
 
 def _natural_key(path: str | Path) -> list[tuple[int, str]]:
-    """Build a sorting key that orders paths by the numbers in them: `2` before `10`."""
+    """Build a sorting key that orders paths by the numbers in them: `2` before `10`.
+
+    Each part of a path is a pair, so that numbers can be compared with texts: texts come first.
+    """
     return [
         (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))
     ]
@@ -289,11 +295,10 @@ def _add_run_name(frame: pd.DataFrame, table: Path, base: Path) -> pd.DataFrame:
     name, and the column `Value` is renamed to the tag.
     """
     name = table.relative_to(base).as_posix() if table.is_relative_to(base) else table.as_posix()
-    run = (
-        name.removesuffix(table.suffix)
-        if table.name not in USUAL_TABLE_NAMES
-        else Path(name).parent.as_posix()
-    )
+    if table.name in USUAL_TABLE_NAMES:
+        run = Path(name).parent.as_posix()
+    else:
+        run = name.removesuffix(table.suffix)
     match = TENSORBOARD_FILE_PATTERN.fullmatch(table.stem)
     if match and set(frame.columns) == set(TENSORBOARD_COLUMNS):
         run = match["run"]
@@ -329,21 +334,19 @@ def _add_seed(frame: pd.DataFrame, origins: dict[str, set[str]], notes: list[str
     """
     if "seed" in frame:
         return frame
-    seed_columns = [
-        name for name in map(str, frame.columns) if name.rpartition(".")[2] in SEED_NAMES
-    ]
-    outermost = [name for name in seed_columns if "." not in name]
-    if outermost:
-        seed_columns = outermost
+    named_seed = [name for name in map(str, frame.columns) if name.rpartition(".")[2] in SEED_NAMES]
+    outermost = [name for name in named_seed if "." not in name]
+    seed_columns = outermost or named_seed
     if len(seed_columns) > 1:
         notes.append(
             f"Several settings may be the seed ({', '.join(seed_columns)}): choose one by block=."
         )
     if len(seed_columns) != 1:
         return frame
-    origins["seed"] = origins.get(seed_columns[0], set())
-    notes.append(f"The column seed is a copy of {seed_columns[0]}.")
-    return frame.assign(seed=frame[seed_columns[0]])
+    (seed_column,) = seed_columns
+    origins["seed"] = origins.get(seed_column, set())
+    notes.append(f"The column seed is a copy of {seed_column}.")
+    return frame.assign(seed=frame[seed_column])
 
 
 def _config_name(file: Path) -> str:
@@ -377,18 +380,18 @@ def add_settings_from_names(frame: pd.DataFrame) -> pd.DataFrame:
     ... )
     {'run': ['lr=0.1,seed=2', 'lr=0.2,seed=2'], 'lr': [0.1, 0.2], 'seed': [2, 2]}
     """
-    runs = list(dict.fromkeys(frame[RUN_COLUMN].astype(str)))
-    # For each run, its settings and the other parts of its name.
-    parsed = {run: _parse_run_name(run) for run in runs}
-    for name in dict.fromkeys(name for settings, _ in parsed.values() for name in settings):
-        if name not in frame and all(name in settings for settings, _ in parsed.values()):
-            frame = frame.assign(
-                **{name: [parsed[run][0][name] for run in frame[RUN_COLUMN].astype(str)]}
-            )
-    remainders = [set(remainder) for _, remainder in parsed.values()]
-    shared_parts = set.intersection(*remainders)
+    run_names = frame[RUN_COLUMN].astype(str)
+    settings_by_run: dict[str, dict[str, Value]] = {}
+    remainders: dict[str, list[str]] = {}  # the other parts of each run's name
+    for run in dict.fromkeys(run_names):
+        settings_by_run[run], remainders[run] = _parse_run_name(run)
+    all_names = dict.fromkeys(name for settings in settings_by_run.values() for name in settings)
+    for name in all_names:
+        if name not in frame and all(name in settings for settings in settings_by_run.values()):
+            frame = frame.assign(**{name: [settings_by_run[run][name] for run in run_names]})
+    shared_parts = set.intersection(*map(set, remainders.values()))
     groups = {}
-    for run, (_, remainder) in parsed.items():
+    for run, remainder in remainders.items():
         groups[run] = "/".join(part for part in remainder if part not in shared_parts)
     if (
         "seed" in frame
@@ -408,6 +411,7 @@ def _parse_run_name(run: str) -> tuple[dict[str, Value], list[str]]:
     """
     settings: dict[str, Value] = {}
     remainder: list[str] = []
+    # A name is split at slashes, and at a comma that a name and an equals sign follow.
     for segment in re.split(r"[/\\]|,(?=[^,=/]+=)", run):
         name, separator, text = segment.partition("=")
         if separator and name.isidentifier():
@@ -416,6 +420,7 @@ def _parse_run_name(run: str) -> tuple[dict[str, Value], list[str]]:
         match = SEED_PATTERN.search(segment)
         if match:
             settings["seed"] = int(match[1])
+            # The seed is cut out, and with it the marks that separated it from the rest.
             segment = (segment[: match.start()] + segment[match.end() :]).strip(" _-=.,:")
         if segment:
             remainder.append(segment)

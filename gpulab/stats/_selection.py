@@ -183,7 +183,9 @@ def choose_rows(
     if choice.last is not None:
         counters.insert(0, choice.last)
     all_rows = ChosenRows(np.arange(len(frame)), column.is_diverged)
-    if not table.is_repeated(all_rows.positions) or not (counters or choice.best):
+    has_one_row_each = not table.is_repeated(all_rows.positions)
+    are_repetitions = not counters and not choice.best
+    if has_one_row_each or are_repetitions:
         return all_rows
     is_diverged = table.find_diverged(counters)
     filled_rows = table.rows_with_metric(is_diverged)
@@ -237,13 +239,14 @@ class _RunTable:
         """List the counting columns that vary within a run, epochs first and clocks last."""
         counters = []
         for name in map(str, self.frame.columns):
-            if name in (self.metric, self.factor, self.block) or not (
-                is_counter(name) or is_clock(name)
-            ):
+            has_role = name in (self.metric, self.factor, self.block)
+            counts_by_name = is_counter(name) or is_clock(name)
+            if has_role or not counts_by_name:
                 continue
             values = self.numbers(name)
             if values is not None and self._varies_within_runs(values, positions):
                 counters.append(name)
+        # False is sorted before True.
         return sorted(counters, key=lambda name: (is_clock(name), "epoch" not in name.lower()))
 
     def numbers(self, name: str) -> NDArray[np.float64] | None:
@@ -288,10 +291,11 @@ class _RunTable:
         np.maximum.at(
             last_finite, self.runs[is_finite], np.nan_to_num(counts[is_finite], nan=-np.inf)
         )
+        is_nan = np.isnan(self.column.values)
         is_after_last_finite = counts > last_finite[self.runs]
-        is_diverged |= (
-            np.isnan(self.column.values) & is_after_last_finite & np.isin(counts, counts[is_finite])
-        )
+        # Epochs at which no run has a value may be those at which the metric is not computed.
+        is_at_used_count = np.isin(counts, counts[is_finite])
+        is_diverged |= is_nan & is_after_last_finite & is_at_used_count
         return is_diverged
 
     def rows_with_metric(self, is_diverged: NDArray[np.bool_]) -> NDArray[np.intp]:
@@ -300,10 +304,10 @@ class _RunTable:
         Rows that show that their run diverged count as rows with a metric.
         """
         has_value = np.isfinite(self.column.values) | is_diverged
-        has_any = np.zeros(self.runs.max() + 1, bool)
-        has_any[self.runs[has_value]] = True
-        is_last = ~pd.Series(self.runs).duplicated(keep="last").to_numpy()
-        return np.flatnonzero(has_value | (is_last & ~has_any[self.runs]))
+        run_has_value = np.zeros(self.runs.max() + 1, bool)  # by the number of the run
+        run_has_value[self.runs[has_value]] = True
+        is_last_of_run = ~pd.Series(self.runs).duplicated(keep="last").to_numpy()
+        return np.flatnonzero(has_value | (is_last_of_run & ~run_has_value[self.runs]))
 
     def check_one_run_each(self, positions: NDArray[np.intp]) -> None:
         """Raise `UsageError` if rows of one level and block have several names of runs.
@@ -311,11 +315,10 @@ class _RunTable:
         A column of names that is numeric is ignored.
         """
         for name in RUN_NAME_COLUMNS:
-            if (
-                name not in self.frame
-                or name in (self.factor, self.block)
-                or self.numbers(name) is not None
-            ):
+            if name not in self.frame or name in (self.factor, self.block):
+                continue
+            is_numeric = self.numbers(name) is not None
+            if is_numeric:
                 continue
             column = self.frame[name].astype(str).to_numpy(object)[positions]
             counts = pd.Series(column).groupby(self.runs[positions]).nunique()
@@ -346,13 +349,8 @@ class _RunTable:
         ignored = (self.metric, self.factor, self.block, *ignored_columns)
         names = [name for name in map(str, selected_rows.columns) if name not in ignored]
         texts = selected_rows[names].astype(str)
-        texts_by_run = texts.groupby(
-            next(
-                selected_rows[name].astype(str)
-                for name in RUN_NAME_COLUMNS
-                if name in selected_rows
-            )
-        )
+        run_name_column = next(name for name in RUN_NAME_COLUMNS if name in selected_rows)
+        texts_by_run = texts.groupby(selected_rows[run_name_column].astype(str))
         return [
             name
             for name in names
@@ -390,12 +388,16 @@ class _RunTable:
         chosen_rows = self._rows_with_largest_count(filled_rows, counts, counters)
         # Of several rows of a run, those without a finite metric are dropped, except the last row.
         is_empty = ~np.isfinite(self.column.values[chosen_rows])
-        chosen_rows = chosen_rows[
-            ~(is_empty & pd.Series(self.runs[chosen_rows]).duplicated(keep="last").to_numpy())
-        ]
+        is_followed = pd.Series(self.runs[chosen_rows]).duplicated(keep="last").to_numpy()
+        chosen_rows = chosen_rows[~(is_empty & is_followed)]
         description = f"the last {last} with {self.metric}"
         note = self._describe_choice(
-            description, last, counts, chosen_rows, is_diverged[chosen_rows]
+            description,
+            last,
+            counts,
+            chosen_rows,
+            is_diverged[chosen_rows],
+            names_early_runs=True,
         )
         return ChosenRows(chosen_rows, is_diverged[chosen_rows], (note,))
 
@@ -467,9 +469,9 @@ class _RunTable:
             raise UsageError(f"best={best!r}: expected a column of numbers")
         # The values with the sign changed for `max`, so that the smallest is always the best.
         signed = np.where(np.isfinite(values), values if mode == "min" else -values, np.inf)
-        chosen_rows: list[NDArray[np.intp]] = []
-        is_diverged = is_diverged.copy()
+        chosen_rows: list[NDArray[np.intp]] = []  # for each run, one or more equal rows
         diverged_later: list[int] = []  # the best row of each run that diverged at another row
+        # All rows of each run, and those with a metric. Every run has at least one of the latter.
         rows_by_run = pd.Series(np.arange(len(self.runs))).groupby(self.runs).indices
         filled_by_run = (
             pd.Series(filled_rows)
@@ -479,11 +481,10 @@ class _RunTable:
         for run, rows in rows_by_run.items():
             candidates = filled_by_run[run]
             if not np.isfinite(signed[rows]).any():  # the run has no value of `best`
-                has_diverged = is_diverged[candidates]
-                chosen_rows.append(
-                    candidates[has_diverged][:1] if has_diverged.any() else candidates[-1:]
-                )
-                self._check_ended(best, candidates[-1:], has_diverged.any())
+                diverged_rows = candidates[is_diverged[candidates]]
+                has_diverged = len(diverged_rows) > 0
+                self._check_ended(best, candidates[-1:], has_diverged)
+                chosen_rows.append(diverged_rows[:1] if has_diverged else candidates[-1:])
                 continue
             best_row = rows[np.argmin(signed[rows])]
             rows_at_best = self._rows_at(best_row, candidates, counters)
@@ -507,7 +508,14 @@ class _RunTable:
         counter = counters[0] if counters else ""
         counts = self.numbers(counter) if counter else None
         notes = [
-            self._describe_choice(description, counter, counts, positions, is_diverged[positions])
+            self._describe_choice(
+                description,
+                counter,
+                counts,
+                positions,
+                is_diverged[positions],
+                names_early_runs=False,
+            )
         ]
         if diverged_later:
             named_runs = ", ".join(map(self._run_text, diverged_later[:MAX_NAMED_RUNS]))
@@ -548,11 +556,18 @@ class _RunTable:
         counts: NDArray[np.float64] | None,
         positions: NDArray[np.intp],
         is_diverged: NDArray[np.bool_],
+        names_early_runs: bool,
     ) -> str:
-        """Describe which rows were chosen, at which counts, and name the runs that ended early.
+        """Describe which rows were chosen, and at which counts, for a note.
 
-        Runs that ended early are named only for a choice by `last`. The text has no counts if there
-        is no counting column.
+        Args:
+            description: Which row of each run was chosen.
+            counter: The counting column.
+            counts: The numbers in this column; None if there is no such column, so that the text
+                has no counts.
+            positions: The chosen rows.
+            is_diverged: Whether each chosen row shows that its run diverged.
+            names_early_runs: Whether the runs that ended earlier than others are named.
         """
         text = (
             f"From {len(self.frame):,} rows, {description} was taken for each {self.factor} and"
@@ -561,15 +576,16 @@ class _RunTable:
         if counts is None or not np.isfinite(counts[positions]).any():
             return f"{text}."
         has_metric = np.isfinite(self.column.values[positions]) | is_diverged
-        positions = positions[np.isfinite(counts[positions]) & has_metric]
-        order = positions[np.argsort(counts[positions], kind="stable")]
-        low = self._count_text(counter, order[0])
-        high = self._count_text(counter, order[-1])
+        counted_rows = positions[np.isfinite(counts[positions]) & has_metric]
+        ordered_rows = counted_rows[np.argsort(counts[counted_rows], kind="stable")]
+        last_row = ordered_rows[-1]
+        low = self._count_text(counter, ordered_rows[0])
+        high = self._count_text(counter, last_row)
         if low == high:
             return f"{text}: {counter} {high}."
-        if not description.startswith("the last"):
+        if not names_early_runs:
             return f"{text}: {counter} {low} to {high}."
-        early_rows = positions[counts[positions] < counts[order[-1]]]
+        early_rows = counted_rows[counts[counted_rows] < counts[last_row]]
         shown_runs = [
             f"{self._run_text(row)} ({self._count_text(counter, row)})"
             for row in early_rows[:MAX_NAMED_RUNS]
@@ -688,14 +704,9 @@ def direction_of(name: str) -> Mode | None:
     words = [re.sub(r"\d+$", "", word) for word in _word_list(name)]  # `mAP50` is read as `map`
     while len(words) > 1 and words[-1] in SUBSET_WORDS:
         words.pop()
-    lower = LOWER_IS_BETTER & set(words)
-    higher = HIGHER_IS_BETTER & set(words)
-    if (
-        not words
-        or INVERTING_WORDS & set(words)
-        or (lower and higher)
-        or re.search(r"\b1 ?-", name)
-    ):
+    is_inverted = INVERTING_WORDS & set(words) or re.search(r"\b1 ?-", name)
+    has_both_directions = LOWER_IS_BETTER & set(words) and HIGHER_IS_BETTER & set(words)
+    if not words or is_inverted or has_both_directions:
         return None
     if words[-1] in LOWER_IS_BETTER:
         return "min"
@@ -704,6 +715,7 @@ def direction_of(name: str) -> Mode | None:
 
 def _choose_direction(best: str, mode: str | None) -> Mode:
     """Return the requested mode, or infer it from the column's name; `UsageError` if unclear."""
+    # None if no mode was requested; an unknown one has been rejected before.
     valid_mode = next((candidate for candidate in MODES if candidate == mode), None)
     direction = valid_mode or direction_of(best)
     if direction is None:

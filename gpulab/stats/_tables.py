@@ -80,7 +80,7 @@ def read_table(file: str | Path | Sequence[str | Path]) -> pd.DataFrame:
         raise UsageError("no file to read: expected a table, a folder of runs or a pattern")
     source = ", ".join(map(str, names))
     if len(names) == 1 and not is_pattern(names[0]) and not os.path.isdir(names[0]):
-        frame, notes = _rename_state(_melt_chart(read_file(Path(names[0]))), Path(names[0]))
+        frame, notes = read_run(Path(names[0]))
     else:
         frame, notes = run_folders.read_runs(names, read_run)
     frame.attrs = {"source": source, "notes": tuple(notes)}
@@ -103,7 +103,7 @@ def read_file(file: Path) -> pd.DataFrame:
 
 
 def read_run(file: Path) -> tuple[pd.DataFrame, list[str]]:
-    """Read the table of one run in a folder, and return it with notes on how it was read."""
+    """Read the table in a file, and return it with notes on how it was read."""
     return _rename_state(_melt_chart(read_file(file)), file)
 
 
@@ -139,6 +139,7 @@ def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
     Tables of any other form are returned unchanged. The result includes notes on the conversion.
     """
+    # The first column counts steps. All others must have the name of a run and of a metric.
     counter, *run_columns = map(str, frame.columns)
     matches = [match for match in map(WANDB_CHART.fullmatch, run_columns) if match]
     if not matches or len(matches) < len(run_columns):
@@ -146,7 +147,8 @@ def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     columns_by_run: dict[str, dict[str, pd.Series]] = {}
     for match in matches:
         if not match["bound"]:
-            columns_by_run.setdefault(match["run"], {})[match["metric"]] = frame[match[0]]
+            column_name = match[0]
+            columns_by_run.setdefault(match["run"], {})[match["metric"]] = frame[column_name]
     tables = []
     for run, columns in columns_by_run.items():
         run_table = pd.DataFrame({counter: frame[counter], RUN_COLUMN: run, **columns})
@@ -179,10 +181,13 @@ def _read_text(text: str) -> pd.DataFrame:
     if "," in without_comments.partition("\n")[0]:
         text = without_comments
     first_line = text.partition("\n")[0]
-    separator = max(
-        ",;\t", key=lambda mark: len(next(csv.reader([first_line], delimiter=mark), []))
-    )
-    header = [name.strip() for name in next(csv.reader([first_line], delimiter=separator), [])]
+
+    def split_first_line(separator: str) -> list[str]:
+        """Split the header; no names if the line is empty."""
+        return next(csv.reader([first_line], delimiter=separator), [])
+
+    separator = max(",;\t", key=lambda mark: len(split_first_line(mark)))
+    header = [name.strip() for name in split_first_line(separator)]
     duplicates = sorted({name for name in header if name and header.count(name) > 1})
     if duplicates:
         raise ValueError(f"more than one column is called {', '.join(duplicates)}")

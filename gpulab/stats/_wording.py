@@ -138,7 +138,8 @@ def _join_values(values: list[Level]) -> str:
     texts = [str(value) for value in values]
     if len(texts) > MAX_NAMED_SEEDS:
         texts = [*texts[:MAX_NAMED_SEEDS], f"{len(texts) - MAX_NAMED_SEEDS} more"]
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+    *first_texts, last_text = texts
+    return f"{', '.join(first_texts)} and {last_text}" if first_texts else last_text
 
 
 def _level_name(verdict: Decisions, level: Level, words: TextByLevel | None = None) -> str:
@@ -173,7 +174,8 @@ def _sentence_key(verdict: Decisions, row: LevelDecision) -> str:
     if is_identical(row):
         return "same bits"
     # All differences are zero, but the weights are not known to be the same.
-    if not (row.largest_difference or row.p_equivalent > 0 or row.discordant_diverged):
+    no_difference = row.largest_difference == 0 and row.discordant_diverged == 0
+    if no_difference and not row.p_equivalent > 0:
         return "not one digit"
     return row.decision
 
@@ -268,10 +270,11 @@ def _change_text(verdict: Decisions, row: LevelDecision) -> str:
     """
     # The relative margin divided by the margin is 1 over the mean of the reference.
     ratio = 1 + row.difference * row.margin_relative / row.margin if row.margin else math.nan
-    if 0.9 < ratio < 1.1 or not verdict.runs[verdict.metric].min() > 0 or math.isnan(ratio):
-        direction = "higher" if row.difference > 0 else "lower"
-        return f"{_amount_text(verdict, row, abs(row.difference))} {direction} than"
-    return f"{ratio:.3g} times as high as"
+    is_large_change = ratio <= 0.9 or ratio >= 1.1  # false for NaN
+    if is_large_change and verdict.runs[verdict.metric].min() > 0:
+        return f"{ratio:.3g} times as high as"
+    direction = "higher" if row.difference > 0 else "lower"
+    return f"{_amount_text(verdict, row, abs(row.difference))} {direction} than"
 
 
 def _margin_meaning(verdict: Decisions) -> str:

@@ -169,6 +169,7 @@ def _call_with_gradients(
     """
 
     def copy(value: Nested) -> Nested:
+        """Copy a tensor as a new leaf; return any other value unchanged."""
         if not isinstance(value, Tensor):
             return value
         return value.detach().clone().requires_grad_(value.requires_grad)
@@ -337,10 +338,16 @@ def _times(ratio: float) -> str:
 
 def _find_inaccurate_operation(trace: Trace) -> list[str]:
     """Name the operation whose own error exceeds its bound the most, if any operation does."""
-    inaccurate = [op for op in trace.operations if op.ratio is not None and not op.ratio <= 1]
+    ratios = {op: op.ratio for op in trace.operations if op.ratio is not None}
+    # The ratio is above 1, or NaN, which counts as infinite.
+    inaccurate = {
+        op: math.inf if math.isnan(ratio) else ratio
+        for op, ratio in ratios.items()
+        if not ratio <= 1
+    }
     if not inaccurate:
         return []
-    op = max(inaccurate, key=lambda op: math.inf if math.isnan(op.ratio or 0) else op.ratio or 0)
+    op = max(inaccurate, key=inaccurate.__getitem__)
     what = f"the error of {op.name} ({op.phase}) is {op.ratio:.3g} times what rounding explains"
     return [what, *([f"  at {op.line}"] if op.line else [])]
 
@@ -364,7 +371,8 @@ def _find_divergence(
     findings = [f for f in findings if f.kind in (*FAULTS, "reduced precision")]
     if not findings:
         return []
+    _, tested_title = titles
     # A line of the tested function is more informative than a line of the expected function.
-    first = next((f for f in findings if f.setting == titles[1]), findings[0])
+    first = next((f for f in findings if f.setting == tested_title), findings[0])
     what = f"{first.kind}: {first.operation} ({first.phase}), in {first.setting}"
     return [what, *([f"  at {first.line}"] if first.line else []), f"  {first.detail}"]

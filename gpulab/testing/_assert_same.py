@@ -89,13 +89,14 @@ def _describe_failures(report: Audit) -> list[str]:
     comparison = report.comparison
     findings = [f for f in report.findings if f.kind in (*FAULTS, *UNDECIDED)]
     findings += _one_sided_precision(report)
-    names = [trace.step or "the step" for trace in (comparison.b, comparison.a)]
+    name_a = comparison.a.step or "the step"
+    name_b = comparison.b.step or "the step"
     only_one = [
-        f"{describe(result.representative)}: only {names[0] if result.b else names[1]} computes it"
+        f"{describe(result.representative)}: only {name_b if result.b else name_a} computes it"
         for result in comparison.unpaired_results
     ]
     if not any(result.a and result.b for result in comparison.results):
-        summary = f"{names[0]} and {names[1]} have no result in common, so nothing was compared."
+        summary = f"{name_b} and {name_a} have no result in common, so nothing was compared."
         return [summary, *only_one]
     if not findings and not only_one:
         return []
@@ -107,7 +108,7 @@ def _describe_failures(report: Audit) -> list[str]:
         verb = "computes in another number format"
     differing = [result for result in comparison.differing_results if result.a and result.b]
     differing.sort(key=lambda result: -result.gap)
-    lines = [f"{names[0]} {verb} what {names[1]} computes."]
+    lines = [f"{name_b} {verb} what {name_a} computes."]
     lines += [_describe_difference(report, result) for result in differing[:MAX_LISTED]]
     if len(differing) > MAX_LISTED:
         lines.append(f"{len(differing) - MAX_LISTED} more results differ")

@@ -37,6 +37,7 @@ class Adam:
         indices = [
             index for index, parameter in enumerate(self.parameters) if parameter.grad is not None
         ]
+        # In the order of `state`: the number of steps, the first moments and the second moments.
         steps, averages, squares = (
             [tensors[index] for index in indices] for tensors in self.state.values()
         )
@@ -47,7 +48,7 @@ class Adam:
             gradients,
             averages,
             squares,
-            [],
+            [],  # the largest second moments, which only AMSGrad needs
             steps,
             fused=True,
             amsgrad=False,

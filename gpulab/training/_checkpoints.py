@@ -51,6 +51,8 @@ class Checkpoint:
         """
         tensors, notes = read_tensors(file)
         with files.convert_read_errors(file, "not a checkpoint"):
+            # The tensors of the state are taken out; the weights and moments remain. The note
+            # `state` has the number of tensors of each layer.
             state = [
                 [tensors.pop(f"state.{layer}.{part}") for part in range(parts)]
                 for layer, parts in enumerate(notes["state"])
@@ -58,6 +60,7 @@ class Checkpoint:
             history = [WindowRecord(*note) for note in notes["history"]]
             if not history:
                 raise DataError(f"{file}: a checkpoint without a window")
+            # A network without a state has a state of no layers in the file.
             return cls(tensors, state or None, history, set(notes["ways"]))
 
     def write(self, file: Path) -> None:
@@ -95,9 +98,9 @@ class Checkpoint:
         device = next(training.model.parameters()).device
         for name, tensor in _weights_and_moments(training).items():
             tensor.copy_(self.tensors[name])
-        training.state = self.state and [
-            [tensor.to(device) for tensor in layer] for layer in self.state
-        ]
+        training.state = None
+        if self.state is not None:
+            training.state = [[tensor.to(device) for tensor in layer] for layer in self.state]
         training.history = list(self.history)
         # The set is changed in place, because engines hold a reference to it.
         training.gradient_methods.clear()
@@ -110,8 +113,8 @@ def save_checkpoint(training: Training, file: Path | None) -> None:
 
     Nothing is written before the first window, inside a window, or after the training diverged.
     """
-    is_between_windows = training.history and not training.inside_window
-    if file is not None and is_between_windows and training.diverged_at is None:
+    has_finished_window = len(training.history) > 0 and not training.inside_window
+    if file is not None and has_finished_window and training.diverged_at is None:
         Checkpoint.of(training).write(file)
 
 

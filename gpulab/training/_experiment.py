@@ -154,11 +154,9 @@ class Experiment:
         Weights of gpulab's own networks are not stored unless the options require it, because no
         verdict needs them.
         """
-        return (
-            {"keep_weights": False, **options}
-            if self.function is None
-            else {"model_options": options}
-        )
+        if self.function is not None:
+            return {"model_options": options}
+        return {"keep_weights": False, **options}
 
     def run(self, progress: bool = True) -> pd.DataFrame:
         """Train the runs that the store does not have yet, and return all runs of this experiment.
@@ -190,7 +188,7 @@ class Experiment:
             finished = self._train_missing(self.jobs(), progress)
         frame = tables.runs(self.folder)
         # The store lists runs by their ids. Here the variants of a setting and seed are put in the
-        # order in which they were given.
+        # order in which they were given: the second sort is stable and keeps this order.
         frame = frame[frame.id.isin(finished)].sort_values(
             "id", key=lambda ids: ids.map(finished.index)
         )
@@ -220,6 +218,7 @@ class Experiment:
         for number in finished_runs:
             clock.skip(number)
 
+        # These functions use `workers`, `bar` and `share_folder`, which are created below.
         def train_run_if_missing(number: int) -> None:
             """Train a run, unless the store has it or another process is training it.
 
@@ -232,7 +231,8 @@ class Experiment:
                 try:
                     if not find_run(self.folder, identity):
                         clock.start_run(number)
-                        if workers.run_job(job, share_folder / str(number)) != identity.id:
+                        trained_id = workers.run_job(job, share_folder / str(number))
+                        if trained_id != identity.id:
                             problem = (
                                 "its function or data were changed while the experiment ran; run it"
                                 " again"
@@ -243,7 +243,7 @@ class Experiment:
                 except Exception as error:
                     prefix = "" if isinstance(error, GpulabError) else f"{type(error).__name__}: "
                     failures[number] = f"{job['setting']} seed {job['seed']}: {prefix}{error}"
-                clock.skip(number)
+                clock.skip(number)  # has no effect after `end_run`
 
         def pending_jobs() -> dict[int, dict[str, Any]]:
             """Return the jobs that have neither finished nor failed, by number."""

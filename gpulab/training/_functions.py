@@ -68,6 +68,8 @@ class TrainingFunction:
         if isinstance(train, str):
             train = find_function(train, "train")
         self.function: Callable[..., Any] = train
+        # The function as it was written: `func` is that of a `functools.partial`, and decorators
+        # are removed.
         unwrapped = inspect.unwrap(getattr(train, "func", train))
         self.file = Path(module).resolve() if module.endswith(".py") else file_of(unwrapped)
         name = getattr(unwrapped, "__qualname__", "train")
@@ -125,7 +127,8 @@ class TrainingFunction:
             if isinstance(value, str | Path) and os.path.isfile(value)
         ]
         contents = [files.content_digest({path: files.stamp(path)}) for path in paths]
-        return json_options, {"content": files.digest(contents)} if contents else {}
+        option_files = {"content": files.digest(contents)} if contents else {}
+        return json_options, option_files
 
     def __call__(self, setting: Setting, seed: int, options: Options) -> dict[str, Any]:
         """Seed all random generators, call the function, and return its metrics by name.
@@ -218,7 +221,7 @@ class FunctionRun(PlannedRun):
         A warning is given if the setting is one of a CUDA GPU and the function allocated no memory
         there.
         """
-        n_allocations = _count_allocations(self.setting)
+        n_allocations = _count_allocations(self.setting)  # None without a CUDA GPU
         started = time.perf_counter()
         metrics = self.function(self.setting, self.seed, self.options)
         if n_allocations is not None and _count_allocations(self.setting) == n_allocations:
@@ -229,10 +232,10 @@ class FunctionRun(PlannedRun):
             )
         self._check_metric_names(metrics)
         seconds = time.perf_counter() - started
+        # The history has a single row, whose loss is the first metric.
         first_metric = float(next(iter(metrics.values()), math.nan))
-        return TrainingOutcome(
-            [WindowRecord(0, 1, first_metric, seconds)], _summarize_metrics(metrics, seconds)
-        )
+        row = WindowRecord(window=0, step=1, loss=first_metric, seconds=seconds)
+        return TrainingOutcome([row], _summarize_metrics(metrics, seconds))
 
     def restore(self, stored: StoredRun, keep_weights: bool) -> RestoredRun:  # noqa: ARG002
         """Return a result without network and data, which a training function does not give."""
@@ -240,6 +243,7 @@ class FunctionRun(PlannedRun):
 
     def _check_metric_names(self, metrics: dict[str, Any]) -> None:
         """Raise `GpulabError` if a metric is named like a column of the table or an option."""
+        # Columns that are meant for these metrics. An option may also be called `loss`.
         allowed = {DEFAULT_METRIC, "heldout_loss", "loss"}
         reserved = {*RUN_COLUMNS, "options", *self.function.options} - allowed
         clashes = reserved & metrics.keys()
@@ -264,8 +268,11 @@ def _summarize_metrics(metrics: dict[str, Any], seconds: float) -> dict[str, Any
     return {
         "status": "finished" if metrics else "diverged",
         "metrics": metrics or None,
-        "summary": {name: metrics.get(name) for name in (DEFAULT_METRIC, "heldout_loss")}
-        | {"seconds": seconds},
+        "summary": {
+            DEFAULT_METRIC: metrics.get(DEFAULT_METRIC),
+            "heldout_loss": metrics.get("heldout_loss"),
+            "seconds": seconds,
+        },
     }
 
 
@@ -282,8 +289,9 @@ def as_training_function(net: object) -> TrainingFunction | None:
 
 def _count_allocations(setting: Setting) -> int | None:
     """Return how often torch has allocated memory on a CUDA GPU; None for other devices."""
-    stats = torch.cuda.memory_stats(setting.device) if setting.kind == "cuda" else None
-    return None if stats is None else stats.get("allocation.all.allocated", 0)
+    if setting.kind != "cuda":
+        return None
+    return torch.cuda.memory_stats(setting.device).get("allocation.all.allocated", 0)
 
 
 def _parse_metrics(value: object) -> dict[str, Any]:
@@ -296,16 +304,17 @@ def _parse_metrics(value: object) -> dict[str, Any]:
     """
     metrics: Mapping[Any, Any] = value if isinstance(value, Mapping) else {DEFAULT_METRIC: value}
     try:
+        # `float` would accept texts, so they are rejected here.
         if not metrics or any(isinstance(number, str | bytes) for number in metrics.values()):
             raise TypeError
         # A tensor that requires gradients is detached, because `float` would warn.
-        values = {
+        detached_numbers = {
             str(name): number.detach() if hasattr(number, "detach") else number
             for name, number in metrics.items()
         }
         return {
-            name: bool(value) if isinstance(value, bool | np.bool_) else float(value)
-            for name, value in values.items()
+            name: bool(number) if isinstance(number, bool | np.bool_) else float(number)
+            for name, number in detached_numbers.items()
         }
     except (TypeError, ValueError, RuntimeError):
         # torch raises a `RuntimeError` for a tensor with several elements.
@@ -323,12 +332,14 @@ def _check_parameters(train: Callable[..., Any], name: str) -> dict[str, inspect
     """
     signature = inspect.signature(train)
     parameters = {
-        n: p
-        for n, p in signature.parameters.items()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        parameter_name: parameter
+        for parameter_name, parameter in signature.parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
     required_parameters = [
-        n for n, p in parameters.items() if n not in FILLED_PARAMETERS and p.default is p.empty
+        parameter_name
+        for parameter_name, parameter in parameters.items()
+        if parameter_name not in FILLED_PARAMETERS and parameter.default is parameter.empty
     ]
     if required_parameters or "seed" not in parameters:
         problem = "it takes no seed"

@@ -136,15 +136,16 @@ class NetworkRun(PlannedRun):
             "learning_rate", defaults.learning_rate if learning_rate is None else learning_rate
         )
         _check_lengths(frames, window, rate)
-        factors = factors_of_run(
-            **{name: value for name, value in factors.items() if value is not None}
-        )
+        given_factors = {name: value for name, value in factors.items() if value is not None}
+        factors = factors_of_run(**given_factors)
         model, model_description = _make_model(net, defaults, model_options)
         check_weight(model, factors["flip"])
         _check_loader(factors["loader"], model)
         loaded_data = _load_data(data, model, defaults, frames, data_options)
+        # A command line can name networks and data, but not hold objects.
         command_net = net if isinstance(net, str) and not isinstance(data, Data) else None
         named_data = {"data": data} if isinstance(data, str) else {}
+        has_known_content = type(loaded_data).__module__.startswith("gpulab.")
         return cls(
             experiment=experiment,
             setting=setting,
@@ -157,9 +158,7 @@ class NetworkRun(PlannedRun):
             model=model,
             model_options=model_description,
             data=loaded_data,
-            data_content=loaded_data.content
-            if type(loaded_data).__module__.startswith("gpulab.")
-            else None,
+            data_content=loaded_data.content if has_known_content else None,
             frames=frames,
             window=window,
             learning_rate=rate,
@@ -215,9 +214,8 @@ class NetworkRun(PlannedRun):
                 torch.set_num_threads(min(self.model.threads, torch.get_num_threads()))
             if self.setting.compile:
                 attribute = self.model.compiled_part
-                setattr(
-                    self.model, attribute, self.setting.compiled(getattr(self.model, attribute))
-                )
+                compiled_method = self.setting.compiled(getattr(self.model, attribute))
+                setattr(self.model, attribute, compiled_method)
                 # The compiled function is removed at the end, because a copy of the model would
                 # call the function of this model.
                 stack.callback(delattr, self.model, attribute)
@@ -247,10 +245,9 @@ class NetworkRun(PlannedRun):
     def remaining_windows(self, training: Training) -> Iterator[Window]:
         """Yield the windows that a training run has not seen yet."""
         n_done = len(training.history)
-        windows = prefetch(
-            self.data.windows(self.window, self.seed, n_done), self.setting, self.data
-        )
-        return itertools.islice(windows, self.frames // self.window - n_done)
+        n_left = self.frames // self.window - n_done
+        windows = self.data.windows(self.window, self.seed, n_done)
+        return itertools.islice(prefetch(windows, self.setting, self.data), n_left)
 
     def train(
         self, checkpoint: Path | None, watch: Watch | None, progress: bool
@@ -272,7 +269,7 @@ class NetworkRun(PlannedRun):
             self.remaining_windows(training),
             self.select_engine(training),
             window=self.window,
-            total=self.frames // self.window * self.window,
+            total=self.frames // self.window * self.window,  # without an incomplete last window
             watch=watch,
             checkpoint=checkpoint,
             progress=progress,
@@ -307,9 +304,8 @@ class NetworkRun(PlannedRun):
         """
         diverged = training.diverged_at is not None
         history = training.history
-        last_losses = [
-            record.loss for record in history[-max(1, len(history) // FINAL_LOSS_DIVISOR) :]
-        ]
+        n_last = max(1, len(history) // FINAL_LOSS_DIVISOR)
+        last_losses = [record.loss for record in history[-n_last:]]
         seconds = history[-1].seconds
         # If other training runs share the device, the speed depends on them.
         is_alone = has_exclusive_device(self.setting)
@@ -397,6 +393,7 @@ def _make_model(
     """
     if not isinstance(net, str):
         model = copy.deepcopy(net)
+        # Attributes such as sizes, without those that every `torch.nn.Module` has.
         attributes = {
             name: value
             for name, value in vars(model).items()
@@ -421,11 +418,12 @@ def _make_model(
         if option.argument_group == "model"
     }
     # JSON has lists, but no tuples. Factors with their default value are not recorded.
-    return model, {
+    description = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in (model_options | factors).items()
         if name not in factors or value != FACTORS[name].default
     }
+    return model, description
 
 
 def _load_data(
@@ -439,12 +437,11 @@ def _load_data(
         UsageError: If options are wrong, or the data do not fit the model.
     """
     if not isinstance(data, Data):
+        # The profile's options are those of its own data. Options that were given take precedence.
         usual_options = defaults.data_options if data in (None, defaults.data) else {}
+        load_options = {"frames": frames, "size": model.size, **usual_options, **options}
         try:
-            data = load(
-                data or defaults.data,
-                **{"frames": frames, "size": model.size, **usual_options, **options},
-            )
+            data = load(data or defaults.data, **load_options)
         except TypeError as error:
             raise UsageError(f"data_options {options}: {error}") from None
     elif options:
@@ -458,9 +455,10 @@ def _load_data(
             f"{data.name} is {kinds[data.sequential]}; {type(model).__name__} learns from"
             f" {kinds[model.sequential]}"
         )
+    # The first of PredNet's channels are those of the frames. Autoencoders take grey images.
     expected_shape = (getattr(model, "channels", (1,))[0], *model.size)
-    if (data.channels, *data.size) != expected_shape:
-        shape = (data.channels, *data.size)
+    shape = (data.channels, *data.size)
+    if shape != expected_shape:
         raise UsageError(
             f"{data.name} has frames of shape {shape}; the model takes {expected_shape}"
         )

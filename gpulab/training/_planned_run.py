@@ -212,7 +212,11 @@ def as_json(value: object) -> str:
     """
 
     def as_text(item: object) -> str:
+        """Return the name, the `repr` or the type's name of an object."""
+        if hasattr(item, "__qualname__"):
+            return item.__qualname__
         text = repr(item)
-        return getattr(item, "__qualname__", type(item).__qualname__ if " at 0x" in text else text)
+        # An address would be different in every process.
+        return type(item).__qualname__ if " at 0x" in text else text
 
     return json.dumps(value, default=as_text, sort_keys=True, skipkeys=True)

@@ -93,9 +93,9 @@ def protocol(model: str, name: str) -> Protocol:
         5000
     """
     if (model, name) not in PROTOCOLS:
-        protocols = ", ".join(f"{model} ({name})" for model, name in PROTOCOLS)
+        known = ", ".join(f"{known_model} ({profile})" for known_model, profile in PROTOCOLS)
         raise UsageError(
-            f"model {model!r}, profile {name!r}: expected one of {protocols}, or your own training"
+            f"model {model!r}, profile {name!r}: expected one of {known}, or your own training"
             " function, such as my.py:train"
         )
     return PROTOCOLS[model, name]

@@ -23,8 +23,7 @@ LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextlib.contextmanager
 def write_share_to(file: Path | None) -> Iterator[None]:
-    """Let training runs inside the block write their progress to a file, which another process
-    reads.
+    """Let training runs inside the block write their progress to a file for another process.
 
     Nothing is written if the file is None.
     """
@@ -143,22 +142,25 @@ class RunClock:
         if not typical:
             return None
         # An estimate is at least the time that an active run under the setting has taken already.
+        # The items are copied to a list, because other threads start and end runs meanwhile.
         for number, started in list(self.started.items()):
             setting = self.settings[number]
             seconds_by_setting[setting] = max(
                 seconds_by_setting.get(setting, typical), now - started
             )
-        seconds_left = sum(
+        run_seconds_left = sum(
             seconds_by_setting.get(self.settings[number], typical) for number in self.pending
         )
         for number, started in list(self.started.items()):
             share = reported_shares.get(number, 0.0)
             elapsed = now - started
             if share >= MIN_SHARE:
-                seconds_left += elapsed * (1 - share) / share
+                # A share s took t seconds, so the remaining 1 − s takes t (1 − s) / s.
+                run_seconds_left += elapsed * (1 - share) / share
             else:
-                seconds_left += seconds_by_setting[self.settings[number]] - elapsed
-        return seconds_left / max(1, min(self.n_parallel, len(self.pending) + len(self.started)))
+                run_seconds_left += seconds_by_setting[self.settings[number]] - elapsed
+        n_runs_left = len(self.pending) + len(self.started)
+        return run_seconds_left / max(1, min(self.n_parallel, n_runs_left))
 
     def _seconds_by_setting(
         self, reported_shares: dict[int, float], now: float | None
@@ -195,7 +197,8 @@ def update_bar(
 
     The bar never moves backwards.
     """
-    bar.n = max(bar.n, min(bar.total, n_ended + sum(clock.shares(reported_shares).values())))
+    n_finished = n_ended + sum(clock.shares(reported_shares).values())  # with shares of active runs
+    bar.n = max(bar.n, min(bar.total, n_finished))
     seconds_left = clock.seconds_left(reported_shares) if n_ended < bar.total else 0.0
     time_left = f", about {_minutes(seconds_left)} left" if seconds_left is not None else ""
     bar.set_description_str(
@@ -209,11 +212,8 @@ def _minutes(seconds: float) -> str:
     >>> _minutes(5.4), _minutes(83), _minutes(7384)
     ('0:05', '1:23', '2:03:04')
     """
-    total_seconds = round(seconds)
-    hours = total_seconds // 3600
-    minutes = total_seconds // 60 % 60
-    return (
-        f"{hours}:{minutes:02d}:{total_seconds % 60:02d}"
-        if hours
-        else f"{minutes}:{total_seconds % 60:02d}"
-    )
+    total_minutes, remaining_seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(total_minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{remaining_seconds:02d}"
+    return f"{minutes}:{remaining_seconds:02d}"

@@ -13,6 +13,7 @@ import sys
 
 import psutil
 
+STDIN = 0  # the file descriptor of the standard input
 POLL_SECONDS = 0.5  # seconds between two checks whether the parent is alive
 KILL_TIMEOUT = 10.0  # seconds after which a worker that does not end by itself is killed
 
@@ -20,14 +21,15 @@ KILL_TIMEOUT = 10.0  # seconds after which a worker that does not end by itself 
 def main(parent: int) -> None:
     """Collect the ids of workers until the parent has died, and then end the workers."""
     workers: dict[int, psutil.Process] = {}
-    unread = b""
+    incomplete_line = b""
     while os.getppid() == parent:
-        if not select.select([0], [], [], POLL_SECONDS)[0]:
+        readable, _, _ = select.select([STDIN], [], [], POLL_SECONDS)
+        if not readable:
             continue
-        received = os.read(0, 4096)
+        received = os.read(STDIN, 4096)
         if not received:  # the pipe is closed: the parent has died
             break
-        *lines, unread = (unread + received).split(b"\n")
+        *lines, incomplete_line = (incomplete_line + received).split(b"\n")
         for line in lines:
             with contextlib.suppress(psutil.NoSuchProcess):
                 workers[int(line)] = psutil.Process(int(line))
@@ -41,13 +43,14 @@ def end_workers(workers: list[psutil.Process]) -> None:
     """
     # `is_running` is false if the worker has ended and another process has received its id.
     running = [worker for worker in workers if worker.is_running()]
-    leaders = []
+    leaders = []  # of process groups; their groups may outlive them
     for worker in running:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if os.getpgid(worker.pid) == worker.pid:
                 leaders.append(worker.pid)
             worker.terminate()
-    for worker in psutil.wait_procs(running, KILL_TIMEOUT)[1]:
+    _ended, still_running = psutil.wait_procs(running, KILL_TIMEOUT)
+    for worker in still_running:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
     for leader in leaders:

@@ -139,7 +139,12 @@ class Run:
             )
         model = copy.deepcopy(self.model).float().eval()
         length = self.record["configuration"]["window"]
-        windows = [w.frames if w.restart else w.frames[1:] for w in self.data.heldout(length)]
+        # A later window of a sequence begins with the last frame of the window before it, which is
+        # dropped here.
+        windows = [
+            window.frames if window.restart else window.frames[1:]
+            for window in self.data.heldout(length)
+        ]
         inputs = torch.from_numpy(np.concatenate(windows)).float().div(255)
         if not self.data.sequential:
             return inputs, model(inputs)
@@ -160,6 +165,7 @@ class Run:
             )
             place = f" at step {step}" if step else ""
             return f"{identity}: diverged{place}{computed}"
+        # A training function has metrics, a network has losses.
         numbers = [f"{name} {value:.5g}" for name, value in self.metrics.items()]
         losses = [f"final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}"]
         speed = (
@@ -210,7 +216,9 @@ def train(
     - `seed` (required): The seed. The random generators of torch, NumPy and Python are seeded with
       it before the call.
     - `setting` (optional): The `Setting`, which is active during the call. Its attributes
-      `setting.device` and `setting.dtype` are the device and the type for tensors.
+      `setting.device` and `setting.dtype` are the device and the type for tensors. With
+      `precision=` it also changes torch's default type, in which random numbers differ: draw
+      weights with `dtype=torch.float32` and convert them.
     - Every other parameter is an option and needs a default. If the value of an option is the path
       of a file, the file's content is part of the run's identity. A change in any other file that
       the function reads is not noticed.
@@ -313,21 +321,18 @@ def train(
     folder = None if store is None else store_folder(store)
     notes = {"command": planned.command()}
     if registered:
-        notes["registered"] = (
-            f"{Path(registered).stem} {hashlib.sha256(files.read(registered)).hexdigest()}"
-        )
+        registered_digest = hashlib.sha256(files.read(registered)).hexdigest()
+        notes["registered"] = f"{Path(registered).stem} {registered_digest}"
     with planned.activate():
         identity = planned.identity(passport(), is_stored=folder is not None)
         if folder is None:
-            return _train_planned(
-                planned, begin_record(identity, passport(), **notes), None, watch, progress
-            )
+            record = begin_record(identity, passport(), **notes)
+            return _train_planned(planned, record, None, watch, progress)
         checkpoint = folder / WORK_FOLDER / f"{identity.id}.safetensors"
         run = _load_stored(planned, folder, identity, keep_weights)
         if run is None:
-            run = _train_planned(
-                planned, begin_record(identity, passport(), **notes), checkpoint, watch, progress
-            )
+            record = begin_record(identity, passport(), **notes)
+            run = _train_planned(planned, record, checkpoint, watch, progress)
             weights = run.model.state_dict() if keep_weights and run.model else None
             run.path = write_run(folder, run.record, run.columns, weights)
     # The run is stored. A checkpoint may remain from this training, or from an earlier one that was
@@ -360,7 +365,15 @@ def _train_planned(
     watch: Watch | None,
     progress: bool,
 ) -> Run:
-    """Train, and return a run with the record `record | results`."""
+    """Train, and return the run.
+
+    Args:
+        planned: The run, whose setting is active.
+        record: The part of the run's record that is known now; the results are added.
+        checkpoint: As for `PlannedRun.train`.
+        watch: As for `gpulab.train`.
+        progress: As for `gpulab.train`.
+    """
     outcome = planned.train(checkpoint, watch, progress)
     columns = np.array(outcome.history, HISTORY_DTYPE)
     return Run(outcome.model, outcome.data, columns, record | outcome.results)

@@ -55,9 +55,10 @@ class Supervisor:
     def after_window(self) -> None:
         """Report progress, call `watch`, and save a checkpoint if one is due."""
         history = self.training.history
+        frames_done = len(history) * self.window
         self.bar.set_postfix(loss=f"{history[-1].loss:.3g}", refresh=False)
-        self.bar.update(len(history) * self.window - self.bar.n)
-        report_share(len(history) * self.window / self.total)
+        self.bar.update(frames_done - self.bar.n)  # the bar takes the increase
+        report_share(frames_done / self.total)
         self.call_watch()
         if time.monotonic() - self.saved_at >= CHECKPOINT_SECONDS:
             self.save()

@@ -124,8 +124,10 @@ def _pickle_by_value() -> None:
 
     This replaces the pickler in three modules of `multiprocessing`, for the whole process.
     """
-    modules = multiprocessing.reduction, multiprocessing.queues, multiprocessing.connection
-    for module, name in zip(
-        modules, ("ForkingPickler", "_ForkingPickler", "_ForkingPickler"), strict=True
+    # The module that defines the pickler, and two that import it under another name.
+    for module, name in (
+        (multiprocessing.reduction, "ForkingPickler"),
+        (multiprocessing.queues, "_ForkingPickler"),
+        (multiprocessing.connection, "_ForkingPickler"),
     ):
         setattr(module, name, _Pickler)

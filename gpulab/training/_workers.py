@@ -75,12 +75,15 @@ class Workers(contextlib.AbstractContextManager):
         the error is raised again.
         """
         # The flags of a setting apply to all threads of a process. So only runs of one setting
-        # share the GPU at the same time.
+        # share the GPU at the same time. Jobs are ordered by setting, as `groupby` requires.
         for setting, numbers in itertools.groupby(
             jobs, lambda number: self._shared_setting(jobs[number])
         ):
             context = share_gpu(setting) if setting else contextlib.nullcontext()
-            with context as initializer, ThreadPoolExecutor(self.count, "", initializer) as threads:
+            with (
+                context as initializer,
+                ThreadPoolExecutor(self.count, initializer=initializer) as threads,
+            ):
                 tasks: set[Future[None]] = set()
                 try:
                     tasks = {threads.submit(run_one, number) for number in numbers}
@@ -125,6 +128,7 @@ class Workers(contextlib.AbstractContextManager):
         try:
             return self._do_in_process(self._pool(job["setting"]), pickled, share_file)
         except process_executor.BrokenProcessPool as error:  # killed, or out of memory?
+            # The next run of this thread and setting gets a new process.
             self.pools.pop((threading.get_ident(), job["setting"]))
             raise GpulabError(f"its worker process ended: {error}") from None
 
@@ -153,16 +157,19 @@ class Workers(contextlib.AbstractContextManager):
         run is affected. The thread's process for another setting is ended first, because both need
         half a gigabyte, and jobs are ordered by setting.
         """
-        key = threading.get_ident(), setting
+        thread = threading.get_ident()
+        key = thread, setting
         if key not in self.pools:
-            for other_key in list(self.pools):
-                if other_key[0] == key[0]:
-                    end_pool(self.pools.pop(other_key))
-            environment = Setting.parse(setting).environment()
+            for other_thread, other_setting in list(self.pools):
+                if other_thread == thread:
+                    end_pool(self.pools.pop((other_thread, other_setting)))
             # With a safe path, the starting process does not import modules from the current
             # folder, such as a queue.py of the user's.
-            environment = {**environment, WORKER_VARIABLE: "1", SAFE_PATH_VARIABLE: "1"}
-
+            environment = {
+                **Setting.parse(setting).environment(),
+                WORKER_VARIABLE: "1",
+                SAFE_PATH_VARIABLE: "1",
+            }
             if self.count > 1 and not setting.startswith("cpu"):
                 # The GPU does the work, and the processes share the CPU's cores.
                 environment["OMP_NUM_THREADS"] = "1"
@@ -195,7 +202,7 @@ class Workers(contextlib.AbstractContextManager):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
-        unresponsive = wait(tasks, KILL_TIMEOUT)[1]
+        unresponsive = wait(tasks, KILL_TIMEOUT).not_done
         for pool in pools:
             pool.shutdown(wait=False, kill_workers=bool(unresponsive))
         wait_for_end(processes)
@@ -249,9 +256,14 @@ def share_gpu(setting: str) -> Iterator[Callable[[], None]]:
     Yields a function that each thread must call first. It gives the thread its own CUDA stream.
     """
     parsed = Setting.parse(setting)
+
+    def use_own_stream() -> None:
+        """Give the calling thread a CUDA stream of its own; do nothing on other devices."""
+        if parsed.kind == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(parsed.device))
+
     with scenes.remembered_chunks(CACHED_CHUNKS), parsed.apply():
-        on_gpu = parsed.kind == "cuda"
-        yield lambda: torch.cuda.set_stream(torch.cuda.Stream(parsed.device)) if on_gpu else None
+        yield use_own_stream
 
 
 def train_job(job: bytes, share_file: Path | None = None) -> str:
@@ -308,7 +320,8 @@ def kill_group(leader: int, number: int | None = None) -> None:
 def chosen_start_method() -> str | None:
     """Return the start method that the user chose for `multiprocessing`; None for the default."""
     method = multiprocessing.get_start_method(allow_none=True)
-    return None if method == multiprocessing.get_all_start_methods()[0] else method
+    default, *_ = multiprocessing.get_all_start_methods()  # Python lists the default first
+    return None if method == default else method
 
 
 @contextlib.contextmanager

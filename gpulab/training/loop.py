@@ -93,8 +93,11 @@ class Training:
         """
         diverged_updates = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         if diverged_updates:
-            self.diverged_at = self.step + diverged_updates[0] + 1
-        loss = losses[diverged_updates[0]] if diverged_updates else math.fsum(losses) / len(losses)
+            first = diverged_updates[0]
+            self.diverged_at = self.step + first + 1  # updates are counted from 1
+            loss = losses[first]
+        else:
+            loss = math.fsum(losses) / len(losses)
         self.step += len(losses)
         seconds += self.history[-1].seconds if self.history else 0.0
         self.history.append(WindowRecord(len(self.history), self.step, loss, seconds))

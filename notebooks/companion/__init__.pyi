@@ -4,6 +4,7 @@ from .anomaly import published_page as published_page
 from .anomaly import published_runs as published_runs
 from .anomaly import published_table as published_table
 from .anomaly import round_trips as round_trips
+from .article_machines import consumer_gpus as consumer_gpus
 from .article_machines import gpu_generations as gpu_generations
 from .article_machines import published_machines as published_machines
 from .changes import describe_changes as describe_changes

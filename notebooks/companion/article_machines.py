@@ -1,8 +1,9 @@
 """The twelve machines of the article and some newer GPUs, with their manufacturers' numbers.
 
 Sources: Intel's product specifications (ark.intel.com), AMD's product pages, NVIDIA's product pages
-and architecture white papers (Maxwell GM107 and GM204, Pascal GP104, Turing) and data sheets (V100,
-A100, H100, H200, B200). The list of machines is that of the article on arXiv 2109.01451.
+and architecture white papers (Maxwell GM107 and GM204, Pascal GP104, Turing, Ampere GA102, Ada) and
+data sheets (V100, A100, H100, H200, B200), AMD's page of the RX 7900 XTX, Intel's of the Arc A770
+(float32 at 2.4 GHz). The list of machines is that of the article on arXiv 2109.01451.
 """
 
 from __future__ import annotations
@@ -48,13 +49,20 @@ MACHINES = [
     ("AMD Ryzen 5 3600", 0, "RTX 2070 Super"),
     ("Intel i5-9400", 0, "Titan RTX"),
 ]
-# Name, year, GB/s, and Tflop/s in float32 and on tensor cores (dense), with the latter's format.
+# Name, year, GB/s, and Tflop/s in float32 and, on tensor cores, in float16 (dense matrices).
 DATA_CENTRE_GPUS = [
-    ("V100", 2017, 900, 15.7, 125.0, "float16"),
-    ("A100", 2020, 2039, 19.5, 156.0, "TF32"),
-    ("H100", 2022, 3350, 67.0, 495.0, "TF32"),
-    ("H200", 2024, 4800, 67.0, 495.0, "TF32"),
-    ("B200", 2025, 8000, 75.0, 1125.0, "TF32"),
+    ("V100", 2017, 900, 15.7, 125.0),
+    ("A100", 2020, 2039, 19.5, 312.0),
+    ("H100", 2022, 3350, 67.0, 990.0),
+    ("H200", 2024, 4800, 67.0, 990.0),
+    ("B200", 2025, 8000, 75.0, 2250.0),
+]
+# Maker, name, year, GB/s, Tflop/s in float32, memory in GB, and the device in torch.
+CONSUMER_GPUS = [
+    ("NVIDIA", "RTX 3090", 2020, 936, 35.6, 24, "cuda"),
+    ("NVIDIA", "RTX 4090", 2022, 1008, 82.6, 24, "cuda"),
+    ("AMD", "RX 7900 XTX", 2022, 960, 61.4, 24, "cuda"),
+    ("Intel", "Arc A770", 2022, 560, 19.7, 16, "xpu"),
 ]
 
 
@@ -101,15 +109,33 @@ def gpu_generations() -> pd.DataFrame:
     """List NVIDIA's data-centre GPUs with the numbers of their data sheets, the newest last.
 
     Returns:
-        A data frame with `card`, `year`, `GB/s`, `Gflop/s` of products on tensor cores in
-        `format`, `Gflop/s, float32` without tensor cores, and `ridge`, the number of flop per byte
-        above which a product on tensor cores is limited by arithmetic.
+        A data frame with `card`, `year`, `GB/s`, `Gflop/s, float32` without tensor cores,
+        `Gflop/s` of float16 products on tensor cores, and `ridge`, the number of flop per byte
+        above which such a product is limited by arithmetic.
 
     Examples:
         >>> gpu_generations().card.tolist()
         ['V100', 'A100', 'H100', 'H200', 'B200']
     """
-    names = ["card", "year", "GB/s", "Gflop/s, float32", "Gflop/s", "format"]
+    names = ["card", "year", "GB/s", "Gflop/s, float32", "Gflop/s"]
     table = pd.DataFrame(DATA_CENTRE_GPUS, columns=names)
     table[["Gflop/s, float32", "Gflop/s"]] *= 1000
+    return table.assign(ridge=table["Gflop/s"] / table["GB/s"])
+
+
+def consumer_gpus() -> pd.DataFrame:
+    """List cards for desktop computers with the numbers of their makers' data sheets.
+
+    Returns:
+        A data frame with `maker`, `card`, `year`, `GB/s`, `Gflop/s` in float32, `GB` of memory,
+        the `device` of torch, and `ridge`, the number of flop per byte above which a float32
+        product is limited by arithmetic.
+
+    Examples:
+        >>> consumer_gpus().card.tolist()
+        ['RTX 3090', 'RTX 4090', 'RX 7900 XTX', 'Arc A770']
+    """
+    names = ["maker", "card", "year", "GB/s", "Gflop/s", "GB", "device"]
+    table = pd.DataFrame(CONSUMER_GPUS, columns=names)
+    table["Gflop/s"] *= 1000
     return table.assign(ridge=table["Gflop/s"] / table["GB/s"])

@@ -197,6 +197,48 @@ def test_audit_calls_nan_of_one_setting_in_float32_a_fault_and_names_the_lost_di
     assert first.detail.endswith("in float64, the loss is finite")
 
 
+# --- functions that are not finite for rounded inputs ---------------------------------------------
+
+
+def log_of_a_small_probability(z):
+    return -torch.log(torch.softmax(z * 30, -1) + 1e-8).mean()
+
+
+def angle_between_parallel_vectors(z):
+    return torch.acos(F.cosine_similarity(z, z * 1.5 + 1e-3, dim=-1)).mean()
+
+
+def inverse_of_tanh(z):
+    return torch.atanh(torch.tanh(z * 4)).mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "b", "operation"),
+    [
+        (log_of_a_small_probability, "cpu:autocast=float16", "log"),
+        (angle_between_parallel_vectors, "cpu:precision=bfloat16", "acos"),
+        (angle_between_parallel_vectors, "cpu:autocast=float16", "acos"),
+        (inverse_of_tanh, "cpu:precision=bfloat16", "atanh"),
+    ],
+)
+def test_audit_places_nan_where_a_function_gets_rounded_inputs(function, b, operation):
+    """The function is right for its inputs, but a finding names it and its line."""
+    x = drawn(32, 8)
+
+    def step(setting):
+        layer = seeded(lambda: nn.Linear(8, 8, dtype=torch.float32)).to(setting.dtype)
+        loss = function(layer(x.to(setting.dtype)))
+        loss.backward()
+        return loss.detach()
+
+    report = audited(step, a="cpu", b=b)
+    first = report.findings[0]
+    assert (first.kind, first.operation) == ("reduced precision", operation), str(report)
+    assert "inputs were rounded" in first.detail
+    assert "test_nonfinite.py:" in first.line
+    assert f"{operation} (forward)" in report.headline
+
+
 # --- what the first line says ---------------------------------------------------------------------
 
 

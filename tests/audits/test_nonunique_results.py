@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 import gpulab as gl
 from gpulab.audits._rounding import Accuracy
-from tests.audits._helpers import compared, drawn
+from tests.audits._helpers import audited, compared, drawn, seeded
 
 aten = torch.ops.aten
 
@@ -180,6 +181,66 @@ def test_forward_error_of_qr_svd_and_eigh_accepts_either_sign_of_basis_vectors()
         assert is_right(aten._linalg_eigh.default, (symmetric, side), (values, vectors * signs))
         assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values.flip(0), vectors))
         assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values, vectors + 0.01))
+
+
+SQUARE = drawn(6, 6)
+RIGHT_SIDE = drawn(6, 2, seed=1)
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [SQUARE, SQUARE.mT, drawn(6, 9)[:, :6], drawn(3, 6, 6)],
+    ids=["contiguous", "transposed", "a slice", "batch"],
+)
+def test_forward_error_accepts_triangular_factors_of_any_layout(matrix):
+    for operation, args in [
+        (aten._linalg_det.default, (matrix,)),
+        (aten._linalg_slogdet.default, (matrix,)),
+        (aten._linalg_solve_ex.default, (matrix, RIGHT_SIDE.expand(*matrix.shape[:-2], 6, 2))),
+        (aten.linalg_lu_factor_ex.default, (matrix,)),
+        (aten.linalg_lu.default, (matrix,)),
+    ]:
+        assert is_right(operation, args, operation(*args)), operation
+
+
+def test_forward_error_of_lu_accepts_other_pivots_and_finds_wrong_results():
+    operation = aten._linalg_det.default
+    determinant, factors, pivots = operation(SQUARE)
+    of_transpose = operation(SQUARE.mT.contiguous())
+    assert not factors.equal(of_transpose[1])
+    assert is_right(operation, (SQUARE,), of_transpose)
+    assert not is_right(operation, (SQUARE,), (determinant * 1.001, factors, pivots))
+    assert not is_right(operation, (SQUARE,), (-determinant, factors, pivots))
+    assert not is_right(operation, (SQUARE,), (determinant, factors * 1.001, pivots))
+    operation = aten._linalg_slogdet.default
+    sign, logarithm, factors, pivots = operation(SQUARE)
+    assert not is_right(operation, (SQUARE,), (-sign, logarithm, factors, pivots))
+    assert not is_right(operation, (SQUARE,), (sign, logarithm + 0.01, factors, pivots))
+    operation, args = aten._linalg_solve_ex.default, (SQUARE, RIGHT_SIDE)
+    solution, *others = operation(*args)
+    assert not is_right(operation, args, (solution * 1.001, *others))
+    vector = (SQUARE, RIGHT_SIDE[:, 0])
+    assert is_right(operation, vector, operation(*vector))
+    from_the_right = (SQUARE, RIGHT_SIDE.mT)
+    options = {"left": False}
+    assert is_right(operation, from_the_right, operation(*from_the_right, **options), **options)
+
+
+@pytest.mark.parametrize("function", [torch.linalg.det, torch.linalg.slogdet, torch.logdet])
+def test_audit_of_a_determinant_of_a_slice_finds_rounding_alone(function):
+    """torch factorises the transpose of a contiguous matrix, and a slice as it is."""
+
+    def step():
+        layer = seeded(lambda: nn.Linear(16, 6))
+        h = layer(drawn(4, 16))
+        positive = h @ h.mT + torch.eye(4)  # for the logarithm
+        result = function(torch.cat([positive, h], dim=1)[:, :4])
+        loss = (result if isinstance(result, torch.Tensor) else result.logabsdet).square()
+        loss.backward()
+        return loss.detach()
+
+    report = audited(step, a="cpu", b="cpu:threads=1")
+    assert (report.kind, report.faulty) == ("rounding", False), str(report)
 
 
 def _topk_of_the_last(numbers, k, dim=-1, largest=True, sorted=True):  # noqa: A002, ARG001

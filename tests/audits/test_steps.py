@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpulab as gl
-from tests.audits._helpers import Own, drawn, seeded
+from tests.audits._helpers import Own, audited, drawn, labels, seeded
 
 SETTINGS = ["cpu", "cpu:precision=float64"]
 X, Y = drawn(5, 4), torch.tensor([0, 1, 1, 0, 1])
@@ -303,6 +303,37 @@ def test_step_refuses_batches_and_losses_that_do_not_fit(name):
     with pytest.raises(gl.UsageError, match=words):
         gl.Step(model, batch, loss)(gl.Setting.parse("cpu"))
     assert everything(model) == before
+
+
+class LossWithWeights(nn.Module):
+    """A loss with a layer of its own, as in metric learning."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, output, target):
+        return F.cross_entropy(self.layer(output), target)
+
+
+@pytest.mark.parametrize("b", ["cpu:threads=1", "cpu:precision=float64"])
+def test_audit_accepts_a_loss_with_weights_and_restores_them(b):
+    loss = seeded(LossWithWeights)
+    before = loss.layer.weight.detach().clone()
+    step = gl.Step(seeded(lambda: nn.Linear(8, 8)), (drawn(16, 8), labels(16)), loss)
+    report = audited(step, b=b)
+    assert (report.kind, report.faulty) == ("rounding", False), str(report)
+    assert loss.layer.weight.grad is None
+    assert loss.layer.weight.equal(before)
+
+
+@pytest.mark.parametrize("b", ["cpu:threads=1", "cpu:precision=float64"])
+def test_audit_accepts_a_batch_that_requires_a_gradient_and_leaves_it(b):
+    inputs = drawn(16, 8).requires_grad_()
+    step = gl.Step(seeded(lambda: nn.Linear(8, 4)), (inputs, labels(16)), F.cross_entropy)
+    report = audited(step, b=b)
+    assert (report.kind, report.faulty) == ("rounding", False), str(report)
+    assert inputs.grad is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

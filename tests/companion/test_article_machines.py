@@ -2,7 +2,12 @@
 
 import pytest
 
-from companion.article_machines import GRAPHICS_CARDS, gpu_generations, published_machines
+from companion.article_machines import (
+    GRAPHICS_CARDS,
+    consumer_gpus,
+    gpu_generations,
+    published_machines,
+)
 
 
 def test_published_machines_are_the_twelve_of_the_article():
@@ -40,3 +45,10 @@ def test_gpu_generations_are_in_order_and_have_a_ridge():
     assert table.year.is_monotonic_increasing
     assert table["GB/s"].is_monotonic_increasing
     assert table.ridge.iloc[0] == pytest.approx(125_000 / 900)
+    assert (table["Gflop/s"] > table["Gflop/s, float32"]).all()
+
+
+def test_consumer_gpus_have_a_ridge_and_a_device_of_torch():
+    table = consumer_gpus()
+    assert table.ridge.iloc[1] == pytest.approx(82_600 / 1008)
+    assert set(table.device) <= {"cuda", "xpu"}

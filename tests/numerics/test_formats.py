@@ -116,6 +116,15 @@ def test_rounded_format_names_rounded_numbers_and_no_full_ones(count):
     assert rounded_format(torch.cat([round_to(draw(100), "tf32"), unusual])) == "tf32"
 
 
+def test_rounded_format_of_what_cancellation_leaves_is_none():
+    """The gradient of an angle between nearly parallel vectors has few significant bits."""
+    for seed in range(20):
+        vectors = draw(256, seed=seed).view(32, 8).requires_grad_()
+        cosine = torch.nn.functional.cosine_similarity(vectors, vectors * 1.5 + 1e-3)
+        torch.acos(cosine.clamp(max=1 - 2.0**-22)).mean().backward()
+        assert rounded_format(vectors.grad) is None
+
+
 @pytest.mark.parametrize("count", [10, 5000])
 def test_rounded_format_of_what_is_short_by_nature_is_none(count):
     whole = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).float()

@@ -163,6 +163,14 @@ PROBLEMS = LAYERS | {
         chain(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh()),
         rand(5, 3),
     ),
+    "weight norm over a named dimension": lambda: (
+        Model(
+            lambda s, x: torch.tanh(x @ torch._weight_norm(s.v, s.g, dim=1)),
+            v=rand(3, 4),
+            g=rand(1, 4, seed=1),
+        ),
+        rand(5, 3),
+    ),
     "spectral norm": lambda: (
         chain(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh()),
         rand(5, 3),

@@ -225,10 +225,10 @@ def capture_gradient(
         each gradient; None for a gradient that is constant.
 
     Raises:
-        UnsupportedError: If the backward pass runs a function that is written in Python, or if a
-            tensor is used after its memory was overwritten through another tensor, because the
-            dispatch mode cannot follow tangents in these cases. Also if autograd raises an error
-            other than running out of memory.
+        UnsupportedError: If the backward pass runs a function that is written in Python, or a
+            tensor is used after its memory was overwritten through another tensor: the dispatch
+            mode cannot follow tangents in these cases. Errors of autograd are converted to this
+            one, except for running out of memory.
     """
     capture = Capture(points, linearize)
     with torch.enable_grad(), capture:
@@ -246,7 +246,8 @@ def capture_gradient(
             raise
         except RuntimeError as error:
             raise UnsupportedError(str(error)) from error
-    return loss.detach(), [g.detach() for g in gradients], [capture.tangent(g) for g in gradients]
+    tangents = [capture.tangent(gradient) for gradient in gradients]
+    return loss.detach(), [gradient.detach() for gradient in gradients], tangents
 
 
 def _address(tensor: Tensor) -> int:

@@ -156,17 +156,19 @@ class Convolution:
         Returns:
             The results (k, *shape), or the list of their pieces if `chunk_count` is above 1.
         """
-        # One call computes all k results. The k tangents are folded into a dimension of the factor
-        # that the convolution does not sum over, and the results are unfolded from the dimension
-        # that corresponds to it in the result. In all three maps this is dimension 0 for a tangent
-        # of the first factor, and dimension 1 for one of the second.
+        # One call computes all k results. The k tangents are folded into a free dimension of the
+        # factor, one that the map does not sum over, and the results are unfolded from the same
+        # dimension of the result. There it is dimension 0 for a tangent of the first factor, and
+        # dimension 1 for one of the second, in all three maps.
         k = len(tangent)
         axis = self.tangent_position
         shape = list(self.shape)
         shape[axis] *= k
-        # The dimension of the factor is 0 for its batch, and for the output channels of a weight
-        # that computes an output. Otherwise it is 1: the gradient of an input sums over the output
-        # channels of its weight, and the gradient of a weight sums over the batch.
+        # Which dimension of the factor is free depends on what the map sums over:
+        # - An output sums over input channels. Free is dimension 0: batch, or output channels.
+        # - The gradient of an input sums over output channels. Free are the batch of the first
+        #   factor, dimension 0, and the input channels of the weight, dimension 1.
+        # - The gradient of a weight sums over the batch. Free is dimension 1: the channels.
         folds_first_dim = self.target == "output" or (self.target == "input" and axis == 0)
         folded_tangent = (
             tangent.flatten(0, 1) if folds_first_dim else tangent.movedim(0, 1).flatten(1, 2)

@@ -110,6 +110,7 @@ class Builder:
     def linear_map(self, results: Sequence[int | None]) -> LinearMap:
         """Return the map from the inputs to the variables `results`; None means zero."""
         instructions = remove_unused(self.instructions, results)
+        # Only now, because operations that no result depends on need not be differentiable.
         for instruction in instructions:
             if isinstance(instruction.function, TorchJvp):
                 instruction.function = instruction.function.resolve()
@@ -244,7 +245,8 @@ class TorchJvp:
                 self.leaves[index].expand(self.shape).clone().requires_grad_()
                 for index in self.indices
             ]
-            return list(torch.autograd.grad(self._run(*arguments)[0].sum(), arguments))
+            result, *_ = self._run(*arguments)
+            return list(torch.autograd.grad(result.sum(), arguments))
 
     def __call__(self, *tangents: Tensor) -> tuple[Tensor, ...]:
         """Compute k tangents of each floating-point result from tangents (k, …)."""
@@ -332,7 +334,7 @@ def concatenate_jvp(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tang
     members = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
 
     def join(*tangents: Tensor) -> Tensor:
-        # The tangents are those of the tensors that have one, in the order of the tensors.
+        """Concatenate or stack the tangents of those tensors that have one, in their order."""
         k = len(tangents[0])
         zero = tangents[0].new_zeros(1)
         remaining = iter(tangents)
@@ -373,6 +375,7 @@ def upsample_jvp(b: Builder, x: Tensor, *arguments: Nested) -> Tangents:
     batch_size = len(x)
 
     def upsample(tangent: Tensor) -> Tensor:
+        """Apply the operation to tangents (k, B, …), as a batch of k B examples."""
         k = len(tangent)
         values = list(arguments)
         if function is aten.upsample_nearest2d_backward.default:

@@ -95,14 +95,10 @@ class LinearMap:
         """Run the instructions one after the other, and release each value after its last use."""
         values: dict[int, Tensor] = dict(enumerate(tangents))  # by the number of the variable
         for instruction in self.instructions:
-            outputs = instruction.function(*[values[number] for number in instruction.inputs])
-            values.update(
-                zip(
-                    instruction.outputs,
-                    [outputs] if isinstance(outputs, Tensor) else outputs,
-                    strict=True,
-                )
-            )
+            inputs = [values[number] for number in instruction.inputs]
+            results = instruction.function(*inputs)
+            outputs = [results] if isinstance(results, Tensor) else results
+            values.update(zip(instruction.outputs, outputs, strict=True))
             for number in instruction.last_uses:
                 del values[number]
         return [
