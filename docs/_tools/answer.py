@@ -97,9 +97,9 @@ def sentence(runs):
     beat = (losses < 1).sum()
     return (
         "Each seed was trained twice, with copied and with overwritten frames. With overwritten"
-        f" frames the loss ends higher {listed(higher)}. Of {len(losses)} runs with copied frames,"
-        f" {beat[COPIED]} beat repeating the last frame; of {len(losses)} with overwritten frames,"
-        f" {beat[OVERWRITTEN] or 'none'}."
+        f" frames the loss ends higher {listed(higher)}. Of the {len(losses)} runs with copied"
+        f" frames, {beat[COPIED]} beat repeating the last frame; of the {len(losses)} with"
+        f" overwritten frames, {beat[OVERWRITTEN] or 'none does'}."
     )
 
 
