@@ -4,9 +4,11 @@ A cell with the tag `slide` begins a slide. A cell with the tag `fragment` appea
 when the lecturer advances: first the question, then the answer. The slide of a Markdown cell shows
 the text in its metadata under `slide`, a sentence or two, or the whole cell if there is none. The
 slide of a code cell shows the first of these that it has: a figure, a finding, a short table, or a
-few lines of code with their output. A finding that is too long for one slide is shown in parts,
-each of which replaces the previous one. The text of the notebook between one slide and the next
-becomes the speaker notes of the slide, without what is folded there.
+few lines of code with their output. With `printed` in its metadata under `slide`, it shows what it
+prints, for a figure that is too tall for a slide. A finding that is too long for one slide is shown
+in parts; each part, and each further cell with the tag `fragment`, replaces the previous one. The
+text of the notebook between one slide and the next becomes the speaker notes of the slide, without
+what is folded there.
 
 The deck of the single session follows the plan of docs/seminar/single.md. It begins with a title,
 has at least one slide for each part of the plan, and the plan is in its notes.
@@ -38,6 +40,7 @@ LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!https?:)[^()\s]+\)")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.DOTALL)
 CODE = re.compile(r"(`[^`]+`)")
 FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
+EXPONENT = re.compile(r"\b(\d+\.?\d*)e-(\d\d)\b")
 PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 # Which slides a part of a plan shows: `05: 2 to 4, 6, demonstration 1`.
 PLAN = re.compile(r"(\d\d:|demonstrations?) (\d+(?: to \d+)?(?:, \d+(?: to \d+)?(?!\d*:))*)")
@@ -135,6 +138,9 @@ def shown(cell):
 
     An empty list if the output is too large to be read from a distance.
     """
+    if cell.metadata.get("slide") == "printed":
+        printed = "".join(output.get("text", "") for output in cell.outputs)
+        return found_pages(map(html.escape, printed.splitlines()))
     for drawn in filter(None, map(figure_of, cell.outputs)):
         return [image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)]
     is_finding = "finding" in cell.metadata.get("tags", [])
@@ -173,12 +179,14 @@ def shown_or_refused(cell):
 
 def first_rows(page):
     """The rows of a table that fit on a slide, and the number of further rows in the notebook."""
+    page = EXPONENT.sub("\\1e\N{WORD JOINER}-\N{WORD JOINER}\\2", page)  # numbers do not wrap
     head, body, rest = page.partition("<tbody")
     before, *rows = rest.split("<tr")
     if (more := len(rows) - ROWS) <= 0:
         return page
     kept, end = "<tr".join([before, *rows[:ROWS]]), page.rpartition("</tr>")[2]
-    return f"{head}{body}{kept}{end}<p><i>{more} more row{'s' if more > 1 else ''} in the notebook.</i></p>"
+    plural = "s" if more > 1 else ""
+    return f"{head}{body}{kept}{end}<p><i>{more} more row{plural} in the notebook.</i></p>"
 
 
 def found_pages(sentences):
@@ -227,9 +235,7 @@ def slides(notebook):
                     "expected a slide between the title and its first answer; give the Markdown"
                     f" cell above this cell the tag `slide`:\n{cell.source}"
                 )
-            pages = shown_or_refused(cell)
-            kept, last = deck[-1]["answers"][:-1], "".join(deck[-1]["answers"][-1:])
-            deck[-1]["answers"] = [*kept, last + pages[0], *pages[1:]]
+            deck[-1]["answers"] += shown_or_refused(cell)
             deck[-1]["cells"].append(cell.id)
         if deck:
             deck[-1]["notes"] += notes
@@ -266,7 +272,8 @@ def planned(page, decks):
     plan's table lists, with the plan in their notes.
     """
     title, _, question = HEADING.findall(page)[0].partition(": ")
-    deck = [{"heading": question[:1].upper() + question[1:], "text": title, "is_title": True}]
+    deck = [{"heading": question[:1].upper() + question[1:], "text": title}]
+    deck[0] |= {"is_title": True, "cells": []}
     decks = decks | {"demonstration": demonstrations(page)}
     plan = page.partition("## Plan")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in plan.splitlines() if line.startswith("|")]
