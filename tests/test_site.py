@@ -7,6 +7,7 @@ import ast
 import html.parser
 import importlib
 import re
+from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -87,6 +88,43 @@ def test_site_figures_have_words(pages):
             for tag, attributes in page.elements
             if tag == "img"
         ), file
+
+
+def test_site_contents_name_each_page_once(site):
+    front = (site / "index.html").read_text(encoding="utf-8")
+    entries = re.findall(
+        r'<li class="toctree-l\d[^"]*"><a class="reference internal" href="([^"]+)">(.+?)</a>',
+        front,
+    )
+    assert len(entries) > 80
+    assert [page for page, _ in entries if "#" in page] == []
+    for column in zip(*entries, strict=True):
+        assert [name for name, times in Counter(column).items() if times > 1] == []
+
+
+def test_site_papers_link_each_citation_to_its_reference(site):
+    """That the links lead to anchors is tested with all other links."""
+    bibliography = (ROOT / "docs" / "paper" / "paper.bib").read_text(encoding="utf-8")
+    keys = re.findall(r"^@\w+\{(\w+),", bibliography, re.MULTILINE)
+    for name in ("paper", "rescience"):
+        source = (ROOT / "docs" / "paper" / f"{name}.md").read_text(encoding="utf-8")
+        cited = set(re.findall(r"@(\w+)", source)) & set(keys)
+        written = (site / "docs" / "paper" / f"{name}.html").read_text(encoding="utf-8")
+        assert set(re.findall(rf'href="#{name}-(\w+)"', written)) == cited
+        words = html.unescape(re.sub("<[^>]+>", "", written))
+        assert not re.findall(r"\[@|\{width|\\url|^: ", words, re.MULTILINE)
+        assert "Lotter et al. 2016" in words
+        assert "William Lotter, Gabriel Kreiman, David Cox (2016). Deep predictive coding" in words
+
+
+def test_site_does_not_publish_the_letter(site):
+    letter = (ROOT / "docs" / "paper" / "letter.md").read_text(encoding="utf-8")
+    assert "Dear colleagues" in letter
+    published = [file for file in site.rglob("*") if file.suffix in (".html", ".js", ".md")]
+    assert len(published) > 80
+    assert [file for file in published if "letter" in file.name] == []
+    texts = (file.read_text(encoding="utf-8") for file in published)
+    assert not any("Dear colleagues" in text for text in texts)
 
 
 def test_slides_exist_for_every_notebook_and_begin_with_a_title(slides):

@@ -169,6 +169,8 @@ def shown_or_refused(cell):
     author can remove the tag.
     """
     pages = shown(cell)
+    if not pages and not cell.outputs:
+        raise SystemExit(f"this cell has no stored output; execute its notebook:\n{cell.source}")
     if not pages:
         raise SystemExit(
             "expected output that can be read from a distance; remove the tag of this cell, or"
