@@ -268,6 +268,31 @@ def test_links_of_pages_lead_somewhere(folder):
                 assert not anchor or anchor in anchors(there), f"{page.name}: {link}"
 
 
+# What the sessions emphasise and begin with a capital letter, but is no section of a notebook.
+OTHER_NAMES = {
+    "TF32",
+    "CPU, one thread",
+    "What every computer scientist should know about floating-point arithmetic",
+}
+
+
+@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.stem)
+def test_sessions_name_sections_that_the_notebooks_have(page):
+    sections = set()
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+            text = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
+            names = re.findall(r"^#+ (.+)$|\*\*(?:\d\. )?(.+?)\*\*", text, re.MULTILINE)
+            sections |= {name.rstrip(".") for name in itertools.chain(*names)}
+    text = page.read_text(encoding="utf-8")
+    for kind in (r"```.*?```", r"\*\*.+?\*\*"):  # code, and what is not emphasis
+        text = re.sub(kind, "", text, flags=re.DOTALL)
+    named = {name.rstrip(".,") for name in re.findall(r"\*([A-Z][^*\n]{3,80})\*", text)}
+    assert named - sections - OTHER_NAMES == set()
+    for name, anchor in re.findall(r"\*([^*]+)\*\]\([^()\s]+\.ipynb#([^()\s]+)\)", text):
+        assert name == anchor.replace("-", " ") or "-" in name
+
+
 def test_readme_shows_the_drawing_of_the_published_loop():
     answer = script("answer")
     drawn = companion.draw_published_loop()
@@ -342,15 +367,75 @@ def test_address_is_written_into_every_file_that_names_it(tmp_path):
     badges = re.findall(r"\]\((docs/[\w/]+\.svg)\)\]\(https:", texts["README.md"])
     assert len(badges) == 2
     assert [badge for badge in badges if not (ROOT / badge).is_file()] == []
-    cells = json.loads(texts["00_start_here.ipynb"])["cells"]
-    assert ["colab" in cell["metadata"].get("tags", []) for cell in cells[:3]] == [
-        False,
-        True,
-        False,
-    ]
-    assert f"git clone -q {public} " in "".join(cells[1]["source"])
     with pytest.raises(SystemExit, match="OWNER/NAME"):
         address.settle("example.org/name", tmp_path)
+
+
+@pytest.fixture
+def for_colab(tmp_path):
+    """The notebooks that are written for Colab, by their names."""
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for name in ("README.md", "CITATION.cff", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    address = script("address")
+    for _ in range(2):  # writing twice changes nothing
+        address.settle("github.com/owner/name", tmp_path)
+    for file in (tmp_path / "notebooks").glob("*.ipynb"):
+        assert file.read_bytes() == (ROOT / "notebooks" / file.name).read_bytes()
+    copies = (tmp_path / "notebooks" / "colab").glob("*.ipynb")
+    return {file.name: json.loads(file.read_text(encoding="utf-8")) for file in copies}
+
+
+def test_colab_notebooks_have_links_that_lead_to_the_repository(for_colab):
+    assert for_colab.keys() == {file.name for file in (ROOT / "notebooks").glob("*.ipynb")}
+    on_colab = "https://colab.research.google.com/github/owner/name/blob/HEAD/notebooks/colab/"
+    on_github = "https://github.com/owner/name/blob/HEAD/"
+    ways = set()
+    for name, notebook in for_colab.items():
+        text = "\n".join(
+            "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
+        )
+        for link in re.findall(r"\]\(([^()\s]+)\)", text):
+            assert link.startswith(("https://", "http://", "#")), f"{name}: {link}"
+            if link.startswith(on_colab):
+                ways.add("notebook")
+                assert link.removeprefix(on_colab) in for_colab, f"{name}: {link}"
+            if link.startswith(on_github):
+                ways.add("page")
+                path, _, anchor = link.removeprefix(on_github).partition("#")
+                assert (ROOT / path).exists(), f"{name}: {link}"
+                assert not anchor or anchor in anchors(ROOT / path), f"{name}: {link}"
+    assert ways == {"notebook", "page"}
+
+
+def test_first_cell_on_colab_installs_and_says_when_to_restart(for_colab, python):
+    for notebook in for_colab.values():
+        assert all(not cell.get("outputs") for cell in notebook["cells"])
+    title, first, *_ = for_colab["00_start_here.ipynb"]["cells"]
+    assert title["cell_type"] == "markdown"
+    assert first["metadata"]["tags"] == ["colab"]
+    source = "".join(first["source"])
+    assert len(source.splitlines()) <= 17
+    assert "git clone -q https://github.com/owner/name " in source
+    for package in ("numpy", "pandas", "torchvision"):
+        (asked,) = [str(each) for each in [*RUNTIME, *NOTEBOOKS] if each.name == package]
+        assert asked.replace(">=", " ") in source
+        assert asked.replace(">=", " ") in DOCS["install.md"]
+    # Stand-ins for Colab: pip replaces one package that is in use, and one that is not.
+    stand_in = """
+import importlib.metadata, sys, types
+versions = iter([{"numpy": "1.0", "unused": "1"}, {"numpy": "2.0", "unused": "2", "new": "1"}])
+named = lambda found: [types.SimpleNamespace(name=n, version=v) for n, v in found.items()]
+importlib.metadata.distributions = lambda: named(next(versions))
+sys.modules["google.colab"] = types.ModuleType("colab")
+"""
+    code = re.sub(r"^    [!%].+\n", "", source, flags=re.MULTILINE)
+    assert code.count("\n") == source.count("\n") - 3
+    printed = python(f"{stand_in}\nsys.modules['numpy'] = sys\n{code}").stdout
+    assert "replaced: numpy 1.0 by 2.0\nreplaced: unused 1 by 2\n" in printed
+    assert "restart the session" in printed
+    assert "restart" not in python(stand_in + code).stdout
+    assert not python(code).stdout
 
 
 @pytest.mark.parametrize(

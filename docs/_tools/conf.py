@@ -4,10 +4,12 @@ source folder; none of them is written by hand.
 
 import base64
 import functools
+import importlib
 import inspect
 import io
 import itertools
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -21,11 +23,16 @@ import gpulab
 from companion.report import figure_of
 from gpulab.picture import DPI, image
 
+sys.path.append(str(Path(__file__).parent))
+citations = importlib.import_module("citations")
+
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")
 ADDRESS = re.search(
     r'^repository-code: "(.+)"$', (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
 )
+BIBLIOGRAPHY = ROOT / "docs" / "paper" / "paper.bib"
+UNPUBLISHED = {ROOT / "docs" / "paper" / "letter.md"}  # a draft that nobody has sent
 PROJECT = ["docs/releasing"]  # pages of docs/ that belong to the part "Project"
 PAGES = [f"docs/{page.stem}" for page in sorted((ROOT / "docs").glob("*.md"))]
 CONTENTS = "\n```{toctree}\n:hidden:\n:glob:\n%s\n```\n"
@@ -71,9 +78,8 @@ def found(waiting):
                 (page.parent / path).resolve()
                 for _, path, _ in LINK.findall(page.read_text(encoding="utf-8"))
             }
-            waiting |= (
-                new := {file for file in linked - pages if file.suffix in kinds and file.is_file()}
-            )
+            unseen = linked - pages - UNPUBLISHED
+            waiting |= (new := {file for file in unseen if file.suffix in kinds and file.is_file()})
             pages |= new
     return sorted(pages)
 
@@ -109,6 +115,11 @@ def adapted(page, pages):
         return text + "".join(
             CONTENTS % f":caption: {part}\n{inside}" for part, inside in PARTS.items()
         )
+    if page.parent == BIBLIOGRAPHY.parent:
+        bibliography = BIBLIOGRAPHY.read_text(encoding="utf-8")
+        return citations.with_citations(text, bibliography, page.stem)
+    if page.parent == ROOT / "docs" / "seminar" and page.name == "README.md":
+        return text + CONTENTS % "session?\nsession??\n*"  # session 10 after session 9
     if page == ROOT / "benchmarks" / "README.md":
         return text + CONTENTS % "results/*"
     return text + CONTENTS % "*" * (

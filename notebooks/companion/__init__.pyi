@@ -64,8 +64,12 @@ from .saddle_points import leaves_saddle as leaves_saddle
 from .saddle_points import leaving_title as leaving_title
 from .saddle_points import saddle_finding as saddle_finding
 from .saddle_points import step_length_title as step_length_title
+from .scale_out import describe_gains as describe_gains
+from .scale_out import lock_free_gains as lock_free_gains
+from .scale_out import overheads as overheads
 from .scale_out import run_program as run_program
 from .scale_out import scale_finding as scale_finding
+from .scale_out import show_source as show_source
 from .scale_out_drawings import draw_data_parallel as draw_data_parallel
 from .scale_out_drawings import draw_lock_free as draw_lock_free
 from .scale_out_drawings import draw_model_parallel as draw_model_parallel

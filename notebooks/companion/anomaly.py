@@ -33,7 +33,8 @@ from companion.findings import (
     speeds_in_text,
 )
 from companion.first_windows import recorded_windows
-from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected
+from companion.learning import ALPHA, blurred_losses, corrected
+from companion.metrics import ALL, BEAT
 from companion.published_cpu import (
     compare_published,
     count_common_windows,

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
-from torch import nn
 
-from gpulab.models import Autoencoder
 from gpulab.plots import Picture
 from gpulab.plots.theme import FAINT, INK, ON_CPU, ON_GPU
 
@@ -26,6 +24,10 @@ FRAME_COLOUR = "#777777"
 
 def draw_autoencoder() -> Picture:
     """Draw the autoencoder: its five layers of numbers, and the weights between them."""
+    from torch import nn
+
+    from gpulab.models import Autoencoder
+
     network = Autoencoder()
     layers = [layer for layer in network.layers if isinstance(layer, nn.Linear)]
     widths = [layers[0].in_features, *(layer.out_features for layer in layers)]

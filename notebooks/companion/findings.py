@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 from markupsafe import Markup
 
-from companion.learning import ALL, BEAT, FAMILY, LEARNED
+from companion.metrics import ALL, BEAT, FAMILY, LEARNED
 from gpulab.report import Report
 from gpulab.stats import Verdict
 from gpulab.stats._decisions import DECISIONS

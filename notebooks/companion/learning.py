@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pandas as pd
 
 from companion.films import Film, films_of_runs
+from companion.metrics import ALL, BEAT, FAMILY, LEARNED, STUCK
 from gpulab.report import Progress
 from gpulab.stats import Verdict, verdict
 from gpulab.stats._decisions import decide
@@ -23,14 +24,6 @@ from gpulab.store.recorded import recorded_folder
 from gpulab.wording import condition_words
 
 ALPHA = 0.05
-# The metrics of the comparisons. All but the first, which needs no threshold chosen by us, were
-# planned in data/README.md before the runs on the anomaly were made. They were not planned for
-# comparisons of a CPU with a GPU.
-BEAT = "share of seeds that beat repeating the last frame"
-ALL, STUCK = "final loss of all seeds", "share of seeds that did not learn"
-LEARNED = "final loss of the seeds that learned"
-METRICS = (BEAT, ALL, STUCK, LEARNED)
-FAMILY = ("experiment", "profile", "setting", "loader")
 COLUMNS = (
     "speed",
     "metric",

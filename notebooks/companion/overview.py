@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from companion.findings import SIZES, listed, network_words
-from companion.learning import ALL
+from companion.metrics import ALL
 from gpulab.picture import Picture
 from gpulab.plots import theme
 from gpulab.plots._runs import name_same_bits

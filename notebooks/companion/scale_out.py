@@ -1,28 +1,76 @@
-"""Start the programs of notebook 08, and state its finding."""
+"""Start the programs of notebook 08 and show their source, and state its finding.
+
+This module does not import torch: the programs do, in processes of their own. So the notebook's
+kernel needs little memory while they run.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 import gpulab as gl
-from companion.findings import span
+from companion.findings import SUMMARY, CheckedSentences, finding, span
 from gpulab.stats import Verdict
 from gpulab.store.recorded import read_document
 from gpulab.wording import setting_words
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
+HERE = "Measured here:"  # tests/nbval.cfg ignores the rest of such a line, which can be withheld
+BUSY = "this machine is too busy to"
+
+
+@dataclass(frozen=True)
+class SourceCode:
+    """Python source that a notebook shows with its syntax highlighted."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_markdown_(self) -> str:
+        return f"```python\n{self.text}\n```"
+
+
+def show_source(program: str, *names: str) -> SourceCode:
+    """Show functions and classes of `programs/PROGRAM.py`, without importing the program.
+
+    Examples:
+        >>> print(str(show_source("serve", "predict")).splitlines()[1])
+        def predict(copies, films):
+
+    Raises:
+        UsageError: If the program has no function or class of one of these names.
+    """
+    source = (PROGRAMS / f"{program}.py").read_text(encoding="utf-8")
+    lines, found = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    if missing := [name for name in names if name not in found]:
+        raise gl.UsageError(
+            f"expected names of functions or classes in {program}.py ({', '.join(found)}), got"
+            f" {', '.join(missing)}"
+        )
+    return SourceCode("\n\n\n".join(found[name] for name in names))
 
 
 def run_program(name: str, *arguments: object) -> dict[str, pd.DataFrame]:
-    """Run `programs/NAME.py` with arguments, print its output, and return its recorded tables.
+    """Run `programs/NAME.py` with arguments, and return the tables that it records.
+
+    The table `trust` says in words whether the times can be trusted. Numbers that the program
+    withholds are missing.
 
     Raises:
         GpulabError: If the program fails, with its error output.
@@ -43,86 +91,160 @@ def run_program(name: str, *arguments: object) -> dict[str, pd.DataFrame]:
             raise gl.GpulabError(
                 f"{name}.py {' '.join(map(str, arguments))}: {done.stderr.strip()}"
             )
-        print(done.stdout.strip())
         document = read_document(record)
-    tables = {
-        key: pd.DataFrame(value) for key, value in document.items() if isinstance(value, list)
-    }
     return {
-        key: table.assign(machine="this machine", recorded=False) for key, table in tables.items()
+        key: _without_nulls(pd.DataFrame(value)).assign(machine="this machine", recorded=False)
+        for key, value in document.items()
+        if isinstance(value, list)
     }
+
+
+def _without_nulls(table: pd.DataFrame) -> pd.DataFrame:
+    """Turn columns in which every number is withheld into columns of missing numbers."""
+    return table.astype({name: float for name in table if table[name].isna().all()})
+
+
+def overheads(scaling: pd.DataFrame) -> pd.Series:
+    """How many seconds longer an update takes together than a share alone does.
+
+    Measurements in rounds contain this number, or it is withheld. In recordings of single means it
+    is the difference of two of them.
+    """
+    is_mean = scaling.rounds.isna()
+    return scaling.overhead.where(~is_mean, scaling.seconds - scaling.compute)
+
+
+def lock_free_gains(speeds: pd.DataFrame) -> pd.Series:
+    """How many times as many updates per second lock-free workers make, in each repetition.
+
+    Args:
+        speeds: A row for each `way` and `repetition`, with `updates_per_second`, missing where it
+            was withheld.
+    """
+    table = speeds.pivot(index="repetition", columns="way", values="updates_per_second")
+    return table["lock-free"] / table["synchronous"]
+
+
+def describe_gains(gains: pd.Series) -> str:
+    """State in a sentence how much faster lock-free workers are, or that it was not measured."""
+    measured = gains.dropna()
+    if measured.empty:
+        return f"{BUSY.capitalize()} time workers with and without a lock."
+    return (
+        f"Lock-free workers make {span(measured, '.2f')} times as many updates per second as"
+        f" synchronous ones ({len(measured)} of {len(gains)} repetitions measured)."
+    )
 
 
 def scale_finding(
     ends: pd.DataFrame,
     scaling: pd.DataFrame,
     descents: pd.DataFrame,
+    speeds: pd.DataFrame,
     verdicts: Sequence[Verdict],
-) -> str:
-    """State in sentences what was measured here and what was recorded elsewhere.
+    serving: pd.DataFrame,
+) -> CheckedSentences:
+    """State what was measured here and what was recorded elsewhere; details are folded.
 
     Args:
         ends: How far the weights of divided training runs differ from those of one device.
         scaling: How fast several devices trained.
         descents: Lock-free and synchronous runs, with the number of their `repetition`.
+        speeds: Updates per second of lock-free and synchronous workers, as for `lock_free_gains`.
         verdicts: The verdicts on the loss of lock-free training, one for each repetition.
+        serving: How many images per second one device and several devices predict.
     """
-    most = ends[~ends.recorded].groupby("precision").weights.max()
-    lines = [
-        (
-            f"Training on {span(ends[~ends.recorded].devices)} devices ends with the same weights"
-            f" as on one, to within {most.float32:.1e} in float32 and {most.float64:.1e} in"
-            " float64."
+    here = ends[~ends.recorded]
+    most = here.groupby("precision").weights.max()
+    same = (
+        f"{span(here.devices)} devices that divide batches end with the same weights as one, to"
+        f" within {most.float32:.1e} in float32 and {most.float64:.1e} in float64."
+    )
+    places = [
+        (HERE, scaling[~scaling.recorded], serving[~serving.recorded]),
+        *(
+            (f"Recorded on {machine}:", rows, serving[serving.machine == machine])
+            for machine, rows in scaling[scaling.recorded].groupby("machine", sort=False)
         ),
-        *(f"Here, {line}" for line in _scaling_sentences(scaling[~scaling.recorded])),
     ]
-    lines += describe_lock_free(descents, verdicts)
-    for (machine, setting), rows in scaling[scaling.recorded].groupby(
-        ["machine", "setting"], sort=False
-    ):
-        lines += [
-            f"Recorded on {machine}, {setting_words(setting)}: {line}"
-            for line in _scaling_sentences(rows)
-        ]
-    return "\n".join(lines)
+    short = [same]
+    short += [f"{place} {_describe_speed(rows, served)}" for place, rows, served in places]
+    short.append(f"{HERE} {describe_gains(lock_free_gains(speeds))}")
+    short.append(count_decisions(verdicts))
+    details = [f"{place} {line}" for place, rows, _ in places for line in _describe_sizes(rows)]
+    return finding(
+        {
+            SUMMARY: short,
+            "Dividing a batch": details,
+            "Without a lock": describe_lock_free(descents),
+        }
+    )
 
 
-def describe_lock_free(descents: pd.DataFrame, verdicts: Sequence[Verdict]) -> list[str]:
-    """State what training without a lock gained and cost, with the spread over repetitions.
+def describe_lock_free(descents: pd.DataFrame) -> str:
+    """State how old gradients were and how many changes were lost, over all repetitions.
 
     Args:
         descents: As for `scale_finding`.
-        verdicts: As for `scale_finding`.
     """
-    means = descents.groupby(["way", "repetition"])[["updates_per_second", "age", "lost_share"]]
-    synchronous, free = (means.mean().loc[way] for way in ("synchronous", "lock-free"))
-    ratio = free.updates_per_second / synchronous.updates_per_second
+    means = descents.groupby(["way", "repetition"])[["age", "lost_share"]].mean()
+    synchronous, free = (means.loc[way] for way in ("synchronous", "lock-free"))
+    return (
+        f"In {len(free)} repetitions a gradient was {span(free.age, '.2f')} updates old when it"
+        f" was applied. The share of changes that were lost is {span(free.lost_share, '.1e')}"
+        f" (with the lock at most {synchronous.lost_share.max():.1e}, from rounding)."
+    )
+
+
+def count_decisions(verdicts: Sequence[Verdict]) -> str:
+    """State how often each decision on the loss was reached."""
     counts = Counter(verdict.table.decision.iloc[0] for verdict in verdicts)
     decisions = ", ".join(
         f"{decision} in {count} of {len(verdicts)} repetitions"
         for decision, count in counts.items()
     )
-    return [
-        f"Workers without a lock make {span(ratio, '.2f')} times as many updates per second as"
-        f" workers that wait for each other (in {len(verdicts)} repetitions). A gradient is"
-        f" {span(free.age, '.2f')} updates old when it is applied. The share of changes that were"
-        f" lost is {span(free.lost_share, '.1e')} (with the lock at most"
-        f" {synchronous.lost_share.max():.1e}, from rounding). Verdicts on the loss:"
-        f" {decisions}."
-    ]
+    return f"Verdicts on the loss without a lock: {decisions}."
 
 
-def _scaling_sentences(scaling: pd.DataFrame) -> list[str]:
-    """State how fast several devices train, in one or two sentences for each size."""
+def _describe_speed(scaling: pd.DataFrame, serving: pd.DataFrame) -> str:
+    """State how many times as fast as one device several devices train and serve."""
+    together = scaling[scaling.devices > 1]
+    speedups = together.groupby("scaling").speedup
+    served = serving.groupby("size").images_per_second.agg(["first", "last"])
+    gains = (served["last"] / served["first"]).dropna()
+    if speedups.count().min() == 0:
+        training = f"{BUSY} time training"
+    else:
+        strong, weak = (
+            span(speedups.get_group(kind).dropna(), ".2f") for kind in ("strong", "weak")
+        )
+        training = (
+            f"{span(together.devices)} devices train {strong} times as fast as one if they divide"
+            f" a batch, {weak} times if each gets a whole one"
+        )
+    if gains.empty:
+        return f"{training}; {BUSY} time serving."
+    return f"{training}; they serve {span(gains, '.2f')} times as fast."
+
+
+def _describe_sizes(scaling: pd.DataFrame) -> list[str]:
+    """State how fast several devices train a network of each size under each setting."""
     lines = []
-    for size, rows in scaling[scaling.devices > 1].groupby("size", sort=False):
+    for (size, setting), rows in scaling[scaling.devices > 1].groupby(
+        ["size", "setting"], sort=False
+    ):
         strong, weak = (rows[rows.scaling == kind] for kind in ("strong", "weak"))
-        waiting = (1 - strong.compute / strong.seconds).clip(lower=0)
+        speeds = [
+            f"{span(known, '.2f')} times as fast"
+            if len(known := part.speedup.dropna())
+            else "withheld"
+            for part in (strong, weak)
+        ]
+        shares = (overheads(strong) / strong.seconds).dropna()
+        waiting = f"{span(shares, '.0%')}" if len(shares) else "an unknown share"
         lines.append(
-            f"{span(rows.devices)} devices train PredNet (size {size})"
-            f" {span(strong.speedup, '.2f')} times as fast as one if they divide a batch of"
-            f" {span(strong.batch)}, and {span(weak.speedup, '.2f')} times as fast if each gets"
-            f" a whole batch. Waiting and communication take {span(waiting, '.0%')} of a"
-            " divided update."
+            f"PredNet ({size}), {setting_words(setting)}, with a divided batch of"
+            f" {span(strong.batch)}: {speeds[0]}; with whole batches: {speeds[1]}. Waiting and"
+            f" communication take {waiting} of a divided update."
         )
     return lines

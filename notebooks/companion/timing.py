@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,9 +30,7 @@ def time_rounds(
         rounds: The number of times that each is timed, at least 2.
 
     Returns:
-        A row for each call, with its name as the index: `seconds`, the median over the rounds;
-        `fastest`, `lower`, `upper` and `slowest`, the minimum, the quartiles and the maximum;
-        `rounds`; and `spread`, the interquartile range over the median.
+        A row for each call, as `summarise_times` returns it.
 
     Examples:
         >>> table = time_rounds({"sum": lambda: sum(range(1000))}, "cpu", rounds=3)
@@ -41,10 +39,26 @@ def time_rounds(
     """
     kind = Setting.parse(setting).kind
     times = time_in_rounds(list(calls.values()), kind, rounds)
-    table = pd.DataFrame(
-        [summarise_rounds(seconds) for seconds in times], index=pd.Index(list(calls))
-    )
-    return add_spread(table)
+    return summarise_times(dict(zip(calls, times, strict=True)))
+
+
+def summarise_times(times: Mapping[str, Sequence[float]]) -> pd.DataFrame:
+    """Summarise the seconds that each call took in each round.
+
+    Args:
+        times: For the name of each call, its seconds in each round; at least 2 rounds.
+
+    Returns:
+        A row for each call, with its name as the index: `seconds`, the median over the rounds;
+        `fastest`, `lower`, `upper` and `slowest`, the minimum, the quartiles and the maximum;
+        `rounds`; and `spread`, the interquartile range over the median.
+
+    Examples:
+        >>> summarise_times({"a call": [1.0, 2.0, 4.0]})[["seconds", "spread"]].values.tolist()
+        [[2.0, 0.75]]
+    """
+    rows = [summarise_rounds(seconds) for seconds in times.values()]
+    return add_spread(pd.DataFrame(rows, index=pd.Index(list(times))))
 
 
 def add_spread(table: pd.DataFrame) -> pd.DataFrame:
@@ -129,3 +143,14 @@ def is_trusted(table: pd.DataFrame, share: float, max_spread: float = MAX_SPREAD
     """Whether we got enough of the cores, and the rounds of at least half of the times agree."""
     agree = float((table.spread <= max_spread).mean())
     return share >= MIN_SHARE_OF_CORES and agree >= 0.5
+
+
+def rows_for_record(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Convert a table to rows for a JSON record, in which a withheld number is null.
+
+    Examples:
+        >>> rows_for_record(pd.DataFrame({"seconds": [0.5, float("nan")]}))
+        [{'seconds': 0.5}, {'seconds': None}]
+    """
+    values = table.astype(object).where(table.notna(), None)
+    return [{str(name): value for name, value in row.items()} for row in values.to_dict("records")]

@@ -6,6 +6,10 @@ two workers change a weight at the same time, one change is lost. Synchronous wo
 for each other before and after they change the weights, one at a time. From each seed both ways
 begin with the same weights and see the same batches.
 
+The two ways take turns, and each seed is a round of the timing. If the middle half of the rounds
+differs by more than a fifth of the median, or if other programs take more than 15 % of the cores,
+the updates per second are withheld.
+
     python notebooks/programs/hogwild.py
     python notebooks/programs/hogwild.py --seeds 24 --updates 400
 
@@ -26,6 +30,13 @@ import torch.multiprocessing as mp
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import gpulab as gl
+from companion.timing import (
+    describe_trust,
+    rows_for_record,
+    share_of_cores,
+    summarise_times,
+    withhold,
+)
 from gpulab.store import recorded
 
 WAYS = ("synchronous", "lock-free")
@@ -91,6 +102,8 @@ def main():
             "expected --workers >= 1 and --updates divisible by it, got"
             f" --workers {args.workers} and --updates {args.updates}"
         )
+    if args.seeds < 2:
+        parser.error(f"expected --seeds >= 2, got --seeds {args.seeds}")
     nets = [gl.models.Autoencoder(args.hidden) for _ in range(args.seeds)]
     for seed, net in enumerate(nets):
         net.draw_weights(torch.Generator().manual_seed(seed))
@@ -104,11 +117,23 @@ def main():
     logs = torch.zeros(*shape, args.updates // args.workers, 3, dtype=torch.float64).share_memory_()
     new = mp.get_context("fork" if sys.platform == "linux" else "spawn")
     shared = (args, weights, counts, moved, logs, new.Lock(), new.Barrier(args.workers))
+    share = share_of_cores()  # before the workers start
     mp.start_processes(work, shared, args.workers, start_method=new.get_start_method())
-    report(args, begin, weights, moved, logs)
+    report(args, begin, weights, moved, logs, share)
 
 
-def report(args, begin, weights, moved, logs):
+def speed_table(descents, updates, share):
+    """Return a row for each way: the updates per second, if they can be trusted, and their spread.
+    The second result says whether they can be trusted.
+    """
+    seconds = updates / descents.updates_per_second
+    times = summarise_times({way: list(seconds[descents.way == way]) for way in WAYS})
+    table = withhold(times, share)[["seconds", "spread", "rounds"]]
+    table.insert(0, "updates_per_second", updates / table.seconds)
+    return table.rename_axis("way").reset_index(), describe_trust(times, share)
+
+
+def report(args, begin, weights, moved, logs, share):
     """Print the results of both ways, and write the record: a row for each run, and the
     losses in 20 pieces of time.
     """
@@ -132,7 +157,10 @@ def report(args, begin, weights, moved, logs):
         descents.append({"way": WAYS[row % 2], "seed": row // 2, "weights": len(end), **descent})
     table = pd.DataFrame(descents)
     print(f"{args.workers} workers, {args.updates} updates from each of {args.seeds} seeds")
-    print(table.drop(columns=["seed", "weights"]).groupby("way").mean().to_string())
+    speeds, trust = speed_table(table, args.updates, share)
+    means = table.groupby("way")[["heldout_loss", "age", "lost_share"]].mean()
+    means.insert(1, "updates_per_second", speeds.set_index("way").updates_per_second)
+    print(means.to_string(na_rep="withheld"), trust, sep="\n")
     assert all(table[table.way == "synchronous"].lost_share < 1e-3), (
         "changes of synchronous workers were lost"
     )
@@ -143,7 +171,13 @@ def report(args, begin, weights, moved, logs):
             .mean()
             .reset_index()
         )
-        tables = {"descents": table.to_dict("records"), "curve": curve.to_dict("records")}
+        what = f"{args.workers} workers, {args.updates} updates"
+        tables = {
+            "descents": table.to_dict("records"),
+            "curve": curve.to_dict("records"),
+            "speeds": rows_for_record(speeds),
+            "trust": [{"what": what, "sentence": trust}],
+        }
         recorded.write_document(args.record, recorded.make_measurement("cpu", **tables))
 
 

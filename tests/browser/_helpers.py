@@ -35,14 +35,14 @@ def needs_anchor(fragment):
 
 
 class OpenedPage:
-    """A page in a window of the given width in pixels; `faults` lists what is broken in it."""
+    """A page in a window of the given size in pixels; `faults` lists what is broken in it."""
 
-    def __init__(self, browser, address, width):
+    def __init__(self, browser, address, width, height=None):
         self.address, self.width = address, width
         self.host = urlsplit(address).netloc
         self.errors = []
         is_phone = width < PHONE_WIDTH
-        size = {"width": width, "height": 844 if is_phone else 720}
+        size = {"width": width, "height": height or (844 if is_phone else 720)}
         self.window = browser.new_context(viewport=size, is_mobile=is_phone, has_touch=is_phone)
         self.window.set_default_timeout(TIMEOUT)
         self.window.route(self.is_foreign, lambda route: route.abort())

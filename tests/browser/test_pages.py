@@ -19,36 +19,53 @@ import torch
 import gpulab as gl
 from companion.report import write_report
 from companion.run import Result
+from gpulab.picture import DPI
 from tests.browser._helpers import OpenedPage
 
 pytestmark = pytest.mark.slow("opens pages in a browser")
 
 ROOT = Path(__file__).parents[2]
 DESKTOP, PHONE = 1280, 390  # pixels
+SCREENS = [(1280, 800), (1024, 768), (1920, 1080), (1280, 720)]  # of a laptop and of projectors
+READABLE = 0.9  # pixels per point of a figure's text, at least: 7 pixels for text of 8 points
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # The browser must not look for updates or open connections by itself.
 ARGUMENTS = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 ARGUMENTS += ["--disable-component-update", "--disable-sync"]
 AS_ROOT = ["--no-sandbox"]  # Chromium refuses to start in its sandbox as root
-# Steps through a deck, including answers, and lists the slides that do not fit in the window.
-OVERFULL_SLIDES = """() => {
-    const overfull = new Set();
+# Steps through a deck, including answers, and lists the slides that do not fit in the window, or
+# whose figure is too small to be read. A figure has `DPI` pixels per inch, of 72 points.
+UNREADABLE_SLIDES = """([dpi, readable]) => {
+    const unreadable = new Set();
+    const isShown = element => {
+        const width = element.getBoundingClientRect().width;
+        return width > 0 && !element.closest("aside, math, .fragment:not(.visible)");
+    };
     const isOutside = element => {
         const box = element.getBoundingClientRect();
-        const isShown = box.width > 0 && !element.closest("math, .fragment:not(.visible)");
-        const isTooWide = box.left < -1 || box.right > innerWidth + 1;
-        return isShown && (isTooWide || box.bottom > innerHeight + 1);
+        return box.left < -1 || box.right > innerWidth + 1 || box.bottom > innerHeight + 1;
+    };
+    const isTooSmall = picture => {
+        const box = picture.getBoundingClientRect();
+        const scale = Math.min(
+            box.width / picture.naturalWidth, box.height / picture.naturalHeight);
+        return scale * dpi / 72 < readable;
     };
     for (let isLast = false; !isLast; Reveal.next()) {
         isLast = Reveal.isLastSlide() && !Reveal.availableFragments().next;
         const slide = Reveal.getCurrentSlide();
-        if ([...slide.querySelectorAll("*")].some(isOutside))
-            overfull.add(`${Reveal.getIndices().h + 1}: ${slide.querySelector("h2").textContent}`);
+        const shown = [...slide.querySelectorAll("*")].filter(isShown);
+        const name = `${Reveal.getIndices().h + 1}: ${slide.querySelector("h2").textContent}`;
+        if (shown.some(isOutside))
+            unreadable.add(`${name}: does not fit`);
+        if (shown.some(element => element.tagName == "IMG" && isTooSmall(element)))
+            unreadable.add(`${name}: figure too small`);
     }
-    return [...overfull];
+    return [...unreadable];
 }"""
 FILL_A_SLIDE = """() => document.querySelectorAll(".slides section")[2].insertAdjacentHTML(
     "beforeend", "<div style='flex: none; height: 900px'>much</div>")"""
+SHRINK_A_FIGURE = "() => { document.querySelector('.slides img').style.flex = '0 0 90px'; }"
 PAGES = [
     "report",
     "report_of_all_notebooks",
@@ -166,23 +183,39 @@ def test_page_in_a_browser_is_whole(browser, request, name, width):
         assert page.faults() == []
 
 
-def test_slides_fit_into_their_window(browser, slides):
+@pytest.mark.parametrize("screen", SCREENS, ids=lambda screen: f"{screen[0]}x{screen[1]}")
+def test_slides_fit_into_their_window(browser, slides, screen):
     decks = sorted(slides.glob("*.slides.html"))
     assert len(decks) > 10
-    overfull = {}
+    unreadable = {}
     for deck in decks:
-        with OpenedPage(browser, deck.as_uri(), DESKTOP) as page:
-            overfull[deck.name] = page.tab.evaluate(OVERFULL_SLIDES)
+        with OpenedPage(browser, deck.as_uri(), *screen) as page:
+            unreadable[deck.name] = page.tab.evaluate(UNREADABLE_SLIDES, [DPI, READABLE])
             assert page.tab.evaluate("Reveal.isLastSlide()")
             assert page.faults() == []
-    assert {name: found for name, found in overfull.items() if found} == {}
+    assert {name: found for name, found in unreadable.items() if found} == {}
 
 
-def test_slides_that_are_too_full_are_found(browser, deck):
-    with OpenedPage(browser, deck, DESKTOP) as page:
-        page.tab.evaluate(FILL_A_SLIDE)
-        overfull = page.tab.evaluate(OVERFULL_SLIDES)
-    assert [slide.partition(":")[0] for slide in overfull] == ["3"]
+@pytest.mark.parametrize("screen", SCREENS, ids=lambda screen: f"{screen[0]}x{screen[1]}")
+@pytest.mark.parametrize(
+    ("change", "expected"), [(FILL_A_SLIDE, "does not fit"), (SHRINK_A_FIGURE, "figure too small")]
+)
+def test_slides_that_cannot_be_read_are_found(browser, deck, screen, change, expected):
+    with OpenedPage(browser, deck, *screen) as page:
+        page.tab.evaluate(change)
+        unreadable = page.tab.evaluate(UNREADABLE_SLIDES, [DPI, READABLE])
+    assert [slide.rpartition(": ")[2] for slide in unreadable][:1] == [expected]
+    assert len({slide.partition(":")[0] for slide in unreadable}) == 1
+
+
+def test_speaker_notes_open_in_a_second_window(browser, slides):
+    address = (slides / "single.slides.html").as_uri()
+    with OpenedPage(browser, address, DESKTOP) as page:
+        page.tab.evaluate("Reveal.slide(1)")
+        with page.tab.expect_popup() as opened:
+            page.tab.keyboard.press("s")
+        notes = opened.value.locator(".speaker-controls-notes .value")
+        notes.get_by_text("hands up: who believes it?").wait_for(state="visible")
 
 
 @pytest.mark.parametrize("width", [DESKTOP, PHONE])

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 import companion
-from companion import learning
+from companion import learning, metrics
 
 
 @pytest.mark.parametrize(("net", "losses"), [("prednet", 19), ("autoencoder", 20)])
@@ -44,14 +44,14 @@ WORSE = [2 * loss for loss in COPIED[:-1]] + [0.15]
 def test_learning_verdicts_answer_four_questions():
     both = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
     verdicts = learning.learning_verdicts(both, "loader", "copied", plateau=0.05, repeat=0.0125)
-    assert list(verdicts) == list(learning.METRICS)
-    assert verdicts[learning.BEAT].table.difference[0] == pytest.approx(-5 / 8), (
+    assert list(verdicts) == list(metrics.METRICS)
+    assert verdicts[metrics.BEAT].table.difference[0] == pytest.approx(-5 / 8), (
         "no network with overwritten frames beats the repetition"
     )
-    assert verdicts[learning.STUCK].table.difference[0] == 0
-    assert verdicts[learning.BEAT].margin == verdicts[learning.STUCK].margin == 0.1
-    assert verdicts[learning.LEARNED].decision == "different"
-    assert verdicts[learning.LEARNED].table.seeds[0] == 7, "one seed stays on the plateau"
+    assert verdicts[metrics.STUCK].table.difference[0] == 0
+    assert verdicts[metrics.BEAT].margin == verdicts[metrics.STUCK].margin == 0.1
+    assert verdicts[metrics.LEARNED].decision == "different"
+    assert verdicts[metrics.LEARNED].table.seeds[0] == 7, "one seed stays on the plateau"
 
 
 def test_learning_table_has_every_decision_corrected_uncorrected_and_by_registered_margin():
@@ -59,8 +59,8 @@ def test_learning_table_has_every_decision_corrected_uncorrected_and_by_register
     slow, fast = frame, frame.assign(speed=2.0)
     table = companion.learning_table(pd.concat([slow, fast]), "loader", "copied")
     assert set(table.condition) == {"overwritten frames"}
-    assert table.metric.tolist() == [*learning.METRICS] * 2
-    (alone,) = table.query("metric == @learning.LEARNED and speed == 1").to_dict("records")
+    assert table.metric.tolist() == [*metrics.METRICS] * 2
+    (alone,) = table.query("metric == @metrics.LEARNED and speed == 1").to_dict("records")
     assert (alone["p"], alone["p_holm"]) == (2 / 2**7, 8 * 2 / 2**7), "two speeds, four metrics"
     assert (alone["uncorrected"], alone["registered"], alone["decision"]) == (
         "different",

@@ -1,6 +1,4 @@
-"""Experiments: workers in processes and threads, several drivers, and a Ray cluster as in notebook
-08.
-"""
+"""Experiments: workers in processes and threads, and several drivers."""
 
 import contextlib
 import json
@@ -20,14 +18,12 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.settings import Setting
 from gpulab.store import _run_store as stores
 from gpulab.training import _experiment as training_experiment
 from gpulab.training import _progress as progress
 from gpulab.training import _workers as workers
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_scale_out.ipynb"
 ONE = "cpu:threads=1"
 SETTINGS = [ONE, "cpu:threads=1,precision=float64"]
 
@@ -425,24 +421,3 @@ def test_experiment_by_two_drivers_does_no_run_twice_nor_waits_for_a_killed_one(
     )
     assert sorted(Path("begun").read_text().split()) == ["0", "1"]
     assert os.listdir("runs/.claims") == []
-
-
-@pytest.mark.slow("starts Ray")
-def test_run_on_ray_keeps_the_runs_of_this_machine(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed")
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    (source,) = (
-        text for cell in cells if (text := "".join(cell["source"])).startswith("def run_on_ray(")
-    )
-    names = {"gl": gl, "os": os, "Setting": Setting}
-    exec(source, names)
-    experiment = gl.Experiment("autoencoder", [ONE], 3, "smoke", tmp_path, options={"frames": 20})
-    alone = [gl.train(**job | {"store": None}, progress=False).record for job in experiment.jobs()]
-    gl.train(**experiment.jobs()[1], progress=False)
-    there = gl.runs(tmp_path)
-    frame = names["run_on_ray"](experiment)
-    assert frame.id.tolist() == [record["id"] for record in alone]
-    assert frame.weights.tolist() == [record["summary"]["weights"] for record in alone]
-    assert there.equals(frame[frame.seed == 1].reset_index(drop=True)), (
-        "the run that existed before is unchanged"
-    )

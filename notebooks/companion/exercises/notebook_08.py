@@ -30,7 +30,7 @@ def _gain_without_a_lock(answer: Answer) -> str:
         "fewer than six seeds: use at least six",
     )
     for frame in (small, large):
-        speeds = frame.groupby("way").updates_per_second.mean()
+        speeds = frame.groupby("way").updates_per_second.median()
         gains.append(speeds["lock-free"] / speeds["synchronous"])
     need(
         small.weights.max() < large.weights.max(),
