@@ -3,6 +3,7 @@
 python benchmarks/speed/costs.py budgets --profile smoke --profile quick --device cpu
 python benchmarks/speed/costs.py memory --only 03,04
 python benchmarks/speed/costs.py guard --write benchmarks/results/guard_cost.md
+python benchmarks/speed/costs.py guard-lines --write benchmarks/results/guard_cost.md
 python benchmarks/speed/costs.py emulation --write benchmarks/results/emulation_cost.md
 """
 
@@ -42,6 +43,7 @@ from benchmarks.measuring import (
     table,
 )
 from companion.notebooks import find_notebooks
+from gpulab.guards._write_lines import _time_limit
 from gpulab.numerics._emulation import CHIPS
 
 app = command_line(__doc__)
@@ -286,6 +288,39 @@ def guard(
     steps = table('one step of SGD|input|without, ms|times as long|with reads="any"', rows)
     text = f"{made_by()}\n\n{steps}"
     show("The cost of the guard", write, measured=text)
+
+
+def pass_over_lines(lines: int) -> float:
+    """Return the processor time of two lines in a loop, divided by their number, in seconds."""
+    total, started = 0, time.process_time()
+    for number in range(lines):
+        total += number
+    return (time.process_time() - started) / (2 * lines)
+
+
+@app.command()
+def guard_lines(repeats: int = 9, write: Write = None) -> None:
+    """Measure the processor time that `gl.guard(reads="any")` adds to a line of the program.
+
+    Lines are measured while arrays are shared with torch: at first, while the guard compares the
+    arrays completely, and after the time for that is used up.
+    """
+    rows = []
+    for count, size in ((1, 1 << 14), (1, 1 << 22), (16, 1 << 14), (16, 1 << 20)):
+        arrays = [np.zeros(size, np.uint8) for _ in range(count)]
+        without = statistics.median(pass_over_lines(10_000) for _ in range(repeats))
+        with gl.guard(reads="any"):
+            tensors = [torch.from_numpy(array) for array in arrays]
+            row: list[Any] = [len(tensors), f"{size:,}"]
+            for has_time in (True, False):
+                times = []
+                for _ in range(repeats):
+                    _time_limit.available, _time_limit.has_time = float(has_time), has_time
+                    times.append(1e6 * (pass_over_lines(200) - without))
+                row.append(f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})")
+        rows.append(row)
+    lines = table("shared arrays|bytes of each|µs for a line|afterwards, µs", rows)
+    show("The cost of the guard", write, lines=f"{made_by()}\n\n{lines}")
 
 
 def sgd_step(net: nn.Module, array: np.ndarray, device: str) -> Step:
