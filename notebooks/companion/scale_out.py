@@ -131,8 +131,8 @@ def describe_gains(gains: pd.Series) -> str:
     if measured.empty:
         return f"{BUSY.capitalize()} time workers with and without a lock."
     return (
-        f"Lock-free workers make {span(measured, '.2f')} times as many updates per second as"
-        f" synchronous ones ({len(measured)} of {len(gains)} repetitions measured)."
+        f"Lock-free workers update {span(measured, '.2f')} times as fast as synchronous ones"
+        f" ({len(measured)} of {len(gains)} repetitions)."
     )
 
 
@@ -157,8 +157,8 @@ def scale_finding(
     here = ends[~ends.recorded]
     most = here.groupby("precision").weights.max()
     same = (
-        f"{span(here.devices)} devices that divide batches end with the same weights as one, to"
-        f" within {most.float32:.1e} in float32 and {most.float64:.1e} in float64."
+        f"{span(here.devices)} devices that divide batches end with the weights of one, to within"
+        f" {most.float32:.1e} in float32 and {most.float64:.1e} in float64."
     )
     places = [
         (HERE, scaling[~scaling.recorded], serving[~serving.recorded]),
@@ -199,32 +199,39 @@ def describe_lock_free(descents: pd.DataFrame) -> str:
 def count_decisions(verdicts: Sequence[Verdict]) -> str:
     """State how often each decision on the loss was reached."""
     counts = Counter(verdict.table.decision.iloc[0] for verdict in verdicts)
-    decisions = ", ".join(
-        f"{decision} in {count} of {len(verdicts)} repetitions"
-        for decision, count in counts.items()
-    )
+    decisions = ", ".join(f"{count} {decision}" for decision, count in counts.items())
     return f"Verdicts on the loss without a lock: {decisions}."
 
 
 def _describe_speed(scaling: pd.DataFrame, serving: pd.DataFrame) -> str:
     """State how many times as fast as one device several devices train and serve."""
     together = scaling[scaling.devices > 1]
-    speedups = together.groupby("scaling").speedup
-    served = serving.groupby("size").images_per_second.agg(["first", "last"])
-    gains = (served["last"] / served["first"]).dropna()
-    if speedups.count().min() == 0:
-        training = f"{BUSY} time training"
+    strong, weak = (
+        together.speedup[together.scaling == kind].dropna() for kind in ("strong", "weak")
+    )
+    one, several = (
+        serving[is_served].set_index("size").images_per_second
+        for is_served in (serving.devices == 1, serving.devices > 1)
+    )
+    gains = (several / one).dropna()
+    measured, withheld = [], []
+    if strong.empty or weak.empty:
+        withheld.append("training")
     else:
-        strong, weak = (
-            span(speedups.get_group(kind).dropna(), ".2f") for kind in ("strong", "weak")
-        )
-        training = (
-            f"{span(together.devices)} devices train {strong} times as fast as one if they divide"
-            f" a batch, {weak} times if each gets a whole one"
+        measured.append(
+            f"train {span(strong, '.2f')} times as fast as one with divided batches,"
+            f" {span(weak, '.2f')} times with whole ones"
         )
     if gains.empty:
-        return f"{training}; {BUSY} time serving."
-    return f"{training}; they serve {span(gains, '.2f')} times as fast."
+        withheld.append("serving")
+    else:
+        measured.append(f"serve {span(gains, '.2f')} times as fast")
+    clauses = []
+    if measured:
+        clauses.append(f"{span(together.devices)} devices {', and '.join(measured)}")
+    if withheld:
+        clauses.append(f"{BUSY} time {' and '.join(withheld)}")
+    return f"{'; '.join(clauses)}."
 
 
 def _describe_sizes(scaling: pd.DataFrame) -> list[str]:

@@ -60,9 +60,9 @@ def speeds_of(free, synchronous):
     )
 
 
-def scaling_of(speedup, recorded=False, overhead=0.1):
+def scaling_of(speedup, recorded=False, overhead=0.1, size="quick"):
     """One device and two, at one size; without a speedup, the times are withheld."""
-    base = {"size": "recorded" if recorded else "quick", "setting": "cpu:threads=1"}
+    base = {"size": "recorded" if recorded else size, "setting": "cpu:threads=1"}
     base |= {"machine": "a server" if recorded else "this machine", "recorded": recorded}
     rows = []
     for kind, batch in (("strong", 8), ("weak", 16)):
@@ -84,16 +84,21 @@ def found(speedup=1.5, served=2.0, free=(150.0, 160.0)):
     ).assign(weights=[1e-6, 1e-15])
     serving = pd.DataFrame(
         [
-            ("this machine", "quick", False, 100.0 if served else None),
-            ("this machine", "quick", False, served and 100.0 * served),
-            ("a server", "paper", True, 100.0),
-            ("a server", "paper", True, 155.0),
+            ("this machine", "quick", False, 1, 100.0 if served else None),
+            ("this machine", "quick", False, 2, served and 100.0 * served),
+            ("a server", "paper", True, 1, 100.0),
+            ("a server", "paper", True, 2, 155.0),
         ],
-        columns=["machine", "size", "recorded", "images_per_second"],
+        columns=["machine", "size", "recorded", "devices", "images_per_second"],
     ).astype({"images_per_second": float})
+    scalings = [
+        scaling_of(speedup),
+        scaling_of(speedup and speedup + 0.2, size="small"),
+        scaling_of(1.9, recorded=True),
+    ]
     return companion.scale_finding(
         ends,
-        pd.concat([scaling_of(speedup), scaling_of(1.9, recorded=True)], ignore_index=True),
+        pd.concat(scalings, ignore_index=True),
         frame,
         speeds_of(free, (100.0, 100.0)),
         verdicts_of(frame),
@@ -110,12 +115,12 @@ def visible_words(finding):
 def test_scale_finding_states_what_was_measured_and_recorded_in_120_words():
     finding = found()
     said = str(finding)
-    assert "Measured here: 2 devices train 1.50 times as fast as one" in said
-    assert "they serve 2.00 times as fast" in said
-    assert "Recorded on a server: 2 devices train 1.90 times as fast as one" in said
-    assert "they serve 1.55 times as fast" in said
-    assert "1.50 to 1.60 times as many updates per second" in said
-    assert "different in 2 of 2 repetitions" in said
+    assert "Measured here: 2 devices train 1.50 to 1.70 times as fast as one with" in said
+    assert ", and serve 2.00 times as fast" in said
+    assert "Recorded on a server: 2 devices train 1.90 times as fast as one with" in said
+    assert ", and serve 1.55 times as fast" in said
+    assert "1.50 to 1.60 times as fast as synchronous ones (2 of 2 repetitions)" in said
+    assert "Verdicts on the loss without a lock: 2 different." in said
     assert "Waiting and communication take 10% of a divided update" in said
     assert "Waiting and communication take 25% of a divided update" in said, "0.25 of 1 s, recorded"
     assert 50 < len(visible_words(finding)) <= 120
@@ -123,10 +128,17 @@ def test_scale_finding_states_what_was_measured_and_recorded_in_120_words():
 
 def test_scale_finding_says_that_a_machine_is_too_busy():
     said = str(found(speedup=None, served=None, free=(None, None)))
-    for words in ("time training", "time serving", "time workers with and without a lock"):
-        assert f"his machine is too busy to {words}" in said
+    for words in ("training and serving", "workers with and without a lock"):
+        assert f"his machine is too busy to time {words}" in said
     assert "Recorded on a server: 2 devices train 1.90 times" in said
     assert "nan" not in said
+
+
+def test_scale_finding_compares_nothing_with_a_withheld_number():
+    """If only the time of one device is withheld, several devices are not "1.00 times as fast"."""
+    said = str(found(served=float("nan")))
+    assert "this machine is too busy to time serving" in said
+    assert "2 devices train 1.50 to 1.70 times as fast" in said
 
 
 @pytest.mark.parametrize("measured", [found, partial(found, None, None, (None, None))])
@@ -148,7 +160,7 @@ def test_describe_gains_leaves_out_withheld_repetitions():
     gains = companion.lock_free_gains(speeds_of((110.0, None, 200.0), (100.0, 100.0, 100.0)))
     said = companion.describe_gains(gains)
     assert "1.10 to 2.00 times" in said
-    assert "2 of 3 repetitions measured" in said
+    assert "(2 of 3 repetitions)" in said
 
 
 def test_describe_lock_free_states_the_spread_over_repetitions():
@@ -160,7 +172,7 @@ def test_describe_lock_free_states_the_spread_over_repetitions():
 @pytest.mark.parametrize(("shift", "decision"), [(0.0, "equivalent"), (9.0, "different")])
 def test_count_decisions_of_all_repetitions(shift, decision):
     verdicts = verdicts_of(descents(lost=[0.1, 0.2], shift=shift))
-    assert f"{decision} in 2 of 2 repetitions" in count_decisions(verdicts)
+    assert count_decisions(verdicts) == f"Verdicts on the loss without a lock: 2 {decision}."
 
 
 def test_overheads_are_recorded_or_differences_of_means():
