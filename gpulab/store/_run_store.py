@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpulab import files
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError, GpulabError, UsageError
 from gpulab.numerics._flags import arithmetic
 from gpulab.store import recorded
 from gpulab.store._records import RunRecord, check_record
@@ -206,6 +206,9 @@ def find_run(store: Path, identity: Identity) -> StoredRun | None:
     """Read a run, or return None if the store does not have it.
 
     A damaged run is quarantined with a warning and reported as missing.
+
+    Raises:
+        GpulabError: If the run may not be read. It is not damaged, and stays where it is.
     """
     folder = store / identity.id
     if not os.path.lexists(folder):
@@ -213,6 +216,12 @@ def find_run(store: Path, identity: Identity) -> StoredRun | None:
     try:
         return read_run(folder)
     except DataError as error:
+        forbidden_path = find_forbidden(str(folder))
+        if forbidden_path:
+            raise GpulabError(
+                f"{forbidden_path}: cannot be read: permission denied; the store has this run and"
+                " does not train it again: allow reading, or choose another store"
+            ) from None
         quarantined = quarantine(store, folder)
         if quarantined:
             warnings.warn(

@@ -188,6 +188,19 @@ def test_run_store_names_damage_and_never_returns_another_result(two_runs, name,
         assert gl.runs(store).id.tolist() == ["run-2"]
 
 
+@pytest.mark.usefixtures("file_modes")
+def test_run_store_does_not_move_a_run_that_may_not_be_read(two_runs, tmp_path):
+    """It is not damaged, so training it again would only repeat the work."""
+    store = Path(shutil.copytree(two_runs[0], tmp_path / "runs"))
+    record = store / "run-1" / stores.RECORD_FILE
+    record.chmod(0)
+    with pytest.raises(gl.GpulabError, match=f"{re.escape(str(record))}.*permission denied"):
+        stores.find_run(store, identities.Identity("run-1", {}))
+    assert not (store / stores.DAMAGED_FOLDER).exists()
+    record.chmod(0o600)
+    assert stores.find_run(store, identities.Identity("run-1", {})) is not None
+
+
 MISSING = [  # the keys that lead to the value that is removed from a record
     ("seed",),
     ("summary", "final_loss"),
