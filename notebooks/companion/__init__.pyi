@@ -46,6 +46,7 @@ from .microbenchmark_figures import recorded_hardware as recorded_hardware
 from .microbenchmark_figures import recorded_inside as recorded_inside
 from .microbenchmarks import measure_inside as measure_inside
 from .old_gpu import cards_finding as cards_finding
+from .old_gpu import repeat_cures as repeat_cures
 from .overview import comparison_table as comparison_table
 from .overview import depending_decisions as depending_decisions
 from .overview import draw_comparisons as draw_comparisons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -143,7 +144,7 @@ def claimed_costs() -> pd.DataFrame:
         times = [float(number) for number in re.findall(r"([\d.]+) s", claim.claimed)]
         if times:
             rows.append(("cpu", f"{words}, CPU", times[0], 1.0))
-        rows.append(("gpu", f"{words}, GPU", times[1] if times else None, float(ratio[1])))
+        rows.append(("gpu", f"{words}, GPU", times[1] if times else math.nan, float(ratio[1])))
     columns = ["setting", "where", "time, s", "breaks even at"]
     return pd.DataFrame(rows, columns=columns).assign(size="claimed")
 
