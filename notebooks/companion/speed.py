@@ -160,14 +160,14 @@ def recorded_conditions() -> pd.DataFrame:
         - `cores used by others`: the smallest and the largest number over the sections, of all
           cores of the machine; or that it was not recorded.
         - `rounds differ by more than 20 %`: the number of times and rates for which this is so, of
-          all whose spread was recorded.
+          all whose spread was recorded, if any was.
 
     Examples:
         >>> recorded_conditions().columns[1]
         'cores used by others'
     """
     rows = []
-    for kind in ("speed", "autoencoder", "prednet"):
+    for kind in ("speed", "autoencoder", "prednet", "rooflines", "kernels", "end_to_end"):
         for document in read_measured(kind):
             rows += _describe_record(kind, document)
     frame = pd.DataFrame(rows).groupby(["where", "size", "is_loaded"], sort=False).agg("sum")
@@ -178,10 +178,12 @@ def recorded_conditions() -> pd.DataFrame:
     ]
     return pd.DataFrame(
         {
-            "what was measured": frame.parts.map(", ".join),
+            "what was measured": frame.parts.map(dict.fromkeys).map(", ".join),
             "cores used by others": others,
             f"rounds differ by more than {MAX_SPREAD:.0%}".replace("%", " %"): [
                 f"{sum(spread > MAX_SPREAD for spread in spreads)} of {len(spreads)}"
+                if spreads
+                else "not recorded"
                 for spreads in frame.spreads
             ],
         },
@@ -197,8 +199,10 @@ def _describe_record(kind: str, document: dict[str, Any]) -> list[dict[str, Any]
         table = table.assign(
             part=kind, value=table.per_second, spread=(upper - lower) / table.per_second
         )
-    table = table[table.value.notna()]
-    sizes = table.get("size", "quick")
+    elif "part" not in table:
+        table = table.assign(part=kind, value=1.0)
+    table = table.reindex(columns=[*dict.fromkeys([*table, "spread"])])[table.value.notna()]
+    sizes = table.get("size", "all" if kind == "rooflines" else "quick")
     loads = document.get("cores_of_others", {})
     found = []
     for (setting, size), rows in table.assign(size=sizes).groupby(["setting", "size"], sort=False):

@@ -122,13 +122,20 @@ def test_recorded_conditions_state_load_and_disagreeing_rounds(monkeypatch):
     documents = {
         "speed": [{"machine": "M", "passport": cpu, "cores_of_others": loads, "rows": timings}],
         "autoencoder": [{"machine": "M", "passport": cpu, "rows": rates}],
-        "prednet": [],
+        "kernels": [
+            {
+                "machine": "M",
+                "passport": cpu,
+                "rows": [{"setting": "cuda", "size": "kitti", "ms": 1}],
+            }
+        ],
     }
-    monkeypatch.setattr(speed, "read_measured", documents.get)
+    monkeypatch.setattr(speed, "read_measured", lambda kind: documents.get(kind, []))
     table = speed.recorded_conditions()
     assert table.to_numpy().tolist() == [
         ["step, trees", "1.4 to 3.3 of 4", "1 of 2"],
         ["autoencoder", "not recorded", "1 of 1"],
+        ["kernels", "not recorded", "not recorded"],
     ]
 
 
