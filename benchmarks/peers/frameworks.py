@@ -31,7 +31,7 @@ import typer
 import gpulab as gl
 from benchmarks.measuring import made_by, markdown, run, show
 from companion.first_windows import FirstWindow
-from companion.workloads import REPEATS, Row
+from companion.workloads import REPEATS, Row, summary
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
 from gpulab.training import train
@@ -127,7 +127,8 @@ def libraries(setting: Setting, size: str) -> Iterator[Row]:
             table = library_speeds(
                 "autoencoder", str(setting), size, [library], REPEATS[size], windows=6
             )
-            yield Row("autoencoder", library, float(table.frames_per_second.median()), "images/s")
+            median, _, spread = summary(table.frames_per_second.tolist())
+            yield Row("autoencoder", library, median, "images/s", spread)
         except GpulabError as error:
             yield Row("autoencoder", library, note=str(error))
 

@@ -52,6 +52,7 @@ from .microbenchmark_figures import recorded_hardware as recorded_hardware
 from .microbenchmark_figures import recorded_inside as recorded_inside
 from .microbenchmarks import measure_inside as measure_inside
 from .old_gpu import cards_finding as cards_finding
+from .old_gpu import repeat_cures as repeat_cures
 from .overview import comparison_table as comparison_table
 from .overview import depending_decisions as depending_decisions
 from .overview import draw_comparisons as draw_comparisons
@@ -75,14 +76,18 @@ from .scale_out_drawings import draw_lock_free as draw_lock_free
 from .scale_out_drawings import draw_model_parallel as draw_model_parallel
 from .scale_out_drawings import draw_serving as draw_serving
 from .sources import source as source
+from .speed import claimed_costs as claimed_costs
 from .speed import claims_table as claims_table
+from .speed import recorded_conditions as recorded_conditions
 from .speed import speed_finding as speed_finding
 from .timing import add_spread as add_spread
 from .timing import describe_trust as describe_trust
 from .timing import is_trusted as is_trusted
+from .timing import measure_times as measure_times
 from .timing import share_of_cores as share_of_cores
 from .timing import time_rounds as time_rounds
 from .timing import withhold as withhold
+from .timing import withhold_rows as withhold_rows
 from .training_speed import describe_crossing as describe_crossing
 from .training_speed import describe_training as describe_training
 from .training_speed import draw_training as draw_training

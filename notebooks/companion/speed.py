@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+import re
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from companion.findings import SIZES, SUMMARY, CheckedSentences, Part, finding, listed
-from companion.timing import BUSY
+from companion.timing import BUSY, MAX_SPREAD
+from gpulab.store.recorded import read_measured
+from gpulab.wording import setting_words
 
 ENOUGH = 6  # seeds: six agree by chance in 3 of 100 cases
 
@@ -119,6 +123,105 @@ def _compared(slow: pd.Series, fast: pd.Series, unit: str) -> tuple[str, str]:
     ) else "not decided"
 
 
+def claimed_costs() -> pd.DataFrame:
+    """The ratios that the sources claim, as rows of the table of costs in notebook 07.
+
+    Returns:
+        A row for each claimed time, and for each claimed ratio without times: `size` (claimed),
+        `where` (the claim in words), `setting` (cpu or gpu), `time, s`, and `breaks even at`, the
+        ratio of hourly prices at which the claimed work costs the same on both devices.
+
+    Examples:
+        >>> claimed_costs()["breaks even at"].round(2).tolist()
+        [1.0, 13.76, 23.2, 9.04]
+    """
+    rows = []
+    for claim in CLAIMS:
+        ratio = re.search(r"([\d.]+)×", claim.claimed)
+        if not ratio:
+            continue
+        words = f"{claim.words} ({claim.claimed})"
+        times = [float(number) for number in re.findall(r"([\d.]+) s", claim.claimed)]
+        if times:
+            rows.append(("cpu", f"{words}, CPU", times[0], 1.0))
+        rows.append(("gpu", f"{words}, GPU", times[1] if times else math.nan, float(ratio[1])))
+    columns = ["setting", "where", "time, s", "breaks even at"]
+    return pd.DataFrame(rows, columns=columns).assign(size="claimed")
+
+
+def recorded_conditions() -> pd.DataFrame:
+    """What was recorded for notebook 07, and how busy the machine was meanwhile.
+
+    Returns:
+        A table with a row for each machine with its setting (`where`) and each size, or two rows if
+        the load was recorded only for some sections:
+
+        - `what was measured`: the sections of the notebook.
+        - `cores used by others`: the smallest and the largest number over the sections, of all
+          cores of the machine; or that it was not recorded.
+        - `rounds differ by more than 20 %`: the number of times and rates for which this is so, of
+          all whose spread was recorded, if any was.
+
+    Examples:
+        >>> recorded_conditions().columns[1]
+        'cores used by others'
+    """
+    rows = []
+    for kind in ("speed", "autoencoder", "prednet", "rooflines", "kernels", "end_to_end"):
+        for document in read_measured(kind):
+            rows += _describe_record(kind, document)
+    frame = pd.DataFrame(rows).groupby(["where", "size", "is_loaded"], sort=False).agg("sum")
+    frame = frame.droplevel("is_loaded")
+    others = [
+        f"{min(used):.1f} to {max(used):.1f} of {max(cores)}" if used else "not recorded"
+        for used, cores in zip(frame.others, frame.cores, strict=True)
+    ]
+    return pd.DataFrame(
+        {
+            "what was measured": frame.parts.map(dict.fromkeys).map(", ".join),
+            "cores used by others": others,
+            f"rounds differ by more than {MAX_SPREAD:.0%}".replace("%", " %"): [
+                f"{sum(spread > MAX_SPREAD for spread in spreads)} of {len(spreads)}"
+                if spreads
+                else "not recorded"
+                for spreads in frame.spreads
+            ],
+        },
+        index=frame.index,
+    )
+
+
+def _describe_record(kind: str, document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts, spreads and loads of a recorded document, for each setting and size, as lists."""
+    table = pd.DataFrame(document["rows"])
+    if "quartiles" in table:
+        lower, upper = table.quartiles.str[0], table.quartiles.str[1]
+        table = table.assign(
+            part=kind, value=table.per_second, spread=(upper - lower) / table.per_second
+        )
+    elif "part" not in table:
+        table = table.assign(part=kind, value=1.0)
+    table = table.reindex(columns=[*dict.fromkeys([*table, "spread"])])[table.value.notna()]
+    sizes = table.get("size", "all" if kind == "rooflines" else "quick")
+    loads = document.get("cores_of_others", {})
+    found = []
+    for (setting, size), rows in table.assign(size=sizes).groupby(["setting", "size"], sort=False):
+        parts = list(rows.part.unique())
+        used = [loads[f"{size} {part}"] for part in parts if f"{size} {part}" in loads]
+        found.append(
+            {
+                "where": f"{document['machine']}, {setting_words(setting)} (recorded)",
+                "size": size,
+                "parts": parts,
+                "is_loaded": bool(loads),
+                "others": used,
+                "cores": [document["passport"]["cpu"]["logical_cores"]],
+                "spreads": rows.spread.dropna().tolist(),
+            }
+        )
+    return found
+
+
 def speed_finding(
     steps: pd.DataFrame, updates: pd.DataFrame, everything: pd.DataFrame
 ) -> CheckedSentences:
@@ -168,8 +271,10 @@ def speed_finding(
             summary.append(_claim_in_short(claim, claimed, answers))
         parts[f"What was claimed, and measured on {machine} (recorded)"] = sentences
     text = everything_here[everything_here.part == "text"].groupby(["way", "unit"]).value.median()
+    seconds = text["float32", "s"]
+    speed = f"{BUSY}." if pd.isna(seconds) else f"A text classifier trains in {seconds:.3g} s here."
     numbers = (
-        f"A text classifier trains in {text['float32', 's']:.3g} s here. It classifies"
+        f"{speed} The text classifier classifies"
         f" {text['float32', 'accuracy']:.0%} of the unseen texts correctly;"
         f" {text['most frequent class', 'accuracy']:.0%} belong to the most frequent class."
     )

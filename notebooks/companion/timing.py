@@ -16,6 +16,7 @@ from gpulab.settings import Setting
 MAX_SPREAD = 0.2  # interquartile range over median; above it, the rounds disagree
 MIN_SHARE_OF_CORES = 0.85  # share of the processor time available on a quiet machine
 HASHED = bytes(2**20)
+TIMED_UNITS = ("s", "images/s")  # of the rows of `measure_speed` that are times or rates
 BUSY = "This machine is too busy to measure"
 
 
@@ -59,6 +60,70 @@ def summarise_times(times: Mapping[str, Sequence[float]]) -> pd.DataFrame:
     """
     rows = [summarise_rounds(seconds) for seconds in times.values()]
     return add_spread(pd.DataFrame(rows, index=pd.Index(list(times))))
+
+
+def measure_times(
+    calls: Mapping[Any, Callable[[], Any]], setting: Setting | str, rounds: int = 7
+) -> pd.DataFrame:
+    """Time calls that take turns, print whether the times can be trusted, and withhold the others.
+
+    Args:
+        calls: As for `time_rounds`.
+        setting: As for `time_rounds`.
+        rounds: As for `time_rounds`.
+
+    Returns:
+        The table of `time_rounds`, with a missing number in `seconds` if the rounds of a call
+        disagree or other programs use the cores.
+
+    Examples:
+        >>> table = measure_times({"sum": lambda: sum(range(1000))}, "cpu", rounds=3)
+        T...
+        >>> list(table.index)
+        ['sum']
+    """
+    share = share_of_cores()
+    table = time_rounds(calls, setting, rounds)
+    print(describe_trust(table, share))
+    return withhold(table, share)
+
+
+def withhold_rows(rows: pd.DataFrame, share: float = 1.0) -> pd.DataFrame:
+    """Withhold times and rates in a table of `measure_speed`, and print whether the rest is good.
+
+    Runs from several seeds do the same work, so they count as the rounds of one measurement.
+
+    Args:
+        rows: A table with the columns of `measure_speed`. Only rows in seconds or in images per
+            second are judged.
+        share: As for `withhold`.
+
+    Returns:
+        The rows, with a missing number in `value` where it is withheld, and with `spread` for all
+        rows that are judged.
+
+    Examples:
+        >>> columns = ["part", "what", "way", "setting", "unit", "value", "spread"]
+        >>> rows = pd.DataFrame(
+        ...     [("text", "net", "float32", "cpu", "s", value, None) for value in (1.0, 1.0, 2.0)],
+        ...     columns=columns,
+        ... )
+        >>> withhold_rows(rows).value.tolist()
+        This machine is too busy to measure: 1 of 1 times are withheld. Use the recorded times.
+        [nan, nan, nan]
+    """
+    rows = rows.reset_index(drop=True)
+    is_timing = rows.unit.isin(TIMED_UNITS) & rows.value.notna()
+    work = ["part", "what", "way", "setting", "unit"]
+    values = rows[is_timing].groupby(work, sort=False).value
+    between = (values.transform("quantile", 0.75) - values.transform("quantile", 0.25)) / (
+        values.transform("median")
+    )
+    timings = rows[is_timing].assign(spread=rows.spread.astype(float).fillna(between))
+    print(describe_trust(timings.drop_duplicates(work), share))
+    kept = withhold(timings.rename(columns={"value": "seconds"}), share).seconds
+    withheld = rows.assign(spread=timings.spread.reindex(rows.index))
+    return withheld.assign(value=rows.value.where(~is_timing, kept.reindex(rows.index)))
 
 
 def add_spread(table: pd.DataFrame) -> pd.DataFrame:

@@ -98,3 +98,55 @@ def test_speed_claims_are_ratios_of_medians_here_before_recorded():
         "not measured on a GPU: XGBoost is not installed",
     )
     assert len(companion.claims_table(frame, "paper")) == len(speed.CLAIMS)
+
+
+def test_claimed_costs_repeat_the_claimed_numbers_and_their_ratio():
+    costs = speed.claimed_costs()
+    on_gpu = costs[costs.setting == "gpu"].set_index("where")
+    assert len(on_gpu) == sum("×" in claim.claimed for claim in speed.CLAIMS)
+    timed = on_gpu.dropna()
+    on_cpu = costs[costs.setting == "cpu"]["time, s"]
+    ratios = on_cpu.to_numpy() / timed["time, s"]
+    assert ratios.tolist() == pytest.approx(timed["breaks even at"].tolist(), rel=1e-3)
+
+
+def test_recorded_conditions_state_load_and_disagreeing_rounds(monkeypatch):
+    cpu = {"cpu": {"logical_cores": 4}}
+    timings = [
+        {"part": part, "value": value, "spread": spread, "size": "quick", "setting": "cpu"}
+        for part, value, spread in [("step", 1.0, 0.3), ("trees", 2.0, 0.1), ("transfer", None, 0)]
+    ]
+    # No other program ran during `transfer`, but nothing was measured there.
+    loads = {"quick step": 3.3, "quick trees": 1.4, "quick transfer": 0.0}
+    rates = [{"setting": "cpu", "per_second": 10.0, "quartiles": [9.0, 12.0]}]
+    documents = {
+        "speed": [{"machine": "M", "passport": cpu, "cores_of_others": loads, "rows": timings}],
+        "autoencoder": [{"machine": "M", "passport": cpu, "rows": rates}],
+        "kernels": [
+            {
+                "machine": "M",
+                "passport": cpu,
+                "rows": [{"setting": "cuda", "size": "kitti", "ms": 1}],
+            }
+        ],
+    }
+    monkeypatch.setattr(speed, "read_measured", lambda kind: documents.get(kind, []))
+    table = speed.recorded_conditions()
+    assert table.to_numpy().tolist() == [
+        ["step, trees", "1.4 to 3.3 of 4", "1 of 2"],
+        ["autoencoder", "not recorded", "1 of 1"],
+        ["kernels", "not recorded", "not recorded"],
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(2.0, "in 2 s here"), (math.nan, "too busy")])
+def test_speed_finding_says_so_if_the_training_time_was_withheld(seconds, words):
+    steps = pd.DataFrame([{"what": "LSTM", "forward": 1.0, "backward": 1.0, "update": 2.0} | HERE])
+    updates = pd.DataFrame([{"width": 16, "seconds": 1.0} | HERE])
+    text = [
+        rows("text", {"float32": seconds}, **HERE),
+        rows("text", {"float32": 0.9, "most frequent class": 0.2}, unit="accuracy", **HERE),
+    ]
+    found = speed.speed_finding(steps, updates, pd.concat(text))
+    assert words in " ".join(found.numbers)
+    assert "90%" in " ".join(found.numbers)

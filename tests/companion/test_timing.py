@@ -1,5 +1,7 @@
 """Timings are withheld if the rounds disagree."""
 
+import math
+
 import pandas as pd
 import pytest
 
@@ -43,3 +45,38 @@ def test_share_of_cores_halves_when_another_core_is_asked_for(monkeypatch):
     real = timing.count_cores()
     monkeypatch.setattr(timing, "count_cores", lambda: 2 * real)
     assert timing.share_of_cores(0.1) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("seconds", "share", "expected", "words"),
+    [
+        ([[1.0] * 3, [1.0, 1.0, 1.1]], 1.0, [1.0, 1.0], "can be trusted"),
+        ([[1.0] * 3, [1.0, 2.0, 4.0]], 1.0, [1.0, math.nan], "1 of 2 times"),
+        ([[1.0] * 3, [1.0] * 3], 0.8, [math.nan, math.nan], "80%"),
+    ],
+)
+def test_measure_times_withholds_and_says_so(monkeypatch, capsys, seconds, share, expected, words):
+    monkeypatch.setattr(timing, "time_in_rounds", lambda *_: seconds)
+    monkeypatch.setattr(timing, "share_of_cores", lambda: share)
+    table = timing.measure_times({"a": int, "b": int}, "cpu", rounds=3)
+    assert table.seconds.tolist() == pytest.approx(expected, nan_ok=True)
+    assert words in capsys.readouterr().out
+
+
+def test_withhold_rows_takes_seeds_as_rounds_and_keeps_what_is_no_time(capsys):
+    """One way agrees over its seeds and one does not; a rate brings its own spread."""
+    rows = [("text", "net", "calm", "s", value, None) for value in (1.0, 1.0, 1.1)]
+    rows += [("text", "net", "disturbed", "s", value, None) for value in (1.0, 2.0, 4.0)]
+    rows += [("text", "net", "disturbed", "loss", value, None) for value in (1.0, 2.0, 4.0)]
+    rows += [("libraries", "net", "jax", "images/s", 9.0, 0.3), ("trees", "", "", "", None, None)]
+    frame = pd.DataFrame(rows, columns=["part", "what", "way", "unit", "value", "spread"])
+    frame = frame.assign(setting="cpu").astype({"value": float, "spread": float})
+    kept = timing.withhold_rows(frame)
+    nan = math.nan
+    expected = [1.0, 1.0, 1.1, nan, nan, nan, 1.0, 2.0, 4.0, nan, nan]
+    assert kept.value.tolist() == pytest.approx(expected, nan_ok=True)
+    assert kept.spread[[0, 3, 9]].tolist() == pytest.approx([0.05, 0.75, 0.3])
+    assert "2 of 3 times" in capsys.readouterr().out
+    busy = timing.withhold_rows(frame, share=0.5)
+    assert busy.value[frame.unit.isin(timing.TIMED_UNITS)].isna().all()
+    assert busy.value[frame.unit == "loss"].tolist() == [1.0, 2.0, 4.0]
