@@ -268,7 +268,7 @@ def describe_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
         return f"Fewer than {MIN_SEEDS} seeds cannot show a difference."
     changed = table[~table.change.isin(YARDSTICKS)]
     within, changes = count_within(table)
-    text = f"The mean is shown to stay within the margin for {within} of {changes} changes"
+    text = f"The mean stays within the margin for {within} of {changes} changes"
     for decision in ("different", "inconclusive"):
         names = changed.change[changed.decision == decision]
         if len(names):

@@ -178,7 +178,7 @@ def _describe_kernels(kernels: Verdict | None) -> list[str]:
     runs = lost + int(table.seeds.sum())  # the column counts the seeds that lasted
     restored = _outcomes(
         kernels,
-        "kernels and strides in a convolutional version, including the original",
+        "kernels and strides of a convolutional version",
     )
     return [f"{restored}, NaN in {lost} of {runs} runs"]
 
