@@ -278,7 +278,7 @@ class WriteLines:
     ) -> None:
         """Find changes of blocks, and attribute them to the lines that are running.
 
-        `line` is the current line of this thread, if it is known otherwise than by tracing. Changes
+        `line` is the current line of this thread, if it is known without tracing. Changes
         are not attributed if other lines have run since the last comparison.
         """
         changes: list[Addresses] = []

@@ -146,7 +146,7 @@ def test_verdict_last_counts_a_run_that_becomes_infinite_as_diverged():
 
 
 @pytest.mark.parametrize("choice", [{"last": "epoch"}, {"best": "val_loss"}])
-def test_verdict_counts_nan_at_the_end_of_a_run_as_empty_unless_its_status_is_diverged(choice):
+def test_verdict_counts_nan_at_the_end_of_a_run_as_empty(choice):
     table = logged()
     table.loc[is_late(table) & table.val_loss.notna(), "val_loss"] = math.nan
     verdict = gl.verdict(table, **LOGS, **choice, reference="adam")
