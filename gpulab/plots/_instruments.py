@@ -18,6 +18,7 @@ from gpulab.wording import setting_words
 
 MAX_LEGEND_CHARACTERS = 40  # characters in a line of a legend
 MIN_INTENSITY = 0.03  # flop per byte: the left end of a drawn roof
+FASTER_MARKER = "^"  # of layers that are faster than the ceilings
 ROOFLINE_MARKERS = {
     "matrix": ("o", "matrix products"),
     "network": ("D", "layers of networks"),
@@ -86,7 +87,10 @@ def roofline(frame: pd.DataFrame) -> Picture:
 
     The ceilings are the highest bandwidth and the highest rate that were measured. There is a line
     for each machine and setting. Filled points were measured on this machine, hollow points were
-    recorded. The title names the layer that reaches the smallest share of its ceiling.
+    recorded. A layer that is faster than the ceilings is drawn as a triangle at its ceiling: it
+    reads its numbers from a cache, takes fewer operations than are counted, or is faster than the
+    largest product measured. The title names the layer that reaches the smallest share of its
+    ceiling.
 
     Args:
         frame: From `gpulab.roofline` or `gpulab.device.recorded_rooflines`. Rows of the kinds
@@ -108,6 +112,7 @@ def roofline(frame: pd.DataFrame) -> Picture:
         multicore architectures* (Communications of the ACM 52:4).
     """
     figure, (axes,) = theme.canvas(height=4.4)
+    has_faster_layers = False
     frame = frame[frame.kind.isin(ROOFLINE_KINDS)]
     frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
     for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
@@ -116,12 +121,26 @@ def roofline(frame: pd.DataFrame) -> Picture:
         tint = theme.colour(setting)
         peak = device[device.kind == "matrix"].gflops.max()
         _roof(axes, device, peak, max_intensity=3000.0, color=tint, lw=1.5, label=label)
+        bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
+        is_recorded = bool(machine)
         for kind, rows in device[device.flop > 0].groupby("kind"):
             marker, _name = ROOFLINE_MARKERS[kind]
-            is_recorded = bool(machine)
+            ceilings = np.minimum(bandwidth * rows.intensity, peak)
+            is_above = (rows.kind == "network") & (rows.gflops > ceilings)
+            points = rows[~is_above]
             theme.draw_points(
-                axes, rows.intensity, rows.gflops, tint, is_hollow=is_recorded, marker=marker
+                axes, points.intensity, points.gflops, tint, is_hollow=is_recorded, marker=marker
             )
+            if is_above.any():  # a triangle at the ceiling
+                has_faster_layers = True
+                theme.draw_points(
+                    axes,
+                    rows.intensity[is_above],
+                    ceilings[is_above],
+                    tint,
+                    is_hollow=is_recorded,
+                    marker=FASTER_MARKER,
+                )
     # Machines and settings are joined to one name, because `bounds` knows only settings. Layers
     # that are faster than their ceiling, for which `reached` is NaN, come last.
     layers = bounds(frame.assign(setting=frame.machine + frame.setting)).sort_values("reached")
@@ -152,13 +171,18 @@ def roofline(frame: pd.DataFrame) -> Picture:
     )
     if layers.reached.isna().any():
         alt += (
-            " A layer above a ceiling reads its numbers from a cache, takes fewer operations than"
-            " are counted, or is faster than the largest product measured."
+            " A layer that is faster than a ceiling reads its numbers from a cache, takes fewer"
+            " operations than are counted, or is faster than the largest product measured."
         )
     keys = [
         theme.legend_key(name, ls="", marker=marker, color=FAINT)
         for marker, name in ROOFLINE_MARKERS.values()
     ]
+    if has_faster_layers:
+        key = theme.legend_key(
+            "layer, faster than the ceilings", ls="", marker=FASTER_MARKER, color=FAINT
+        )
+        keys.append(key)
     return theme.finish_figure(figure, title, alt, keys)
 
 

@@ -216,6 +216,24 @@ def test_plots_do_not_take_names_with_dollars_for_mathematics(runs):
         assert not any(text.get_parse_math() for text in shown)
 
 
+def test_roofline_draws_no_layer_above_its_ceiling():
+    frame = gl.device.recorded_rooflines()
+    frame = frame[frame.setting == frame.setting.iloc[0]]
+    peak = frame[frame.kind == "matrix"].gflops.max()
+    faster = frame.assign(gflops=frame.gflops.where(frame.kind != "network", 10 * peak))
+    words = "faster than the ceilings"
+    for table, expected in ((frame, False), (faster, True)):
+        figure = gl.plots.roofline(table).figure
+        highest = max(
+            points.get_offsets()[:, 1].max()
+            for axes in figure.axes
+            for points in axes.collections
+            if len(points.get_offsets())
+        )
+        assert highest <= peak * (1 + 1e-9)
+        assert any(words in text.get_text() for text in figure.findobj(Text)) is expected
+
+
 def test_picture_is_a_png_with_words_that_a_notebook_folds_below_it(tmp_path, outputs_of):
     picture = gl.plots.roofline(gl.device.recorded_rooflines())
     picture.save(tmp_path / "new" / "roofline.png")
