@@ -42,7 +42,7 @@ CODE = re.compile(r"(`[^`]+`)")
 FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 EXPONENT = re.compile(r"\b(\d+\.?\d*)e-(\d\d)\b")
 PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
-# Which slides a part of a plan shows: `05: 2 to 4, 6, demonstration 1`.
+# The slides that a part of a plan shows, such as `05: 2 to 4, 6, demonstration 1`.
 PLAN = re.compile(r"(\d\d:|demonstrations?) (\d+(?: to \d+)?(?:, \d+(?: to \d+)?(?!\d*:))*)")
 DEMONSTRATION = re.compile(
     r"^\*\*(?P<number>\d+)\. (?P<heading>.+?)\*\* \([^)]*\)\. (?P<question>[^\n]+)\n\n"

@@ -122,8 +122,10 @@ class Audit(AnswerPage):
 
 
 def _describe_nonfinite(answer: Audit) -> str:
-    """Begin a sentence on NaN or infinity in the results of one side, or on a step that a gradient
-    scaler skipped on both sides; empty if there is none.
+    """Begin the sentence on findings with NaN or infinity on one side, if there is any.
+
+    A step that a gradient scaler skipped on both sides is mentioned, too. Otherwise the text is
+    empty.
     """
     origins = answer.comparison.not_finite
     if len(origins) == 2 and all(is_loss_scaling(answer.comparison, o) for o in origins.values()):

@@ -212,7 +212,7 @@ def _with_minibatches(escapes: pd.DataFrame) -> str:
 
 
 def _held(plain: pd.DataFrame, masters: pd.DataFrame) -> list[str]:
-    """Which networks leave, by the length of a step, and what more precise weights change."""
+    """State which networks leave the saddle, by step length, and the effect of precise weights."""
     measured = plain[plain.step_ratio.notna()]
     longer, shorter = (measured[measured.step_ratio > 1], measured[measured.step_ratio <= 1])
     sentences = [

@@ -259,7 +259,7 @@ def test_guard_names_the_line_when_a_write_that_it_missed_is_repeated(monkeypatc
     # There is no time to compare all blocks, or the array has more blocks than are compared.
     _write_lines._time_limit.available = float(has_time)
     _write_lines._time_limit.has_time = has_time
-    # Of the blocks, the first that is compared is the last one, and the write is in another.
+    # The guard compares the last block first, but the write is in a different block.
     monkeypatch.setattr("random.Random.randrange", lambda _, stop: stop - 1)
     (first,) = partial_write_findings(size, [one_element], steps=1)
     assert names(first) == []
