@@ -15,6 +15,7 @@ These commands write the tables of the page from all recorded measurements:
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import statistics
@@ -32,7 +33,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
-from benchmarks.measuring import Step, command_line, keep, race, run, seconds, show, table
+from benchmarks.measuring import ROOT, Step, command_line, keep, race, run, seconds, show, table
 from gpulab.data._feed import Loader, prefetch
 from gpulab.engines import fastest
 from gpulab.engines._graphs import Graph
@@ -109,8 +110,10 @@ def of_a_port(net: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
     return step
 
 
-def leidos(folder: Path, shape: Shape, setting: Setting) -> Step:
+def leidos(folder: Path, shape: Shape, setting: Setting, compiled: bool = False) -> Step:
     """Train the port as in its kitti_train.py, on the lowest error units.
+
+    With `compiled`, its forward and backward pass are compiled by `torch.compile`.
 
     https://github.com/leido/pytorch-prednet
     """
@@ -126,8 +129,9 @@ def leidos(folder: Path, shape: Shape, setting: Setting) -> Step:
     frames = torch.rand(batch, count, channels[0], height, width, device=setting.device)
     weights = torch.full((count, 1), 1 / (count - 1), device=setting.device)
     weights[0] = 0
+    errors = torch.compile(net) if compiled else net
     return of_a_port(
-        net, lambda: torch.mm(net(frames).view(-1, count), weights).view(batch, -1)[:, 0].mean()
+        net, lambda: torch.mm(errors(frames).view(-1, count), weights).view(batch, -1)[:, 0].mean()
     )
 
 
@@ -141,6 +145,41 @@ def authors_port(folder: Path, shape: Shape, setting: Setting) -> Step:
     )
     frames = torch.rand(batch, count + 1, channels[0], height, width, device=setting.device)
     return of_a_port(net, lambda: net(frames)[0].mean())
+
+
+def jax_step(net: str, shape: Shape, setting: Setting) -> Step:
+    """Train on a window with JAX, jitted, from the weights of gpulab.
+
+    PredNet's gradients are cut between windows (`truncation="state"`).
+    """
+    in_jax = module_of(ROOT / "benchmarks" / "peers", "in_jax")
+    jax, jnp = in_jax.jax, in_jax.jnp
+    batch, count, height, width, channels = shape
+    options = {"channels": list(channels), "size": (height, width)} if net == "prednet" else {}
+    spec = NetworkRun.plan(net, setting=setting, profile="quick", model_options=options)
+    spec.draw_weights()
+    draw = np.random.default_rng(0)
+    with in_jax.on(setting):
+        weights = jax.tree.map(jnp.asarray, in_jax.weights_of(spec))
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        if net == "prednet":
+            loss = functools.partial(in_jax.prednet_loss, "state")
+            frames = (1, count + 1, batch, channels[0], height, width)
+        else:
+            loss = in_jax.autoencoder_loss
+            frames = (IMAGES, 1, 1, 28, 28)
+        state = jax.tree.map(
+            lambda zero: jnp.zeros((batch, *zero.shape[-3:])), in_jax.blank(weights)
+        )
+        held = [(weights, (jnp.zeros(()), zeros, zeros), state)]
+        window = jnp.asarray(draw.random(frames, np.float32))
+
+    def step() -> None:
+        with in_jax.on(setting):
+            held[0], losses = in_jax.train_window(loss, held[0], window, 1e-3)
+            jax.block_until_ready((held[0], losses))
+
+    return step
 
 
 def module_of(folder: Path, name: str) -> Any:
@@ -183,11 +222,16 @@ def autoencoder_window(setting: Setting, fast: bool) -> Step:
     return step
 
 
-def usual_loop(setting: Setting, look: bool) -> Step:
-    """Train with the usual loop; with `look`, it reads each loss, which waits for the device."""
+def usual_network(setting: Setting) -> nn.Module:
+    """Make the autoencoder from layers of PyTorch."""
     widths = (784, 128, 32, 128, 784)
     layers = [part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
-    net = nn.Sequential(*layers[:-1], nn.Sigmoid()).to(setting.device)
+    return nn.Sequential(*layers[:-1], nn.Sigmoid()).to(setting.device)
+
+
+def usual_loop(setting: Setting, look: bool) -> Step:
+    """Train with the usual loop; with `look`, it reads each loss, which waits for the device."""
+    net = usual_network(setting)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     images = torch.rand(IMAGES, 1, 784, device=setting.device)
 
@@ -205,26 +249,75 @@ def usual_loop(setting: Setting, look: bool) -> Step:
     return step
 
 
+def usual_loop_in_a_graph(setting: Setting) -> Step:
+    """Train with the usual loop, all of whose launches are replayed by one CUDA graph."""
+    net = usual_network(setting)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, capturable=True)
+    images = torch.rand(IMAGES, 1, 784, device=setting.device)
+
+    def train() -> torch.Tensor:
+        losses = []
+        for image in images:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(image), image)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    # Before a capture, PyTorch asks for a few steps in a stream of their own.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            train()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        losses = train()
+
+    def step() -> None:
+        graph.replay()
+        losses.tolist()
+
+    return step
+
+
 # --- comparison of several ways -------------------------------------------------------------------
 
 USUAL = {"prednet": "leido", "autoencoder": "usual loop"}  # the reference for the others
 
 
 def ways_of(
-    net: str, shape: Shape, setting: Setting, leido: Path | None = None, authors: Path | None = None
+    net: str,
+    shape: Shape,
+    setting: Setting,
+    leido: Path | None = None,
+    authors: Path | None = None,
+    strongest: bool = False,
 ) -> dict[str, Callable[[], Step]]:
     """Return, for each way to train a network, a function that makes its step."""
+    made: dict[str, Callable[[], Step]]
     if net == "autoencoder":
-        return {
+        made = {
             "gpulab, plain": lambda: autoencoder_window(setting, False),
             "gpulab": lambda: autoencoder_window(setting, True),
             "usual loop": lambda: usual_loop(setting, False),
             "usual loop, a look at every loss": lambda: usual_loop(setting, True),
         }
+        if strongest and setting.kind == "cuda":
+            made["usual loop, CUDA graph"] = lambda: usual_loop_in_a_graph(setting)
+        if strongest:
+            made["JAX"] = lambda: jax_step(net, shape, setting)
+        return made
     made = {
         "gpulab, plain": lambda: prednet_step(shape, setting, False),
         "gpulab": lambda: prednet_step(shape, setting, True),
     }
+    if strongest:
+        made["JAX"] = lambda: jax_step(net, shape, setting)
+    if leido and strongest:
+        made["leido, compiled"] = lambda: leidos(leido, shape, setting, compiled=True)
     if leido:
         made["leido"] = lambda: leidos(leido, shape, setting)
     if authors:
@@ -286,25 +379,32 @@ def race_ways(
     authors: Annotated[
         Path | None, typer.Option(help="folder of eijwat/prednet_in_pytorch")
     ] = None,
+    strongest: Annotated[
+        bool, typer.Option(help="also JAX, the compiled port, and the usual loop in a CUDA graph")
+    ] = False,
     rounds: int = 15,
     record: Record = None,
     write: Write = None,
 ) -> None:
     """Compare training by gpulab, plain and fast, with ports in a folder or the usual loop."""
     rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
     peaks = {}
     for text in settings:
         with gl.setting(text) as setting:
             peaks[text] = peak(setting)
             for one in size:
+                missing: dict[str, str] = {}
                 ways = race(
-                    ways_of(net, SIZES[one], setting, leido, authors),
+                    ways_of(net, SIZES[one], setting, leido, authors, strongest),
                     setting,
                     rounds,
                     STEPS,
                     label=f"{one} {text}",
+                    failed=missing if strongest else None,
                 )
-                same, count = {"setting": text}, IMAGES
+                failed |= {f"{one} {text} {name}": reason for name, reason in missing.items()}
+                same, count = {"network": net, "setting": text}, IMAGES
                 if net == "prednet":
                     with FlopCounterMode(display=False) as counted:
                         ways["gpulab, plain"].step()
@@ -314,7 +414,9 @@ def race_ways(
                     {**same, "entrant": name, **way.per_second(count)} for name, way in ways.items()
                 ]
     if settings:
-        print(speeds(net, [keep(record, setting.kind, peak=peaks, rows=rows)]))
+        print(speeds(net, [keep(record, setting.kind, peak=peaks, rows=rows, failed=failed)]))
+        for name, reason in failed.items():
+            print(f"{name} failed: {reason}")
     if write:
         show(f"Training: {net}", write, measured=speeds(net, recorded.read_measured(net)))
 

@@ -16,13 +16,27 @@ from tests.audits._helpers import drawn, seeded
 
 N_RANKS = 2
 N_SAMPLES = 16
+DEVICE = "cpu"  # of the networks and the data of this process
 INPUTS = drawn(N_SAMPLES, 12)
 TARGETS = torch.randint(0, 5, (N_SAMPLES,), generator=torch.Generator().manual_seed(1))
 TEXT = drawn(2, 8, 12, seed=3)
 
 
+def use_device(device):
+    """Place the networks and the data of this process on a device."""
+    global DEVICE, INPUTS, TARGETS, TEXT
+    DEVICE = device
+    INPUTS, TARGETS, TEXT = (tensor.to(device) for tensor in (INPUTS, TARGETS, TEXT))
+
+
+def setting_of(device):
+    """Return the setting under which a step is recorded."""
+    return device if device == "cpu" else f"{device}:tf32=off"
+
+
 def network():
-    return seeded(lambda: nn.Sequential(nn.Linear(12, 32), nn.GELU(), nn.Linear(32, 5)))
+    layers = seeded(lambda: nn.Sequential(nn.Linear(12, 32), nn.GELU(), nn.Linear(32, 5)))
+    return layers.to(DEVICE)
 
 
 def samples_of(rank):
@@ -84,7 +98,7 @@ def words_of(rank, part):
 def accumulated(fault=""):
     net = nn.parallel.DistributedDataParallel(network())
     rank = dist.get_rank()
-    n_words = torch.tensor(float(sum(COUNTS[rank])))
+    n_words = torch.tensor(float(sum(COUNTS[rank])), device=DEVICE)
     dist.all_reduce(n_words)
     for part in range(2):
         rows = words_of(rank, part)
@@ -202,7 +216,8 @@ class ScatterSequence(torch.autograd.Function):
 
 
 def block():
-    return seeded(lambda: (nn.LayerNorm(12), nn.Linear(12, 16), nn.Linear(16, 12)))
+    layers = seeded(lambda: (nn.LayerNorm(12), nn.Linear(12, 16), nn.Linear(16, 12)))
+    return [layer.to(DEVICE) for layer in layers]
 
 
 def sequence_parallel(fault=""):
@@ -257,7 +272,8 @@ def exchange_parts(x, given, gathered):
 
 
 def attention_layers():
-    return seeded(lambda: (nn.Linear(12, 36), nn.Linear(12, 12)))
+    layers = seeded(lambda: (nn.Linear(12, 36), nn.Linear(12, 12)))
+    return [layer.to(DEVICE) for layer in layers]
 
 
 def heads_of(words, projection):
@@ -349,14 +365,15 @@ def fully_sharded():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    net = fully_shard(network(), mesh=init_device_mesh("cpu", (N_RANKS,)))
+    mesh = init_device_mesh(torch.device(DEVICE).type, (N_RANKS,))
+    net = fully_shard(network(), mesh=mesh)
     F.cross_entropy(net(INPUTS), TARGETS).backward()
 
 
 def sharded_flat_parameters():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    net = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    net = FullyShardedDataParallel(network(), device_id=torch.device(DEVICE))
     F.cross_entropy(net(INPUTS), TARGETS).backward()
 
 
@@ -368,25 +385,28 @@ REFUSED = {
 }
 
 
-def run_rank(rank, folder):
+def run_rank(rank, folder, backend):
     """Record every program, correct and faulty, on one of the ranks."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        use_device(f"cuda:{rank}")
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=N_RANKS
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=N_RANKS
     )
     for name, (step, _, faults) in PROGRAMS.items():
         for fault in ("", *faults):
             file = folder / f"{name}.{fault}.{rank}"
-            gl.record(partial(step, fault=fault), "cpu", file, progress=False)
+            gl.record(partial(step, fault=fault), setting_of(DEVICE), file, progress=False)
     for name, step in REFUSED.items():
         try:
-            gl.record(step, "cpu", progress=False)
+            gl.record(step, setting_of(DEVICE), progress=False)
         except gl.UsageError as error:
             (folder / f"{name}.{rank}.txt").write_text(str(error))
     dist.destroy_process_group()
 
 
-def record_all(folder):
+def record_all(folder, backend):
     """Record every program on two ranks, in files of a folder."""
-    multiprocessing.spawn(run_rank, (folder,), nprocs=N_RANKS)
+    multiprocessing.spawn(run_rank, (folder, backend), nprocs=N_RANKS)

@@ -26,18 +26,34 @@ FAULTS = [
 ]
 
 
+NCCL = pytest.param(
+    "nccl",
+    marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+)
+
+
+@pytest.fixture(scope="module", params=["gloo", NCCL])
+def backend(request):
+    """Return how the ranks communicate: gloo on a CPU, or NCCL on two GPUs."""
+    if request.param == "nccl":
+        programs.use_device("cuda:0")
+    yield request.param
+    programs.use_device("cpu")
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, backend):
     """Return the folder with the traces of all programs on two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    programs.record_all(folder)
+    programs.record_all(folder, backend)
     return folder
 
 
 def audit_of_ranks(folder, name, fault=""):
     files = [folder / f"{name}.{fault}.{rank}" for rank in range(programs.N_RANKS)]
     _, one_process, _ = programs.PROGRAMS[name]
-    return gl.audit(recorded(one_process), join_ranks(files))
+    one_trace = recorded(one_process, programs.setting_of(programs.DEVICE))
+    return gl.audit(one_trace, join_ranks(files))
 
 
 @RANKS
@@ -84,7 +100,7 @@ def test_join_ranks_saves_a_trace_and_names_a_missing_rank(folder, tmp_path):
     files = [folder / f"data_parallel..{rank}" for rank in range(2)]
     joined = join_ranks(files, tmp_path / "joined.trace")
     loaded = Trace.load(tmp_path / "joined.trace")
-    assert loaded.title == joined.title == "cpu (2 ranks)"
+    assert loaded.title == joined.title == f"{programs.setting_of(programs.DEVICE)} (2 ranks)"
     assert [op.name for op in loaded.operations] == [op.name for op in joined.operations]
     with pytest.raises(gl.UsageError, match="expected the traces of all ranks, in order"):
         join_ranks(files[:1])

@@ -1,12 +1,12 @@
-"""The authors' network at the published size on a CPU, with a single-threaded process per run.
+"""The authors' network, window by window, with a single-threaded process for each run.
 
-    python -m benchmarks.recording.published_on_a_cpu NET --minutes 24 --output FOLDER
-    python -m benchmarks.recording.published_on_a_cpu NET --collect FOLDER --write FILE
+    python -m benchmarks.recording.published_windows run NET --minutes 24 --output FOLDER
+    python -m benchmarks.recording.published_windows collect FOLDER --write FILE
 
 The first command starts the runs and ends them when the time is up. Each run appends a line to its
 own file after each window, so that nothing is lost if the machine is lost. The second command
-combines the files into one record. The plan is in
-`data/registered/published-size-on-a-cpu.md`.
+combines the files into one record. The plans are `published-size-on-a-cpu.md` and
+`half-size-cpu-against-gpu.md` in `data/registered/`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -25,14 +26,14 @@ import typer
 
 from benchmarks.measuring import command_line, keep, run
 from gpulab.errors import DataError
+from gpulab.run_options import whole_numbers
 
 app = command_line(__doc__)
-SIZE = (120, 160)  # height and width of a frame, as published
+SIZE = "160x120"  # width and height of a frame, as published
 CHANNELS = (3, 48, 96, 192)
 WINDOW = 20
 SPEED = 2.0
 MAX_FRAMES = 5000
-LOADERS = ("reused", "copied")
 Net = Annotated[Path, typer.Argument(help="the authors' net.py, or its folder")]
 
 
@@ -41,49 +42,70 @@ def run_all(
     net: Net,
     output: Annotated[Path, typer.Option(help="folder for a file of each run")],
     minutes: float = 24.0,
-    reused: Annotated[int, typer.Option(help="how many seeds, from 100 on")] = 8,
-    copied: Annotated[int, typer.Option(help="how many seeds, from 100 on")] = 4,
+    reused: Annotated[int, typer.Option(help="how many seeds on the CPU, as published")] = 8,
+    copied: Annotated[int, typer.Option(help="how many seeds on the CPU, frames copied")] = 4,
+    gpu: Annotated[int, typer.Option(help="how many seeds on the GPU, as published")] = 0,
+    gpu_processes: Annotated[int, typer.Option(help="how many of these at the same time")] = 8,
+    first_seed: int = 100,
+    size: Annotated[str, typer.Option(help="width and height of a frame")] = SIZE,
 ) -> None:
-    """Train all seeds at the same time, until the time is up."""
+    """Train all seeds, those on the CPU at the same time, until the time is up."""
     output.mkdir(parents=True, exist_ok=True)
-    seeds = {"reused": reused, "copied": copied}
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    command = [sys.executable, "-m", "benchmarks.recording.published_on_a_cpu", "one", str(net)]
     deadline = time.time() + 60 * minutes
-    processes = [
-        subprocess.Popen(
-            [*command, loader, str(seed), str(output / f"{loader}-{seed}.jsonl"), str(deadline)],
-            env=os.environ | one_thread,
-        )
-        for loader in LOADERS
-        for seed in range(100, 100 + seeds[loader])
-    ]
-    codes = [process.wait() for process in processes]
+    script = [sys.executable, "-m", "benchmarks.recording.published_windows", "one", str(net)]
+
+    def train(kind: str, loader: str, seed: int) -> int:
+        """Start a process for a run, and wait for it."""
+        file = output / f"{kind}-{loader}-{seed}.jsonl"
+        command = [*script, kind, loader, str(seed), size, str(file), str(deadline)]
+        return subprocess.run(command, env=os.environ | one_thread, check=False).returncode
+
+    def last(seeds: int) -> range:
+        return range(first_seed, first_seed + seeds)
+
+    on_cpu = [("cpu", "reused", seed) for seed in last(reused)]
+    on_cpu += [("cpu", "copied", seed) for seed in last(copied)]
+    on_gpu = [("cuda", "reused", seed) for seed in last(gpu)]
+    with (
+        ThreadPoolExecutor(max(1, len(on_cpu))) as cpu_pool,
+        ThreadPoolExecutor(gpu_processes) as gpu_pool,
+    ):
+        processes = [cpu_pool.submit(train, *job) for job in on_cpu]
+        processes += [gpu_pool.submit(train, *job) for job in on_gpu]
+    codes = [process.result() for process in processes]
     if any(codes):
         raise SystemExit(f"exit statuses {codes}")
 
 
 @app.command("one")
-def run_one(net: Net, loader: str, seed: int, file: Path, deadline: float) -> None:
+def run_one(
+    net: Net, kind: str, loader: str, seed: int, size: str, file: Path, deadline: float
+) -> None:
     """Train one seed until the deadline, in seconds since 1970, or until all frames are used."""
     from benchmarks.peers import published
     from gpulab.data import load
     from gpulab.data._base import Sequence
 
-    source = load("walk", MAX_FRAMES, SIZE, speed=SPEED)
+    width, height = whole_numbers(size)
+    source = load("walk", MAX_FRAMES, (height, width), speed=SPEED)
     assert isinstance(source, Sequence)
-    training = published.Published(net, "cpu", seed, SIZE, CHANNELS, loader)
+    training = published.Published(net, kind, seed, (height, width), CHANNELS, loader)
     windows = itertools.islice(published.windows(source, WINDOW), MAX_FRAMES // WINDOW)
     started = time.perf_counter()
     with file.open("w") as lines:
         for number, (frames, restart) in enumerate(windows):
+            if time.time() > deadline:
+                break
             if restart:
                 training.restart(frames[0])
             before = frames[:-1] if restart else np.concatenate([training.seen, frames[:-1]])
             coming = frames[1:] if restart else frames
             row = {
                 "seed": seed,
+                "kind": kind,
                 "loader": loader,
+                "size": size,
                 "window": number,
                 "repeat_loss": float(np.square(coming - before).mean()),
             }
@@ -91,8 +113,6 @@ def run_one(net: Net, loader: str, seed: int, file: Path, deadline: float) -> No
             row["seconds"] = time.perf_counter() - started
             lines.write(json.dumps(row) + "\n")
             lines.flush()
-            if time.time() > deadline:
-                break
 
 
 @app.command("collect")
