@@ -130,6 +130,28 @@ def process_group_ranks(group: Nested) -> list[int]:
     return distributed.get_process_group_ranks(distributed.ProcessGroup.unbox(group))
 
 
+def request_work_handle(
+    operation: OpOverload, args: Sequence[Nested], kwargs: Mapping[str, Nested]
+) -> tuple[Sequence[Nested], dict[str, Nested]]:
+    """Return the arguments of an operation of `c10d`, so that it returns the handle of its work.
+
+    NCCL returns an empty handle if `async_op` is false, which crashes Python when it is used.
+    `torch.distributed` waits for the handle that it gets, so the results are the same.
+
+    Tested with torch 2.6, 2.11 and 2.15. If torch changes this, recording a rank on a GPU will end
+    in a segmentation fault.
+    """
+    names = argument_names(operation)
+    for name in ("async_op", "asyncOp"):  # the second in torch 2.6
+        if name not in names:
+            continue
+        position = names.index(name)
+        if position < len(args):
+            return [*args[:position], True, *args[position + 1 :]], {**kwargs}
+        return args, {**kwargs, name: True}
+    return args, {**kwargs}
+
+
 def wait_for_collective(out: Nested) -> None:
     """Wait for a collective operation whose result contains the handle of its work.
 

@@ -121,17 +121,25 @@ def collect(
     write: Annotated[Path, typer.Option(help="JSON file in data/measured")],
     command: Annotated[str, typer.Option(help="the command that made the runs")] = "",
 ) -> None:
-    """Combine the files of all runs into one record, with the passport of this machine."""
+    """Combine the files of all runs into one record, with the passport of this machine.
+
+    The record has a row for each run, with the loss of each window. (`published_cpu-xeon.json` is
+    older, and has a row for each window.)
+    """
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise DataError(f"{folder}: expected files *.jsonl of runs, found none")
     rows = []
     for file in files:
+        windows = []
         for line in file.read_text().splitlines():
             try:
-                rows.append(json.loads(line))
+                windows.append(json.loads(line))
             except json.JSONDecodeError:  # the last line of a process that was terminated
                 continue
+        run = {name: windows[0][name] for name in ("seed", "kind", "loader", "size")}
+        run["losses"] = [window["loss"] for window in windows]
+        rows.append(run | {"seconds": windows[-1]["seconds"]})
     keep(write, "cpu", rows=rows, made_by=command)
 
 

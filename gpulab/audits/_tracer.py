@@ -35,6 +35,7 @@ from gpulab._torch_internals import (
     operation_name,
     overwrites_first_argument,
     register_optimizer_step_pre_hook,
+    request_work_handle,
     result_names,
     returned_or_written,
     storage_identity,
@@ -187,6 +188,8 @@ class Tracer(UncompiledDispatchMode):
         """Run an operation and record it, unless it is ignored or split into smaller ones."""
         kwargs = kwargs or {}
         name = operation_name(operation)
+        if operation.namespace == "c10d":
+            args, kwargs = request_work_handle(operation, args, kwargs)
         if name in IGNORED_OPERATIONS or is_guard_running():
             return operation(*args, **kwargs)
         if self.is_outside_step:

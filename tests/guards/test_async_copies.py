@@ -36,7 +36,8 @@ def refilled(host):
 
 @CUDA
 def test_guard_error_names_the_copy_to_the_gpu_and_the_remedy():
-    with pytest.raises(gl.OverwrittenError, match="overwritten before its copy to the GPU") as told:
+    headline = "overwritten before the program waited for its copy to the GPU"
+    with pytest.raises(gl.OverwrittenError, match=headline) as told:
         guarded(refilled, torch.zeros(1 << 20, pin_memory=True))
     for words in (
         "copied by refilled",
