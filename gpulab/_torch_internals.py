@@ -138,11 +138,11 @@ def request_work_handle(
     NCCL returns an empty handle if `async_op` is false, which crashes Python when it is used.
     `torch.distributed` waits for the handle that it gets, so the results are the same.
 
-    Tested with torch 2.6, 2.11 and 2.15. If torch changes this, recording a rank on a GPU will end
+    Tested with torch 2.6 and 2.15. If torch changes this, recording a rank on a GPU will end
     in a segmentation fault.
     """
     names = argument_names(operation)
-    for name in ("async_op", "asyncOp"):  # the second in torch 2.6
+    for name in ("async_op", "asyncOp"):  # the name depends on the version of torch
         if name not in names:
             continue
         position = names.index(name)

@@ -1087,6 +1087,22 @@ def test_ctc_loss_takes_lengths_as_lists_where_they_are_on_another_device():
 # --- distributed ----------------------------------------------------------------------------------
 
 
+def test_request_work_handle_makes_every_collective_asynchronous():
+    from torch import distributed  # noqa: F401  # it defines the operations of c10d
+
+    operation = torch.ops.c10d.broadcast_.default
+    given = ["tensors", "group", 0, 0, False, 30]
+    assert internals.request_work_handle(operation, given, {}) == (
+        ["tensors", "group", 0, 0, True, 30],
+        {},
+    )
+    args, kwargs = internals.request_work_handle(operation, given[:4], {"timeout": 30})
+    assert args == given[:4]
+    assert kwargs == {"async_op": True, "timeout": 30}
+    barrier = torch.ops.c10d.monitored_barrier_.default  # it has no handle
+    assert internals.request_work_handle(barrier, given[:2], {}) == (given[:2], {})
+
+
 def test_collectives_have_a_group_of_ranks_and_a_handle_to_wait_for(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     from torch import distributed

@@ -747,9 +747,10 @@ def document(found: pd.DataFrame) -> str:
     """Return the text and the tables for a page."""
     done = found[found.said.notna()]
     missed = done[~done.right]
+    false_mismatches = missed[(missed.said == "mismatch") & (missed.kind != "mismatch")]
     made = (
         f"{done.right.sum()} of {len(done)} audits begin with the expected line;"
-        f" {(missed.said == 'mismatch').sum()} report *mismatch* although another kind is correct."
+        f" {len(false_mismatches)} report *mismatch* although another kind is correct."
         f" {len(found) - len(done)} cases need settings that this machine cannot run. {made_by()}"
     )
     rows = []

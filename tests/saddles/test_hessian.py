@@ -195,7 +195,11 @@ def test_hessian_products_by_both_methods_agree_with_differences_of_gradients(na
     there, inputs_there = copy.deepcopy(model).to(device), inputs.to(device)
     H = gl.hessian(there, lambda: loss_of(there, inputs_there))
     reverse = hessian_by(REVERSE, model, lambda: loss_of(model, inputs))
-    assert H.method == (REVERSE if name in ("trace", "cannot be followed") else FORWARD)
+    needs_reverse = name in ("trace", "cannot be followed") or (
+        # Torch has no forward derivative of the fused cells that it uses on a GPU.
+        device == "cuda" and name in ("lstm", "gru")
+    )
+    assert H.method == (REVERSE if needs_reverse else FORWARD)
     assert reverse.method == REVERSE
     if name != "stopped gradients":  # which change, too
         check_products(reverse, model, lambda: loss_of(model, inputs))
