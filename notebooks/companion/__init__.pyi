@@ -27,6 +27,8 @@ from .first_windows import FirstWindow as FirstWindow
 from .first_windows import recorded_windows as recorded_windows
 from .floating_point import growth_title as growth_title
 from .floating_point import sums_title as sums_title
+from .half_size import compare_half_size as compare_half_size
+from .half_size import half_size_losses as half_size_losses
 from .hardware import describe_devices as describe_devices
 from .hardware import hardware_table as hardware_table
 from .hardware_drawings import draw_devices as draw_devices
