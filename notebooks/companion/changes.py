@@ -34,8 +34,10 @@ _PARTS = {
     "order=split-4": "sums in four parts, emulated",
     "isa=avx2": "older instructions",
 }
-# The smallest movement shown on the logarithmic axis; seeds with the same bits are drawn there.
-SAME_BITS = 1e-5
+# The logarithmic axis of movements, in standard deviations between seeds, begins here, or at a
+# smaller power of ten if a seed moves less.
+SMALLEST_MOVE = 1e-5
+_MOVE_TICKS = {1e-7: "$10^{-7}$", 1e-5: "$10^{-5}$", 1e-3: "0.001", 1e-1: "0.1", 1: "1"}
 COLUMNS = ["experiment", "profile", "machine", "change", "decision"]
 MIN_SEEDS = 6  # fewer pairs cannot show a difference at 5 %
 
@@ -162,11 +164,12 @@ def draw_changes(table: pd.DataFrame, seeds: pd.DataFrame, titles: dict[str, str
         width_ratios=[1, 1.2],
     )
     colour = theme.colour("cuda:tf32=off" if "NVIDIA" in table.machine.iloc[0] else "cpu")
+    smallest = _smallest_decade(seeds.move[seeds.profile.isin(titles)])
     for (profile, title), (left, right) in zip(titles.items(), axes, strict=True):
         rows = table[table.profile == profile].sort_values("median_move", kind="stable")
         positions = {change: row for row, change in enumerate(rows.change)}
         _draw_means(left, rows, positions, colour)
-        _draw_seeds(right, seeds[seeds.profile == profile], positions, colour)
+        _draw_seeds(right, seeds[seeds.profile == profile], positions, colour, smallest)
         margin = float(rows.margin.max())
         left.axvspan(-margin, margin, color="0.92", zorder=0)
         right.axvline(margin, color="0.5", linestyle=":", zorder=0)
@@ -237,11 +240,24 @@ def _draw_means(axes: Axes, rows: pd.DataFrame, positions: dict[str, int], colou
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_seeds(axes: Axes, seeds: pd.DataFrame, positions: dict[str, int], colour: str) -> None:
-    """Draw how far each seed moves, on a logarithmic axis."""
+def _smallest_decade(moves: pd.Series) -> float:
+    """Return the power of ten below which no seed moves, except seeds that do not move at all.
+
+    >>> f"{_smallest_decade(pd.Series([0.0, 3e-7, 0.2])):.0e}"
+    '1e-07'
+    """
+    smallest = moves[moves > 0].min()  # NaN if no seed moves
+    return float(np.fmin(SMALLEST_MOVE, 10 ** np.floor(np.log10(smallest))))
+
+
+def _draw_seeds(
+    axes: Axes, seeds: pd.DataFrame, positions: dict[str, int], colour: str, smallest: float
+) -> None:
+    """Draw how far each seed moves, on a logarithmic axis that has seeds of unchanged loss left."""
+    unmoved = smallest / 10
     axes.set_xscale("log")
     axes.scatter(
-        seeds.move.clip(lower=SAME_BITS),
+        seeds.move.where(seeds.move > 0, unmoved),
         seeds.change.map(positions),
         s=20,
         facecolors="none",
@@ -249,9 +265,11 @@ def _draw_seeds(axes: Axes, seeds: pd.DataFrame, positions: dict[str, int], colo
         linewidths=0.9,
     )
     axes.axvline(1, color="0.3", linestyle="--", zorder=0)
-    axes.set_xlim(SAME_BITS / 2, 10)
-    ticks = [SAME_BITS, 1e-3, 1e-1, 1]
-    axes.set_xticks(ticks, ["same bits", "0.001", "0.1", "1"])
+    axes.axvline(smallest / 10**0.5, color="0.85", linewidth=0.8, zorder=0)
+    axes.set_xlim(unmoved / 10**0.5, 10)
+    # The labels of powers of ten near `unmoved` would touch "same loss".
+    ticks = {tick: label for tick, label in _MOVE_TICKS.items() if tick > 50 * unmoved}
+    axes.set_xticks([unmoved, *ticks], ["same\nloss", *ticks.values()])
     axes.minorticks_off()
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -268,10 +286,12 @@ def describe_changes(table: pd.DataFrame, seeds: pd.DataFrame) -> str:
         return f"Fewer than {MIN_SEEDS} seeds cannot show a difference."
     changed = table[~table.change.isin(YARDSTICKS)]
     within, changes = count_within(table)
-    text = f"The mean stays within the margin for {within} of {changes} changes"
+    text = f"Mean within the margin for {within} of {changes} changes"
     for decision in ("different", "inconclusive"):
         names = changed.change[changed.decision == decision]
-        if len(names):
+        if 1 < len(names) == changes:
+            text += f" (all {decision})"
+        elif len(names):
             text += f" ({decision}: {', '.join(names)})"
     moves = seeds[seeds.change.isin(table.change) & (seeds.change != DRAWN)]
     if moves.move.max() == 0:

@@ -99,6 +99,14 @@ def test_title_of_changes_counts_changes_and_not_yardsticks(decisions, count, mo
     assert f"for {count} of 2 changes" in said, "the finding counts like the title"
 
 
+def test_describe_changes_does_not_list_changes_of_which_none_is_decided():
+    table, seeds = few_changes()
+    text = changes.describe_changes(table.assign(decision="inconclusive"), seeds)
+    assert "for 0 of 2 changes (all inconclusive)" in text
+    mixed = table.assign(decision=["inconclusive"] + ["equivalent"] * 3)
+    assert "for 1 of 2 changes (inconclusive: TF32)" in changes.describe_changes(mixed, seeds)
+
+
 def test_title_of_changes_counts_no_seed_that_stays_within_the_margin():
     table, seeds = few_changes()
     title = changes.title_of_changes(table, seeds.assign(move=0.1), {"motion": "150 updates"})
@@ -122,9 +130,43 @@ def test_draw_changes_shows_each_change_and_each_seed(judged):
         table.sort_values("median_move").change
     )
     assert len(right.collections[0].get_offsets()) == len(seeds)
-    assert "of 2 changes" in picture.alt  # a second run of the reference is not a change
+    # a second run of the reference is not a change
+    assert f"of {len(table) - 1} changes" in picture.alt
     counted = seeds[~seeds.change.isin(changes.YARDSTICKS)]
     assert f"of {len(counted)} pairs" in picture.alt
+
+
+def test_draw_changes_draws_only_seeds_of_unchanged_loss_at_same_loss(judged):
+    table, seeds = (part[part.experiment == "autoencoder"] for part in judged)
+    picture = companion.draw_changes(table, seeds, {"quick": "10,000 updates"})
+    axes = picture.figure.axes[1]
+    (label,) = (text for text in axes.get_xticklabels() if "same" in text.get_text())
+    position = label.get_position()[0]
+    drawn = axes.collections[0].get_offsets()[:, 0]
+    assert (seeds.move == 0).any()
+    assert (drawn == position).sum() == (seeds.move == 0).sum()
+    assert sorted(drawn[drawn > position]) == sorted(seeds.move[seeds.move > 0])
+    assert axes.get_xlim()[0] < position
+
+
+def test_recorded_changes_have_all_planned_seeds_on_the_gpu(recorded):
+    counts = recorded[recorded.device == "cuda"].groupby(["experiment", "profile", "change"]).seed
+    assert {name: set(own.unique()) for name, own in counts.nunique().groupby("profile")} == {
+        "motion": {16},
+        "paper": {12},
+        "quick": {16},
+    }
+
+
+def test_tf32_at_the_published_size_is_judged_against_deterministic_runs(recorded):
+    runs = recorded[(recorded.profile == "paper") & recorded.change.str.contains("determ")]
+    names = {"deterministic": changes.REFERENCE, "TF32 + deterministic": "TF32"}
+    table, _ = companion.judge_changes(runs.replace({"change": names}))
+    losses = runs.pivot_table(index="seed", columns="setting", values="final_loss")
+    reference = losses["cuda:tf32=off,deterministic=on"]
+    difference = losses["cuda:tf32=on,deterministic=on"] - reference
+    row = table.set_index("change").loc["TF32"]
+    assert row["mean"] == pytest.approx(difference.mean() / reference.std())
 
 
 def test_describe_changes_says_how_far_the_furthest_seed_moves(judged):

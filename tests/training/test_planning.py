@@ -177,9 +177,10 @@ def test_registered_runs_that_are_recorded_have_their_registration_here():
                 "the plan was changed afterwards"
             )
             names.add(name)
-    # The runs of this plan are recorded as a measurement, which contains no registration.
-    measured = {"published-size-on-a-cpu"}
+    # The runs of these plans are recorded as measurements, which contain no registration.
+    measured = {"published-size-on-a-cpu", "half-size-cpu-against-gpu"}
     assert len(recorded.recorded_table("published_cpu"))
+    assert len(recorded.recorded_table("published_half"))
     assert {file.stem for file in REGISTERED.glob("*.md")} == names | measured
 
 
