@@ -13,6 +13,7 @@ import gpulab as gl
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "docs" / "paper" / "paper.md"
+CLOSE = 0.04  # of the loss on the GPU: how far apart the devices end in most seeds
 PAPERS = (PAPER, PAPER.with_name("rescience.md"), PAPER.with_name("metadata.yaml"))
 
 
@@ -45,6 +46,7 @@ def numbers():
         "cartpole": share(means.as_tensor / means.tensor),
         "cartpole_seeds": len(poles),
         **replication(),
+        **added_seeds(),
         "smoke": minutes(),
     }
 
@@ -214,6 +216,30 @@ def devices_apart(half, runs):
         "direct": f"{(direct > 1).sum()} of {len(direct)}",
         "direct_ratio": f"{direct.median():.2f}",
         **intervals,
+    }
+
+
+def added_seeds():
+    """Return what the papers state about the comparison at half size with the added seeds."""
+    losses = companion.half_size_losses()
+    rows = companion.compare_half_size(losses).set_index(["seeds", "analysis"]).loc["all"]
+    table = losses.pivot_table(index="seed", columns="device", values="final_loss")
+    distances = (table.cpu / table.cuda - 1).abs().sort_values()
+
+    def interval(row):
+        return f"{share(row.low)} to {share(row.high)}"
+
+    return {
+        "half_windows": losses.windows.max(),
+        "half_seeds": rows.pairs["mean"],
+        "half_mean": rows.decision["mean"],
+        "half_mean_interval": interval(rows.loc["mean"]),
+        "half_margin": share(rows.margin["mean"]),
+        "half_trimmed": rows.decision["trimmed mean"],
+        "half_trimmed_interval": interval(rows.loc["trimmed mean"]),
+        "half_close": f"{(distances < CLOSE).sum()} of {len(distances)}",
+        "half_close_limit": share(CLOSE, 0),
+        "half_far": share(distances.iloc[-1], 0),
     }
 
 
