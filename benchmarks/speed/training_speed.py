@@ -4,6 +4,8 @@ r"""The speed of training both networks, compared with other ways, by step and e
         --leido pytorch-prednet --authors prednet_in_pytorch
     python benchmarks/speed/training_speed.py race autoencoder cuda:tf32=off \
         --record data/measured/autoencoder-my-gpu.json
+    python benchmarks/speed/training_speed.py race autoencoder cuda:tf32=off --strongest \
+        --record data/measured/peers-autoencoder-my-gpu.json
     python benchmarks/speed/training_speed.py end-to-end cuda:tf32=on \
         --record data/measured/end_to_end-my-gpu.json
 
@@ -325,21 +327,23 @@ def ways_of(
     return made
 
 
-def speeds(net: str, found: list[dict[str, Any]]) -> str:
-    """The table of records."""
+def speeds(net: str, found: list[dict[str, Any]], others: tuple[str, ...] = ()) -> str:
+    """The table of records, with ratios to the usual way and to others, each within a record."""
+    references = (USUAL[net], *others)
     rows = []
     for record in found:
-        usual = {
-            (row["setting"], row.get("size")): row
+        rates = {
+            (row["setting"], row.get("size"), row["entrant"]): row["per_second"]
             for row in record["rows"]
-            if row["entrant"] == USUAL[net]
         }
         for row in record["rows"]:
             size = SIZES[row["size"]] if net == "prednet" else None
-            beside = usual.get((row["setting"], row.get("size")))
             slow, fast = row["quartiles"]
             speed = f"{row['per_second']:,.0f} ({slow:,.0f} to {fast:,.0f})"
-            times = f"{row['per_second'] / beside['per_second']:.2f}" if beside else ""
+            times = []
+            for reference in references:
+                rate = rates.get((row["setting"], row.get("size"), reference))
+                times.append(f"{row['per_second'] / rate:.2f}" if rate else "")
             memory = f"{row['memory'] / 2**20:,.1f} MiB" if row["memory"] else ""
             words, share = "", ""
             if size:
@@ -348,8 +352,8 @@ def speeds(net: str, found: list[dict[str, Any]]) -> str:
                     f"{row['size']}: {batch}×{count} frames, {width}×{height},"
                     f" {'-'.join(map(str, channels))}"
                 )
-                rate = row["flop"] * row["per_second"] / (batch * count)
-                share = f"{rate / record['peak'][row['setting']]:.0%}"
+                flops = row["flop"] * row["per_second"] / (batch * count)
+                share = f"{flops / record['peak'][row['setting']]:.0%}"
             rows.append(
                 [
                     record["machine"],
@@ -357,15 +361,26 @@ def speeds(net: str, found: list[dict[str, Any]]) -> str:
                     words,
                     row["entrant"],
                     speed,
-                    times,
+                    *times,
                     share,
                     memory,
                 ]
             )
     unit = {"prednet": "frames", "autoencoder": "updates"}[net]
-    return table(
-        f"machine|setting|size||{unit}/s (quartiles)|× {USUAL[net]}|of the peak|memory", rows
-    )
+    ratios = "|".join(f"× {reference}" for reference in references)
+    return table(f"machine|setting|size||{unit}/s (quartiles)|{ratios}|of the peak|memory", rows)
+
+
+def peers(net: str, found: list[dict[str, Any]]) -> str:
+    """The table of records with the strongest implementations of a network, and what failed."""
+    of_net = [record for record in found if all(row["network"] == net for row in record["rows"])]
+    failed = [
+        f"- {record['machine']}, {case} failed: {reason}"
+        for record in of_net
+        for case, reason in record["failed"].items()
+    ]
+    parts = [speeds(net, of_net, ("gpulab",)), "\n".join(failed)]
+    return "\n\n".join(filter(None, parts))
 
 
 @app.command("race")
@@ -418,7 +433,12 @@ def race_ways(
         for name, reason in failed.items():
             print(f"{name} failed: {reason}")
     if write:
-        show(f"Training: {net}", write, measured=speeds(net, recorded.read_measured(net)))
+        show(
+            f"Training: {net}",
+            write,
+            measured=speeds(net, recorded.read_measured(net)),
+            peers=peers(net, recorded.read_measured("peers")),
+        )
 
 
 # --- end to end -----------------------------------------------------------------------------------

@@ -91,9 +91,11 @@ from .timing import time_rounds as time_rounds
 from .timing import withhold as withhold
 from .timing import withhold_rows as withhold_rows
 from .training_speed import describe_crossing as describe_crossing
+from .training_speed import describe_peers as describe_peers
 from .training_speed import describe_training as describe_training
 from .training_speed import draw_training as draw_training
 from .training_speed import network_window as network_window
+from .training_speed import recorded_peers as recorded_peers
 from .training_speed import recorded_training as recorded_training
 from .widgets import bit_explorer as bit_explorer
 from .widgets import slice_explorer as slice_explorer

@@ -167,7 +167,7 @@ def recorded_conditions() -> pd.DataFrame:
         'cores used by others'
     """
     rows = []
-    for kind in ("speed", "autoencoder", "prednet", "rooflines", "kernels", "end_to_end"):
+    for kind in ("speed", "autoencoder", "prednet", "peers", "rooflines", "kernels", "end_to_end"):
         for document in read_measured(kind):
             rows += _describe_record(kind, document)
     frame = pd.DataFrame(rows).groupby(["where", "size", "is_loaded"], sort=False).agg("sum")

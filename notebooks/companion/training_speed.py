@@ -23,9 +23,12 @@ WINDOWS = {"autoencoder": (20, 1, 28, 28), "prednet": (21, 3, 48, 64)}  # images
 WAYS = {  # the implementations in the records, in words
     "usual loop": "the usual loop",
     "usual loop, a look at every loss": "the usual loop, .item() at each step",
+    "usual loop, CUDA graph": "the usual loop, in one CUDA graph",
     "leido": "the usual PyTorch port",
+    "leido, compiled": "the usual PyTorch port, torch.compile",
     "authors' port": "the authors' port",
     "authors' port, no hooks": "the authors' port, without its hooks",
+    "JAX": "JAX, jit",
     "gpulab, plain": "gpulab, plain PyTorch",
     "gpulab": "gpulab, with its engine",
 }
@@ -70,6 +73,10 @@ def network_window(network: str, setting: Setting | str, fast: bool) -> Callable
 def recorded_training() -> pd.DataFrame:
     """Read how fast the two networks trained on other machines.
 
+    A machine was often measured twice: without and, later, with the strongest other
+    implementations. Where both records have the same network, size and setting, only the later one
+    is returned, so that all rows of a network, size, setting and machine come from one record.
+
     Returns:
         A data frame with a row for each network, size, setting and way of training: `network`,
         `size`, `setting`, `machine`, `way` in words, `per_second` (images or frames, the median),
@@ -80,25 +87,121 @@ def recorded_training() -> pd.DataFrame:
         >>> sorted(frame.network.unique())
         ['autoencoder', 'prednet']
     """
+    case = ["network", "size", "setting", "machine"]
+    first = pd.concat([_read_rates("autoencoder"), _read_rates("prednet")])
+    peers = recorded_peers().dropna(subset="per_second")
+    is_repeated = pd.MultiIndex.from_frame(first[case]).isin(pd.MultiIndex.from_frame(peers[case]))
+    frame = pd.concat([first[~is_repeated], peers], ignore_index=True)
+    return frame.drop(columns=["record", "failure"])
+
+
+def recorded_peers() -> pd.DataFrame:
+    """Read how fast the two networks trained in comparisons with the strongest implementations.
+
+    Returns:
+        A data frame with the columns of `recorded_training`, with `record`, the number of the
+        record that a row comes from, and with `failure`, the error of an implementation that did
+        not run; its `per_second` is missing.
+
+    Examples:
+        >>> frame = recorded_peers()
+        >>> (frame.per_second.notna() == (frame.failure == "")).all()
+        np.True_
+    """
+    frame = _read_rates("peers")
+    cases = list(zip(frame.network, frame["size"], strict=True))
+    return frame.iloc[sorted(range(len(frame)), key=lambda row: [*NAMES].index(cases[row]))]
+
+
+def _read_rates(kind: str) -> pd.DataFrame:
+    """The rates in all records of a kind, and what failed, with the columns of `recorded_peers`."""
     rows = []
-    for kind in ("autoencoder", "prednet", "peers"):
-        for document in recorded.read_measured(kind):
-            for row in document["rows"]:
-                lower, upper = row["quartiles"]
-                rows.append(
-                    {
-                        "network": row.get("network", kind),
-                        "size": row.get("size", "quick"),
-                        "setting": row["setting"],
-                        "machine": document["machine"],
-                        "way": WAYS.get(row["entrant"], row["entrant"]),
-                        "per_second": row["per_second"],
-                        "lower": lower,
-                        "upper": upper,
-                        "recorded": True,
-                    }
-                )
+    for number, document in enumerate(recorded.read_measured(kind)):
+        common = {"machine": document["machine"], "recorded": True, "record": number}
+        for row in document["rows"]:
+            lower, upper = row["quartiles"]
+            network = row.get("network", kind)
+            rows.append(
+                {
+                    "network": network,
+                    "size": row.get("size", "quick"),
+                    "setting": row["setting"],
+                    "way": WAYS.get(row["entrant"], row["entrant"]),
+                    "per_second": row["per_second"],
+                    "lower": lower,
+                    "upper": upper,
+                    "failure": "",
+                    **common,
+                }
+            )
+        for case, failure in document.get("failed", {}).items():
+            size, setting, entrant = case.split(" ", 2)
+            rows.append(
+                {
+                    "network": network,  # a record has one network
+                    "size": size,
+                    "setting": setting,
+                    "way": WAYS.get(entrant, entrant),
+                    "failure": failure,
+                    **common,
+                }
+            )
     return pd.DataFrame(rows)
+
+
+def describe_peers(frame: pd.DataFrame) -> list[str]:
+    """Say which implementation trains fastest, and compare gpulab's engine with the strongest one.
+
+    Args:
+        frame: With the columns of `recorded_peers`.
+
+    Returns:
+        A line for each record, network, size and setting in which gpulab's engine was measured
+        beside other implementations, all of whose numbers come from that record. Then a line for
+        each implementation that failed.
+    """
+    case = ["record", "network", "size", "setting", "machine"]
+    found = []
+    for (_, network, size, setting, machine), rows in frame.groupby(case, sort=False):
+        measured = rows.dropna(subset="per_second").set_index("way")
+        others = measured.drop([ENGINE, PLAIN], errors="ignore").per_second
+        if ENGINE not in measured.index or others.empty:
+            continue
+        name, unit = _name_and_unit(network, size)
+        compared = [*dict.fromkeys([others.idxmax(), USUAL[network]])]
+        ratios = [
+            f"{measured.per_second[ENGINE] / others[way]:.3g} times as fast as {way}"
+            for way in compared
+            if way in others
+        ]
+        found.append(
+            f"{name} ({machine}, {setting_words(setting)}): {_describe_fastest(measured, unit)}"
+            f" gpulab's engine is {' and '.join(ratios)}."
+        )
+    failed = frame[frame.failure != ""]
+    for (network, size, way, failure), rows in failed.groupby(
+        ["network", "size", "way", "failure"], sort=False
+    ):
+        settings = "; ".join(map(setting_words, rows.setting.unique()))
+        name, _ = _name_and_unit(network, size)
+        found.append(f"{name} ({settings}): {way} failed with {failure}.")
+    return found
+
+
+def _name_and_unit(network: str, size: str) -> tuple[str, str]:
+    """A network of some size in words, and the unit of its rate."""
+    name, _, unit = NAMES[network, size].removesuffix(")").rpartition(" (")
+    return name, unit
+
+
+def _describe_fastest(measured: pd.DataFrame, unit: str) -> str:
+    """Name the fastest implementation, or several whose middle halves of the rounds overlap."""
+    ordered = measured.sort_values("per_second", ascending=False)
+    leaders = ordered[ordered.upper >= ordered.lower.iloc[0]]
+    rates = [f"{way} ({rate:,.0f} {unit})" for way, rate in leaders.per_second.items()]
+    if len(rates) == 1:
+        return f"the fastest is {rates[0]}."
+    return f"the rounds of the fastest overlap: {' and '.join(rates)}."
 
 
 def describe_training(frame: pd.DataFrame) -> list[str]:
@@ -127,7 +230,7 @@ def describe_training(frame: pd.DataFrame) -> list[str]:
             if way in ratio
         ]
         if parts:
-            name = NAMES[network, size].rpartition(" (")[0]
+            name, _ = _name_and_unit(network, size)
             sentences.append(
                 f"{name}: compared with the fastest CPU, a GPU is {', and '.join(parts)}."
             )

@@ -7,9 +7,12 @@ import torch
 import companion
 from companion import speed, workloads
 from companion.benchmarks import benchmark
+from gpulab.store.recorded import read_measured, recorded_table
+from gpulab.wording import setting_words
 
 boosted_trees, texts = benchmark("speed/boosted_trees"), benchmark("speed/text_classifier")
 CPU = "cpu:threads=1"
+TREES = "gradient-boosted trees are faster on GPUs"
 GPU = {"setting": "cuda:tf32=off", "machine": "a GPU", "recorded": True}
 HERE = {"setting": "cpu", "machine": "this machine", "recorded": False}
 
@@ -91,13 +94,31 @@ def test_speed_claims_are_ratios_of_medians_here_before_recorded():
     compiled = table.loc["compilation makes training faster"]
     assert compiled.answer == "not decided"
     assert compiled.measured.startswith("20× (1 of the 6 seeds")
-    trees = table.loc["gradient-boosted trees are faster on GPUs"]
+    trees = table.loc[TREES]
     assert trees.answer == "not measured"
     assert (trees["from"], trees.to) == (
         "not measured on a CPU",
         "not measured on a GPU: XGBoost is not installed",
     )
     assert len(companion.claims_table(frame, "paper")) == len(speed.CLAIMS)
+
+
+@pytest.mark.parametrize("size", ["quick", "paper"])
+def test_claim_about_trees_is_answered_from_records_at_both_sizes(size):
+    """A note in an older record that XGBoost was not installed hides no later measurement."""
+    frame = recorded_table("speed")
+    frame = frame.assign(where=frame.machine + ", " + frame.setting)
+    timed = frame[(frame.part == "trees") & frame.value.notna() & (frame["size"] == size)]
+    on_gpu = speed.on_gpu(timed)
+    cpu, gpu = (timed[side].sort_values("value").iloc[0] for side in (~on_gpu, on_gpu))
+    assert timed[on_gpu].groupby("where").size().tolist() == [1], "no measurement is shown twice"
+    assert (frame.machine[frame.part == "trees"] == gpu.machine).sum() > 2, "with older records"
+    trees = companion.claims_table(frame, size).set_index("claim").loc[TREES]
+    assert trees.answer == ("yes" if gpu.value < cpu.value else "no")
+    assert trees.measured == f"{cpu.value / gpu.value:.3g}×"
+    assert trees["from"].endswith(f"fifty trees: {cpu['where']}")
+    assert trees.to.endswith(f"fifty trees: {gpu['where']}")
+    assert "16" in cpu.setting, "the fastest CPU is the one with 16 threads"
 
 
 def test_claimed_costs_repeat_the_claimed_numbers_and_their_ratio():
@@ -137,6 +158,22 @@ def test_recorded_conditions_state_load_and_disagreeing_rounds(monkeypatch):
         ["autoencoder", "not recorded", "1 of 1"],
         ["kernels", "not recorded", "not recorded"],
     ]
+
+
+def test_recorded_conditions_list_trees_and_the_strongest_implementations():
+    table = speed.recorded_conditions()["what was measured"]
+    for part, documents in (
+        ("peers", read_measured("peers")),
+        (
+            "trees",
+            [d for d in read_measured("speed") if {r["part"] for r in d["rows"]} == {"trees"}],
+        ),
+    ):
+        for document in documents:
+            for row in document["rows"]:
+                where = f"{document['machine']}, {setting_words(row['setting'])} (recorded)"
+                listed = table.loc[[(where, row.get("size", "quick"))]]
+                assert listed.str.contains(rf"\b{part}\b").any()
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(2.0, "in 2 s here"), (math.nan, "too busy")])
