@@ -965,12 +965,13 @@ def component_tensors(tensor: Tensor) -> list[Tensor]:
         return []
     if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return []  # while a CUDA graph is captured, reading the content is forbidden
-    if _python_dispatch.is_traceable_wrapper_subclass(tensor):
+    is_subclass = type(tensor) is not Tensor  # for speed, ordinary tensors skip the next checks
+    if is_subclass and _python_dispatch.is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [
             component for name in names for component in component_tensors(getattr(tensor, name))
         ]
-    if type(tensor) is not Tensor:
+    if is_subclass:
         try:
             tensor = tensor.as_subclass(Tensor)
         except RuntimeError:  # torch 2.6 cannot convert a FakeTensor

@@ -119,12 +119,11 @@ def _block_sums(numbers: Tensor, shift: int) -> np.ndarray:
     more position than the previous one, and all of them by `shift`.
     """
     count = numbers.numel()
-    if numbers.dtype not in (torch.float32, torch.float64):  # torch cannot multiply all other types
-        numbers = numbers.double()
     signed = numbers.new_empty(
         SKETCH_SIZE * SKETCH_SIZE * math.ceil(count / SKETCH_SIZE**2), dtype=torch.float64
     )
-    torch.mul(numbers, _signs(str(numbers.device))[:count], out=signed[:count])
+    # Conversion and product are two operations, because torch is slower if they are one.
+    signed[:count].copy_(numbers).mul_(_signs(str(numbers.device))[:count])
     signed[count:] = 0.0  # pad the last stretch
     folded = signed.view(SKETCH_SIZE, -1, SKETCH_SIZE).sum(1).cpu().numpy()
     with np.errstate(invalid="ignore", over="ignore"):
@@ -154,19 +153,25 @@ def _signs(device: str) -> Tensor:
     return torch.from_numpy(signs).to(device)
 
 
-def perturbation_factors(like: Tensor, draw: int, size: float) -> Tensor:
-    """Return 1 ± `size` in float64, with a pseudorandom sign for each number and each `draw`.
+def shrinking_factors(like: Tensor, draw: int, unit: float) -> Tensor:
+    """Return 1 or 1 − 2 `unit` in float64, at random for each number and each `draw`.
 
-    >>> perturbation_factors(torch.zeros(8), 3, 0.5).tolist()
-    [0.5, 1.5, 1.5, 0.5, 0.5, 0.5, 1.5, 1.5]
+    >>> shrinking_factors(torch.zeros(8), 3, 0.25).tolist()
+    [0.5, 1.0, 1.0, 0.5, 0.5, 0.5, 1.0, 1.0]
     """
     count = like.numel()
-    # Each draw starts at another position of the signs. 7919 is a prime number.
+    # Each draw starts at another position. 7919 is a prime number.
     start = draw * 7919 % (BLOCK_SIZE - min(count, BLOCK_SIZE) + 1)
-    signs = _signs(str(like.device))[start : start + count]
+    factors = _block_of_shrinking_factors(str(like.device), unit)[start : start + count]
     if count > BLOCK_SIZE:
-        signs = signs.repeat(math.ceil(count / BLOCK_SIZE))[:count]
-    return 1 + size * signs.view(like.shape)
+        factors = factors.repeat(math.ceil(count / BLOCK_SIZE))[:count]
+    return factors.view(like.shape)
+
+
+@functools.cache
+def _block_of_shrinking_factors(device: str, unit: float) -> Tensor:
+    """Compute a factor for each element of a block."""
+    return 1 + unit * _signs(device) - unit
 
 
 def relative_distance(x: np.ndarray, reference: np.ndarray) -> float:

@@ -16,6 +16,7 @@ from gpulab.audits._comparison import differing_arguments
 from gpulab.audits._references import return_freed_memory
 from gpulab.audits._tracer import Tracer
 from gpulab.audits._traces import RESULT, Trace, align_operations
+from gpulab.audits._values import Slabs
 from gpulab.errors import GpulabError, OverwrittenWarning, UsageError
 from gpulab.guards._guard import guard, is_forbidden
 from gpulab.numerics._flags import arithmetic
@@ -89,10 +90,11 @@ def record(
             " compares its results"
         )
     with Progress(unit="operation", leave=False, disable=not progress) as bar:
-        first_trace = perform(step, parsed, Tracer(bar.update))
+        slabs = Slabs()
+        first_trace = perform(step, parsed, Tracer(bar.update, slabs=slabs))
         return_freed_memory()
         bar.total = len(first_trace.operations) * 2  # two executions
-        trace = _perform_measured(step, parsed, bar)
+        trace = _perform_measured(step, parsed, bar, slabs)
         return_freed_memory()
     _mark_changes(first_trace, trace)
     trace.passport = dict(passport())
@@ -103,14 +105,17 @@ def record(
     return trace
 
 
-def _perform_measured(step: Callable[..., object], setting: Setting, bar: Progress) -> Trace:
+def _perform_measured(
+    step: Callable[..., object], setting: Setting, bar: Progress, slabs: Slabs
+) -> Trace:
     """Execute the step with references inside the guard, or without it if torch forbids hooks."""
     try:
-        return perform(step, setting, Tracer(bar.update, is_measuring=True))
+        return perform(step, setting, Tracer(bar.update, is_measuring=True, slabs=slabs))
     except GpulabError as error:
         if not is_forbidden(error):
             raise
-    return perform(step, setting, Tracer(bar.update, is_measuring=True), guarded=False)
+    tracer = Tracer(bar.update, is_measuring=True, slabs=slabs)
+    return perform(step, setting, tracer, guarded=False)
 
 
 def perform(

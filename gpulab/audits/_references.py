@@ -41,9 +41,9 @@ from gpulab.guards._reentrancy import without_dispatch_modes
 HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 # Freed storages are searched for when the new copies reach the larger of these two sizes: a number
 # of bytes, and a share of all copies.
-MIN_GROWTH = 1 << 18
-MAX_GROWTH = 1 / 32
-RETURN_INTERVAL = 1 << 25  # bytes of new copies after which freed memory is returned
+MIN_GROWTH = 1 << 20
+MAX_GROWTH = 1 / 16
+RETURN_INTERVAL = 1 << 27  # bytes of new copies after which freed memory is returned
 MIN_NEW_STORAGES = 64  # new storages, of any size, before freed ones are searched for
 # Operations on the program's own state, such as the scale of a gradient scaler. Their recorded
 # results are also the reference.

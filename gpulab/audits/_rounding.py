@@ -22,7 +22,7 @@ from gpulab._torch_internals import (
     has_failed,
     named_arguments,
 )
-from gpulab.audits._count_sketch import is_float_or_complex, perturbation_factors
+from gpulab.audits._count_sketch import is_float_or_complex, shrinking_factors
 from gpulab.audits._float64_calls import (
     RESULTS_BEFORE_FACTORS,
     Float64Reference,
@@ -181,14 +181,15 @@ def _compare_with_reference(
     unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
     has_same_sizes = [t.numel() for t in reference.float_tensors] == [r.numel() for r in results]
     # An operation that moves numbers without rounding, such as a copy, has no error.
-    if has_same_sizes and not any(map(difference_norm, results, exact)):
+    errors = list(map(difference_norm, results, exact))
+    if has_same_sizes and not any(errors):
         return Accuracy(error=0.0, bound=unit)
     terms = count_terms(name, args, reference, exact)
     growth_factors = SAFETY_FACTOR * np.sqrt(np.maximum(1.0, terms))
     if name in PRODUCT_OPERANDS:
         bounds = growth_factors * _product_perturbations(reference, unit)
     else:
-        perturbations = _measure_perturbations(name, reference, exact, unit)
+        perturbations = _measure_perturbations(name, reference, exact, sizes, unit)
         bounds = growth_factors * (
             perturbations + _one_pass_variance_loss(name, reference, exact, unit)
         )
@@ -201,12 +202,13 @@ def _compare_with_reference(
         growth_factors * np.sqrt([e.numel() for e in exact]) * [f.smallest_normal for f in formats]
     )
     bounds = bounds + underflow * [f.eps for f in formats]
-    # Numbers beyond the range of the format overflow.
-    exact = [
-        torch.where(tensor.abs() > finfo.max, tensor * math.inf, tensor)
-        for tensor, finfo in zip(exact, formats, strict=True)
-    ]
-    errors = list(map(difference_norm, results, exact))
+    # Numbers beyond the range of the format overflow. There are none if the norm is in the range.
+    if any(size > finfo.max for size, finfo in zip(sizes, formats, strict=True)):
+        exact = [
+            torch.where(tensor.abs() > finfo.max, tensor * math.inf, tensor)
+            for tensor, finfo in zip(exact, formats, strict=True)
+        ]
+        errors = list(map(difference_norm, results, exact))
     ratios = [
         Accuracy(error=error, bound=bound).ratio
         for error, bound in zip(errors, bounds, strict=True)
@@ -331,7 +333,7 @@ def _product_perturbations(reference: Float64Reference, unit: float) -> np.ndarr
 
 
 def _measure_perturbations(
-    name: str, reference: Float64Reference, exact: list[Tensor], unit: float
+    name: str, reference: Float64Reference, exact: list[Tensor], sizes: list[float], unit: float
 ) -> np.ndarray:
     """Measure how much each result changes if inputs and result are off by one rounding each.
 
@@ -340,12 +342,12 @@ def _measure_perturbations(
     of a sum add up; it is left out for pointwise operations.
 
     All perturbations reduce the absolute values of numbers, because some kernels reject a
-    probability above 1.
+    probability above 1. `sizes` are the norms of the exact results.
     """
     draws = itertools.count()
 
     def shrink_at_random(x: Tensor) -> Tensor:
-        return x * (perturbation_factors(x, next(draws), unit) - unit)
+        return x * shrinking_factors(x, next(draws), unit)
 
     def lower(x: Tensor) -> Tensor:
         return x * (1 - unit * torch.sgn(x).conj())
@@ -358,7 +360,6 @@ def _measure_perturbations(
         math.hypot(*(norm(perturbed - exact_result) for perturbed in perturbed_versions))
         for exact_result, *perturbed_versions in zip(exact, *perturbed_results, strict=True)
     ]
-    sizes = list(map(norm, exact))
     if name in ATTENTION_OPERANDS:
         # The terms of an average may cancel, but their rounding errors do not. So the size is that
         # of the average of absolute values. The factor 4 allows for the fast exponential of a GPU,

@@ -152,6 +152,8 @@ class Tracer(UncompiledDispatchMode):
         on_operation: The function to call after each operation.
         is_measuring: Whether each value gets a float64 reference, and each operation is repeated to
             measure its error.
+        slabs: The memory for sketches. An earlier execution of the same step may share its own, so
+            that tensors with equal content are sketched once.
 
     Attributes:
         operations: The recorded operations in the order of their execution.
@@ -161,17 +163,23 @@ class Tracer(UncompiledDispatchMode):
             references of their sources.
     """
 
-    def __init__(self, on_operation: Callable[[], object], is_measuring: bool = False) -> None:
+    def __init__(
+        self,
+        on_operation: Callable[[], object],
+        is_measuring: bool = False,
+        slabs: Slabs | None = None,
+    ) -> None:
         super().__init__()
         self.on_operation = on_operation
         self.is_measuring = is_measuring
         self.is_outside_step = False
         self.references = References()
-        self.slabs = Slabs()
+        self.slabs = slabs or Slabs()
         self.results = StepResults(self)
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
         self.names: dict[tuple[Nested, ...], str] = {}
+        self.digests: dict[str, int] = {}  # of the content, by name
         # Contiguous values are identified by their memory alone, so that reshaped views are
         # recognised.
         self.flat_values: dict[tuple[Nested, ...], tuple[int, Value]] = {}
@@ -553,7 +561,7 @@ class Tracer(UncompiledDispatchMode):
         digest = content_digest(tensor)
         key = _value_key(tensor, memory.serial, memory.version)
         name = self.names.get(key)
-        if name is not None and sketches.content_id(tensor, digest) == self.values[name].content:
+        if name is not None and digest == self.digests[name]:
             return name
         flat = (
             _value_key(tensor.view(-1), memory.serial, memory.version)
@@ -567,6 +575,7 @@ class Tracer(UncompiledDispatchMode):
             self.references.reread(tensor)
             return self.value_of(tensor, maker)
         name = self.names[key] = str(len(self.values))
+        self.digests[name] = digest
         value = self.values[name] = self._new_value(tensor, digest, equal_value)
         if flat:
             self.flat_values.setdefault(flat, (digest, value))

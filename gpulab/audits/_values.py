@@ -25,7 +25,7 @@ Array = np.ndarray
 
 
 class Slabs:
-    """Memory for small long-lived arrays, allocated in large pieces.
+    """Memory for small long-lived arrays, allocated in large pieces, and sketches by content.
 
     Small arrays that are allocated one by one between large temporary arrays fragment the heap, so
     that the memory of the large arrays cannot be reused. Without slabs, the heap of a process that
@@ -35,6 +35,14 @@ class Slabs:
     def __init__(self) -> None:
         self.slab = np.empty(0)
         self.n_used = 0
+        self.sketches: dict[str, Array] = {}  # by the content of the tensor
+
+    def sketch_of(self, tensor: Tensor, content: str) -> Array:
+        """Return the sketch of a tensor; tensors with equal content share one."""
+        known = self.sketches.get(content)
+        if known is None:
+            known = self.sketches[content] = self.store(sketches.sketch(tensor))
+        return known
 
     def store(self, array: Array) -> Array:
         """Copy an array of float64 numbers to the current slab, and return the copy.
@@ -154,10 +162,9 @@ class Value:
     ) -> Value:
         """Create a value with the content and the sketch of the recorded numbers only."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        sketch = slabs.store(sketches.sketch(tensor)) if equal_value is None else equal_value.sketch
-        return cls(
-            sketches.content_id(tensor, digest), list(tensor.shape), dtype, sketch, exact=exact
-        )
+        content = sketches.content_id(tensor, digest)
+        sketch = slabs.sketch_of(tensor, content) if equal_value is None else equal_value.sketch
+        return cls(content, list(tensor.shape), dtype, sketch, exact=exact)
 
     @cached_property
     def count(self) -> int:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
 from gpulab.audits._comparison import differing_arguments as differing
-from gpulab.audits._count_sketch import BLOCK_SIZE, perturbation_factors, sketch
+from gpulab.audits._count_sketch import BLOCK_SIZE, shrinking_factors, sketch
 from gpulab.audits._tracer import _is_random
 from gpulab.audits._traces import RESULT, Operation, align_operations
 from tests.audits._helpers import Own, drawn, recorded, seeded
@@ -250,8 +250,8 @@ def test_sketch_shows_one_wrong_number_among_many_in_full(count):
     wrong = x.clone()
     wrong[-3] += 5
     assert np.linalg.norm(sketch(wrong) - sketch(x)) == pytest.approx(5, rel=1e-6)
-    assert perturbation_factors(x, 3, 0.5).unique().tolist() == [0.5, 1.5]
-    assert perturbation_factors(x, 3, 0.5).shape == x.shape
+    assert shrinking_factors(x, 3, 0.25).unique().tolist() == [0.5, 1.0]
+    assert shrinking_factors(x, 3, 0.25).shape == x.shape
 
 
 # --- aligning -------------------------------------------------------------------------------------
