@@ -50,6 +50,7 @@ from .learning import title_runs as title_runs
 from .learning import variation_title as variation_title
 from .microbenchmark_figures import describe_inside as describe_inside
 from .microbenchmark_figures import draw_inside as draw_inside
+from .microbenchmark_figures import inside_finding as inside_finding
 from .microbenchmark_figures import recorded_hardware as recorded_hardware
 from .microbenchmark_figures import recorded_inside as recorded_inside
 from .microbenchmarks import measure_inside as measure_inside
@@ -67,6 +68,7 @@ from .saddle_points import leaves_saddle as leaves_saddle
 from .saddle_points import leaving_title as leaving_title
 from .saddle_points import saddle_finding as saddle_finding
 from .saddle_points import step_length_title as step_length_title
+from .scale_out import compare_lock_free as compare_lock_free
 from .scale_out import describe_gains as describe_gains
 from .scale_out import lock_free_gains as lock_free_gains
 from .scale_out import overheads as overheads

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from companion.findings import SUMMARY, CheckedSentences, finding
 from companion.microbenchmarks import STRIDES
 from companion.timing import add_spread
 from gpulab.picture import Picture
@@ -159,16 +160,56 @@ def describe_inside(frame: pd.DataFrame, benchmark: str) -> list[str]:
         The sentences. If times that a sentence needs were withheld, it says that the device was too
         busy.
     """
-    sentences = []
     rows = label_places(frame[frame.benchmark == benchmark])
-    for where, device in rows.groupby("where", sort=False):
-        try:
-            words = DESCRIPTIONS[benchmark](device.dropna(subset="seconds"))
-        except (KeyError, IndexError, ValueError):
-            # A time that the sentence needs is missing.
-            words = "too busy to measure this"
-        sentences.append(f"{where[0].upper()}{where[1:]}: {words}.")
-    return sentences
+    return [
+        f"{_capitalise(where)}: {_describe_device(device, benchmark)}."
+        for where, device in rows.groupby("where", sort=False)
+    ]
+
+
+def _describe_device(rows: pd.DataFrame, benchmark: str) -> str:
+    """Describe what a microbenchmark shows about one device."""
+    try:
+        return DESCRIPTIONS[benchmark](rows.dropna(subset="seconds"))
+    except (KeyError, IndexError, ValueError):  # a time that the sentence needs is missing
+        return "too busy to measure this"
+
+
+def _capitalise(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def inside_finding(frame: pd.DataFrame, limits: pd.DataFrame) -> CheckedSentences:
+    """State what the microbenchmarks showed, and what limits each layer.
+
+    What was measured here is shown; what was recorded on other machines is folded.
+
+    Args:
+        frame: As for `describe_inside`, with all microbenchmarks.
+        limits: The result of `gpulab.device.bounds`: `operation`, `setting`, `intensity` and
+            `bound` of each layer.
+    """
+    here: list[str] = []
+    elsewhere: dict[str, list[str]] = {}
+    for (is_recorded, where), rows in label_places(frame).groupby(
+        ["recorded", "where"], sort=False
+    ):
+        names = [name for name in DESCRIPTIONS if name in set(rows.benchmark)]
+        sentences = [
+            f"{_capitalise(_describe_device(rows[rows.benchmark == name], name))}."
+            for name in names
+        ]
+        if is_recorded:
+            elsewhere[_capitalise(where)] = sentences
+        else:
+            here += [f"{_capitalise(where)}:", *sentences]
+    for (setting, bound), layers in limits.groupby(["setting", "bound"], sort=False):
+        names = "; ".join(
+            f"{layer.operation} ({layer.intensity:.3g} flop per byte)"
+            for layer in layers.itertuples()
+        )
+        here.append(f"Limited by {bound} on the {setting_words(setting)}: {names}.")
+    return finding({SUMMARY: here, **elsewhere})
 
 
 # --- figures --------------------------------------------------------------------------------------

@@ -125,6 +125,39 @@ def lock_free_gains(speeds: pd.DataFrame) -> pd.Series:
     return table["lock-free"] / table["synchronous"]
 
 
+def compare_lock_free(descents: pd.DataFrame) -> pd.DataFrame:
+    """Compare lock-free with synchronous workers in each repetition.
+
+    Args:
+        descents: A row for each run of `programs/hogwild.py`, with `condition` and `repetition`.
+
+    Returns:
+        A row for each condition and repetition: the `decision` of `gpulab.verdict` on the loss of
+        held-out images; the `difference` of the mean loss; `higher`, the seeds whose loss is higher
+        without a lock; the mean `lost_share` of the changes; and the mean `age` of a gradient, in
+        updates.
+    """
+    rows = []
+    for (condition, repetition), runs in descents.groupby(["condition", "repetition"], sort=False):
+        losses = runs[["way", "seed", "heldout_loss"]]
+        verdict = gl.verdict(losses, "heldout_loss", "way", reference="synchronous")
+        pairs = losses.pivot_table(index="seed", columns="way", values="heldout_loss")
+        free = runs[runs.way == "lock-free"]
+        rows.append(
+            {
+                "condition": condition,
+                "repetition": repetition,
+                "decision": verdict.table.decision.iloc[0],
+                "difference": verdict.table.difference.iloc[0],
+                "higher": int((pairs["lock-free"] > pairs.synchronous).sum()),
+                "seeds": len(pairs),
+                "lost_share": free.lost_share.mean(),
+                "age": free.age.mean(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def describe_gains(gains: pd.Series) -> str:
     """State in a sentence how much faster lock-free workers are, or that it was not measured."""
     measured = gains.dropna()

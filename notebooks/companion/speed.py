@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from companion.findings import SIZES, SUMMARY, CheckedSentences, Part, finding, listed
+from companion.findings import SUMMARY, CheckedSentences, Part, finding, listed
 from companion.timing import BUSY, MAX_SPREAD
 from gpulab.store.recorded import read_measured
 from gpulab.wording import setting_words
 
+CLAIM_SIZES = {"quick": "small", "paper": "large"}  # the sizes of the claims' workloads
 ENOUGH = 6  # seeds: six agree by chance in 3 of 100 cases
 
 
@@ -257,7 +258,7 @@ def speed_finding(
         parts[f"Small networks, compared with {machine}"] = words
         there = pd.concat([everything[everything.recorded & ~on_gpu(everything)], rows])
         claims = pd.concat(
-            [claims_table(there, size).assign(size=SIZES[size]) for size in ("quick", "paper")]
+            [claims_table(there, size).assign(size=words) for size, words in CLAIM_SIZES.items()]
         )
         sentences = []
         summary.append(f"Claims, measured on {machine} (recorded):")

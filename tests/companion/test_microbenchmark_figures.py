@@ -98,3 +98,27 @@ def test_draw_devices_draws_each_multiprocessor_and_names_it():
     assert patches[1] - patches[0] == 3 * 10  # arithmetic, cache and control of ten more
     assert "20 SMs" in few.alt
     assert "4 MiB" in " ".join(text.get_text() for text in few.figure.axes[0].texts)
+
+
+def test_inside_finding_shows_this_machine_and_folds_the_recorded_ones():
+    recorded = companion.recorded_inside()
+    here = recorded.assign(machine="this machine", recorded=False)
+    limits = pd.DataFrame(
+        {
+            "operation": ["first layer", "gates"],
+            "setting": "cuda:tf32=off",
+            "intensity": [0.5, 400.0],
+            "bound": ["memory", "arithmetic"],
+        }
+    )
+    found = companion.inside_finding(pd.concat([here, recorded]), limits)
+    page = str(found.words())
+    visible, _, folded = page.partition("<details>")
+    assert "This machine, GPU" in visible
+    assert "Limited by memory on the GPU, no TF32: first layer (0.5 flop per byte)." in visible
+    assert "(recorded)" not in visible
+    assert "(recorded)" in folded
+    for name in DESCRIPTIONS:
+        (sentence,) = describe_inside(recorded[recorded.benchmark == name], name)
+        words = sentence.partition(": ")[2]
+        assert words[1:] in str(found)

@@ -14,6 +14,7 @@ import companion
 import gpulab as gl
 from companion import scale_out
 from companion.scale_out import count_decisions, describe_lock_free
+from gpulab.store.recorded import recorded_table
 from programs import serve
 
 ROOT = Path(__file__).parents[2]
@@ -231,3 +232,24 @@ def test_drawings_of_shared_work_have_their_words(name):
     texts = " ".join(text.get_text() for text in picture.figure.axes[0].texts)
     assert texts
     assert picture.alt.endswith(".")
+
+
+def test_compare_lock_free_has_a_row_for_each_repetition():
+    frame = descents([0.05, 0.02], shift=0.01).assign(condition="quiet")
+    table = companion.compare_lock_free(frame)
+    assert table.repetition.tolist() == [0, 1]
+    assert table.lost_share.tolist() == pytest.approx([0.05, 0.02])
+    assert table.decision.tolist() == ["different but negligible"] * 2
+    assert (table.higher == 8).all()
+    assert table.difference.tolist() == pytest.approx([0.01, 0.01])
+
+
+def test_recorded_lock_free_runs_are_those_of_the_readme():
+    table = companion.compare_lock_free(recorded_table("lock_free")).set_index("condition")
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for condition, digits in (("quiet", 1), ("busy", 2)):
+        shares = 100 * table.loc[condition].lost_share
+        low, high = f"{shares.min():.{digits}f}", f"{shares.max():.1f}"
+        assert f"{condition}: {low} to {high} %" in page
+    quiet = table.loc["quiet"]
+    assert f"a higher loss in {quiet.higher.sum()} of {quiet.seeds.sum()} pairs" in page
