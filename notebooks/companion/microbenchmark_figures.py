@@ -204,11 +204,11 @@ def inside_finding(frame: pd.DataFrame, limits: pd.DataFrame) -> CheckedSentence
         else:
             here += [f"{_capitalise(where)}:", *sentences]
     for (setting, bound), layers in limits.groupby(["setting", "bound"], sort=False):
-        names = "; ".join(
+        listed = "; ".join(
             f"{layer.operation} ({layer.intensity:.3g} flop per byte)"
             for layer in layers.itertuples()
         )
-        here.append(f"Limited by {bound} on the {setting_words(setting)}: {names}.")
+        here.append(f"Limited by {bound} on the {setting_words(setting)}: {listed}.")
     return finding({SUMMARY: here, **elsewhere})
 
 
