@@ -61,12 +61,9 @@ def run_all(
         command = [*script, kind, loader, str(seed), size, str(file), str(deadline)]
         return subprocess.run(command, env=os.environ | one_thread, check=False).returncode
 
-    def last(seeds: int) -> range:
-        return range(first_seed, first_seed + seeds)
-
-    on_cpu = [("cpu", "reused", seed) for seed in last(reused)]
-    on_cpu += [("cpu", "copied", seed) for seed in last(copied)]
-    on_gpu = [("cuda", "reused", seed) for seed in last(gpu)]
+    on_cpu = [("cpu", "reused", seed) for seed in range(first_seed, first_seed + reused)]
+    on_cpu += [("cpu", "copied", seed) for seed in range(first_seed, first_seed + copied)]
+    on_gpu = [("cuda", "reused", seed) for seed in range(first_seed, first_seed + gpu)]
     with (
         ThreadPoolExecutor(max(1, len(on_cpu))) as cpu_pool,
         ThreadPoolExecutor(gpu_processes) as gpu_pool,

@@ -231,6 +231,15 @@ def usual_network(setting: Setting) -> nn.Module:
     return nn.Sequential(*layers[:-1], nn.Sigmoid()).to(setting.device)
 
 
+def update(net: nn.Module, optimizer: torch.optim.Optimizer, image: torch.Tensor) -> torch.Tensor:
+    """Train on one image, and return its loss."""
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(net(image), image)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def usual_loop(setting: Setting, look: bool) -> Step:
     """Train with the usual loop; with `look`, it reads each loss, which waits for the device."""
     net = usual_network(setting)
@@ -240,11 +249,8 @@ def usual_loop(setting: Setting, look: bool) -> Step:
     def step() -> None:
         losses = []
         for image in images:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(net(image), image)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item() if look else loss.detach())
+            loss = update(net, optimizer, image)
+            losses.append(loss.item() if look else loss)
         if not look:
             torch.stack(losses).tolist()
 
@@ -258,14 +264,7 @@ def usual_loop_in_a_graph(setting: Setting) -> Step:
     images = torch.rand(IMAGES, 1, 784, device=setting.device)
 
     def train() -> torch.Tensor:
-        losses = []
-        for image in images:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(net(image), image)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return torch.stack(losses)
+        return torch.stack([update(net, optimizer, image) for image in images])
 
     # Before a capture, PyTorch asks for a few steps in a stream of their own.
     stream = torch.cuda.Stream()
