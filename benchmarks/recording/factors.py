@@ -3,9 +3,11 @@
     python -m benchmarks.recording.factors cpu --store FOLDER
     python -m benchmarks.recording.factors cuda --store FOLDER
     python -m benchmarks.recording.factors cuda-paper --store FOLDER
+    python -m benchmarks.recording.factors cuda-paper-more --store FOLDER
 
-Runs that are in the store are not repeated, so it can be stopped and restarted. The plan is in
-`data/registered/factors-on-networks-that-learned.md`.
+Runs that are in the store are not repeated, so it can be stopped and restarted. The plans are
+`factors-on-networks-that-learned.md`, and for the last command `more-seeds-at-published-size.md`,
+in `data/registered`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import typer
 import gpulab as gl
 from benchmarks.measuring import run
 
-PLAN = Path("data/registered/factors-on-networks-that-learned.md")
+PLANS = Path("data/registered")
 
 
 class Part(NamedTuple):
@@ -29,15 +31,17 @@ class Part(NamedTuple):
         models: Keyword arguments of `gpulab.Experiment` for each network.
         settings: One setting for each change, the reference first.
         options: Options of further runs under the reference, keyed by what they change.
-        seeds: The number of seeds.
+        seeds: The planned seeds.
         beside: A setting of another device, run with the same seeds.
+        plan: The name of the plan, a file in `data/registered`.
     """
 
     models: list[dict[str, Any]]
     settings: list[str]
     options: list[dict[str, Any]]
-    seeds: int
+    seeds: range
     beside: list[str] = []
+    plan: str = "factors-on-networks-that-learned"
 
 
 MOTION = {"model": "prednet", "profile": "motion"}
@@ -64,7 +68,7 @@ PARTS = {
             f"{OFF},compile=inductor",
         ],
         [{"rerun": 1}, {"flip": 0}, {"draws": "device"}],
-        16,
+        range(16),
         ["cpu:threads=1"],
     ),
     "cpu": Part(
@@ -81,7 +85,7 @@ PARTS = {
             "cpu:threads=1,compile=inductor",
         ],
         [{"rerun": 1}, {"flip": 0}],
-        12,
+        range(12),
     ),
     "cuda-paper": Part(
         [PUBLISHED],
@@ -92,7 +96,14 @@ PARTS = {
             f"{ON},deterministic=on",
         ],
         [{"rerun": 1}],
-        12,
+        range(12),
+    ),
+    "cuda-paper-more": Part(
+        [PUBLISHED],
+        [OFF, f"{OFF},deterministic=on", f"{ON},deterministic=on"],
+        [],
+        range(12, 74),
+        plan="more-seeds-at-published-size",
     ),
 }
 
@@ -108,43 +119,53 @@ def jobs(part: Part) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
 def main(
     device: Annotated[str, typer.Argument(help=f"one of {', '.join(PARTS)}")],
     store: Annotated[Path, typer.Option(help="folder for the runs")],
-    seeds: Annotated[int, typer.Option(help="number of seeds; 0 means as planned")] = 0,
+    share: Annotated[
+        str, typer.Option(help="such as 2/8: of every eight planned seeds, the second")
+    ] = "1/1",
     workers: Annotated[int, typer.Option(help="runs at the same time")] = 1,
     only: Annotated[str, typer.Option(help="settings that contain this text")] = "",
     model: Annotated[str, typer.Option(help="one network only")] = "",
     minutes: Annotated[float, typer.Option(help="start no new experiment after this time")] = 1e9,
 ) -> None:
-    """Make the runs of one part that are missing from the store."""
+    """Make the runs of one part that are missing from the store, in ascending order of seeds."""
     part = PARTS[device]
-    started = time.monotonic()
-    for network, setting, options in jobs(part):
-        if only not in setting or (model and network["model"] != model):
-            continue
-        if time.monotonic() - started > 60 * minutes:
-            print("the time is up", flush=True)
-            break
-        asked = dict(options)
-        reruns = 1 + asked.pop("rerun", 0)
-        given = network | {
-            "options": {"keep_weights": False, **network.get("options", {}), **asked}
-        }
-        begun = time.monotonic()
-        try:
-            table = gl.Experiment(
-                settings=[setting],
-                seeds=seeds or part.seeds,
-                store=store,
-                reruns=reruns,
-                workers=workers,
-                registered=PLAN,
-                **given,
-            ).run(progress=False)
-        except gl.GpulabError as error:  # this machine does not support the setting
-            print(f"{network['model']} {setting} {options}: {error}", flush=True)
-            continue
-        done = table.groupby("status").size().to_dict()
-        seconds = time.monotonic() - begun
-        print(f"{network['model']} {setting} {options}: {done}, {seconds:.0f} s", flush=True)
+    position, shares = (int(number) for number in share.split("/"))
+    seeds = part.seeds[position - 1 :: shares]
+    deadline = time.monotonic() + 60 * minutes
+    for first in range(0, len(seeds), workers):
+        group = list(seeds[first : first + workers])
+        for network, setting, options in jobs(part):
+            if only not in setting or (model and network["model"] != model):
+                continue
+            if time.monotonic() > deadline:
+                print("the time is up", flush=True)
+                return
+            asked = dict(options)
+            reruns = 1 + asked.pop("rerun", 0)
+            given = network | {
+                "options": {"keep_weights": False, **network.get("options", {}), **asked}
+            }
+            begun = time.monotonic()
+            try:
+                table = gl.Experiment(
+                    settings=[setting],
+                    seeds=group,
+                    store=store,
+                    reruns=reruns,
+                    workers=workers,
+                    registered=PLANS / f"{part.plan}.md",
+                    **given,
+                ).run(progress=False)
+            except gl.GpulabError as error:  # this machine does not support the setting
+                print(f"{network['model']} {setting} {options}: {error}", flush=True)
+                continue
+            done = table.groupby("status").size().to_dict()
+            seconds = time.monotonic() - begun
+            print(
+                f"{network['model']} {setting} {options}, seeds {group}:"
+                f" {done}, {seconds:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
