@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import shlex
 import statistics
@@ -27,20 +28,39 @@ ROOT = Path(__file__).resolve().parents[1]  # the root of the clone
 RESULTS = ROOT / "benchmarks" / "results"
 Step = Callable[[], Any]
 WARM_UP = 3  # steps of each way before any step is timed
+ENERGY_SECONDS = 3.0  # the energy of a way is measured for so long, since counters are coarse
 
 
 @dataclass
 class Way:
-    """One way of doing something: its step, its seconds in each round, and its peak GPU memory."""
+    """One way of doing something.
+
+    Attributes:
+        step: Does it once.
+        memory: The peak GPU memory in bytes.
+        seconds: The seconds of a step, in each round.
+        joules: The energy of a step, as the GPU counts it; None if it is not measured.
+    """
 
     step: Step
     memory: int | None = None
     seconds: list[float] = field(default_factory=list)
+    joules: float | None = None
 
     def per_second(self, count: int) -> dict[str, Any]:
-        """Return the median and the quartiles of items per second, if a step does `count` items."""
+        """Describe the speed, if a step does `count` items.
+
+        Returns:
+            The median and the quartiles of items per second, `memory`, and `joules` for an item.
+        """
         slow, median, fast = (count / seconds for seconds in quartiles(self.seconds)[::-1])
-        return {"per_second": median, "quartiles": [slow, fast], "memory": self.memory}
+        joules = None if self.joules is None else self.joules / count
+        return {
+            "per_second": median,
+            "quartiles": [slow, fast],
+            "memory": self.memory,
+            "joules": joules,
+        }
 
 
 def race(
@@ -95,6 +115,26 @@ def race(
     return ways
 
 
+def energy(step: Step, setting: Setting) -> float | None:
+    """Return the mean energy of a step in joules, as the GPU counts it; None if it does not.
+
+    Steps are repeated for `ENERGY_SECONDS`. The energy that the card uses when idle is included,
+    and that of the rest of the machine is not.
+    """
+    wait_for(setting)
+    before = joules(setting)
+    if before is None:
+        return None
+    started = time.perf_counter()
+    steps = 0
+    while time.perf_counter() - started < ENERGY_SECONDS:
+        step()
+        wait_for(setting)
+        steps += 1
+    after = joules(setting)
+    return None if after is None else (after - before) / steps
+
+
 def seconds(step: Step, setting: Setting, steps: int = 1) -> float:
     """Return the mean time of `steps` steps, until the device is done."""
     wait_for(setting)
@@ -108,6 +148,26 @@ def seconds(step: Step, setting: Setting, steps: int = 1) -> float:
 def wait_for(setting: Setting) -> None:
     """Wait until the device has finished its work."""
     getattr(torch, setting.kind).synchronize()
+
+
+def joules(setting: Setting) -> float | None:
+    """Return the energy used by a GPU since its driver was loaded (NVML); None if not counted.
+
+    Examples:
+        >>> joules(Setting.parse("cpu")) is None
+        True
+    """
+    if setting.kind != "cuda" or torch.version.hip:
+        return None
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle, used = ctypes.c_void_p(), ctypes.c_ulonglong()
+    uuid = f"GPU-{torch.cuda.get_device_properties(setting.device).uuid}".encode()
+    failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
+    failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(used))
+    return None if failed else used.value / 1000
 
 
 def quartiles(values: list[float]) -> list[float]:

@@ -162,8 +162,7 @@ def main(
             done = table.groupby("status").size().to_dict()
             seconds = time.monotonic() - begun
             print(
-                f"{network['model']} {setting} {options}, seeds {group}:"
-                f" {done}, {seconds:.0f} s",
+                f"{network['model']} {setting} {options}, seeds {group}: {done}, {seconds:.0f} s",
                 flush=True,
             )
 

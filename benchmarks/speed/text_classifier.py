@@ -10,7 +10,6 @@ contain them.
 from __future__ import annotations
 
 import ast
-import ctypes
 import functools
 import itertools
 import re
@@ -26,6 +25,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.measuring import joules
 from companion.workloads import VOCABULARY, Row, TextNet, clocked
 from gpulab.device._roofline import time_calls
 from gpulab.errors import describe_error
@@ -229,23 +229,3 @@ def trained(
         with torch.no_grad(), cast():
             found = torch.cat([model(part).argmax(1) for part in held_words.split(256)])
         yield float((found == held_labels).float().mean()), "accuracy"
-
-
-def joules(setting: Setting) -> float | None:
-    """Return the energy used by a GPU since its driver was loaded (NVML); None if not counted.
-
-    Examples:
-        >>> joules(Setting.parse("cpu")) is None
-        True
-    """
-    if setting.kind != "cuda" or torch.version.hip:
-        return None
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    handle, used = ctypes.c_void_p(), ctypes.c_ulonglong()
-    uuid = f"GPU-{torch.cuda.get_device_properties(setting.device).uuid}".encode()
-    failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
-    failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(used))
-    return None if failed else used.value / 1000

@@ -35,7 +35,18 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
-from benchmarks.measuring import ROOT, Step, command_line, keep, race, run, seconds, show, table
+from benchmarks.measuring import (
+    ROOT,
+    Step,
+    command_line,
+    energy,
+    keep,
+    race,
+    run,
+    seconds,
+    show,
+    table,
+)
 from gpulab.data._feed import Loader, prefetch
 from gpulab.engines import fastest
 from gpulab.engines._graphs import Graph
@@ -131,7 +142,7 @@ def leidos(folder: Path, shape: Shape, setting: Setting, compiled: bool = False)
     frames = torch.rand(batch, count, channels[0], height, width, device=setting.device)
     weights = torch.full((count, 1), 1 / (count - 1), device=setting.device)
     weights[0] = 0
-    errors = torch.compile(net) if compiled else net
+    errors = torch.compile(net, dynamic=False) if compiled else net
     return of_a_port(
         net, lambda: torch.mm(errors(frames).view(-1, count), weights).view(batch, -1)[:, 0].mean()
     )
@@ -344,6 +355,8 @@ def speeds(net: str, found: list[dict[str, Any]], others: tuple[str, ...] = ()) 
                 rate = rates.get((row["setting"], row.get("size"), reference))
                 times.append(f"{row['per_second'] / rate:.2f}" if rate else "")
             memory = f"{row['memory'] / 2**20:,.1f} MiB" if row["memory"] else ""
+            # Earlier records have no energy.
+            energy = f"{1000 * row['joules']:,.3g}" if row.get("joules") else ""
             words, share = "", ""
             if size:
                 batch, count, height, width, channels = size
@@ -363,11 +376,13 @@ def speeds(net: str, found: list[dict[str, Any]], others: tuple[str, ...] = ()) 
                     *times,
                     share,
                     memory,
+                    energy,
                 ]
             )
     unit = {"prednet": "frames", "autoencoder": "updates"}[net]
     ratios = "|".join(f"× {reference}" for reference in references)
-    return table(f"machine|setting|size||{unit}/s (quartiles)|{ratios}|of the peak|memory", rows)
+    heads = f"machine|setting|size||{unit}/s (quartiles)|{ratios}|of the peak|memory"
+    return table(f"{heads}|mJ per {unit[:-1]}", rows)
 
 
 def peers(net: str, found: list[dict[str, Any]]) -> str:
@@ -418,6 +433,8 @@ def race_ways(
                     failed=missing if strongest else None,
                 )
                 failed |= {f"{one} {text} {name}": reason for name, reason in missing.items()}
+                for way in ways.values():
+                    way.joules = energy(way.step, setting)
                 same, count = {"network": net, "setting": text}, IMAGES
                 if net == "prednet":
                     with FlopCounterMode(display=False) as counted:
