@@ -5,9 +5,8 @@
     python -m benchmarks.recording.factors cuda-paper --store FOLDER
     python -m benchmarks.recording.factors cuda-paper-more --store FOLDER
 
-Runs that are in the store are not repeated, so it can be stopped and restarted. The plans are
-`factors-on-networks-that-learned.md`, and for the last command `more-seeds-at-published-size.md`,
-in `data/registered`.
+`--help` lists all parts. Runs that are in the store are not repeated, so it can be stopped and
+restarted. The plan of each part is in `data/registered`.
 """
 
 from __future__ import annotations
@@ -104,6 +103,34 @@ PARTS = {
         [],
         range(12, 74),
         plan="more-seeds-at-published-size",
+    ),
+    "cuda-autoencoder-more": Part(
+        [IMAGES],
+        [OFF, f"{OFF},autocast=bfloat16"],
+        [],
+        range(16, 96),
+        plan="more-seeds-of-undecided-changes",
+    ),
+    "cuda-prednet-more": Part(
+        [MOTION],
+        [OFF, f"{OFF},autocast=bfloat16"],
+        [],
+        range(16, 48),
+        plan="more-seeds-of-undecided-changes",
+    ),
+    "cpu-autoencoder-more": Part(
+        [IMAGES],
+        ["cpu:threads=1", "cpu:threads=1,emulate=tf32", "cpu:threads=1,autocast=bfloat16"],
+        [],
+        range(12, 96),
+        plan="more-seeds-of-undecided-changes",
+    ),
+    "cpu-prednet-more": Part(
+        [MOTION],
+        ["cpu:threads=1", "cpu:threads=1,autocast=bfloat16"],
+        [],
+        range(12, 48),
+        plan="more-seeds-of-undecided-changes",
     ),
 }
 

@@ -355,8 +355,8 @@ def speeds(net: str, found: list[dict[str, Any]], others: tuple[str, ...] = ()) 
                 rate = rates.get((row["setting"], row.get("size"), reference))
                 times.append(f"{row['per_second'] / rate:.2f}" if rate else "")
             memory = f"{row['memory'] / 2**20:,.1f} MiB" if row["memory"] else ""
-            # Earlier records have no energy.
-            energy = f"{1000 * row['joules']:,.3g}" if row.get("joules") else ""
+            # A CPU's energy is not measured, and earlier records have none.
+            millijoules = f"{1000 * row['joules']:,.1f}" if row.get("joules") else ""
             words, share = "", ""
             if size:
                 batch, count, height, width, channels = size
@@ -376,13 +376,15 @@ def speeds(net: str, found: list[dict[str, Any]], others: tuple[str, ...] = ()) 
                     *times,
                     share,
                     memory,
-                    energy,
+                    millijoules,
                 ]
             )
     unit = {"prednet": "frames", "autoencoder": "updates"}[net]
     ratios = "|".join(f"× {reference}" for reference in references)
     heads = f"machine|setting|size||{unit}/s (quartiles)|{ratios}|of the peak|memory"
-    return table(f"{heads}|mJ per {unit[:-1]}", rows)
+    if any(row[-1] for row in rows):
+        return table(f"{heads}|mJ per {unit[:-1]}", rows)
+    return table(heads, [row[:-1] for row in rows])
 
 
 def peers(net: str, found: list[dict[str, Any]]) -> str:

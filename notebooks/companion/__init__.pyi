@@ -13,6 +13,8 @@ from .changes import draw_changes as draw_changes
 from .changes import judge_changes as judge_changes
 from .changes import name_changes as name_changes
 from .cuda_random import cuda_uniform as cuda_uniform
+from .determinism import compare_determinism as compare_determinism
+from .determinism import determinism_runs as determinism_runs
 from .drawings import draw_autoencoder as draw_autoencoder
 from .drawings import draw_prednet as draw_prednet
 from .drawings import draw_published_loop as draw_published_loop

@@ -6,15 +6,12 @@ import numpy as np
 import pandas as pd
 
 import gpulab as gl
+from companion.paired_analyses import compare_pairs
 from gpulab.store import recorded
 from gpulab.training._profiles import FINAL_LOSS_DIVISOR
 
 HALF = "80x56"  # width and height, as the authors write them
 LOOKS = 2  # the first sixteen seeds had been looked at
-# The registered robust analysis.
-TRIMMED = 0.2
-CONFIDENCE = 0.975
-RESAMPLES = 9_999
 
 
 def half_size_losses(count: int | None = None) -> pd.DataFrame:
@@ -74,82 +71,17 @@ def compare_half_size(losses: pd.DataFrame) -> pd.DataFrame:
         bootstrap interval. Each has its `difference` and the limits `low` and `high` of the
         interval that decides about equivalence, all as shares of the mean loss on the GPU, and a
         `decision`. The correction for two looks applies to all seeds.
-
-    References:
-        Trimmed means: Wilcox 2017, *Introduction to robust estimation and hypothesis testing*; the
-        bootstrap interval: Efron 1987, *Better bootstrap confidence intervals* (BCa).
     """
     subsets = {
         "all": losses,
         "the first sixteen": losses[~losses.added],
         "the added sixteen": losses[losses.added],
     }
-    rows = []
+    tables = []
     for seeds, subset in subsets.items():
+        looks = LOOKS if seeds == "all" else 1
+        table = compare_pairs(subset, "device", reference="cuda", looks=looks)
         pairs = subset.pivot_table(index="seed", columns="device", values="final_loss").dropna()
-        differences = (pairs.cpu - pairs.cuda).to_numpy()
-        level = pairs.cuda.mean()
-        verdict = gl.verdict(
-            subset, factor="device", reference="cuda", looks=LOOKS if seeds == "all" else 1
-        )
-        found = verdict.table.iloc[0]
-        shared = {
-            "seeds": seeds,
-            "pairs": len(pairs),
-            "higher": int((differences > 0).sum()),
-            "margin": found.margin / level,
-        }
-        mean = {
-            "analysis": "mean",
-            "difference": found.difference / level,
-            "low": found.equivalent_low / level,
-            "high": found.equivalent_high / level,
-            "decision": found.decision,
-        }
-        robust = trimmed_mean_decision(differences / level, found.margin / level)
-        rows += [shared | mean, shared | {"analysis": "trimmed mean"} | robust]
+        tables.append(table.assign(seeds=seeds, higher=int((pairs.cpu > pairs.cuda).sum())))
     columns = ["seeds", "pairs", "higher", "analysis", "difference", "low", "high", "margin"]
-    return pd.DataFrame(rows)[[*columns, "decision"]]
-
-
-def trimmed_mean_decision(differences: np.ndarray, margin: float) -> dict[str, object]:
-    """Decide by the bootstrap interval of the trimmed mean of paired differences.
-
-    Args:
-        differences: The differences, at least five.
-        margin: The largest negligible difference.
-
-    Returns:
-        `difference`, `low`, `high` and `decision`, as registered: `equivalent` if the interval lies
-        within the margin, `different` if it does not contain zero, `different but negligible` if
-        both are true, else `inconclusive`.
-
-    Examples:
-        >>> same = trimmed_mean_decision(np.linspace(-0.1, 0.1, 21), 1.0)
-        >>> same["decision"]
-        'equivalent'
-    """
-    from scipy import stats
-
-    interval = stats.bootstrap(
-        (differences,),
-        lambda sample, axis: stats.trim_mean(sample, TRIMMED, axis=axis),
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="BCa",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    is_different = not interval.low <= 0 <= interval.high
-    is_equivalent = -margin < interval.low and interval.high < margin
-    decisions = {
-        (True, True): "different but negligible",
-        (True, False): "different",
-        (False, True): "equivalent",
-        (False, False): "inconclusive",
-    }
-    return {
-        "difference": float(stats.trim_mean(differences, TRIMMED)),
-        "low": float(interval.low),
-        "high": float(interval.high),
-        "decision": decisions[is_different, is_equivalent],
-    }
+    return pd.concat(tables, ignore_index=True)[[*columns, "decision"]]

@@ -92,7 +92,7 @@ def recorded_training() -> pd.DataFrame:
     peers = recorded_peers().dropna(subset="per_second")
     is_repeated = pd.MultiIndex.from_frame(first[case]).isin(pd.MultiIndex.from_frame(peers[case]))
     frame = pd.concat([first[~is_repeated], peers], ignore_index=True)
-    return frame.drop(columns=["record", "failure"])
+    return frame.drop(columns=["record", "failure", "joules"])
 
 
 def recorded_peers() -> pd.DataFrame:
@@ -100,8 +100,9 @@ def recorded_peers() -> pd.DataFrame:
 
     Returns:
         A data frame with the columns of `recorded_training`, with `record`, the number of the
-        record that a row comes from, and with `failure`, the error of an implementation that did
-        not run; its `per_second` is missing.
+        record that a row comes from, with `joules`, the energy that the GPU used for an image or a
+        frame, and with `failure`, the error of an implementation that did not run; its `per_second`
+        is missing.
 
     Examples:
         >>> frame = recorded_peers()
@@ -130,6 +131,7 @@ def _read_rates(kind: str) -> pd.DataFrame:
                     "per_second": row["per_second"],
                     "lower": lower,
                     "upper": upper,
+                    "joules": row.get("joules"),  # earlier records have none
                     "failure": "",
                     **common,
                 }

@@ -7,7 +7,7 @@ import pytest
 
 import companion
 import gpulab as gl
-from companion.half_size import trimmed_mean_decision
+from companion.paired_analyses import trimmed_mean_decision
 
 ROOT = Path(__file__).parents[2]
 

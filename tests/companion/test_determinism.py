@@ -1,0 +1,63 @@
+"""PredNet at the published size under deterministic algorithms and TF32, from 54 seeds."""
+
+import pytest
+
+import companion
+import gpulab as gl
+from companion.determinism import COMPARISONS
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return companion.determinism_runs()
+
+
+@pytest.fixture(scope="module")
+def compared(runs):
+    return companion.compare_determinism(runs).set_index(["change", "seeds", "analysis"])
+
+
+def test_determinism_runs_are_complete_pairs(runs):
+    counts = runs.groupby(["comparison", "change"]).seed.agg(["size", "nunique"])
+    assert (counts == runs.seed.nunique()).all(axis=None)
+    assert runs[~runs.added].seed.max() < runs[runs.added].seed.min()
+    assert runs[runs.added].registered.str.startswith("more-seeds-at-published-size").all()
+    for comparison, (reference, changed) in COMPARISONS.items():
+        of_one = runs[runs.comparison == comparison]
+        assert set(of_one[of_one.change == "nothing"].setting) == {reference}
+        assert set(of_one[of_one.change == comparison].setting) == {changed}
+
+
+def test_determinism_runs_leave_out_seeds_that_were_not_finished(runs):
+    begun = set(gl.recorded_runs("determinism").seed)
+    left_out = begun - set(runs.seed)
+    assert left_out
+    assert min(left_out) > runs.seed.max(), "seeds were run in ascending order"
+
+
+def test_compare_determinism_decides_as_registered(runs, compared):
+    for comparison in COMPARISONS:
+        of_one = runs[runs.comparison == comparison]
+        verdict = gl.verdict(of_one, factor="change", reference="nothing", looks=2, alpha=0.025)
+        row = compared.loc[(comparison, "all", "mean")]
+        assert row.decision == verdict.decision
+        assert row.pairs == of_one.seed.nunique()
+    inside = compared[compared.decision == "equivalent"]
+    assert (inside.low > -inside.margin).all()
+    assert (inside.high < inside.margin).all()
+
+
+def test_compare_determinism_counts_seeds_that_move(runs, compared):
+    losses = runs[runs.comparison == "TF32"].pivot(
+        index="seed", columns="change", values="final_loss"
+    )
+    moved = (losses["TF32"] - losses["nothing"]).abs() > 0.00025
+    assert (compared.loc[("TF32", "all")].beyond_first == moved.sum()).all()
+    assert (compared.beyond_margin <= compared.beyond_first).all()
+
+
+def test_compare_determinism_finds_a_planted_difference(runs):
+    worse = runs.copy()
+    worse.loc[worse.change == "TF32", "final_loss"] += 0.005
+    found = companion.compare_determinism(worse).set_index(["change", "seeds", "analysis"])
+    assert found.loc["TF32"].decision.tolist() == ["different"] * 4
