@@ -13,8 +13,6 @@ from .changes import draw_changes as draw_changes
 from .changes import judge_changes as judge_changes
 from .changes import name_changes as name_changes
 from .cuda_random import cuda_uniform as cuda_uniform
-from .determinism import compare_determinism as compare_determinism
-from .determinism import determinism_runs as determinism_runs
 from .drawings import draw_autoencoder as draw_autoencoder
 from .drawings import draw_prednet as draw_prednet
 from .drawings import draw_published_loop as draw_published_loop
@@ -56,6 +54,9 @@ from .microbenchmark_figures import inside_finding as inside_finding
 from .microbenchmark_figures import recorded_hardware as recorded_hardware
 from .microbenchmark_figures import recorded_inside as recorded_inside
 from .microbenchmarks import measure_inside as measure_inside
+from .more_seeds import compare_determinism as compare_determinism
+from .more_seeds import compare_undecided as compare_undecided
+from .more_seeds import determinism_runs as determinism_runs
 from .old_gpu import cards_finding as cards_finding
 from .old_gpu import repeat_cures as repeat_cures
 from .overview import comparison_table as comparison_table

@@ -84,10 +84,11 @@ def judge_changes(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Compare each change with the reference on the same seeds, for each network and machine.
 
     Changes with fewer than six seeds are left out, because they cannot show a difference. Seeds
-    that are missing for one change are left out for this change alone.
+    that are missing for one change are left out for this change alone. If seeds were added under a
+    second plan, the comparison is corrected for two looks at them.
 
     Args:
-        runs: The result of `name_changes`.
+        runs: The result of `name_changes`, with the column `registered`, the plan of each run.
 
     Returns:
         A table with a row for each change, in which `mean`, `low`, `high` and `margin` are in
@@ -102,7 +103,9 @@ def judge_changes(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
         compared = group[group.change.isin(counts.index[counts >= MIN_SEEDS])]
         if compared.change.nunique() < 2 or REFERENCE not in set(compared.change):
             continue
-        verdict = compare_changes(compared)
+        # Each plan was written after the runs of the one before it had been looked at.
+        plans = max(1, compared.registered.nunique())
+        verdict = compare_changes(compared, looks=plans)
         scale = verdict.between_seeds
         labels = dict(zip(("experiment", "profile", "machine"), names, strict=True))
         pairs = verdict.pairs.assign(move=verdict.pairs.difference.abs() / scale, **labels)
@@ -118,14 +121,14 @@ def judge_changes(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     return pd.concat(tables, ignore_index=True), pd.concat(seeds, ignore_index=True)
 
 
-def compare_changes(runs: pd.DataFrame) -> Verdict:
+def compare_changes(runs: pd.DataFrame, looks: int = 1) -> Verdict:
     """Compare the changes of one network and machine with the reference by `gpulab.verdict`.
 
     `gpulab.verdict` averages repeated runs of a seed. Here the second run of the reference is a
     separate level, so that it can be compared with the first.
     """
     columns = ["change", "seed", "status", "final_loss", "weights"]
-    return gl.verdict(runs[columns], factor="change", reference=REFERENCE)
+    return gl.verdict(runs[columns], factor="change", reference=REFERENCE, looks=looks)
 
 
 def count_within(table: pd.DataFrame) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The analyses of paired runs that plans in `data/registered` name: of the mean, and a robust one."""
+"""The analyses of paired runs that plans in `data/registered` name: the mean, and a robust one."""
 
 from __future__ import annotations
 

@@ -149,13 +149,24 @@ def test_draw_changes_draws_only_seeds_of_unchanged_loss_at_same_loss(judged):
     assert axes.get_xlim()[0] < position
 
 
-def test_recorded_changes_have_all_planned_seeds_on_the_gpu(recorded):
-    counts = recorded[recorded.device == "cuda"].groupby(["experiment", "profile", "change"]).seed
-    assert {name: set(own.unique()) for name, own in counts.nunique().groupby("profile")} == {
-        "motion": {16},
-        "paper": {12},
-        "quick": {16},
-    }
+PLANNED = {  # device, profile: the seeds of most changes, and of those that were undecided
+    ("cuda", "motion"): (16, 48),
+    ("cuda", "paper"): (12, 12),
+    ("cuda", "quick"): (16, 96),
+    ("cpu", "motion"): (12, 48),
+    ("cpu", "quick"): (12, 96),
+}
+ADDED = {"nothing", "mixed precision", "TF32, emulated"}  # changes with added seeds
+
+
+def test_recorded_changes_have_all_planned_seeds(recorded):
+    recorded = recorded[~recorded.machine.str.contains("EPYC")]
+    seeds = recorded.groupby(["device", "profile", "change"]).seed.nunique()
+    for (device, profile, change), count in seeds.items():
+        most, added = PLANNED[device, profile]
+        # no seed was added for emulated TF32 in PredNet
+        was_added = change in ADDED and (change, profile) != ("TF32, emulated", "motion")
+        assert count == (added if was_added else most), (device, profile, change)
 
 
 def test_tf32_at_the_published_size_is_judged_against_deterministic_runs(recorded):

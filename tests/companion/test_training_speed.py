@@ -196,10 +196,8 @@ def test_overview_of_benchmarks_states_the_ratios_to_the_strongest_other():
     for (_, network, *_), found in recorded_peers().groupby(case):
         speed = found.set_index("way").per_second
         strongest = speed.drop([ENGINE, PLAIN]).idxmax()
-        assert strongest == "JAX, jit", "the page names it"
+        assert ("as fast as JAX" if "JAX" in strongest else "as fast as a port") in rows[network]
         assert f"{speed[ENGINE] / speed[strongest]:.2f}" in rows[network]
-    assert "as fast as JAX" in rows["autoencoder"]
-    assert "as fast as JAX" in rows["prednet"]
 
 
 def test_table_of_peers_has_ratios_to_gpulab_and_what_failed():

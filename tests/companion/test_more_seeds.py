@@ -1,10 +1,10 @@
-"""PredNet at the published size under deterministic algorithms and TF32, from 54 seeds."""
+"""Changes that few seeds left undecided, with the seeds that were added."""
 
 import pytest
 
 import companion
 import gpulab as gl
-from companion.determinism import COMPARISONS
+from companion.more_seeds import COMPARISONS, UNDECIDED
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +61,33 @@ def test_compare_determinism_finds_a_planted_difference(runs):
     worse.loc[worse.change == "TF32", "final_loss"] += 0.005
     found = companion.compare_determinism(worse).set_index(["change", "seeds", "analysis"])
     assert found.loc["TF32"].decision.tolist() == ["different"] * 4
+
+
+@pytest.fixture(scope="module")
+def undecided():
+    return companion.compare_undecided()
+
+
+def test_compare_undecided_has_every_planned_change(undecided):
+    found = undecided.groupby(["network", "machine"]).change.unique().map(sorted)
+    assert found.to_dict() == {case: sorted(changes) for case, changes in UNDECIDED.items()}
+
+
+def test_compare_undecided_uses_the_added_seeds_and_the_first_ones(undecided):
+    pairs = undecided.groupby("network").pairs.unique().map(list).to_dict()
+    assert pairs == {"autoencoder": [96], "prednet": [48]}
+    inside = (undecided.low > -undecided.margin) & (undecided.high < undecided.margin)
+    assert (inside == undecided.decision.str.contains("equivalent|negligible")).all()
+
+
+def test_compare_undecided_agrees_with_a_verdict_on_the_same_runs(undecided):
+    runs = companion.name_changes(gl.recorded_runs("changes"))
+    runs = runs[(runs.experiment == "prednet") & (runs.profile == "motion")]
+    runs = runs[runs.machine.str.contains("NVIDIA")]
+    verdict = companion.changes.compare_changes(runs, looks=2)
+    of_verdict = verdict.table.set_index("change").loc["mixed precision"]
+    row = undecided[(undecided.network == "prednet") & undecided.machine.str.contains("NVIDIA")]
+    mean = row[row.analysis == "mean"].iloc[0]
+    assert mean.decision == of_verdict.decision
+    assert mean.difference == pytest.approx(of_verdict.difference / verdict.between_seeds)
+    assert mean.margin == pytest.approx(of_verdict.margin / verdict.between_seeds)

@@ -1,11 +1,12 @@
-"""PredNet at the published size: deterministic algorithms and TF32, each changed alone."""
+"""Changes that few seeds left undecided, with the seeds that were added under later plans."""
 
 from __future__ import annotations
 
 import pandas as pd
 
 import gpulab as gl
-from companion.paired_analyses import compare_pairs
+from companion.changes import REFERENCE, judge_changes, name_changes
+from companion.paired_analyses import compare_pairs, trimmed_mean_decision
 
 # The comparisons of the plan `more-seeds-at-published-size`: what changes, the setting without the
 # change, and the setting with it.
@@ -83,3 +84,53 @@ def compare_determinism(runs: pd.DataFrame) -> pd.DataFrame:
     table = pd.concat(tables, ignore_index=True)
     columns = ["change", "seeds", "pairs", "analysis", "difference", "low", "high", "margin"]
     return table[[*columns, "beyond_margin", "beyond_first", "decision"]]
+
+
+# The changes of the plan `more-seeds-of-undecided-changes`, of each network and machine.
+UNDECIDED = {
+    ("autoencoder", "NVIDIA H200"): ["mixed precision"],
+    ("prednet", "NVIDIA H200"): ["mixed precision"],
+    ("autoencoder", "Intel(R) Xeon(R) Processor"): ["mixed precision", "TF32, emulated"],
+    ("prednet", "Intel(R) Xeon(R) Processor"): ["mixed precision"],
+}
+
+
+def compare_undecided() -> pd.DataFrame:
+    """Compare mixed precision and emulated TF32 with the reference, as registered.
+
+    Returns:
+        For each network, machine and change: the number of `pairs` and, in standard deviations
+        between the seeds of the reference, the `margin`, and the `difference`, the interval from
+        `low` to `high` that decides about equivalence, and the `decision`, by the mean and by the
+        20 % trimmed mean (`analysis`). `beyond_margin` counts the seeds that move by more than the
+        margin. The verdicts of the means are those of `companion.judge_changes`: they are corrected
+        for all changes of a network and a machine, and for two looks.
+    """
+    runs = gl.recorded_runs("changes")
+    runs = name_changes(runs[runs.profile != "paper"])
+    rows = []
+    for (network, machine), changes in UNDECIDED.items():
+        group = runs[(runs.experiment == network) & (runs.machine == machine)]
+        table, _ = judge_changes(group)
+        losses = group.pivot_table(index="seed", columns="change", values="final_loss")
+        scale = losses[REFERENCE].std()
+        for found in table[table.change.isin(changes)].itertuples():
+            differences = ((losses[found.change] - losses[REFERENCE]) / scale).dropna()
+            shared = {
+                "network": network,
+                "machine": machine,
+                "change": found.change,
+                "pairs": len(differences),
+                "margin": found.margin,
+                "beyond_margin": int((differences.abs() > found.margin).sum()),
+            }
+            mean = {
+                "analysis": "mean",
+                "difference": found.mean,
+                "low": found.equivalent_low / scale,
+                "high": found.equivalent_high / scale,
+                "decision": found.decision,
+            }
+            robust = trimmed_mean_decision(differences.to_numpy(), found.margin)
+            rows += [shared | mean, shared | {"analysis": "trimmed mean"} | robust]
+    return pd.DataFrame(rows)
