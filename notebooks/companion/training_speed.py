@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -256,6 +257,8 @@ def compare_rates(ratio: float) -> str:
 def draw_training(frame: pd.DataFrame) -> Picture:
     """Draw the rates of each network by the way of training; hollow points were recorded.
 
+    A colour stands for a setting, and a marker for a machine.
+
     Args:
         frame: As for `describe_training`.
     """
@@ -263,6 +266,8 @@ def draw_training(frame: pd.DataFrame) -> Picture:
     groups = [(key, frame[(frame.network == key[0]) & (frame["size"] == key[1])]) for key in NAMES]
     groups = [(key, rows) for key, rows in groups if len(rows)]
     heights = [rows.way.nunique() for _, rows in groups]
+    machines = frame.machine[frame.recorded.astype(bool)].unique()
+    markers = dict(zip(machines, itertools.cycle("osD^v"), strict=False))
     figure, panels = theme.canvas(
         1,
         0.8 + 0.3 * sum(heights) + 0.55 * len(groups),
@@ -277,10 +282,13 @@ def draw_training(frame: pd.DataFrame) -> Picture:
         ):
             tint = theme.colour(setting)
             places = [ways.index(way) for way in points.way]
-            label = f"{machine}, {setting_words(setting)}"
+            label = f"{machine.replace('(R)', '')}, {setting_words(setting)}"
             label += " (recorded)" if elsewhere else ""
+            marker = markers[machine] if elsewhere else "o"
             axes.hlines(places, points.lower, points.upper, color=tint, lw=1.5)
-            theme.draw_points(axes, points.per_second, places, tint, elsewhere, label=label)
+            theme.draw_points(
+                axes, points.per_second, places, tint, elsewhere, label=label, marker=marker
+            )
         axes.set_yticks(range(len(ways)), ways)
         axes.set(ylim=(len(ways) - 0.5, -0.5), title=NAMES[key])
         theme.log_scale(axes.xaxis)
