@@ -10,6 +10,7 @@ import answer
 
 import companion
 import gpulab as gl
+from companion.changes import YARDSTICKS
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "docs" / "paper" / "paper.md"
@@ -47,6 +48,7 @@ def numbers():
         "cartpole_seeds": len(poles),
         **replication(),
         **added_seeds(),
+        **single_changes(),
         "smoke": minutes(),
     }
 
@@ -240,6 +242,26 @@ def added_seeds():
         "half_close": f"{(distances < CLOSE).sum()} of {len(distances)}",
         "half_close_limit": share(CLOSE, 0),
         "half_far": share(distances.iloc[-1], 0),
+    }
+
+
+def single_changes():
+    """Return what the papers state about single changes on networks that learned."""
+    runs = gl.recorded_runs("changes")
+    # At the published size, the runs with more seeds are used. An EPYC has one network alone.
+    runs = runs[(runs.profile != "paper") & ~runs.machine.str.contains("EPYC")]
+    table, _ = companion.judge_changes(companion.name_changes(runs))
+    is_single = ~table.change.isin(YARDSTICKS) & ~table.change.str.contains("+", regex=False)
+    published = companion.compare_determinism(companion.determinism_runs())
+    published = published[(published.seeds == "all") & (published.analysis == "mean")]
+    decisions = [*table.decision[is_single], *published.decision]
+    assert "different" not in decisions, "the paper says that no mean is shown to move"
+    furthest = table[is_single].largest_move.max()
+    return {
+        "changes": len(decisions),
+        "changes_within": decisions.count("equivalent"),
+        "changes_undecided": decisions.count("inconclusive"),
+        "changes_furthest": f"{furthest:.1f}",
     }
 
 
