@@ -10,7 +10,8 @@ import answer
 
 import companion
 import gpulab as gl
-from companion.changes import YARDSTICKS
+from companion.changes import DEVICE, YARDSTICKS
+from companion.findings import listed
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "docs" / "paper" / "paper.md"
@@ -250,7 +251,8 @@ def single_changes():
     runs = gl.recorded_runs("changes")
     # At the published size, the runs with more seeds are used. An EPYC has one network alone.
     runs = runs[(runs.profile != "paper") & ~runs.machine.str.contains("EPYC")]
-    table, _ = companion.judge_changes(companion.name_changes(runs))
+    table, _ = companion.judge_changes(companion.add_device(companion.name_changes(runs)))
+    device = table[table.change == DEVICE].set_index("experiment")
     is_single = ~table.change.isin(YARDSTICKS) & ~table.change.str.contains("+", regex=False)
     published = companion.compare_determinism(companion.determinism_runs())
     published = published[(published.seeds == "all") & (published.analysis == "mean")]
@@ -262,6 +264,8 @@ def single_changes():
         "changes_within": decisions.count("equivalent"),
         "changes_undecided": decisions.count("inconclusive"),
         "changes_furthest": f"{furthest:.1f}",
+        "device_seeds": " and ".join(str(count) for count in device.seeds),
+        "device_decisions": listed(device.decision.unique()),
     }
 
 

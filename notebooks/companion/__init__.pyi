@@ -8,6 +8,7 @@ from .anomaly import round_trips as round_trips
 from .article_machines import consumer_gpus as consumer_gpus
 from .article_machines import gpu_generations as gpu_generations
 from .article_machines import published_machines as published_machines
+from .changes import add_device as add_device
 from .changes import describe_changes as describe_changes
 from .changes import draw_changes as draw_changes
 from .changes import judge_changes as judge_changes

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 REFERENCE = "nothing"
 AGAIN = "nothing (a second run)"
 DRAWN = "weights drawn by the GPU"
+DEVICE = "a CPU (one thread)"
 # Rows of a figure that are not counted as changes: one changes nothing, and the other draws other
 # weights, as another seed would.
 YARDSTICKS = (AGAIN, DRAWN)
@@ -66,6 +67,30 @@ def name_changes(runs: pd.DataFrame) -> pd.DataFrame:
     runs.loc[runs["flip"].notna(), "change"] = "one bit of one weight"
     runs.loc[runs.draws == "device", "change"] = DRAWN
     return runs
+
+
+def add_device(runs: pd.DataFrame) -> pd.DataFrame:
+    """Add the device itself to the changes of a GPU.
+
+    Args:
+        runs: The result of `name_changes` with runs on one kind of GPU and one kind of CPU.
+
+    Returns:
+        The runs, and once more the runs under the reference of the CPU, as a change of the GPU:
+        with the change "a CPU (one thread)" and in the group of the GPU's machine, where
+        `judge_changes` compares them with the reference of the GPU. Networks that have no runs on
+        the CPU are unchanged.
+
+    Examples:
+        >>> import gpulab as gl
+        >>> runs = gl.recorded_runs("changes")
+        >>> runs = add_device(name_changes(runs[~runs.machine.str.contains("EPYC")]))
+        >>> runs[runs.change == "a CPU (one thread)"].machine.unique().tolist()
+        ['NVIDIA H200']
+    """
+    (gpu,) = runs.machine[runs.device == "cuda"].unique()
+    on_cpu = runs[(runs.device == "cpu") & (runs.change == REFERENCE)]
+    return pd.concat([runs, on_cpu.assign(change=DEVICE, machine=gpu)], ignore_index=True)
 
 
 def _describe_setting(text: str) -> str:

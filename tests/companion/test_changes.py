@@ -1,6 +1,7 @@
 """Single changes on networks that learned: names, comparison and title of the figure."""
 
 import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -8,6 +9,8 @@ import pytest
 import companion
 import gpulab as gl
 from companion import changes
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,19 @@ def test_judge_changes_means_agree_with_differences_by_hand(recorded, judged):
     assert row.largest_move == pytest.approx(moves.abs().max())
     own = seeds[(seeds.profile == "motion") & (seeds.change == "TF32")]
     assert len(own) == 16
+
+
+def test_add_device_compares_the_references_of_a_cpu_and_a_gpu(recorded):
+    runs = companion.add_device(recorded[~recorded.machine.str.contains("EPYC")])
+    table, _ = companion.judge_changes(runs[runs.machine == "NVIDIA H200"])
+    rows = table[table.change == changes.DEVICE].set_index("experiment")
+    plain = recorded[(recorded.change == changes.REFERENCE) & (recorded.profile != "paper")]
+    plain = plain[~plain.machine.str.contains("EPYC")]
+    for network, runs_of_one in plain.groupby("experiment"):
+        losses = runs_of_one.pivot(index="seed", columns="device", values="final_loss")
+        by_hand = (losses["cpu"] - losses["cuda"]).mean() / losses["cuda"].std()
+        assert rows.loc[network, "mean"] == pytest.approx(by_hand)
+        assert rows.loc[network, "seeds"] == len(losses)
 
 
 def test_judge_changes_leaves_out_changes_of_few_seeds(recorded):
@@ -192,3 +208,19 @@ def test_describe_changes_says_how_far_the_furthest_seed_moves(judged):
 def test_describe_changes_of_too_few_seeds_decides_nothing(recorded):
     few = recorded[recorded.seed < 2]
     assert "cannot show" in changes.describe_changes(*changes.judge_changes(few))
+
+
+def test_pages_state_how_far_the_devices_differ(recorded):
+    runs = companion.add_device(recorded[~recorded.machine.str.contains("EPYC")])
+    runs = runs[runs.machine == "NVIDIA H200"]
+    table, _ = companion.judge_changes(runs)
+    rows = table[table.change == changes.DEVICE].set_index("experiment")
+    assert set(rows.decision) == {"equivalent"}
+    references = runs[(runs.change == changes.REFERENCE) & (runs.profile != "paper")]
+    levels = references.groupby("experiment").final_loss.mean()
+    limits = rows[["equivalent_low", "equivalent_high"]].div(levels, axis=0)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"autoencoder ({rows.seeds['autoencoder']} seeds)" in readme
+    assert f"PredNet ({rows.seeds['prednet']} seeds)" in readme
+    assert "by less than 0.4 %" in readme
+    assert 0.003 < limits.abs().max(axis=None) < 0.004
