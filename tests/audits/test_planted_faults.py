@@ -80,13 +80,34 @@ ELSEWHERE = {
 }
 
 
+DIFFERENCE = re.compile(
+    r"(?P<sentence>.*? differs by (?P<size>\S+) \(relative\)); rounding alone explains"
+    r" (?P<explained>\S+)\. "
+)
+
+
+def independent_of_the_processor(line):
+    """Return the first line of a report without rounding errors of this processor's kernels.
+
+    They decide how much rounding alone explains. If a difference is no larger than that, they also
+    decide whether results differ at all, and in which result the difference is largest.
+    """
+    found = DIFFERENCE.match(line)
+    if found is None:
+        return line
+    rest = line[found.end() :]
+    if float(found["size"]) <= float(found["explained"]):
+        return rest
+    return f"{found['sentence']}. {rest}"
+
+
 @pytest.mark.parametrize("one", ON_A_CPU)
 def test_audit_of_a_public_case_names_the_cause_and_is_as_recorded(one, as_recorded):
     report = gl.audit(one.step(), *one.pairs[1], progress=False)
     first = report.findings[0]
     assert first.kind == one.kind, report
     assert re.search(one.operation, first.operation), report
-    lines = [str(report).partition("\n")[0].partition(". ")[2]]
+    lines = [independent_of_the_processor(str(report).partition("\n")[0].partition(". ")[2])]
     lines += [
         f"{found.kind}: {found.operation} ({found.phase}) in {found.module}, share"
         f" {found.share:.2g}; {found.detail}"
