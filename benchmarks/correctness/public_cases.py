@@ -119,7 +119,7 @@ def second(setting: gl.Setting) -> bool:
 
 @case("pytorch/pytorch#53635", TF32, REDUCED, MATRIX)
 def times_one(setting: gl.Setting) -> Tensor:
-    """TF32 keeps ten bits of a factor, too few for 1024.5."""
+    """TF32 rounds each factor to 10 fraction bits, too few for 1024.5."""
     x = torch.full((8, 8), 1024.5, device=setting.device, dtype=setting.dtype)
     return x @ torch.eye(8, device=setting.device, dtype=setting.dtype)
 

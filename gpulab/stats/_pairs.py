@@ -314,10 +314,13 @@ def check_runs(
     several rows, it has the rows that `choice` selects. `attrs["chosen"]` has sentences on the
     selection, `attrs["has_ambiguous_nan"]` says whether NaN may be an empty cell, and
     `attrs["ends_with_nan"]` whether some run ends with such values. A `status` in the table is
-    kept, except that `finished` becomes `diverged` where the metric shows this.
+    kept, except that `finished` becomes `diverged` if the metric is NaN in a column that
+    distinguishes NaN from an empty cell. Runs without a status are `diverged` in that case or if
+    the metric is infinite, `missing` if it is any other NaN, and `finished` otherwise.
 
     Raises:
-        UsageError: If the table is not valid, or mixes protocols.
+        UsageError: If the table is not valid or mixes protocols, or if a run is `finished` although
+            its metric is missing, infinite or not below `MAX_METRIC` in size.
     """
     if not isinstance(frame, pd.DataFrame):
         raise UsageError(

@@ -134,9 +134,9 @@ def draw_published_loop() -> Picture:
     )
     return Picture(
         figure,
-        "The published loop writes each frame into the same buffer. On a CPU, the tensors of all"
-        " time steps are this buffer, so the backward pass finds the last frame in each of them. On"
-        " a GPU, every tensor is a copy, so each step finds its own frame.",
+        "The published loop writes each frame into the same buffer. On a CPU, all time steps share"
+        " this buffer, so in the backward pass each step finds the last frame. On a GPU, every"
+        " tensor is a copy, so each step finds its own frame.",
     )
 
 
