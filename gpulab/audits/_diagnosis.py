@@ -318,7 +318,7 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
         )
     elif op.repeats is False:
         spread_text = "" if op.spread is None else f", {op.spread:.1e} apart (relative)"
-        detail = f"gave different bits in the second execution{spread_text}"
+        detail = f"gave different bits when it was repeated{spread_text}"
         size = math.nan if op.spread is None else op.spread
         yield _make_finding(
             comparison,

@@ -314,7 +314,7 @@ def test_audit_tells_what_hardly_repeats_itself_after_tf32():
     (restless,) = [finding for finding in faults(report) if finding.kind == "nondeterminism"]
     assert 1e-8 < restless.size < 1e-6
     assert re.search(
-        r"gave different bits in the second execution, [1-3]\.\de-07 apart \(relative\)",
+        r"gave different bits when it was repeated, [1-3]\.\de-07 apart \(relative\)",
         restless.detail,
     )
     assert restless.share < 0.01
