@@ -133,23 +133,33 @@ def process_group_ranks(group: Nested) -> list[int]:
 def request_work_handle(
     operation: OpOverload, args: Sequence[Nested], kwargs: Mapping[str, Nested]
 ) -> tuple[Sequence[Nested], dict[str, Nested]]:
-    """Return the arguments of an operation of `c10d`, so that it returns the handle of its work.
+    """Change the arguments of an operation of `c10d` so that it returns a valid work handle.
 
-    NCCL returns an empty handle if `async_op` is false, which crashes Python when it is used.
-    `torch.distributed` waits for the handle that it gets, so the results are the same.
+    Collectives run asynchronously. Code that needs their result waits for the work handle that the
+    operation returns, as `wait_for_collective` does. With `async_op=False`, NCCL returns an empty
+    handle, and waiting for it crashes Python. Therefore, `async_op` is set to True. This does not
+    change the results, because `torch.distributed` waits for any handle that it receives.
 
     Tested with torch 2.6 and 2.15. If torch changes this, recording a rank on a GPU will end
     in a segmentation fault.
+
+    Returns:
+        The positional and the keyword arguments for the call. They are unchanged for an operation
+        without the argument `async_op`, such as `monitored_barrier_`.
     """
+    kwargs = dict(kwargs)
     names = argument_names(operation)
-    for name in ("async_op", "asyncOp"):  # the name depends on the version of torch
-        if name not in names:
-            continue
-        position = names.index(name)
-        if position < len(args):
-            return [*args[:position], True, *args[position + 1 :]], {**kwargs}
-        return args, {**kwargs, name: True}
-    return args, {**kwargs}
+    # The name of the argument depends on the version of torch.
+    name = next((name for name in ("async_op", "asyncOp") if name in names), None)
+    if name is None:
+        return args, kwargs
+    position = names.index(name)
+    is_positional = position < len(args)
+    if is_positional:
+        args = [*args[:position], True, *args[position + 1 :]]
+    else:
+        kwargs[name] = True
+    return args, kwargs
 
 
 def wait_for_collective(out: Nested) -> None:

@@ -467,61 +467,98 @@ class Comparison:
     def partners(self) -> dict[Operation, Operation]:
         """The operations of both sides that compute the same values, in both directions.
 
-        Operations with the same phase, module and name are paired first.
+        Operations with the same phase, module and name are paired first. No operation has more than
+        one partner.
         """
         partners: dict[Operation, Operation] = {}
         graph_a, graph_b = self.graphs
-        makers: dict[Value, list[Operation]] = defaultdict(list)
+        makers_in_b: dict[Value, list[Operation]] = defaultdict(list)
         for node in graph_b.nodes:
             for value in node.outputs:
-                makers[value].append(node.op)
+                makers_in_b[value].append(node.op)
+
+        def find_partner(node: Node, requires_same_call: bool) -> Operation | None:
+            """Return an operation of b, still without a partner, that computes a value of a node.
+
+            With `requires_same_call`, it must also have the node's phase, module and name.
+            """
+            key = alignment_key(node.op)
+            for value in node.outputs:
+                for equal_value in self.matches.equal.get(value, ()):
+                    for op in makers_in_b[equal_value]:
+                        if op in partners:
+                            continue
+                        if not requires_same_call or alignment_key(op) == key:
+                            return op
+            return None
+
         for requires_same_call in (True, False):
             for node in graph_a.nodes:
                 if node.op in partners:
                     continue
-                candidates = (
-                    op
-                    for v in node.outputs
-                    for w in self.matches.equal.get(v, ())
-                    for op in makers[w]
-                )
-                for op in candidates:
-                    if op in partners or (
-                        requires_same_call and alignment_key(op) != alignment_key(node.op)
-                    ):
-                        continue
-                    partners[node.op] = op
-                    partners[op] = node.op
-                    break
+                partner = find_partner(node, requires_same_call)
+                if partner is not None:
+                    partners[node.op] = partner
+                    partners[partner] = node.op
         return partners
 
     @cached_property
     def pairs(self) -> list[OperationPair]:
-        """All operations of both sides in the order of the first side, followed by all results."""
-        pairs: list[OperationPair] = []
+        """The operations of both sides with their partners, followed by the results of both sides.
+
+        The operations are in the order of `_merge_operations`.
+        """
         operations_a, operations_b = (
             [op for op in trace.operations if op.phase != RESULT] for trace in self.traces
         )
-        position = 0
-        placed: set[Operation] = set()
-        for a in operations_a:
-            b = self.partners.get(a)
-            if b is not None and b not in placed:
-                while (
-                    operations_b[position] in placed or operations_b[position] not in self.partners
-                ):
-                    if operations_b[position] not in placed:
-                        pairs.append(OperationPair(None, operations_b[position]))
-                    position += 1
-                placed.add(b)
-            pairs.append(OperationPair(a, b))
-        pairs += [OperationPair(None, b) for b in operations_b[position:] if b not in placed]
-        return [*pairs, *(OperationPair(result.a, result.b) for result in self.results)]
+        operation_pairs = _merge_operations(operations_a, operations_b, self.partners)
+        result_pairs = [OperationPair(result.a, result.b) for result in self.results]
+        return [*operation_pairs, *result_pairs]
 
     def gaps(self, a: Operation, b: Operation) -> list[float]:
         """Return the difference of each output of two operations; [0.0] without outputs."""
         pairs = zip(self.values(a), self.values(b), strict=False)
         return [self.gap(x, y) for x, y in pairs] or [0.0]
+
+
+def _merge_operations(
+    operations_a: list[Operation],
+    operations_b: list[Operation],
+    partners: Mapping[Operation, Operation],
+) -> list[OperationPair]:
+    """Merge the operations of two traces into one list, with partners in one pair.
+
+    The operations of the first trace keep their order. An operation that only the second trace has
+    is listed once all operations before it in the second trace are listed, and before the next
+    pair.
+
+    Args:
+        operations_a: The operations of the first trace, in order.
+        operations_b: The operations of the second trace, in order.
+        partners: The partner of each operation that has one, in both directions.
+    """
+    pairs: list[OperationPair] = []
+    remaining_b = deque(operations_b)
+    paired_b: set[Operation] = set()  # operations of b that `pairs` has with their partners
+
+    def list_unpaired_b() -> None:
+        """List the operations of b without a partner, up to one whose pair is not listed yet."""
+        while remaining_b:
+            b = remaining_b[0]
+            if b in partners and b not in paired_b:
+                return
+            remaining_b.popleft()
+            if b not in partners:
+                pairs.append(OperationPair(None, b))
+
+    for a in operations_a:
+        b = partners.get(a)
+        if b is not None:
+            list_unpaired_b()
+            paired_b.add(b)
+        pairs.append(OperationPair(a, b))
+    list_unpaired_b()
+    return pairs
 
 
 def _reference_gap(x: Value, y: Value) -> float:

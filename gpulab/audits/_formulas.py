@@ -237,48 +237,84 @@ def _lstm_layer_backward(arguments: Arguments) -> Outputs:
 
 # --- cuDNN's recurrent layers ---------------------------------------------------------------------
 
+# torch's public functions, by the number of the layer type in the argument `mode` of the kernels.
 _LAYER_FUNCTIONS: dict[int, Callable[..., Nested]] = {
     0: torch.rnn_relu,
     1: torch.rnn_tanh,
     2: torch.lstm,
     3: torch.gru,
 }
+_N_CUDNN_OUTPUTS = 5  # the hidden states, two final states, and two auxiliary outputs
 
 
-def _recurrent(arguments: Arguments, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """Compute all hidden states and the final states by torch's public recurrent functions.
+class _LayerInputs(NamedTuple):
+    """The tensors that recurrent layers compute with.
+
+    Attributes:
+        x: The input at all times.
+        states: The initial hidden state, followed by the initial cell state of an LSTM.
+        weights: The weights of all layers and directions, in the order of cuDNN's argument
+            `weight`, which is also that of torch's public functions.
+    """
+
+    x: Tensor
+    states: list[Tensor]
+    weights: list[Tensor]
+
+
+def _copy_inputs(arguments: Arguments) -> _LayerInputs:
+    """Copy input, states and weights to the CPU, without their history in autograd."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().cpu().clone()
+
+    states = [arguments["hx"]]
+    if arguments["cx"] is not None:
+        states.append(arguments["cx"])
+    return _LayerInputs(
+        x=copy(arguments["input"]),
+        states=list(map(copy, states)),
+        weights=list(map(copy, arguments["weight"])),
+    )
+
+
+def _run_layers(arguments: Arguments, inputs: _LayerInputs) -> tuple[Tensor, ...]:
+    """Run recurrent layers with torch's public function for their type.
 
     Args:
-        arguments: The arguments of the call.
-        leaves: The input, the states and the weights.
+        arguments: The arguments of the call of cuDNN's kernel. Its tensors are not read.
+        inputs: The tensors to compute with.
+
+    Returns:
+        The hidden states of the last layer at all times, followed by the final states, in the order
+        of `inputs.states`.
 
     Raises:
         NotImplementedError: For projections, and for dropout between layers during training.
     """
-    if arguments["proj_size"] or (arguments["dropout"] and arguments["train"]):
+    has_active_dropout = arguments["dropout"] and arguments["train"]
+    if arguments["proj_size"] or has_active_dropout:
         raise NotImplementedError("projections, and dropout between layers, have no formula")
-    has_cell = arguments["cx"] is not None
-    x, hidden, *parameters = leaves
-    states = [hidden, parameters.pop(0)] if has_cell else hidden
-    options = (
-        arguments["weight_stride0"] == 4,  # whether there are biases: two weights and two biases
-        arguments["num_layers"],
-        0.0,
-        arguments["train"],
-        arguments["bidirectional"],
-    )
-    layer = _LAYER_FUNCTIONS[arguments["mode"]]
-    if arguments["batch_sizes"]:
-        outputs = layer(x, torch.tensor(arguments["batch_sizes"]), states, parameters, *options)
+    run = _LAYER_FUNCTIONS[arguments["mode"]]
+    # torch.lstm takes a list of two states. The other functions take the hidden state itself.
+    has_cell_state = len(inputs.states) == 2
+    initial_state = inputs.states if has_cell_state else inputs.states[0]
+    options = {
+        # The stride is the number of tensors for one layer in one direction: two weights, and two
+        # biases if the layer has them.
+        "has_biases": arguments["weight_stride0"] == 4,
+        "num_layers": arguments["num_layers"],
+        "dropout": 0.0,
+        "train": arguments["train"],
+        "bidirectional": arguments["bidirectional"],
+    }
+    if arguments["batch_sizes"]:  # the input is a packed sequence
+        batch_sizes = torch.tensor(arguments["batch_sizes"])
+        outputs = run(inputs.x, batch_sizes, initial_state, inputs.weights, **options)
     else:
-        outputs = layer(x, states, parameters, *options, arguments["batch_first"])
+        options["batch_first"] = arguments["batch_first"]
+        outputs = run(inputs.x, initial_state, inputs.weights, **options)
     return tuple(outputs)
-
-
-def _copy_leaves(arguments: Arguments) -> list[Tensor]:
-    """Copy input, states and weights to the CPU, as leaves that can be differentiated."""
-    states = [arguments["hx"], *([arguments["cx"]] if arguments["cx"] is not None else [])]
-    return [t.detach().cpu().clone() for t in (arguments["input"], *states, *arguments["weight"])]
 
 
 def _run_in_thread(function: Callable[[], Nested]) -> Nested:
@@ -294,21 +330,26 @@ def _run_in_thread(function: Callable[[], Nested]) -> Nested:
 def _cudnn_rnn(arguments: Arguments) -> Outputs:
     """Compute all hidden states and the final states on the CPU; the other outputs are None."""
     device = arguments["input"].device
-    outputs = _run_in_thread(lambda: _recurrent(arguments, _copy_leaves(arguments)))
-    states = [t.detach().to(device) for t in outputs]
-    return (*states, *[None] * (5 - len(states)))
+    cpu_outputs = _run_in_thread(lambda: _run_layers(arguments, _copy_inputs(arguments)))
+    outputs = [output.detach().to(device) for output in cpu_outputs]
+    missing_outputs = [None] * (_N_CUDNN_OUTPUTS - len(outputs))
+    return (*outputs, *missing_outputs)
 
 
 def _cudnn_rnn_backward(arguments: Arguments) -> Outputs:
     """Compute the gradients of input, states and weights by autograd on the CPU."""
     device = arguments["input"].device
-    has_cell = arguments["cx"] is not None
     output_gradients = [arguments[name] for name in ("grad_output", "grad_hy", "grad_cy")]
 
     def differentiate() -> Nested:
-        """Compute the gradients of the leaves on the CPU."""
-        leaves = [leaf.requires_grad_() for leaf in _copy_leaves(arguments)]
-        layer_outputs = _recurrent(arguments, leaves)
+        """Compute the gradients of the input, the states and the weights on the CPU."""
+        inputs = _copy_inputs(arguments)
+        leaves = [inputs.x, *inputs.states, *inputs.weights]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        layer_outputs = _run_layers(arguments, inputs)
+        # Only an LSTM has a third output, to which the gradient `grad_cy` belongs. The gradient of
+        # an output that the loss does not depend on is None.
         pairs = [
             (output, gradient.detach().cpu())
             for output, gradient in zip(layer_outputs, output_gradients, strict=False)
@@ -318,10 +359,14 @@ def _cudnn_rnn_backward(arguments: Arguments) -> Outputs:
         gradients = [gradient for _, gradient in pairs]
         return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
 
-    x_gradient, hidden_gradient, *weight_gradients = (
-        t if t is None else t.to(device) for t in _run_in_thread(differentiate)
+    x_gradient, hidden_gradient, *other_gradients = (
+        gradient if gradient is None else gradient.to(device)
+        for gradient in _run_in_thread(differentiate)
     )
-    cell_gradient = weight_gradients.pop(0) if has_cell else None
+    cell_gradient = None
+    weight_gradients = other_gradients
+    if arguments["cx"] is not None:
+        cell_gradient, *weight_gradients = other_gradients
     return x_gradient, hidden_gradient, cell_gradient, weight_gradients
 
 

@@ -29,7 +29,7 @@ from gpulab._torch_internals import (
 from gpulab.audits import _count_sketch as sketches
 from gpulab.audits._float64_calls import Float64Reference, prepare_rounded_results
 from gpulab.audits._references import UNREPEATED_OPERATIONS, References
-from gpulab.audits._rounding import PRODUCT_OPERANDS, count_terms
+from gpulab.audits._rounding import PRODUCT_OPERANDS, count_terms, requested_results
 from gpulab.audits._tracer import Call, Tracer
 from gpulab.audits._traces import Operation
 
@@ -50,22 +50,29 @@ CORRECTLY_ROUNDED_OPERATIONS = {
 
 @dataclass(frozen=True)
 class ResultRounding:
-    """How rounding may change one result of an operation.
+    """The size of the rounding error in each number of one result of an operation.
+
+    The error of a number is assumed to be normally distributed. Its standard deviation is
+    `relative_error` times the size of the number, plus `smallest_number`. The size is the absolute
+    value of the number, unless `term_sums` or `has_floor` makes it larger.
 
     Attributes:
-        unit: The unit roundoff of the result, multiplied by the root of the number of summed terms.
-        sizes: The sums of the absolute values of the terms, for each number of a product; None for
-            other operations.
+        relative_error: The unit roundoff of the result's format, multiplied by the root of the
+            number of summed terms.
+        term_sums: For each number of a product or a sum, the sum of the absolute values of its
+            terms, because rounding errors do not cancel where the terms do. None for other
+            operations.
         has_floor: Whether small numbers are perturbed as much as numbers of typical size. The error
             of a kernel for a function such as `gelu` is small only relative to the function's
             typical values.
-        tiny: The smallest positive number of the format.
+        smallest_number: The smallest positive number of the format, which is about the error of
+            numbers that underflow.
     """
 
-    unit: float
-    sizes: Tensor | None
+    relative_error: float
+    term_sums: Tensor | None
     has_floor: bool
-    tiny: float
+    smallest_number: float
 
 
 class PerturbedReferences(References):
@@ -89,19 +96,29 @@ class PerturbedReferences(References):
             tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator
         )
 
-    def perturb_inputs(self, inputs: Nested, written: set[int], unit: float) -> Nested:
-        """Perturb the inputs of an operation by rounding errors; those in `written` in place."""
+    def perturb_inputs(
+        self, inputs: Nested, written_storages: set[int], relative_error: float
+    ) -> Nested:
+        """Perturb the inputs of an operation by random relative errors.
 
-        def move(value: Nested) -> Nested:
+        Args:
+            inputs: The arguments of the operation.
+            written_storages: The identities of the storages that the operation writes to. Tensors
+                over them are perturbed in place, because the operation must write to them and not
+                to copies.
+            relative_error: The standard deviation of the relative errors.
+        """
+
+        def perturb(value: Nested) -> Nested:
             """Perturb a tensor of floating-point numbers; return any other value unchanged."""
             if not isinstance(value, Tensor) or not sketches.is_float_or_complex(value):
                 return value
-            moved = value * (1 + unit * self.draw_like(value))
-            if storage_identity(value.untyped_storage()) in written:
-                return value.copy_(moved)
-            return moved
+            perturbed = value * (1 + relative_error * self.draw_like(value))
+            if storage_identity(value.untyped_storage()) in written_storages:
+                return value.copy_(perturbed)
+            return perturbed
 
-        return map_nested(move, inputs)
+        return map_nested(perturb, inputs)
 
     def perturb_results(
         self, results: Sequence[Tensor], roundings: Sequence[ResultRounding]
@@ -112,12 +129,14 @@ class PerturbedReferences(References):
                 continue
             sizes = result.abs()
             if rounding.has_floor:
-                finite = torch.where(sizes.isfinite(), sizes, 0.0)
-                sizes = sizes.clamp(min=float(finite.square().mean().sqrt()))
-            if rounding.sizes is not None:
-                sizes = torch.maximum(sizes, rounding.sizes)
-            moved = result + (rounding.unit * sizes + rounding.tiny) * self.draw_like(result)
-            result.copy_(torch.where(result.isfinite(), moved, result))
+                finite_sizes = torch.where(sizes.isfinite(), sizes, 0.0)
+                typical_size = float(finite_sizes.square().mean().sqrt())
+                sizes = sizes.clamp(min=typical_size)
+            if rounding.term_sums is not None:
+                sizes = torch.maximum(sizes, rounding.term_sums)
+            deviations = rounding.relative_error * sizes + rounding.smallest_number
+            perturbed = result + deviations * self.draw_like(result)
+            result.copy_(torch.where(result.isfinite(), perturbed, result))
 
 
 class PerturbingTracer(Tracer):
@@ -187,7 +206,7 @@ class PerturbingTracer(Tracer):
             initial_arguments: tuple[Sequence[Nested], dict[str, Nested]],
         ) -> None:
             """Repeat the operation, which has run, on all copies."""
-            roundings = self._roundings(call, op, out, initial_arguments)
+            roundings = _estimate_roundings(call, op, out, initial_arguments)
             for copy, copy_inputs in zip(self.copies, inputs, strict=True):
                 self._repeat(call, copy, copy_inputs, out, roundings)
 
@@ -201,10 +220,22 @@ class PerturbingTracer(Tracer):
         out: Nested,
         roundings: list[ResultRounding],
     ) -> None:
-        """Repeat an operation on one perturbed copy, and store the results."""
+        """Repeat an operation on one perturbed copy, and store the results.
+
+        Args:
+            call: The call that has run.
+            copy: The perturbed copies of all storages.
+            inputs: The arguments of the call, taken from these copies.
+            out: What the call returned.
+            roundings: The rounding of each result; empty if the results are exact.
+        """
+        # The error of a kernel that is not correctly rounded may be as large as the effect of a
+        # rounding of its inputs.
         if roundings and call.name not in CORRECTLY_ROUNDED_OPERATIONS:
-            written = {storage_identity(copy.of(t).untyped_storage()) for t in call.mutated_tensors}
-            inputs = copy.perturb_inputs(inputs, written, roundings[0].unit)
+            written_storages = {
+                storage_identity(copy.of(t).untyped_storage()) for t in call.mutated_tensors
+            }
+            inputs = copy.perturb_inputs(inputs, written_storages, roundings[0].relative_error)
         copy_out = copy.compute(call.operation, call.name, inputs, out, is_random=call.is_random)
         if copy_out is not None and roundings:
             results = [
@@ -217,39 +248,64 @@ class PerturbingTracer(Tracer):
         self._update_written_references(copy, call, copy_out, exact=True, state=None)
         self._store_new_references(copy, call, out, copy_out, exact=True, inputs=inputs)
 
-    def _roundings(
-        self,
-        call: Call,
-        op: Operation,
-        out: Nested,
-        initial_arguments: tuple[Sequence[Nested], dict[str, Nested]],
-    ) -> list[ResultRounding]:
-        """Return how rounding may change the results of an operation; empty if they are exact."""
-        is_exact = op.error == 0.0 and op.name not in PRODUCT_OPERANDS
-        if is_exact or call.is_random or call.name in UNREPEATED_OPERATIONS:
-            return []
-        raw_results = returned_or_written(call.operation, call.args, out)
-        if call.name == "convolution_backward":  # oneDNN also returns other gradients
-            output_mask = call.args[10]
-            raw_results = [
-                t for t, is_requested in zip(out, output_mask, strict=True) if is_requested
-            ]
-        results = prepare_rounded_results(raw_results)
-        if not results:
-            return []
-        args, kwargs = initial_arguments
-        reference = Float64Reference(call.operation, args, kwargs, len(results))
-        terms = count_terms(call.name, args, reference, results)
-        sizes: list[Tensor] | list[None] = [None] * len(results)
-        if call.name in PRODUCT_OPERANDS or call.name in SUMS:
-            sizes = reference(torch.abs)
-        has_floor = call.name not in CORRECTLY_ROUNDED_OPERATIONS
-        return [
-            ResultRounding(
-                math.sqrt(max(1.0, n_terms)) * torch.finfo(result.dtype).eps / 2,
-                size,
-                has_floor,
-                torch.finfo(result.dtype).smallest_normal * torch.finfo(result.dtype).eps,
-            )
-            for result, n_terms, size in zip(results, terms, sizes, strict=True)
-        ]
+
+def _estimate_roundings(
+    call: Call,
+    op: Operation,
+    out: Nested,
+    initial_arguments: tuple[Sequence[Nested], dict[str, Nested]],
+) -> list[ResultRounding]:
+    """Estimate how much rounding may change the results of an operation that has just run.
+
+    Args:
+        call: The call.
+        op: The record of the call, with its measured error.
+        out: What the call returned.
+        initial_arguments: Its positional and keyword arguments, as they were before the call.
+
+    Returns:
+        The rounding of each result, in the order of `prepare_rounded_results`. Empty if the
+        results are exact, or if they are not repeated on the copies.
+    """
+    if call.is_random or call.name in UNREPEATED_OPERATIONS or _is_exact(op):
+        return []
+    returned = returned_or_written(call.operation, call.args, out)
+    results = prepare_rounded_results(requested_results(call.name, call.args, returned))
+    if not results:
+        return []
+    args, kwargs = initial_arguments
+    reference = Float64Reference(call.operation, args, kwargs, len(results))
+    term_counts = count_terms(call.name, args, reference, results)
+    term_sums = _sum_absolute_terms(call.name, reference)
+    roundings = []
+    for i, (result, n_terms) in enumerate(zip(results, term_counts, strict=True)):
+        finfo = torch.finfo(result.dtype)
+        unit_roundoff = finfo.eps / 2
+        rounding = ResultRounding(
+            relative_error=math.sqrt(max(1.0, n_terms)) * unit_roundoff,
+            term_sums=None if term_sums is None else term_sums[i],
+            has_floor=call.name not in CORRECTLY_ROUNDED_OPERATIONS,
+            smallest_number=finfo.smallest_normal * finfo.eps,
+        )
+        roundings.append(rounding)
+    return roundings
+
+
+def _is_exact(op: Operation) -> bool:
+    """Return whether an operation returns exact results, as one that only moves numbers does.
+
+    A product without an error does not count as exact. It may have been exact by chance, for
+    example because its factors are small integers.
+    """
+    return op.error == 0.0 and op.name not in PRODUCT_OPERANDS
+
+
+def _sum_absolute_terms(name: str, reference: Float64Reference) -> list[Tensor] | None:
+    """Sum the absolute values of the terms of each number of each result of a product or sum.
+
+    Returns None for other operations.
+    """
+    if name not in PRODUCT_OPERANDS and name not in SUMS:
+        return None
+    # The operation itself sums the absolute values if it is given absolute values.
+    return reference(torch.abs)

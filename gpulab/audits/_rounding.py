@@ -141,13 +141,7 @@ def forward_error(
     """
     if name in RECURRENT or has_failed(operation, out):
         return Accuracy()  # libraries differ in what a failed factorisation returns
-    if name == "convolution_backward":  # oneDNN also returns gradients that were not requested
-        output_mask = args[10]
-        out = [
-            gradient
-            for gradient, is_requested in zip(out, output_mask, strict=True)
-            if is_requested
-        ]
+    out = requested_results(name, args, out)
     results = prepare_rounded_results(out)
     results = results[:1] if name in ATTENTION_OPERANDS else results
     results = results[: RESULTS_BEFORE_FACTORS.get(name)]
@@ -244,6 +238,20 @@ def _compare_with_reference(
 
 def _return_input(x: Tensor, **_: Nested) -> Tensor:
     return x
+
+
+def requested_results(name: str, args: Sequence[Nested], out: Nested) -> Nested:
+    """Return the results that a call asked for.
+
+    Only the results of `convolution_backward` may be more than these: oneDNN also computes
+    gradients that the call's output mask leaves out.
+    """
+    if name != "convolution_backward":
+        return out
+    output_mask = args[10]
+    return [
+        gradient for gradient, is_requested in zip(out, output_mask, strict=True) if is_requested
+    ]
 
 
 # --- error bounds ---------------------------------------------------------------------------------

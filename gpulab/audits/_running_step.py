@@ -30,6 +30,9 @@ from gpulab.guards._reentrancy import as_guard_work
 from gpulab.numerics._flags import arithmetic
 from gpulab.passports import passport
 
+# The types of the parts of a state that can be compared between two traces.
+_STATE_LEAF_TYPES = (Tensor, np.ndarray, bool, int, float, str, bytes, type(None))
+
 
 class StepRecording:
     """The recording of a step of a running program, as `record_step` yields it.
@@ -302,29 +305,40 @@ def _make_trace(
 
 
 def describe_states(state: Mapping[str, object]) -> dict[str, str]:
-    """Describe the states of objects by name: numbers as text, and tensors by hashes.
+    """Describe the states of objects as text, so that the states of two traces can be compared.
+
+    Args:
+        state: The objects by name, as for `record_step`. The state of an object is its
+            `state_dict()` if it has one, and otherwise the object itself.
+
+    Returns:
+        A description of each leaf of the states. That of a tensor or an array contains a hash of
+        its content, unless it is a single number. Any other leaf is described by its `repr`. The
+        keys are the name of the object followed by the path of the leaf.
+
+    Raises:
+        UsageError: If a leaf is an object that cannot be compared.
 
     >>> describe_states({"epoch": 3, "schedule": {"last": 0.5}})
     {'epoch': '3', "schedule['last']": '0.5'}
-
-    Raises:
-        UsageError: If an object has neither a `state_dict` nor a state that can be compared.
     """
-    described = {}
+    # Hashing a tensor runs operations. They are not the user's, so no guard should check them.
+    describe = as_guard_work(describe_state)
+    descriptions = {}
     for name, owner in state.items():
         content = owner.state_dict() if hasattr(owner, "state_dict") else owner
-        for path, value in named_leaves(content):
-            if callable(value):
-                continue  # schedules keep functions in their state
-            if not isinstance(value, Tensor | np.ndarray | bool | int | float | str | bytes | None):
+        for path, leaf in named_leaves(content):
+            if callable(leaf):
+                continue  # learning rate schedules keep functions in their state
+            if not isinstance(leaf, _STATE_LEAF_TYPES):
                 raise UsageError(
                     f"state[{name!r}]{path}: expected an object with a state_dict(), a tensor, a"
-                    f" number or a string, got a {type(value).__name__}"
+                    f" number or a string, got a {type(leaf).__name__}"
                 )
-            if isinstance(value, np.ndarray):
-                value = torch.from_numpy(value)
-            described[f"{name}{path}"] = as_guard_work(describe_state)(value)
-    return described
+            if isinstance(leaf, np.ndarray):
+                leaf = torch.from_numpy(leaf)
+            descriptions[f"{name}{path}"] = describe(leaf)
+    return descriptions
 
 
 def _generator_states() -> dict[str, str]:

@@ -170,10 +170,16 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
 
 
 def is_forbidden(error: Exception) -> bool:
-    """Return whether an error says that torch forbids saved-tensor hooks, as `torch.func` does."""
-    return isinstance(error.__cause__, RuntimeError) and "saved tensor hooks" in str(
-        error.__cause__
-    )
+    """Return whether the guard raised this error because torch forbids saved-tensor hooks here."""
+    return _is_hooks_error(error.__cause__)
+
+
+def _is_hooks_error(error: BaseException | None) -> bool:
+    """Return whether an error is torch's own error about saved-tensor hooks.
+
+    `torch.func.grad` and functions built on it raise it, because they do not support such hooks.
+    """
+    return isinstance(error, RuntimeError) and "saved tensor hooks" in str(error)
 
 
 class Guard:
@@ -220,7 +226,8 @@ class Guard:
         self._latest_steps: dict[int, OptimizerStep] = {}  # by the identity of the optimizer
         self._findings: dict[tuple[object, ...], Overwritten] = {}
         self._lock = threading.RLock()
-        self._threads: list[int] = []  # the threads inside the block
+        # The identifier of each thread that is inside the block, once for each time it entered.
+        self._threads_inside: list[int] = []
         # For each line that saved a tensor, the variable that shares the tensor's memory.
         self._holders: dict[Line, Holder | None] = {}
         # For each backward pass, by autograd's number: the digest at use, the digest at saving, and
@@ -263,10 +270,10 @@ class Guard:
             push_saved_tensor_hooks(self._pack, self._unpack)
         except RuntimeError as error:
             raise GpulabError(FORBIDDEN.format(error)) from error
-        if not self._threads:
+        if not self._threads_inside:
             self._step_hook = register_optimizer_step_post_hook(self._record_step)
         self._last_thread = _thread.ident
-        self._threads.append(self._last_thread)
+        self._threads_inside.append(self._last_thread)
         self._blind_spots.start(keeps_compiled=self.reads != "any")
         if self.reads == "any":
             self._shared_reads.__enter__()
@@ -275,27 +282,34 @@ class Guard:
     @uncompiled
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
-        trace: types.TracebackType | None,
+        traceback: types.TracebackType | None,
     ) -> None:
-        """Stop the checks in this thread; the last thread to leave issues the warning.
+        """Stop the checks in this thread; the last thread to leave the block issues the warning.
 
-        Everything is undone before the first call that may raise an error.
+        All hooks are removed first, so that none remains active if a later call raises an error.
+
+        Raises:
+            OverwrittenError: If an overwritten tensor is found only now, and `on` is `raise`.
+            GpulabError: If the block ended because torch does not allow saved-tensor hooks.
         """
         pop_saved_tensor_hooks()
-        self._threads.remove(_thread.ident)
+        self._threads_inside.remove(_thread.ident)
         self._blind_spots.stop()
-        if not self._threads:
+        if not self._threads_inside:
             self._step_hook.remove()
         if self.reads == "any":
-            self._shared_reads.__exit__(kind, error, trace)  # this may raise
-        # A finding may have ended `backward`, which then leaves tasks in the queue.
+            # This removes its own hooks before it reports the findings that it has stored, which
+            # may raise an error.
+            self._shared_reads.__exit__(error_type, error, traceback)
+        # An error, including one raised for a finding, may have ended `backward` early. Its
+        # remaining tasks are then still in the queue.
         if error is not None or self._findings:
             drain_ready_queue()
-        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+        if _is_hooks_error(error):
             raise GpulabError(FORBIDDEN.format(error)) from error
-        if not self._threads:
+        if not self._threads_inside:
             self._warn()
 
     @as_guard_work
@@ -400,7 +414,7 @@ class Guard:
             finding = finding.with_optimizer_step(step)
         self._add_finding(finding, span, time)
         # After the end of the block, nothing else would issue the warning.
-        if not self._threads:
+        if not self._threads_inside:
             self._warn()
 
     def _add_finding(

@@ -278,8 +278,16 @@ class WriteLines:
     ) -> None:
         """Find changes of blocks, and attribute them to the lines that are running.
 
-        `line` is the current line of this thread, if it is known without tracing. Changes
-        are not attributed if other lines have run since the last comparison.
+        A change is attributed only if no line has ended since its block was last compared.
+        Otherwise an earlier line may have made it, so the block is suspected instead.
+
+        Args:
+            watched: The memory to which the blocks belong.
+            blocks: The blocks to compare.
+            thread: The identifier of this thread.
+            line: The current line of this thread, if it is known without tracing.
+            is_end_of_line: Whether the current line of this thread ends now. The blocks then count
+                as compared at the beginning of the next line.
         """
         changes: list[Addresses] = []
         for block in blocks:
@@ -295,18 +303,30 @@ class WriteLines:
                 watched.add_write(_clock.now, lines, Addresses.joined(changes))
 
     def _candidate_lines(self, thread: int, line: Line | None) -> tuple[Line, ...]:
-        """Return the current line of this thread, and then those of the other threads.
+        """Return the lines that may have written into memory since the current lines began.
 
-        Returns an empty tuple if a thread runs lines that are not traced, because any of them may
-        have written.
+        These are the current lines of all threads, because any thread may have written.
+
+        Args:
+            thread: The identifier of this thread.
+            line: The current line of this thread, if it is known without tracing. It replaces the
+                line at which tracing saw the thread last.
+
+        Returns:
+            The distinct lines, beginning with that of this thread. The tuple is empty if another
+            line may have written, because a thread runs code of the user that is not traced.
         """
+        current_lines = dict(self.current_lines)
+        if line is not None:
+            current_lines[thread] = line
         for ident, frame in sys._current_frames().items():
-            is_known = ident in self.current_lines or (line is not None and ident == thread)
-            if not is_known and _user_frame(frame) is not None:
+            if ident not in current_lines and _user_frame(frame) is not None:
                 return ()
-        other_lines = [line for ident, line in self.current_lines.items() if ident != thread]
-        lines = [line or self.current_lines.get(thread), *other_lines]
-        return tuple(dict.fromkeys(line for line in lines if line is not None))
+        this_line = current_lines.pop(thread, None)
+        candidates = list(current_lines.values())
+        if this_line is not None:
+            candidates.insert(0, this_line)
+        return tuple(dict.fromkeys(candidates))  # without repetitions, in the same order
 
     # --- following lines --------------------------------------------------------------------------
 
@@ -345,9 +365,9 @@ class WriteLines:
         return self._trace
 
     def _end_line(self, thread: int, next_line: Line | None) -> None:
-        """Attribute changes to the current lines, then set this thread's line to `next_line`.
+        """Attribute changes to the current lines, then set the current line of this thread.
 
-        It is None if this thread has no further known line.
+        `next_line` is the line that begins now, or None if no known line of this thread follows.
         """
         with self.lock:
             self._compare_all(thread)

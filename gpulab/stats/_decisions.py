@@ -49,7 +49,7 @@ POWER = 0.8  # the power of a comparison with `seeds_needed` seeds
 # measured by simulation.
 EXTRA_SEEDS_FOR_SKEWNESS = 1
 MAX_SEEDS = 100_000  # above this number `seeds_needed` is infinite
-SEED_COUNTS = np.unique(  # the numbers of seeds that `_seeds_needed` tries
+SEED_COUNTS = np.unique(  # the numbers of seeds that `_estimate_seeds_needed` tries
     np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MAX_SEEDS, 800)]))
 ).astype(int)
 # The least standard deviation, in the metric's units, by which a margin is divided.
@@ -184,14 +184,14 @@ def compare_levels(
     run_counts = paired.runs[paired.factor].value_counts()
     tests = [_test_level(pairs, margin_in_units, is_binary) for pairs in levels.values()]
     corrected_tests = _correct_tests(tests, alpha, looks)
-    # The level of the strictest test in Holm's method. `_seeds_needed` plans for this test.
+    # The level of the strictest test in Holm's method. `_estimate_seeds_needed` plans for it.
     strictest_alpha = alpha / len(levels) / looks if levels else alpha
     rows = []
     for (level, pairs), test, corrected in zip(levels.items(), tests, corrected_tests, strict=True):
         row = _compare_level(level, pairs, test, corrected, margin_in_units, is_binary)
         decision = decide(row, alpha)
         sd = inference.sample_sd(_differences(pairs))
-        n_seeds_needed = _seeds_needed(sd, margins_by_count, strictest_alpha, is_binary)
+        n_seeds_needed = _estimate_seeds_needed(sd, margins_by_count, strictest_alpha, is_binary)
         if decision == "inconclusive":  # the present number of pairs was not enough
             n_seeds_needed = float(max(n_seeds_needed, len(pairs) + 1))
         # Each pair consists of one run of the level and one of the reference.
@@ -478,43 +478,81 @@ def _equivalence_interval(
     return -limit, limit
 
 
-def _seeds_needed(sd: float, margins: NDArray[np.float64], alpha: float, is_binary: bool) -> float:
-    """Estimate the number of seeds for a conclusive comparison: the least of `SEED_COUNTS`.
+def _estimate_seeds_needed(
+    sd: float, margins: NDArray[np.float64], alpha: float, is_binary: bool
+) -> float:
+    """Estimate the number of seeds that make a comparison conclusive.
 
-    With this number, equivalence is established with probability `POWER` if the true difference is
-    zero. A true difference as large as the margin is detected about as often. The estimate assumes
-    normal differences with the standard deviation `sd`. `margins` has the margin for each element
-    of `SEED_COUNTS`.
+    The number is the largest of these:
 
-    The result is at least `min_significant_pairs(alpha)`. For a binary metric, it is also large
-    enough for the test of equivalence to be significant if no pair is discordant. It is infinite if
-    no element of `SEED_COUNTS` is large enough, and NaN if `sd` is NaN.
+    - the number with which equivalence is established with probability `POWER` if the true
+      difference is zero (a true difference as large as the margin is detected about as often);
+    - the least number with which any difference can be significant;
+    - for a binary metric, the least number with which equivalence can be established.
+
+    Args:
+        sd: The standard deviation of the differences between paired runs.
+        margins: The equivalence margin with each number of seeds in `SEED_COUNTS`, in the units of
+            `sd`. It depends on the number of seeds if it is a multiple of a standard deviation.
+        alpha: The level of significance of each test.
+        is_binary: Whether the metric is binary. The margin is then a share of the seeds.
+
+    Returns:
+        The number of seeds. It is infinite if no number in `SEED_COUNTS` is large enough, and NaN
+        if `sd` is NaN.
 
     >>> [
-    ...     _seeds_needed(1.0, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=False)
+    ...     _estimate_seeds_needed(1.0, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=False)
     ...     for margin in (0.5, 1e-9)
     ... ]
     [37.0, inf]
     >>> [
-    ...     _seeds_needed(0.1, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=True)
+    ...     _estimate_seeds_needed(0.1, np.full(len(SEED_COUNTS), margin), 0.05, is_binary=True)
     ...     for margin in (0.2, 1e-9)
     ... ]
     [14.0, inf]
     """
-    from statsmodels.stats.power import ttest_power  # it imports all of scipy.stats
-
     if math.isnan(sd):
         return math.nan
-    # Effects are capped at a noncentrality of 30. Beyond it the power is 1, and slow to compute.
-    effects = np.minimum(margins / max(sd, MIN_SD), 30 / np.sqrt(SEED_COUNTS))
-    power = ttest_power(effects, SEED_COUNTS, alpha, alternative="larger")
+    minima = [_seeds_for_power(sd, margins, alpha), min_significant_pairs(alpha)]
+    if is_binary:
+        minima.append(_seeds_to_exclude_discordance(margins, alpha))
+    return float(max(minima))
+
+
+def _seeds_for_power(sd: float, margins: NDArray[np.float64], alpha: float) -> float:
+    """Compute how many seeds establish equivalence with probability `POWER`.
+
+    The true difference is zero, and the differences between paired runs are normal with standard
+    deviation `sd`. The other arguments are those of `_estimate_seeds_needed`.
+    """
+    from statsmodels.stats.power import ttest_power  # it imports all of scipy.stats
+
+    effect_sizes = margins / max(sd, MIN_SD)
+    # The power depends on the noncentrality, which is the effect size times the root of the number
+    # of seeds. Beyond a noncentrality of 30 the power is 1, and slow to compute.
+    effect_sizes = np.minimum(effect_sizes, 30 / np.sqrt(SEED_COUNTS))
+    power = ttest_power(effect_sizes, SEED_COUNTS, alpha, alternative="larger")
     # Both one-sided tests must succeed, so each may fail with half of the probability 1 − POWER.
-    has_power = power >= (1 + POWER) / 2
-    # Without a discordant pair, the p value of `discordance_p` is (1 − margin)ⁿ.
-    excludes_margin = (1 - margins) ** SEED_COUNTS <= alpha if is_binary else has_power
-    if not (has_power.any() and excludes_margin.any()):
+    n_for_t_test = _smallest_seed_count(power >= (1 + POWER) / 2)
+    return n_for_t_test + EXTRA_SEEDS_FOR_SKEWNESS
+
+
+def _seeds_to_exclude_discordance(margins: NDArray[np.float64], alpha: float) -> float:
+    """Compute how many seeds establish equivalence of a binary metric if no pair is discordant.
+
+    With fewer seeds the test of equivalence cannot be significant, whatever the outcomes are. The
+    arguments are those of `_estimate_seeds_needed`.
+    """
+    p_without_discordance = (1 - margins) ** SEED_COUNTS  # the p value of `discordance_p`
+    return _smallest_seed_count(p_without_discordance <= alpha)
+
+
+def _smallest_seed_count(is_enough: NDArray[np.bool_]) -> float:
+    """Return the smallest number of `SEED_COUNTS` that is enough; infinity if none is.
+
+    `is_enough` has an element for each element of `SEED_COUNTS`.
+    """
+    if not is_enough.any():
         return math.inf
-    # `argmax` finds the first True.
-    n_for_power = SEED_COUNTS[has_power.argmax()] + EXTRA_SEEDS_FOR_SKEWNESS
-    n_for_margin = SEED_COUNTS[excludes_margin.argmax()]
-    return float(max(n_for_power, n_for_margin, min_significant_pairs(alpha)))
+    return float(SEED_COUNTS[is_enough.argmax()])  # `argmax` finds the first True

@@ -106,63 +106,80 @@ def read_file(file: Path) -> pd.DataFrame:
 
 def read_run(file: Path) -> tuple[pd.DataFrame, list[str]]:
     """Read the table in a file, and return it with notes on how it was read."""
-    return _rename_state(_melt_chart(read_file(file)), file)
+    frame, chart_notes = _melt_chart(read_file(file))
+    frame, status_notes = _rename_state(frame, file)
+    return frame, [*chart_notes, *status_notes]
 
 
-def _rename_state(
-    table_and_notes: tuple[pd.DataFrame, list[str]], file: Path
-) -> tuple[pd.DataFrame, list[str]]:
-    """Rename the column `State` of Weights & Biases to `status`, and add a note.
+def _rename_state(frame: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, list[str]]:
+    """Rename the column `State` of Weights & Biases to `status`.
 
     The table is left as it is if it has a `status`, or if all runs are `finished`.
+
+    Returns:
+        The table, and a note if the column was renamed.
 
     Raises:
         UsageError: If the column has values that are not Weights & Biases states.
     """
-    frame, notes = table_and_notes
     if "status" in frame or "State" not in frame:
-        return table_and_notes
+        return frame, []
     states = set(frame["State"].dropna().astype(str).str.lower())
     if states <= {"finished"}:
-        return table_and_notes
+        return frame, []
     if not states <= WANDB_STATES:
         raise UsageError(
             f"{file}: column 'State' has values that are not Weights & Biases states; if it"
             " states which runs finished, rename it to 'status'"
         )
-    return frame.rename(columns={"State": "status"}), [
-        *notes,
-        "The status of each run is from the column State.",
-    ]
+    renamed = frame.rename(columns={"State": "status"})
+    return renamed, ["The status of each run is from the column State."]
 
 
 def _melt_chart(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Convert a chart of Weights & Biases, with a column for each run, to rows of run and step.
+    """Convert a chart exported from Weights & Biases from wide to long form.
 
-    Tables of any other form are returned unchanged. The result includes notes on the conversion.
+    The first column of such a table counts steps. Each further column has the values of one metric
+    of one run, or their bounds, which are left out. The result has a row for each run and step. Its
+    columns are the step, the run, the metrics, and the settings in the names of the runs. A table
+    of any other form is returned unchanged.
+
+    Returns:
+        The table, and notes on the conversion. There are none if the table is unchanged.
+
+    >>> chart = pd.DataFrame({"Step": [0, 1], "seed_0 - loss": [3, 2], "seed_1 - loss": [5, 4]})
+    >>> melted, notes = _melt_chart(chart)
+    >>> melted.values.tolist()
+    [[0, 'seed_0', 3, 0], [1, 'seed_0', 2, 0], [0, 'seed_1', 5, 1], [1, 'seed_1', 4, 1]]
+    >>> melted.columns.tolist()
+    ['Step', 'run', 'loss', 'seed']
+    >>> notes[1]
+    'From the names of the runs: seed.'
     """
-    # The first column counts steps. All others must have the name of a run and of a metric.
-    counter, *run_columns = map(str, frame.columns)
-    matches = [match for match in map(WANDB_CHART.fullmatch, run_columns) if match]
-    if not matches or len(matches) < len(run_columns):
+    step_column, *other_columns = map(str, frame.columns)
+    matches = [match for match in map(WANDB_CHART.fullmatch, other_columns) if match]
+    is_chart = bool(other_columns) and len(matches) == len(other_columns)
+    if not is_chart:
         return frame, []
-    columns_by_run: dict[str, dict[str, pd.Series]] = {}
-    for match in matches:
-        if not match["bound"]:
-            column_name = match[0]
-            columns_by_run.setdefault(match["run"], {})[match["metric"]] = frame[column_name]
-    tables = []
-    for run, columns in columns_by_run.items():
-        run_table = pd.DataFrame({counter: frame[counter], RUN_COLUMN: run, **columns})
-        tables.append(run_table.dropna(subset=[*columns], how="all"))
-    n_bounds = sum(bool(match["bound"]) for match in matches)
-    notes = [f"{len(columns_by_run)} runs were read from the columns of a chart."]
+    metric_matches = [match for match in matches if not match["bound"]]
+    n_bounds = len(matches) - len(metric_matches)
+    metrics_by_run: dict[str, dict[str, pd.Series]] = {}
+    for match in metric_matches:
+        column = match[0]
+        metrics_by_run.setdefault(match["run"], {})[match["metric"]] = frame[column]
+    run_tables = []
+    for run, metrics in metrics_by_run.items():
+        run_table = pd.DataFrame({step_column: frame[step_column], RUN_COLUMN: run, **metrics})
+        # The steps are those of all runs. At steps that this run did not log, it has no values.
+        run_tables.append(run_table.dropna(subset=list(metrics), how="all"))
+    melted = pd.concat(run_tables, ignore_index=True)
+    with_settings = run_folders.add_settings_from_names(melted)
+
+    notes = [f"{len(metrics_by_run)} runs were read from the columns of a chart."]
     if n_bounds:
         notes.append(
             f"Left out: {n_bounds} columns with the lowest and highest values (__MIN, __MAX)."
         )
-    melted = pd.concat(tables, ignore_index=True)
-    with_settings = run_folders.add_settings_from_names(melted)
     new_columns = [name for name in with_settings if name not in melted]
     if new_columns:
         notes.append(f"From the names of the runs: {', '.join(new_columns)}.")

@@ -191,16 +191,29 @@ def check_repetition(seed: int, rerun: int) -> tuple[int, int]:
     return int(seed), int(rerun)
 
 
-def check_options(name: str, options: object) -> Options:
-    """Return options by name; none if None is given.
+def check_options(argument: str, options: object) -> Options:
+    """Check that an argument is a dictionary of options, and return it.
+
+    Only the type is checked, not the names and values of the options.
+
+    Args:
+        argument: The name of the argument, for the error message.
+        options: The value of the argument. None stands for no options.
+
+    Returns:
+        The dictionary; an empty one for None.
 
     Raises:
-        UsageError: For anything but a dictionary.
+        UsageError: If the value is neither a dictionary nor None.
+
+    Examples:
+        >>> check_options("data_options", {"speed": 2}), check_options("data_options", None)
+        ({'speed': 2}, {})
     """
     if options is None:
         return {}
     if not isinstance(options, dict):
-        raise UsageError(f"{name}={options!r}: expected a dictionary of options by name")
+        raise UsageError(f"{argument}={options!r}: expected a dictionary of options by name")
     return options
 
 

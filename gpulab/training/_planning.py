@@ -59,6 +59,7 @@ def plan_run(
     # A training function may have options with the names of these arguments. Arguments that are
     # None, the default, were not given. But a keyword that is None was given with this value.
     model_options = check_options("model_options", model_options)
+    # The function receives data options as they were given, so their default is not filled in.
     check_options("data_options", data_options)
     arguments = {"data": data, **lengths, "data_options": data_options}
     given_arguments = {name: value for name, value in arguments.items() if value is not None}
