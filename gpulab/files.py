@@ -208,8 +208,8 @@ def check_seal(file: str | Path, content: bytes) -> None:
         raise DataError(f"{file}: damaged: its checksum is missing")
     if seal(content[:start] + SEAL_DIGITS * b"0" + content[start + SEAL_DIGITS :]) != content:
         raise DataError(
-            f"{file}: damaged: its checksum does not match its content (a flipped bit, or cut"
-            " short?)"
+            f"{file}: damaged: its checksum does not match its content (was a bit flipped, or"
+            " the file cut short?)"
         )
 
 

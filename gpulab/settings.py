@@ -209,7 +209,7 @@ class Setting:
         """Check the device and the value of each option, also of a setting made without `parse`."""
         if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
             raise UsageError(
-                f"device {self.device!r}: expected cpu, cuda, cuda:1, mps or xpu; to read a text"
+                f"device {self.device!r}: expected cpu, cuda, cuda:1, mps or xpu; to read a string"
                 f" with options, use Setting.parse({str(self.device)!r})"
             )
         for name, text in self._options():

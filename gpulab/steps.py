@@ -200,11 +200,11 @@ class Snapshot:
     """A saved state of a module, a tensor or an optimizer, which can be restored.
 
     Args:
-        owner: The object whose state is saved. For a module these are the attributes of all
-            submodules, and the memory of their parameters and buffers. For a tensor these are its
-            memory and its gradient, and for an optimizer its `state_dict`.
+        owner: The object whose state is saved. For a module, the state consists of the
+            attributes of all submodules, and the memory of their parameters and buffers; for a
+            tensor, of its memory and its gradient; and for an optimizer, of its `state_dict`.
         with_contents: Whether to copy the numbers in the memory as well. By default, only the
-            reference to the memory is saved. This is enough if the tensor is given other memory,
+            reference to the memory is saved. This is enough if the tensor is given new memory,
             but not if numbers are overwritten.
 
     Attributes:

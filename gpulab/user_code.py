@@ -131,9 +131,9 @@ def source_of(value: object, file: Path | None = None, enclosing: tuple[object, 
 
     Only imported files in the same folder or package are included. For a function that was typed
     interactively, as in a notebook, the source consists of its own text and of the objects that it
-    refers to: functions and classes by their texts, objects of libraries by their names, and
+    refers to: functions and classes by their source, objects of libraries by their names, and
     numbers and texts by their values. Variables of enclosing functions are included in both cases.
-    Data files, and modules that are imported under a computed name, are not included.
+    Data files, and modules whose names are computed at run time, are not included.
 
     Args:
         value: The function, or an object that it refers to.

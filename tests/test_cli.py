@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -575,15 +576,29 @@ INTERRUPTED_IMPORTS = {
 }
 
 
+@contextlib.contextmanager
+def interruptions_not_ignored():
+    """Let processes that are started inside receive SIGINT.
+
+    A shell starts a program in the background, such as these tests, with SIGINT ignored, and a
+    process inherits that from the one that starts it.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("kind", INTERRUPTED_IMPORTS)
 def test_cli_interrupted_import_ends_in_one_line_with_status_130(kind, tmp_path):
     file, code, command = INTERRUPTED_IMPORTS[kind]
     (tmp_path / file).write_text(code)
     words = [sys.executable, "-m", "gpulab", *command.split()]
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": path}
+    with interruptions_not_ignored():
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("gpulab: interrupted")

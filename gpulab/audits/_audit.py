@@ -268,7 +268,7 @@ def _describe_counts(answer: Audit) -> str:
     checked = sum(op.ratio is not None for pair in operations for op in pair.operations)
     agree = sum(result.agrees for result in results)
     count = len(operations) - n_unpaired
-    counted = "1 operation makes" if count == 1 else f"{count} operations make"
+    counted = "1 operation computes" if count == 1 else f"{count} operations compute"
     agreement = _describe_agreement(agree, len(results))
     return (
         f"{agreement} in float64; {counted} the same values{unpaired}, and {checked} were checked"

@@ -68,7 +68,7 @@ def record(
 
     Raises:
         UsageError: If `step` is not a step or runs no floating-point operation, or if the setting
-            compiles.
+            has `compile`.
         GpulabError: If the setting cannot run on this machine.
 
     Examples:

@@ -150,7 +150,7 @@ def record_step(
         label: The name of the trace in reports.
 
     Yields:
-        A `StepRecording`. Its attribute `trace` is the trace after the block.
+        A `StepRecording`. After the block, its attribute `trace` holds the trace.
 
     Raises:
         UsageError: If an object in `state` has no state that can be compared.

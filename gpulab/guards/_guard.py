@@ -117,10 +117,10 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
 
     `Guard.unwatched` lists the cases that occurred inside the block, as far as the guard can detect
     them. With `reads="any"` a finding names the lines that wrote into the memory
-    (`Overwritten.writers`), unless a debugger or a coverage tool already traces the program, or a
-    thread that was started before the guard runs lines of your program. If another process wrote,
-    or a thread that runs no line of your program, the line that was running at that time is named.
-    With `reads="backward"` no line that wrote is named.
+    (`Overwritten.writers`), unless a debugger or a coverage tool already traces the program, or
+    lines of your program run in a thread that was started before the guard. If another process
+    wrote to the memory, or a thread that runs no line of your program did, the line that was
+    running at that time is named. With `reads="backward"` the lines that wrote are not named.
 
     Args:
         on: What to do about an overwritten tensor. `raise` raises `OverwrittenError` when the first
@@ -132,8 +132,9 @@ def guard(on: str = "raise", reads: str = "backward") -> Guard:
             created over the same memory. With CUDA, pinned memory is reported if it is written or
             read between a copy with `non_blocking=True` and the next wait. `.numpy()` counts as a
             read. `any` does not see later reads through the array that `.numpy()` returned, reads
-            by `torch.save`, other processes, views of one memory that begin at different addresses,
-            two calls of `torch.from_file` for one file, or calls of `frombuffer` or `from_dlpack`
+            by `torch.save`, other processes, views of the same memory that begin at different
+            addresses, two calls of `torch.from_file` for one file, or calls of `frombuffer` or
+            `from_dlpack`
             under a name that was imported earlier. It ignores a single tensor that is read before
             and after its memory was written, because that may be intended. It wrongly reports two
             tensors made from one array if both are intended as views of it. If the shared memory is

@@ -53,9 +53,9 @@ SENTENCE_TEMPLATES = {
     ),
     "equivalent": (
         EFFECT_TEMPLATE
-        + ". This is less than {margin}. Individual {block}s: {n_beyond_margin:.0f} of"
-        " {seeds} differ by more than the margin, and up to {unseen_percent:.0f} % of all {block}s"
-        " could (95 % confidence limit)."
+        + ". This is less than {margin}. Individual {block}s: the difference exceeds the"
+        " margin in {n_beyond_margin:.0f} of {seeds}, and could in up to {unseen_percent:.0f} % of"
+        " all {block}s (95 % confidence limit)."
     ),
     "inconclusive": EFFECT_TEMPLATE + ", and {agreement}. {not_shown}{conditions}",
 }
