@@ -32,7 +32,6 @@ from gpulab.audits._comparison import (
 )
 from gpulab.audits._findings import ADVICE, Finding, describe, operation_and_place, operation_phrase
 from gpulab.audits._float64_calls import DEFINITIONS
-from gpulab.audits._graphs import Node
 from gpulab.audits._rounding import FLUSHED
 from gpulab.audits._sources import Source, same_call
 from gpulab.audits._traces import HASH_MARK, RESULT, Json, Operation, Trace
@@ -308,6 +307,12 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
 
     Examples are `messages_added_at_nodes`, `product_on_an_rtx_3080` and `running_variance`.
     """
+    yield from _diagnose_repetition(comparison, op)
+    yield from _diagnose_error(comparison, op)
+
+
+def _diagnose_repetition(comparison: Comparison, op: Operation) -> Iterator[Finding]:
+    """Yield a finding if an operation, or what it received, differed when it was repeated."""
     if op.inputs_changed:
         detail = (
             "received different values or arguments in the second execution, which no operation of"
@@ -328,23 +333,21 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
             _advice_on_repetition(comparison, op),
             size=size,
         )
+
+
+def _diagnose_error(comparison: Comparison, op: Operation) -> Iterator[Finding]:
+    """Yield a finding of reduced precision, or of an error beyond rounding."""
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
+    is_short = op.dtype in tol.SHORT_FORMATS
     # `format` is set if the kernel computes in a shorter format than that of its tensors, as with
-    # TF32. The last condition of the chain is for integers that a short format cannot represent.
-    if op.format or (op.dtype in tol.SHORT_FORMATS and op.inputs and op.error is not None):
-        detail = f"computed in {op.dtype}"
-        if op.format == FLUSHED:
-            detail = f"flushed subnormal numbers, those below 1.2e-38, to zero; error {error:.1e}"
-        elif op.format and (op.has_rounded_factors or op.error is None):
-            detail = f"its factors had already been rounded to {op.format}"
-        elif op.format:
-            detail = f"the kernel rounds its factors to {op.format}; error {error:.1e}"
+    # TF32.
+    if op.format or (is_short and op.inputs and op.error is not None):
         yield _make_finding(
             comparison,
             "reduced precision",
             op,
-            detail,
+            _describe_precision(op, error),
             _advice_on_precision(comparison, op),
             size=size,
         )
@@ -356,26 +359,29 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
         )
         detail = f"its error against float64 is {error:.1e}, {times}"
         yield _make_finding(comparison, "mismatch", op, detail, size=size)
-    elif (
-        op.dtype in tol.SHORT_FORMATS
-        and not op.inputs
-        and op.outputs
-        and _max_deviation(comparison, op) > tol.REFERENCE_TOLERANCE
-    ):
-        size = _max_deviation(comparison, op)  # for example of positions from `arange`
-        yield _make_finding(
-            comparison,
-            "reduced precision",
-            op,
-            f"computed in {op.dtype}",
-            INTEGER_ADVICE,
-            size=size,
-        )
+    elif is_short and not op.inputs and op.outputs:
+        # A short format cannot represent all integers, such as positions from `arange`.
+        deviation = max(value.deviation for value in comparison.values(op))
+        if deviation > tol.REFERENCE_TOLERANCE:
+            yield _make_finding(
+                comparison,
+                "reduced precision",
+                op,
+                f"computed in {op.dtype}",
+                INTEGER_ADVICE,
+                size=deviation,
+            )
 
 
-def _max_deviation(comparison: Comparison, op: Operation) -> float:
-    """Return the largest deviation of an operation's outputs from their references."""
-    return max(value.deviation for value in comparison.values(op))
+def _describe_precision(op: Operation, error: float) -> str:
+    """Describe how an operation computes in a short format."""
+    if op.format == FLUSHED:
+        return f"flushed subnormal numbers, those below 1.2e-38, to zero; error {error:.1e}"
+    if op.format and (op.has_rounded_factors or op.error is None):
+        return f"its factors had already been rounded to {op.format}"
+    if op.format:
+        return f"the kernel rounds its factors to {op.format}; error {error:.1e}"
+    return f"computed in {op.dtype}"
 
 
 def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding]:
@@ -409,8 +415,9 @@ def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding
         f"{LOST_UPDATE_PREFIX}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in"
         f" float64 keep their old value (in {len(mostly_lost)} of {len(updates)} updated tensors)"
     )
-    remedy = "float32 and cast them for the forward pass, as autocast does"
-    if dtype not in tol.SHORT_FORMATS:
+    if dtype in tol.SHORT_FORMATS:
+        remedy = "float32 and cast them for the forward pass, as autocast does"
+    else:
         remedy = "float64, as precision=float64 does, or collect updates and apply them together"
     advice = LOST_UPDATE_ADVICE.format(remedy=remedy, dtype=dtype, unit=unit)
     yield _make_finding(comparison, "reduced precision", first_maker, detail, advice, size=math.nan)
@@ -553,9 +560,11 @@ def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
             # Either of two different programs may have additional results. The finding is then
             # ranked by its share, so that other differences can come first.
             has_bound = not comparison.is_same_program
-            detail = f"{other_title} does not compute it"
-            if comparison.has_ranks:
-                detail = f"{other_title} has neither this result nor its parts"
+            detail = (
+                f"{other_title} has neither this result nor its parts"
+                if comparison.has_ranks
+                else f"{other_title} does not compute it"
+            )
             yield _make_finding(comparison, "mismatch", op, detail, advice, has_bound=has_bound)
 
 
@@ -722,9 +731,8 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
     for node in source.nodes:
         counterpart = same_call(comparison, node)
         if counterpart is not None:
-            operations = (node.op, counterpart.op)
-            if comparison.side_of[node.op]:
-                operations = (counterpart.op, node.op)
+            is_second_side = comparison.side_of[node.op] == 1
+            operations = (counterpart.op, node.op) if is_second_side else (node.op, counterpart.op)
             arguments = differing_arguments(*operations)
             if _are_format_constants(comparison, operations, arguments):
                 return _arguments_finding(comparison, operations, arguments, gap)
@@ -742,7 +750,7 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
         return _make_pairwise_finding(comparison, "another valid answer", b, gap, detail)
     if _is_uncertain(comparison, source):
         return _uncertain_finding(comparison, source, gap)
-    return _mismatch_finding(comparison, source, source.nodes[0], gap)
+    return _mismatch_finding(comparison, source, gap)
 
 
 def _are_within_bounds(*operations: Operation) -> bool:
@@ -851,25 +859,31 @@ def _is_uncertain(comparison: Comparison, source: Source) -> bool:
     return False
 
 
-def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
+def _mismatch_finding(comparison: Comparison, source: Source, gap: float) -> Finding:
     """Describe a fault in forward or backward code, such as "a transposed weight".
 
-    `reset_gate_before_or_after` is another example.
+    `reset_gate_before_or_after` is another example. The finding is about the operation of the
+    second side if the source has one there, and otherwise about that of the first side.
     """
-    op = node.op
+    op = source.nodes[0].op
     title = comparison.trace_of(op).title
     other_title = comparison.other_title(op)
-    detail = f"no value under {other_title} equals its result, although all its inputs exist there"
-    if source.a is not None and source.b is not None:
-        counterpart = describe(source.a.op)
-        detail = f"from the same values, {other_title} computes {counterpart}"
-        if not math.isnan(gap):
-            detail += f"; the results differ by {gap:.1e} (relative)"
-        if not source.share_inputs:
-            detail = (
-                f"no value under {other_title} equals its result; the first value there without a"
-                f" counterpart is the result of {counterpart}"
-            )
+    if source.a is None or source.b is None:
+        detail = (
+            f"no value under {other_title} equals its result, although all its inputs exist there"
+        )
+    elif not source.share_inputs:
+        detail = (
+            f"no value under {other_title} equals its result; the first value there without a"
+            f" counterpart is the result of {describe(source.a.op)}"
+        )
+    elif math.isnan(gap):
+        detail = f"from the same values, {other_title} computes {describe(source.a.op)}"
+    else:
+        detail = (
+            f"from the same values, {other_title} computes {describe(source.a.op)}; the results"
+            f" differ by {gap:.1e} (relative)"
+        )
     advice = f"check what {_user_location(op)} does under {title}: {OTHER_FUNCTION_ADVICE}"
     return _make_pairwise_finding(
         comparison, "mismatch", op, gap, detail + _describe_effect(comparison), advice
@@ -912,20 +926,23 @@ def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Fi
 
 def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -> Finding:
     """Describe an operation that draws different random numbers on the two sides."""
-    detail = f"drew different random numbers from those under {comparison.other_title(op)}"
+    draws = f"drew different random numbers from those under {comparison.other_title(op)}"
     devices = {Setting.parse(trace.setting).kind for trace in comparison.traces}
-    advice = ""
     if op.phase == "backward":
-        detail += ", in a forward pass that the backward pass recomputes"
+        detail = f"{draws}, in a forward pass that the backward pass recomputes"
         advice = (
             "let checkpointing restore the state of the random number generators:"
             " preserve_rng_state=True"
         )
     elif len(devices) == 1:
+        detail = draws
         advice = (
             "draw from a torch.Generator that the step seeds, in the same order and with the same"
             " shapes on both sides"
         )
+    else:
+        detail = draws
+        advice = ""  # the default advice is about different devices
     return _make_pairwise_finding(comparison, "different random numbers", op, gap, detail, advice)
 
 
