@@ -25,7 +25,6 @@ from gpulab.audits._comparison import (
     INFINITY,
     Comparison,
     NotFinite,
-    Result,
     differing_arguments,
     is_infinite,
     kernel_name,
@@ -573,54 +572,54 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
 
     If the results differ but no source is known, a finding may state that.
     """
-    findings: dict[tuple[str, ...], Finding] = {}
     has_changed_inputs = any(
         op.inputs_changed for trace in comparison.traces for op in trace.operations
     )
-    has_foreign_source = any(
-        s.data_a or s.data_b or any(node.op.is_random for node in s.nodes) for s in sources
-    )
+    if not sources:
+        # NaN or infinity, and inputs that changed, have findings of their own.
+        is_explained = has_changed_inputs or is_nonfinite_on_one_side(comparison)
+        return [] if is_explained else _unexplained_findings(comparison)
+    has_foreign_source = any(_is_data(source) or _is_drawn(source) for source in sources)
     elsewhere = _from_elsewhere(comparison, sources)
+    findings: dict[tuple[str, ...], Finding] = {}
     for source in sources:
-        is_data = source.data_a is not None or source.data_b is not None
-        is_drawn = any(node.op.is_random for node in source.nodes)
-        has_one_kernel = (
-            source.a is not None
-            and source.b is not None
-            and kernel_name(source.a.op) == kernel_name(source.b.op)
-        )
-        # If the data or random numbers differ, a different algorithm for the same function cannot
-        # be distinguished from a different function.
-        is_distinguishable = is_data or is_drawn or has_one_kernel or not has_foreign_source
-        if not is_distinguishable:
-            continue
-        if has_changed_inputs and (is_data or any(node.op.inputs_changed for node in source.nodes)):
+        if has_changed_inputs and (
+            _is_data(source) or any(node.op.inputs_changed for node in source.nodes)
+        ):
             continue  # the finding of nondeterminism reports it
-        is_computed = not is_data and not is_drawn
-        if is_computed and _follows(source, elsewhere):
+        if _is_data(source):
+            finding = _data_finding(comparison, source)
+        elif _is_drawn(source):
+            finding = _operation_finding(comparison, source)
+        elif has_foreign_source and not _has_one_kernel(source):
+            # If the data or random numbers differ, a different algorithm for the same function
+            # cannot be distinguished from a different function.
+            continue
+        elif _follows(source, elsewhere):
             continue  # its results differ only because its inputs do
-        finding = (
-            _data_finding(comparison, source) if is_data else _operation_finding(comparison, source)
-        )
+        else:
+            finding = _operation_finding(comparison, source)
         findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
-    if (
-        not sources
-        and comparison.differing_results
-        and not has_changed_inputs
-        and not is_nonfinite_on_one_side(comparison)
-    ):
-        # Differences of values from outside torch explain the results that follow from them.
-        follow_external_values = comparison.graphs[0].following(set(comparison.external_values))
-        paired = [
-            result
-            for result in comparison.differing_results
-            if result.a
-            and result.b
-            and follow_external_values.isdisjoint(comparison.values(result.a))
-        ]
-        if paired:
-            return [_unexplained_finding(comparison, paired)]
     return list(findings.values())
+
+
+def _is_data(source: Source) -> bool:
+    """Return whether a source is data or weights."""
+    return source.data_a is not None or source.data_b is not None
+
+
+def _is_drawn(source: Source) -> bool:
+    """Return whether a source has an operation that draws random numbers."""
+    return any(node.op.is_random for node in source.nodes)
+
+
+def _has_one_kernel(source: Source) -> bool:
+    """Return whether the operations of both sides exist and use equivalent kernels."""
+    return (
+        source.a is not None
+        and source.b is not None
+        and kernel_name(source.a.op) == kernel_name(source.b.op)
+    )
 
 
 def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
@@ -650,7 +649,7 @@ def _follows(source: Source, elsewhere: set[Value]) -> bool:
     if (
         a is not None
         and b is not None
-        and kernel_name(a.op) == kernel_name(b.op)
+        and _has_one_kernel(source)
         and differing_arguments(a.op, b.op)
     ):
         return False
@@ -946,32 +945,42 @@ def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -
     return _make_pairwise_finding(comparison, "different random numbers", op, gap, detail, advice)
 
 
-def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) -> Finding:
-    """Describe results that differ although no source of the difference was found."""
-    result = max(differing, key=lambda result: result.gap)
-    side = 1 if result.b else 0
-    makers = (
-        comparison.graphs[side].maker.get(value)
-        for value in comparison.values(result.b or result.a)
-    )
+def _unexplained_findings(comparison: Comparison) -> list[Finding]:
+    """Return a finding if results differ although no source of the difference was found.
+
+    It is about the result with the largest gap. The list is empty if no such result is paired.
+    """
+    # Differences of values from outside torch explain the results that follow from them.
+    follow_external_values = comparison.graphs[0].following(set(comparison.external_values))
+    unexplained = [
+        result
+        for result in comparison.differing_results
+        if result.a and result.b and follow_external_values.isdisjoint(comparison.values(result.a))
+    ]
+    if not unexplained:
+        return []
+    result = max(unexplained, key=lambda result: result.gap)
+    name = describe(result.representative)
+    if all(value.exact for value in comparison.values(result.representative)):
+        kind = "cause not found"
+        detail = (
+            f"{name} differs by {result.gap:.1e} (relative) in float64, although both sides have"
+            " every value that leads to it: one side leaves out one of these values, or uses it for"
+            " something else"
+        )
+    else:
+        kind = "cannot be told"
+        reasons = comparison.trace_of(result.representative).without_reference.values()
+        reason = next(iter(reasons), "")
+        explanation = f" ({reason})" if reason else ""
+        detail = (
+            f"{name} has no exact float64 reference{explanation}, and the recorded numbers differ"
+            f" by {comparison.recorded_gap(result):.1e} (relative)"
+        )
+    # The operation that made the result on the second side, if it is known.
+    makers = map(comparison.graphs[1].maker.get, comparison.values(result.b))
     op = next((node.op for node in makers if node), result.representative)
-    if any(not value.exact for value in comparison.values(result.representative)):
-        reason = next(
-            iter(comparison.trace_of(result.representative).without_reference.values()), ""
-        )
-        detail = f"{describe(result.representative)} has no exact float64 reference"
-        if reason:
-            detail += f" ({reason})"
-        detail += (
-            f", and the recorded numbers differ by {comparison.recorded_gap(result):.1e} (relative)"
-        )
-        return _make_pairwise_finding(comparison, "cannot be told", op, result.gap, detail)
-    detail = (
-        f"{describe(result.representative)} differs by {result.gap:.1e} (relative) in float64,"
-        " although both sides have every value that leads to it: one side leaves out one of these"
-        " values, or uses it for something else"
-    )
-    return _make_pairwise_finding(comparison, "cause not found", op, result.gap, detail)
+    return [_make_pairwise_finding(comparison, kind, op, result.gap, detail)]
 
 
 def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:
