@@ -18,7 +18,7 @@ from gpulab.audits._attribution import rank_findings
 from gpulab.audits._comparison import Comparison, Result
 from gpulab.audits._compiled import CompiledAudit, audit_compiled
 from gpulab.audits._diagnosis import diagnose, is_loss_scaling, is_nonfinite_on_one_side
-from gpulab.audits._findings import KINDS, Finding, describe, operation_phrase
+from gpulab.audits._findings import KINDS, Finding, describe, describe_first, operation_phrase
 from gpulab.audits._page import AnswerPage, Rows, operation_rows
 from gpulab.audits._recording import record
 from gpulab.audits._sources import Source, find_external_values, find_sources
@@ -133,14 +133,9 @@ def _describe_nonfinite(answer: Audit) -> str:
     if len(origins) != 1:
         return ""
     ((side, origin),) = origins.items()
-    first_result = describe(origin.results[0])
-    n_more = len(origin.results) - 1
-    other_results = ""
-    if n_more:
-        other_results = " and 1 more result" if n_more == 1 else f" and {n_more} more results"
     cause = operation_phrase(origin.first_operation)
     return (
-        f"{origin.value_kind} reaches {first_result}{other_results} under"
+        f"{origin.value_kind} reaches {describe_first(origin.results)} under"
         f" {answer.titles[side]} alone, from {cause}; "
     )
 
@@ -512,9 +507,8 @@ def _audit_two_steps(
     traces = [
         record(step, setting, progress=progress) for step in (step_a, step_b) if callable(step)
     ]
-    names = [trace.step for trace in traces]
-    if names[0] == names[1]:
-        names = ["first", "second"]
+    steps = [trace.step for trace in traces]
+    names = steps if steps[0] != steps[1] else ["first", "second"]
     labelled = [
         replace(t, label=f"{t.title} ({name})", step=name)
         for t, name in zip(traces, names, strict=True)

@@ -23,13 +23,21 @@ import torch
 from gpulab.audits import _tolerances as tol
 from gpulab.audits._comparison import (
     INFINITY,
+    LEAF_RESULTS,
     Comparison,
     NotFinite,
     differing_arguments,
     is_infinite,
     kernel_name,
 )
-from gpulab.audits._findings import ADVICE, Finding, describe, operation_and_place, operation_phrase
+from gpulab.audits._findings import (
+    ADVICE,
+    Finding,
+    describe,
+    describe_first,
+    operation_and_place,
+    operation_phrase,
+)
 from gpulab.audits._float64_calls import DEFINITIONS
 from gpulab.audits._rounding import FLUSHED
 from gpulab.audits._sources import Source, same_call
@@ -187,14 +195,6 @@ def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
 
 def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
     """Describe the origin of NaN or infinity in the results ("addmm in layers: NaN")."""
-    first_result, *further_results = origin.results
-    other_results = ""
-    if further_results:
-        other_results = (
-            " and 1 more result"
-            if len(further_results) == 1
-            else f" and {len(further_results)} more results"
-        )
     if not origin.is_produced:
         detail = (
             f"receives {origin.value_kind}, which no operation of the step produced: it is in the"
@@ -207,7 +207,7 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
         )
     else:
         detail = f"turns finite numbers into {origin.value_kind}"
-    detail += f"; it reaches {describe(first_result)}{other_results}"
+    detail += f"; it reaches {describe_first(origin.results)}"
     if origin.cancellation is not None:
         detail += (
             f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}"
@@ -216,7 +216,7 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
         detail += "; the gradient scaler skipped the step"
     if origin.is_nonfinite_in_reference:
         detail += "; the same happens in float64"
-    elif first_result.name not in ("gradient", "updated"):
+    elif origin.results[0].name not in LEAF_RESULTS:
         detail += "; in float64, the loss is finite"
     return _make_finding(comparison, "not finite", origin.op, detail, _advice_on_not_finite(origin))
 

@@ -131,7 +131,7 @@ class SideSearch:
             ]
             if used_outputs and certified.issuperset(used_outputs):
                 certified.update(self._implied_inputs(node, used_outputs))
-        # Views of certified values have the same numbers.
+        # Views of certified values are certified as well.
         for node in self.graph.nodes:
             if node.op.is_view and certified.issuperset(node.inputs):
                 certified.update(
