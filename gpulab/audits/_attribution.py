@@ -290,29 +290,25 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
     attribution = Attribution(comparison)
     digit_loss_op, digit_loss_detail = _find_digit_loss(comparison)
     overflow_advice = _advise_on_overflow(comparison, digit_loss_op)
-    findings = [*findings, *_rounded_data_findings(comparison, attribution)]
-    if digit_loss_op is not None and all(f.op is not digit_loss_op for f in findings):
+    all_findings = [*findings, *_rounded_data_findings(comparison, attribution)]
+    if digit_loss_op is not None and all(f.op is not digit_loss_op for f in all_findings):
         # The operation is right for its inputs, but NaN or infinity begins there.
-        findings.append(digit_loss_finding(comparison, digit_loss_op))
-    findings = [
-        replace(finding, share=attribution.share(finding, findings)) for finding in findings
-    ]
-    if digit_loss_op is not None:
-        findings = [
-            replace(
-                finding,
-                detail=finding.detail + digit_loss_detail,
-                advice=overflow_advice or finding.advice,
-            )
-            if finding.op is digit_loss_op
-            else finding
-            for finding in findings
-        ]
-    findings = _merge_conversion_shares(
-        comparison, _assign_unattributed_share(attribution, findings)
-    )
+        all_findings.append(digit_loss_finding(comparison, digit_loss_op))
+
+    def complete(finding: Finding) -> Finding:
+        """Add the share of a finding and, at the operation that lost the digits, its effect."""
+        share = attribution.share(finding, all_findings)
+        if digit_loss_op is None or finding.op is not digit_loss_op:
+            return replace(finding, share=share)
+        detail = finding.detail + digit_loss_detail
+        return replace(
+            finding, share=share, detail=detail, advice=overflow_advice or finding.advice
+        )
+
+    completed = _assign_unattributed_share(attribution, list(map(complete, all_findings)))
+    explained = _merge_conversion_shares(comparison, completed)
     nonfinite_positions = [
-        comparison.position[f.op] for f in findings if f.kind == "not finite" and f.op
+        comparison.position[f.op] for f in explained if f.kind == "not finite" and f.op
     ]
     first_nonfinite = min(nonfinite_positions, default=0)
 
@@ -337,13 +333,14 @@ def rank_findings(comparison: Comparison, findings: Sequence[Finding]) -> list[F
         # Among shares that are displayed as equal, the earlier operation comes first.
         return rank, -round(np.nan_to_num(finding.share), 2), KINDS.index(finding.kind)
 
-    return sorted(findings, key=sort_key)
+    return sorted(explained, key=sort_key)
 
 
 def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> list[Finding]:
     """Make findings about data and weights that were rounded to a short format before the step.
 
-    There is one finding for each setting and module. `decoder_in_bfloat16` is an example.
+    There is one finding for each setting and module. It describes the last of their values, and its
+    share is that of all of them. `decoder_in_bfloat16` is an example.
     """
     findings: dict[tuple[str, str], Finding] = {}
     for value, amount in attribution.attributed_to_data.items():
@@ -362,20 +359,19 @@ def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> 
             f" in float32, because they were rounded to {value.dtype}"
         )
         setting = Setting.parse(trace.setting)
-        advice = (
-            f"keep the input of {op.module or op.line or 'the step'} in float32 if that was"
-            " intended: it is a parameter, a buffer or part of the batch"
-        )
         if setting.precision == value.dtype:
             advice = (
                 f"{setting} requests it; autocast={value.dtype} keeps parameters, buffers and the"
                 " batch in float32"
             )
-        share = amount / attribution.total
-        previous = findings.get((trace.title, op.module))
-        if previous is not None:
-            share += previous.share
-        findings[trace.title, op.module] = Finding(
+        else:
+            advice = (
+                f"keep the input of {op.module or op.line or 'the step'} in float32 if that was"
+                " intended: it is a parameter, a buffer or part of the batch"
+            )
+        key = trace.title, op.module
+        earlier_share = findings[key].share if key in findings else 0.0
+        findings[key] = Finding(
             kind="reduced precision",
             setting=trace.title,
             operation=op.name,
@@ -386,7 +382,7 @@ def _rounded_data_findings(comparison: Comparison, attribution: Attribution) -> 
             detail=detail,
             advice=advice,
             size=value.deviation,
-            share=share,
+            share=earlier_share + amount / attribution.total,
         )
     return list(findings.values())
 

@@ -18,7 +18,7 @@ from gpulab.audits._attribution import rank_findings
 from gpulab.audits._comparison import Comparison, Result
 from gpulab.audits._compiled import CompiledAudit, audit_compiled
 from gpulab.audits._diagnosis import diagnose, is_loss_scaling, is_nonfinite_on_one_side
-from gpulab.audits._findings import KINDS, Finding, describe, operation_phrase
+from gpulab.audits._findings import KINDS, Finding, describe, describe_first, operation_phrase
 from gpulab.audits._page import AnswerPage, Rows, operation_rows
 from gpulab.audits._recording import record
 from gpulab.audits._sources import Source, find_external_values, find_sources
@@ -133,14 +133,9 @@ def _describe_nonfinite(answer: Audit) -> str:
     if len(origins) != 1:
         return ""
     ((side, origin),) = origins.items()
-    first_result = describe(origin.results[0])
-    n_more = len(origin.results) - 1
-    other_results = ""
-    if n_more:
-        other_results = " and 1 more result" if n_more == 1 else f" and {n_more} more results"
     cause = operation_phrase(origin.first_operation)
     return (
-        f"{origin.value_kind} reaches {first_result}{other_results} under"
+        f"{origin.value_kind} reaches {describe_first(origin.results)} under"
         f" {answer.titles[side]} alone, from {cause}; "
     )
 
@@ -154,20 +149,26 @@ def _describe_kinds(answer: Audit) -> str:
     shared = sum(f.under_both and f.kind == "reduced precision" for f in findings)
     counts = Counter(f.kind for f in findings if f.kind != "rounding")
     counts["reduced precision"] -= shared  # the settings do not differ in these findings
-    kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
-    if not kinds:
-        gaps = answer.comparison.gaps
-        identical = all(
-            pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS_TOLERANCE
-            for pair in answer.pairs
-        )
-        kinds = "identical to the last bit" if identical else "all is well: rounding alone"
-        if _describe_nonfinite(answer):  # then not all is well
-            kinds = "rounding alone otherwise"
-        kinds += (
-            ", in the results that both sides have" if answer.comparison.unpaired_results else ""
-        )
+    counted = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
+    kinds = counted or _describe_rounding_alone(answer)
     return f"{kinds}; under both {shared} × reduced precision" if shared else kinds
+
+
+def _describe_rounding_alone(answer: Audit) -> str:
+    """State that there is no difference between the settings, or that only rounding causes it."""
+    gaps = answer.comparison.gaps
+    are_identical = all(
+        pair.a and pair.b and max(gaps(pair.a, pair.b)) < tol.SAME_BITS_TOLERANCE
+        for pair in answer.pairs
+    )
+    if _describe_nonfinite(answer):  # then not all is well
+        statement = "rounding alone otherwise"
+    elif are_identical:
+        statement = "identical to the last bit"
+    else:
+        statement = "all is well: rounding alone"
+    limits = ", in the results that both sides have" if answer.comparison.unpaired_results else ""
+    return f"{statement}{limits}"
 
 
 def _describe_gaps(comparison: Comparison) -> list[str]:
@@ -175,38 +176,21 @@ def _describe_gaps(comparison: Comparison) -> list[str]:
 
     Updates are described as well if one differs in float64, or if there is no other result.
     """
-    shared_results = [result for result in comparison.results if result.a and result.b]
-    gaps = {result: comparison.recorded_gap(result) for result in shared_results}
-    phrases: list[tuple[str, float]] = []
+    gaps = _meaningful_gaps(comparison)
     chosen: list[Result] = []
     for group in ("loss", "gradient", "updated"):
-        of_group = [
-            result
-            for result in shared_results
-            if result.group == group and math.isfinite(gaps[result])
-        ]
-        # A gradient that is not finite or consists of rounding errors has no meaningful size, so a
-        # relative difference would be misleading.
-        comparable = [
-            r for r in of_group if not any(v.is_pure_rounding for v in comparison.values(r.a))
-        ]
-        nonfinite_ops = {op for origin in comparison.not_finite.values() for op in origin.results}
-        comparable = [
-            result for result in comparable if nonfinite_ops.isdisjoint((result.a, result.b))
-        ]
-        is_reported = (
-            group != "updated" or not chosen or any(not result.agrees for result in comparable)
-        )
-        if comparable and is_reported:
-            furthest = max(comparable, key=lambda result: gaps[result])
-            chosen.append(furthest)
-            phrases.append((describe(furthest.representative), gaps[furthest]))
-    if not chosen or not any(size for _, size in phrases):
+        of_group = [result for result in gaps if result.group == group]
+        is_reported = group != "updated" or not chosen or not all(r.agrees for r in of_group)
+        if of_group and is_reported:
+            chosen.append(max(of_group, key=lambda result: gaps[result]))
+    if not any(gaps[result] for result in chosen):
         return []
-    (name, size), *further_phrases = phrases
-    sentence = f"{name[0].upper()}{name[1:]} {_describe_gap(size)}"
-    for name, size in further_phrases:
-        sentence += f"; {name}, which is furthest apart, {_describe_gap(size)}"
+    first, *further = chosen
+    phrases = [f"{describe(first.representative)} {_describe_gap(gaps[first])}"]
+    phrases += [
+        f"{describe(result.representative)}, which is furthest apart, {_describe_gap(gaps[result])}"
+        for result in further
+    ]
     full_precision_sides = [side for side in (0, 1) if not comparison.uses_short_format(side)]
     deviations = [
         size
@@ -214,8 +198,28 @@ def _describe_gaps(comparison: Comparison) -> list[str]:
         for size in _rounding_deviations(comparison, chosen, side)
     ]
     if deviations:
-        sentence += f"; rounding alone explains {min(filter(None, deviations), default=0.0):.1e}"
-    return [f"{sentence}."]
+        explained = min(filter(None, deviations), default=0.0)
+        phrases.append(f"rounding alone explains {explained:.1e}")
+    sentence = "; ".join(phrases)
+    return [f"{sentence[0].upper()}{sentence[1:]}."]
+
+
+def _meaningful_gaps(comparison: Comparison) -> dict[Result, float]:
+    """Return the relative differences of the results that both sides have.
+
+    A result that is not finite or consists of rounding errors has no meaningful size, so it is left
+    out: a relative difference would be misleading.
+    """
+    nonfinite_ops = {op for origin in comparison.not_finite.values() for op in origin.results}
+    gaps = {
+        result: comparison.recorded_gap(result)
+        for result in comparison.results
+        if result.a
+        and result.b
+        and nonfinite_ops.isdisjoint((result.a, result.b))
+        and not any(value.is_pure_rounding for value in comparison.values(result.a))
+    }
+    return {result: gap for result, gap in gaps.items() if math.isfinite(gap)}
 
 
 def _rounding_deviations(
@@ -503,8 +507,8 @@ def _audit_two_steps(
     traces = [
         record(step, setting, progress=progress) for step in (step_a, step_b) if callable(step)
     ]
-    names = [trace.step for trace in traces]
-    names = names if names[0] != names[1] else ["first", "second"]
+    steps = [trace.step for trace in traces]
+    names = steps if steps[0] != steps[1] else ["first", "second"]
     labelled = [
         replace(t, label=f"{t.title} ({name})", step=name)
         for t, name in zip(traces, names, strict=True)
@@ -524,9 +528,8 @@ def _label_traces(a: Trace, b: Trace, files: Sequence[str] = ("", "")) -> list[T
     """
     if a.title != b.title:
         return [a, b]
-    steps = a.step, b.step
-    names: Sequence[str] = steps if all(steps) and steps[0] != steps[1] else ("first", "second")
-    names = files if all(files) and files[0] != files[1] else names
+    candidates: list[Sequence[str]] = [files, (a.step, b.step), ("first", "second")]
+    names = next(pair for pair in candidates if all(pair) and pair[0] != pair[1])
     return [
         replace(trace, label=f"{trace.title} ({name})")
         for trace, name in zip((a, b), names, strict=True)

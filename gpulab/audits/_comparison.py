@@ -352,25 +352,32 @@ class Comparison:
                     unpaired_a.remove(x)
                     unpaired_b.remove(y)
                     pairs.append((x, y))
-        replicas = self._pair_replicas(pairs, unpaired_b)
-        unpaired_b = [y for y in unpaired_b if y not in [replica for _, replica in replicas]]
-        pairs += replicas
-        return [*pairs, *((x, None) for x in unpaired_a), *((None, y) for y in unpaired_b)]
+        replica_pairs = self._pair_replicas(pairs, unpaired_b)
+        for _, replica in replica_pairs:
+            unpaired_b.remove(replica)
+        only_a = [(x, None) for x in unpaired_a]
+        only_b = [(None, y) for y in unpaired_b]
+        return [*pairs, *replica_pairs, *only_a, *only_b]
 
     def _pair_replicas(
         self, pairs: list[tuple[_Leaf | None, _Leaf | None]], unpaired_b: list[_Leaf]
     ) -> list[tuple[_Leaf, _Leaf]]:
-        """Pair the copies of a parameter on other ranks with the parameter of one process."""
-        replicas: list[tuple[_Leaf, _Leaf]] = []
-        for y in unpaired_b:
-            if not y.is_replica:
-                continue
-            for x, first in pairs:
-                if x is not None and first is not None and first.name == y.name:
-                    if self._are_all_same(x.start, y.start):
-                        replicas.append((x, y))
-                    break
-        return replicas
+        """Pair copies on later ranks with the parameter that the first rank's copy is paired with.
+
+        A copy is paired only if the initial values agree. Only the second side is searched, because
+        joined ranks are the second side when they are compared with a single process. Copies on the
+        first side remain without a counterpart.
+        """
+        paired_with: dict[str, _Leaf] = {}  # the leaf of side a, by its counterpart's name
+        for x, y in pairs:
+            if x is not None and y is not None:
+                paired_with.setdefault(y.name, x)
+        replica_pairs: list[tuple[_Leaf, _Leaf]] = []
+        for replica in unpaired_b:
+            parameter = paired_with.get(replica.name) if replica.is_replica else None
+            if parameter is not None and self._are_all_same(parameter.start, replica.start):
+                replica_pairs.append((parameter, replica))
+        return replica_pairs
 
     def _are_all_same(self, values_a: list[Value], values_b: list[Value]) -> bool:
         """Return whether two lists have the same length and the same values in float64."""

@@ -200,12 +200,13 @@ def audit_compiled(
                 f"no part of {name} was compiled; set TORCH_LOGS=graph_breaks in the environment"
                 " to see why"
             )
-        findings = list(_whole_step_findings(step, whole_step, uncompiled, compiled))
-        if whole_step.wrong:
-            findings = [
-                *_wrong_module_findings(step, whole_step, uncompiled, compiled, bar),
-                *findings,
-            ]
+        step_findings = list(_whole_step_findings(step, whole_step, uncompiled, compiled))
+        module_findings = (
+            list(_wrong_module_findings(step, whole_step, uncompiled, compiled, bar))
+            if whole_step.wrong
+            else []
+        )
+        findings = [*module_findings, *step_findings]
     detail = (
         "the result that comes closest to the limit of what rounding explains:"
         f" {_describe_worst(whole_step.worst)}"
@@ -343,9 +344,8 @@ def _is_valid_reference(
     ... )
     False
     """
-    names = ["loss"]
-    if "loss" not in uncompiled_results:
-        names = [name for name in uncompiled_results if name.startswith("output")]
+    outputs = [name for name in uncompiled_results if name.startswith("output")]
+    names = ["loss"] if "loss" in uncompiled_results else outputs
     for name in names:
         moves = [
             float((nudged[name] - uncompiled_results[name]).norm()) for nudged in nudged_results

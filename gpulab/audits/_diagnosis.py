@@ -23,16 +23,22 @@ import torch
 from gpulab.audits import _tolerances as tol
 from gpulab.audits._comparison import (
     INFINITY,
+    LEAF_RESULTS,
     Comparison,
     NotFinite,
-    Result,
     differing_arguments,
     is_infinite,
     kernel_name,
 )
-from gpulab.audits._findings import ADVICE, Finding, describe, operation_and_place, operation_phrase
+from gpulab.audits._findings import (
+    ADVICE,
+    Finding,
+    describe,
+    describe_first,
+    operation_and_place,
+    operation_phrase,
+)
 from gpulab.audits._float64_calls import DEFINITIONS
-from gpulab.audits._graphs import Node
 from gpulab.audits._rounding import FLUSHED
 from gpulab.audits._sources import Source, same_call
 from gpulab.audits._traces import HASH_MARK, RESULT, Json, Operation, Trace
@@ -189,14 +195,6 @@ def _overwritten_findings(trace: Trace) -> Iterator[Finding]:
 
 def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
     """Describe the origin of NaN or infinity in the results ("addmm in layers: NaN")."""
-    first_result, *further_results = origin.results
-    other_results = ""
-    if further_results:
-        other_results = (
-            " and 1 more result"
-            if len(further_results) == 1
-            else f" and {len(further_results)} more results"
-        )
     if not origin.is_produced:
         detail = (
             f"receives {origin.value_kind}, which no operation of the step produced: it is in the"
@@ -209,7 +207,7 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
         )
     else:
         detail = f"turns finite numbers into {origin.value_kind}"
-    detail += f"; it reaches {describe(first_result)}{other_results}"
+    detail += f"; it reaches {describe_first(origin.results)}"
     if origin.cancellation is not None:
         detail += (
             f"; nearly all digits were lost before, in {operation_and_place(origin.cancellation)}"
@@ -218,7 +216,7 @@ def _nonfinite_finding(comparison: Comparison, origin: NotFinite) -> Finding:
         detail += "; the gradient scaler skipped the step"
     if origin.is_nonfinite_in_reference:
         detail += "; the same happens in float64"
-    elif first_result.name not in ("gradient", "updated"):
+    elif origin.results[0].name not in LEAF_RESULTS:
         detail += "; in float64, the loss is finite"
     return _make_finding(comparison, "not finite", origin.op, detail, _advice_on_not_finite(origin))
 
@@ -308,6 +306,12 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
 
     Examples are `messages_added_at_nodes`, `product_on_an_rtx_3080` and `running_variance`.
     """
+    yield from _diagnose_repetition(comparison, op)
+    yield from _diagnose_error(comparison, op)
+
+
+def _diagnose_repetition(comparison: Comparison, op: Operation) -> Iterator[Finding]:
+    """Yield a finding if an operation, or what it received, differed when it was repeated."""
     if op.inputs_changed:
         detail = (
             "received different values or arguments in the second execution, which no operation of"
@@ -328,23 +332,21 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
             _advice_on_repetition(comparison, op),
             size=size,
         )
+
+
+def _diagnose_error(comparison: Comparison, op: Operation) -> Iterator[Finding]:
+    """Yield a finding of reduced precision, or of an error beyond rounding."""
     error = op.error if op.error is not None else math.nan
     size = error if math.isfinite(error) else math.nan
+    is_short = op.dtype in tol.SHORT_FORMATS
     # `format` is set if the kernel computes in a shorter format than that of its tensors, as with
-    # TF32. The last condition of the chain is for integers that a short format cannot represent.
-    if op.format or (op.dtype in tol.SHORT_FORMATS and op.inputs and op.error is not None):
-        detail = f"computed in {op.dtype}"
-        if op.format == FLUSHED:
-            detail = f"flushed subnormal numbers, those below 1.2e-38, to zero; error {error:.1e}"
-        elif op.format and (op.has_rounded_factors or op.error is None):
-            detail = f"its factors had already been rounded to {op.format}"
-        elif op.format:
-            detail = f"the kernel rounds its factors to {op.format}; error {error:.1e}"
+    # TF32.
+    if op.format or (is_short and op.inputs and op.error is not None):
         yield _make_finding(
             comparison,
             "reduced precision",
             op,
-            detail,
+            _describe_precision(op, error),
             _advice_on_precision(comparison, op),
             size=size,
         )
@@ -356,26 +358,29 @@ def _diagnose_operation(comparison: Comparison, op: Operation) -> Iterator[Findi
         )
         detail = f"its error against float64 is {error:.1e}, {times}"
         yield _make_finding(comparison, "mismatch", op, detail, size=size)
-    elif (
-        op.dtype in tol.SHORT_FORMATS
-        and not op.inputs
-        and op.outputs
-        and _max_deviation(comparison, op) > tol.REFERENCE_TOLERANCE
-    ):
-        size = _max_deviation(comparison, op)  # for example of positions from `arange`
-        yield _make_finding(
-            comparison,
-            "reduced precision",
-            op,
-            f"computed in {op.dtype}",
-            INTEGER_ADVICE,
-            size=size,
-        )
+    elif is_short and not op.inputs and op.outputs:
+        # A short format cannot represent all integers, such as positions from `arange`.
+        deviation = max(value.deviation for value in comparison.values(op))
+        if deviation > tol.REFERENCE_TOLERANCE:
+            yield _make_finding(
+                comparison,
+                "reduced precision",
+                op,
+                f"computed in {op.dtype}",
+                INTEGER_ADVICE,
+                size=deviation,
+            )
 
 
-def _max_deviation(comparison: Comparison, op: Operation) -> float:
-    """Return the largest deviation of an operation's outputs from their references."""
-    return max(value.deviation for value in comparison.values(op))
+def _describe_precision(op: Operation, error: float) -> str:
+    """Describe how an operation computes in a short format."""
+    if op.format == FLUSHED:
+        return f"flushed subnormal numbers, those below 1.2e-38, to zero; error {error:.1e}"
+    if op.format and (op.has_rounded_factors or op.error is None):
+        return f"its factors had already been rounded to {op.format}"
+    if op.format:
+        return f"the kernel rounds its factors to {op.format}; error {error:.1e}"
+    return f"computed in {op.dtype}"
 
 
 def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding]:
@@ -409,8 +414,9 @@ def _lost_update_findings(comparison: Comparison, side: int) -> Iterator[Finding
         f"{LOST_UPDATE_PREFIX}: {n_lost:,} of the {n_changed:,} numbers in {names} that change in"
         f" float64 keep their old value (in {len(mostly_lost)} of {len(updates)} updated tensors)"
     )
-    remedy = "float32 and cast them for the forward pass, as autocast does"
-    if dtype not in tol.SHORT_FORMATS:
+    if dtype in tol.SHORT_FORMATS:
+        remedy = "float32 and cast them for the forward pass, as autocast does"
+    else:
         remedy = "float64, as precision=float64 does, or collect updates and apply them together"
     advice = LOST_UPDATE_ADVICE.format(remedy=remedy, dtype=dtype, unit=unit)
     yield _make_finding(comparison, "reduced precision", first_maker, detail, advice, size=math.nan)
@@ -553,9 +559,11 @@ def _missing_result_findings(comparison: Comparison) -> Iterator[Finding]:
             # Either of two different programs may have additional results. The finding is then
             # ranked by its share, so that other differences can come first.
             has_bound = not comparison.is_same_program
-            detail = f"{other_title} does not compute it"
-            if comparison.has_ranks:
-                detail = f"{other_title} has neither this result nor its parts"
+            detail = (
+                f"{other_title} has neither this result nor its parts"
+                if comparison.has_ranks
+                else f"{other_title} does not compute it"
+            )
             yield _make_finding(comparison, "mismatch", op, detail, advice, has_bound=has_bound)
 
 
@@ -564,54 +572,54 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
 
     If the results differ but no source is known, a finding may state that.
     """
-    findings: dict[tuple[str, ...], Finding] = {}
     has_changed_inputs = any(
         op.inputs_changed for trace in comparison.traces for op in trace.operations
     )
-    has_foreign_source = any(
-        s.data_a or s.data_b or any(node.op.is_random for node in s.nodes) for s in sources
-    )
+    if not sources:
+        # NaN or infinity, and inputs that changed, have findings of their own.
+        is_explained = has_changed_inputs or is_nonfinite_on_one_side(comparison)
+        return [] if is_explained else _unexplained_findings(comparison)
+    has_foreign_source = any(_is_data(source) or _is_drawn(source) for source in sources)
     elsewhere = _from_elsewhere(comparison, sources)
+    findings: dict[tuple[str, ...], Finding] = {}
     for source in sources:
-        is_data = source.data_a is not None or source.data_b is not None
-        is_drawn = any(node.op.is_random for node in source.nodes)
-        has_one_kernel = (
-            source.a is not None
-            and source.b is not None
-            and kernel_name(source.a.op) == kernel_name(source.b.op)
-        )
-        # If the data or random numbers differ, a different algorithm for the same function cannot
-        # be distinguished from a different function.
-        is_distinguishable = is_data or is_drawn or has_one_kernel or not has_foreign_source
-        if not is_distinguishable:
-            continue
-        if has_changed_inputs and (is_data or any(node.op.inputs_changed for node in source.nodes)):
+        if has_changed_inputs and (
+            _is_data(source) or any(node.op.inputs_changed for node in source.nodes)
+        ):
             continue  # the finding of nondeterminism reports it
-        is_computed = not is_data and not is_drawn
-        if is_computed and _follows(source, elsewhere):
+        if _is_data(source):
+            finding = _data_finding(comparison, source)
+        elif _is_drawn(source):
+            finding = _operation_finding(comparison, source)
+        elif has_foreign_source and not _has_one_kernel(source):
+            # If the data or random numbers differ, a different algorithm for the same function
+            # cannot be distinguished from a different function.
+            continue
+        elif _follows(source, elsewhere):
             continue  # its results differ only because its inputs do
-        finding = (
-            _data_finding(comparison, source) if is_data else _operation_finding(comparison, source)
-        )
+        else:
+            finding = _operation_finding(comparison, source)
         findings.setdefault((finding.kind, finding.operation, finding.line, finding.phase), finding)
-    if (
-        not sources
-        and comparison.differing_results
-        and not has_changed_inputs
-        and not is_nonfinite_on_one_side(comparison)
-    ):
-        # Differences of values from outside torch explain the results that follow from them.
-        follow_external_values = comparison.graphs[0].following(set(comparison.external_values))
-        paired = [
-            result
-            for result in comparison.differing_results
-            if result.a
-            and result.b
-            and follow_external_values.isdisjoint(comparison.values(result.a))
-        ]
-        if paired:
-            return [_unexplained_finding(comparison, paired)]
     return list(findings.values())
+
+
+def _is_data(source: Source) -> bool:
+    """Return whether a source is data or weights."""
+    return source.data_a is not None or source.data_b is not None
+
+
+def _is_drawn(source: Source) -> bool:
+    """Return whether a source has an operation that draws random numbers."""
+    return any(node.op.is_random for node in source.nodes)
+
+
+def _has_one_kernel(source: Source) -> bool:
+    """Return whether the operations of both sides exist and use equivalent kernels."""
+    return (
+        source.a is not None
+        and source.b is not None
+        and kernel_name(source.a.op) == kernel_name(source.b.op)
+    )
 
 
 def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
@@ -641,7 +649,7 @@ def _follows(source: Source, elsewhere: set[Value]) -> bool:
     if (
         a is not None
         and b is not None
-        and kernel_name(a.op) == kernel_name(b.op)
+        and _has_one_kernel(source)
         and differing_arguments(a.op, b.op)
     ):
         return False
@@ -722,9 +730,8 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
     for node in source.nodes:
         counterpart = same_call(comparison, node)
         if counterpart is not None:
-            operations = (node.op, counterpart.op)
-            if comparison.side_of[node.op]:
-                operations = (counterpart.op, node.op)
+            is_second_side = comparison.side_of[node.op] == 1
+            operations = (counterpart.op, node.op) if is_second_side else (node.op, counterpart.op)
             arguments = differing_arguments(*operations)
             if _are_format_constants(comparison, operations, arguments):
                 return _arguments_finding(comparison, operations, arguments, gap)
@@ -742,7 +749,7 @@ def _operation_finding(comparison: Comparison, source: Source) -> Finding:
         return _make_pairwise_finding(comparison, "another valid answer", b, gap, detail)
     if _is_uncertain(comparison, source):
         return _uncertain_finding(comparison, source, gap)
-    return _mismatch_finding(comparison, source, source.nodes[0], gap)
+    return _mismatch_finding(comparison, source, gap)
 
 
 def _are_within_bounds(*operations: Operation) -> bool:
@@ -851,25 +858,31 @@ def _is_uncertain(comparison: Comparison, source: Source) -> bool:
     return False
 
 
-def _mismatch_finding(comparison: Comparison, source: Source, node: Node, gap: float) -> Finding:
+def _mismatch_finding(comparison: Comparison, source: Source, gap: float) -> Finding:
     """Describe a fault in forward or backward code, such as "a transposed weight".
 
-    `reset_gate_before_or_after` is another example.
+    `reset_gate_before_or_after` is another example. The finding is about the operation of the
+    second side if the source has one there, and otherwise about that of the first side.
     """
-    op = node.op
+    op = source.nodes[0].op
     title = comparison.trace_of(op).title
     other_title = comparison.other_title(op)
-    detail = f"no value under {other_title} equals its result, although all its inputs exist there"
-    if source.a is not None and source.b is not None:
-        counterpart = describe(source.a.op)
-        detail = f"from the same values, {other_title} computes {counterpart}"
-        if not math.isnan(gap):
-            detail += f"; the results differ by {gap:.1e} (relative)"
-        if not source.share_inputs:
-            detail = (
-                f"no value under {other_title} equals its result; the first value there without a"
-                f" counterpart is the result of {counterpart}"
-            )
+    if source.a is None or source.b is None:
+        detail = (
+            f"no value under {other_title} equals its result, although all its inputs exist there"
+        )
+    elif not source.share_inputs:
+        detail = (
+            f"no value under {other_title} equals its result; the first value there without a"
+            f" counterpart is the result of {describe(source.a.op)}"
+        )
+    elif math.isnan(gap):
+        detail = f"from the same values, {other_title} computes {describe(source.a.op)}"
+    else:
+        detail = (
+            f"from the same values, {other_title} computes {describe(source.a.op)}; the results"
+            f" differ by {gap:.1e} (relative)"
+        )
     advice = f"check what {_user_location(op)} does under {title}: {OTHER_FUNCTION_ADVICE}"
     return _make_pairwise_finding(
         comparison, "mismatch", op, gap, detail + _describe_effect(comparison), advice
@@ -912,49 +925,62 @@ def _uncertain_finding(comparison: Comparison, source: Source, gap: float) -> Fi
 
 def _random_numbers_finding(comparison: Comparison, op: Operation, gap: float) -> Finding:
     """Describe an operation that draws different random numbers on the two sides."""
-    detail = f"drew different random numbers from those under {comparison.other_title(op)}"
+    draws = f"drew different random numbers from those under {comparison.other_title(op)}"
     devices = {Setting.parse(trace.setting).kind for trace in comparison.traces}
-    advice = ""
     if op.phase == "backward":
-        detail += ", in a forward pass that the backward pass recomputes"
+        detail = f"{draws}, in a forward pass that the backward pass recomputes"
         advice = (
             "let checkpointing restore the state of the random number generators:"
             " preserve_rng_state=True"
         )
     elif len(devices) == 1:
+        detail = draws
         advice = (
             "draw from a torch.Generator that the step seeds, in the same order and with the same"
             " shapes on both sides"
         )
+    else:
+        detail = draws
+        advice = ""  # the default advice is about different devices
     return _make_pairwise_finding(comparison, "different random numbers", op, gap, detail, advice)
 
 
-def _unexplained_finding(comparison: Comparison, differing: Sequence[Result]) -> Finding:
-    """Describe results that differ although no source of the difference was found."""
-    result = max(differing, key=lambda result: result.gap)
-    side = 1 if result.b else 0
-    makers = (
-        comparison.graphs[side].maker.get(value)
-        for value in comparison.values(result.b or result.a)
-    )
+def _unexplained_findings(comparison: Comparison) -> list[Finding]:
+    """Return a finding if results differ although no source of the difference was found.
+
+    It is about the result with the largest gap. The list is empty if no such result is paired.
+    """
+    # Differences of values from outside torch explain the results that follow from them.
+    follow_external_values = comparison.graphs[0].following(set(comparison.external_values))
+    unexplained = [
+        result
+        for result in comparison.differing_results
+        if result.a and result.b and follow_external_values.isdisjoint(comparison.values(result.a))
+    ]
+    if not unexplained:
+        return []
+    result = max(unexplained, key=lambda result: result.gap)
+    name = describe(result.representative)
+    if all(value.exact for value in comparison.values(result.representative)):
+        kind = "cause not found"
+        detail = (
+            f"{name} differs by {result.gap:.1e} (relative) in float64, although both sides have"
+            " every value that leads to it: one side leaves out one of these values, or uses it for"
+            " something else"
+        )
+    else:
+        kind = "cannot be told"
+        reasons = comparison.trace_of(result.representative).without_reference.values()
+        reason = next(iter(reasons), "")
+        explanation = f" ({reason})" if reason else ""
+        detail = (
+            f"{name} has no exact float64 reference{explanation}, and the recorded numbers differ"
+            f" by {comparison.recorded_gap(result):.1e} (relative)"
+        )
+    # The operation that made the result on the second side, if it is known.
+    makers = map(comparison.graphs[1].maker.get, comparison.values(result.b))
     op = next((node.op for node in makers if node), result.representative)
-    if any(not value.exact for value in comparison.values(result.representative)):
-        reason = next(
-            iter(comparison.trace_of(result.representative).without_reference.values()), ""
-        )
-        detail = f"{describe(result.representative)} has no exact float64 reference"
-        if reason:
-            detail += f" ({reason})"
-        detail += (
-            f", and the recorded numbers differ by {comparison.recorded_gap(result):.1e} (relative)"
-        )
-        return _make_pairwise_finding(comparison, "cannot be told", op, result.gap, detail)
-    detail = (
-        f"{describe(result.representative)} differs by {result.gap:.1e} (relative) in float64,"
-        " although both sides have every value that leads to it: one side leaves out one of these"
-        " values, or uses it for something else"
-    )
-    return _make_pairwise_finding(comparison, "cause not found", op, result.gap, detail)
+    return [_make_pairwise_finding(comparison, kind, op, result.gap, detail)]
 
 
 def _valid_answer_findings(comparison: Comparison) -> Iterator[Finding]:

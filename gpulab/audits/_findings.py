@@ -167,6 +167,15 @@ def describe(op: Operation) -> str:
     return operation_phrase(op) + (f" at {op.line}" if op.line else "")
 
 
+def describe_first(results: Sequence[Operation]) -> str:
+    """Describe the first of several results, and count the others."""
+    n_more = len(results) - 1
+    first = describe(results[0])
+    if n_more == 0:
+        return first
+    return f"{first} and 1 more result" if n_more == 1 else f"{first} and {n_more} more results"
+
+
 # --- the result of an audit -----------------------------------------------------------------------
 
 

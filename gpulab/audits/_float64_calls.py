@@ -89,17 +89,19 @@ class Float64Reference:
                 return value
             return change(value)
 
-        args = self.args
-        kwargs = self.kwargs
-        if self.is_in_place:  # later calls need the original arguments
-            args, kwargs = map_nested(_clone_tensor, (args, kwargs))
+        # Later calls need the original arguments.
+        arguments = (self.args, self.kwargs)
+        own_args, own_kwargs = (
+            map_nested(_clone_tensor, arguments) if self.is_in_place else arguments
+        )
         if positions is None:
-            args, kwargs = map_nested(apply_change, (args, kwargs))
+            args, kwargs = map_nested(apply_change, (own_args, own_kwargs))
         else:
             args = [
                 map_nested(apply_change, arg) if i in positions else arg
-                for i, arg in enumerate(args)
+                for i, arg in enumerate(own_args)
             ]
+            kwargs = own_kwargs
         out = self.compute(*args, **kwargs)
         if has_failed(self.operation, out):
             raise RuntimeError("a factorisation failed")

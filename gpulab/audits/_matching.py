@@ -100,15 +100,16 @@ class Matches:
             for counterpart in equal:
                 self.equal[value].append(counterpart)
                 self.equal[counterpart].append(value)
-            transposed = (
-                [] if equal else [v for v in near if is_transposed(value, v, self.tolerance)]
-            )
-            if equal or transposed:
-                self.matched_values |= {value, *equal, *transposed}
-            elif not value.is_uninformative:
-                permuted = [v for v in near if is_transposed(value, v, self.tolerance) is False]
-                if permuted:
-                    self.permuted_values.update([value, *permuted])
+            if equal:
+                self.matched_values |= {value, *equal}
+                continue
+            answers = [(v, is_transposed(value, v, self.tolerance)) for v in near]
+            transposed = [v for v, answer in answers if answer]
+            permuted = [v for v, answer in answers if answer is False]  # None is undecided
+            if transposed:
+                self.matched_values |= {value, *transposed}
+            elif permuted and not value.is_uninformative:
+                self.permuted_values |= {value, *permuted}
 
     def match_parts(self) -> None:
         """Find values that are a slice of a value of the other side, or consist of such slices.
@@ -170,11 +171,13 @@ class _ValueTable:
         allowed = np.minimum(4 * np.maximum(self.tolerances, tolerance), 1e9)
         squares = np.maximum(self.totals[:, 1], value.total[1])
         with np.errstate(invalid="ignore", over="ignore"):
-            scale = np.stack([np.sqrt(value.count * squares), squares], 1)
-            bounds = np.stack([allowed, 2 * allowed * np.maximum(1.0, allowed)], 1) * scale + 1e-300
-            close = np.abs(self.totals - np.array(value.total)) <= bounds
+            # In two columns, as in `totals`: those of the sums, and those of the sums of squares.
+            scales = np.stack([np.sqrt(value.count * squares), squares], 1)
+            relative_bounds = np.stack([allowed, 2 * allowed * np.maximum(1.0, allowed)], 1)
+            distances = np.abs(self.totals - np.array(value.total))
+            are_close = (distances <= relative_bounds * scales + 1e-300).all(1)
         is_finite = np.isfinite(value.total).all()
-        indices = np.flatnonzero(close.all(1) & self.are_finite if is_finite else ~self.are_finite)
+        indices = np.flatnonzero(are_close & self.are_finite if is_finite else ~self.are_finite)
         are_same = _are_same_sketches(
             reference, self.references[indices], tolerance, self.tolerances[indices]
         )
@@ -238,13 +241,12 @@ class PartSearch:
                 and np.isfinite(value.total).all()
             ):
                 parts[value.count].append(value)
-        self.wholes = {
-            (count, size, start, dim): _StretchSums(
-                group[start : start + max(1, MAX_STRETCHES // size)], dim, tolerance
-            )
-            for (count, dim, size), group in wholes.items()
-            for start in range(0, len(group), max(1, MAX_STRETCHES // size))
-        }
+        self.stretch_sums: list[_StretchSums] = []
+        for (_, dim, size), group in wholes.items():
+            n_values = max(1, MAX_STRETCHES // size)  # values in one `_StretchSums`
+            for start in range(0, len(group), n_values):
+                values_in_batch = group[start : start + n_values]
+                self.stretch_sums.append(_StretchSums(values_in_batch, dim, tolerance))
         self.parts = {
             count: (
                 np.array([value.total for value in group]),
@@ -257,14 +259,13 @@ class PartSearch:
         """Return whether a value is a slice of one of the searched values."""
         if not part.total or not np.isfinite(part.total).all():
             return False
-        tolerance = np.array([self.tolerance(part)])
-        for (count, size, *_), stretches in self.wholes.items():
-            length, remainder = divmod(part.count, count // size)
-            if (
-                part.count < count
-                and not remainder
-                and stretches.find(length, np.array([part.total]), tolerance).any()
-            ):
+        totals = np.array([part.total])
+        tolerances = np.array([self.tolerance(part)])
+        for stretches in self.stretch_sums:
+            length, remainder = divmod(part.count, stretches.n_per_index)
+            if remainder or part.count >= stretches.count:
+                continue  # not a whole number of indices, or not smaller than the whole
+            if stretches.find(length, totals, tolerances).any():
                 return True
         return False
 
@@ -275,29 +276,38 @@ class PartSearch:
         """
         if not whole.profiles or not np.isfinite(whole.total).all():
             return False
-        for dim, profile in whole.profiles.items():
-            if not np.isfinite(profile).all():
-                continue
-            _, squares = profile
-            covered = squares <= NEGLIGIBLE_SQUARES_SHARE * whole.total[1]
-            stretches = _StretchSums([whole], dim, self.tolerance)
-            n_per_index = whole.count // profile.shape[1]
-            for count, (totals, tolerances) in self.parts.items():
-                length, remainder = divmod(count, n_per_index)
-                if count < whole.count and not remainder:
-                    for start in np.flatnonzero(
-                        stretches.find(length, totals, tolerances).any(axis=0)
-                    ):
-                        covered[start : start + length] = True
-            if covered.all():
-                return True
-        return False
+        return any(
+            self._find_covered_indices(whole, dim).all()
+            for dim, profile in whole.profiles.items()
+            if np.isfinite(profile).all()
+        )
+
+    def _find_covered_indices(self, whole: Value, dim: int) -> np.ndarray:
+        """Return for each index of a dimension whether a searched value includes the slice at it.
+
+        Slices that consist of rounding errors count as included.
+        """
+        _, squares = whole.profiles[dim]
+        is_covered = squares <= NEGLIGIBLE_SQUARES_SHARE * whole.total[1]
+        stretches = _StretchSums([whole], dim, self.tolerance)
+        for count, (totals, tolerances) in self.parts.items():
+            length, remainder = divmod(count, stretches.n_per_index)
+            if remainder or count >= whole.count:
+                continue  # not a whole number of indices, or not smaller than the whole
+            is_start = stretches.find(length, totals, tolerances).any(axis=0)
+            for start in np.flatnonzero(is_start):
+                is_covered[start : start + length] = True
+        return is_covered
 
 
 class _StretchSums:
     """The sums over stretches of consecutive indices along one dimension of several values.
 
     All values have the same number of elements and the same size along the dimension.
+
+    Attributes:
+        count: The number of elements of each value.
+        n_per_index: The number of elements at each index of the dimension.
     """
 
     def __init__(self, wholes: Sequence[Value], dim: int, tolerance: Tolerance) -> None:
@@ -307,11 +317,11 @@ class _StretchSums:
         )
         self.tolerances = np.array([tolerance(whole) for whole in wholes])[:, None]
         squares = np.array([whole.total[1] for whole in wholes])[:, None]
-        count = wholes[0].count  # the same for all
+        self.count = wholes[0].count
+        self.n_per_index = self.count // profiles.shape[2]
         # The sizes that sums, and sums of squares, can have over a whole value.
-        self.sum_scales = np.sqrt(count * squares)
+        self.sum_scales = np.sqrt(self.count * squares)
         self.square_scales = squares
-        self.n_per_index = count // profiles.shape[2]
 
     def find(self, length: int, totals: np.ndarray, tolerances: np.ndarray) -> np.ndarray:
         """Find the stretches whose sums equal those of a part.

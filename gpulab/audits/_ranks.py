@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -114,52 +114,29 @@ def _without_results(trace: Trace) -> list[Operation]:
     return [op for op in trace.operations if op.phase != RESULT]
 
 
-def _join_operations(ranks: list[list[Operation]]) -> list[Operation]:
+def _join_operations(operations_by_rank: list[list[Operation]]) -> list[Operation]:
     """Merge the operations of all ranks; a collective follows all earlier ones of its ranks.
+
+    Each rank advances to its next collective. Then a group whose members all wait at the same
+    collective is found, their calls are merged into one operation, and these ranks advance. This is
+    repeated until no rank has an operation left.
 
     Raises:
         UsageError: If the ranks wait for each other at different collectives.
     """
-    positions = [0] * len(ranks)
+    remaining = [deque(operations) for operations in operations_by_rank]
     joined: list[Operation] = []
     while True:
-        for rank, operations in enumerate(ranks):
-            while positions[rank] < len(operations) and not _is_collective(
-                operations[positions[rank]]
-            ):
-                joined.append(operations[positions[rank]])
-                positions[rank] += 1
-        waiting = {
-            rank: operations[positions[rank]]
-            for rank, operations in enumerate(ranks)
-            if positions[rank] < len(operations)
-        }
+        for operations in remaining:
+            while operations and not _is_collective(operations[0]):
+                joined.append(operations.popleft())
+        waiting = {rank: operations[0] for rank, operations in enumerate(remaining) if operations}
         if not waiting:
             return joined
-        meeting = next(
-            (members for members in map(_group_of, waiting.values()) if _meet(members, waiting)),
-            None,
-        )
-        if meeting is None:
-            places = "; ".join(
-                f"rank {rank} is at {op.name} of ranks {_group_of(op)}, {op.line}"
-                for rank, op in waiting.items()
-            )
-            raise UsageError(
-                f"the {len(ranks)} traces do not reach the same collectives: {places}; expected the"
-                " traces of all ranks, in order"
-            )
-        calls = [waiting[rank] for rank in meeting]
-        joined.append(
-            replace(
-                calls[0],
-                inputs=[name for op in calls for name in op.inputs],
-                outputs=[name for op in calls for name in op.outputs],
-                mutated_values=[name for op in calls for name in op.mutated_values],
-            )
-        )
-        for rank in meeting:
-            positions[rank] += 1
+        meeting_ranks = _find_meeting_ranks(waiting)
+        if meeting_ranks is None:
+            raise UsageError(_describe_deadlock(waiting, n_ranks=len(operations_by_rank)))
+        joined.append(_merge_calls([remaining[rank].popleft() for rank in meeting_ranks]))
 
 
 def _is_collective(op: Operation) -> bool:
@@ -169,6 +146,16 @@ def _is_collective(op: Operation) -> bool:
 def _group_of(op: Operation) -> list[int]:
     ranks: list[int] = op.arguments[RANKS]
     return ranks
+
+
+def _find_meeting_ranks(waiting: dict[int, Operation]) -> list[int] | None:
+    """Return the ranks of a group that all wait at the same collective; None if there is none.
+
+    Args:
+        waiting: The collective at which each rank waits.
+    """
+    groups = map(_group_of, waiting.values())
+    return next((members for members in groups if _meet(members, waiting)), None)
 
 
 def _meet(members: Sequence[int], waiting: dict[int, Operation]) -> bool:
@@ -182,24 +169,60 @@ def _meet(members: Sequence[int], waiting: dict[int, Operation]) -> bool:
     )
 
 
-def _join_results(ranks: list[list[Operation]], values: dict[str, Value]) -> list[Operation]:
-    """Merge the results that agree on all ranks; name the rank in the others."""
-    groups: dict[tuple[str, str], list[tuple[int, Operation]]] = defaultdict(list)
-    for rank, results in enumerate(ranks):
+def _merge_calls(calls: Sequence[Operation]) -> Operation:
+    """Merge the calls of a collective on its ranks into one operation with all their values."""
+    return replace(
+        calls[0],
+        inputs=[name for op in calls for name in op.inputs],
+        outputs=[name for op in calls for name in op.outputs],
+        mutated_values=[name for op in calls for name in op.mutated_values],
+    )
+
+
+def _describe_deadlock(waiting: dict[int, Operation], n_ranks: int) -> str:
+    """Describe at which collective each rank waits, for an error message."""
+    places = "; ".join(
+        f"rank {rank} is at {op.name} of ranks {_group_of(op)}, {op.line}"
+        for rank, op in waiting.items()
+    )
+    return (
+        f"the {n_ranks} traces do not reach the same collectives: {places}; expected the traces of"
+        " all ranks, in order"
+    )
+
+
+def _join_results(
+    results_by_rank: list[list[Operation]], values: dict[str, Value]
+) -> list[Operation]:
+    """Merge the results that agree on all ranks; name the rank in the others.
+
+    A result of the first rank gets no argument `RANK`. A returned value gets the rank in its name
+    only if the ranks do not agree.
+    """
+    copies_by_result: dict[tuple[str, str], list[tuple[int, Operation]]] = defaultdict(list)
+    for rank, results in enumerate(results_by_rank):
         for op in results:
-            groups[op.name, op.module].append((rank, op))
+            copies_by_result[op.name, op.module].append((rank, op))
     joined = []
-    for (name, _), copies in groups.items():
-        distinct: list[tuple[int, Operation]] = []
-        for rank, op in copies:
-            if not any(_are_same(op, other, values) for _, other in distinct):
-                distinct.append((rank, op))
+    for (name, _), copies in copies_by_result.items():
+        distinct = _find_distinct(copies, values)
+        is_returned = name not in LEAF_RESULTS
         for rank, op in distinct:
-            arguments = op.arguments | ({RANK: rank} if rank else {})
-            is_returned = name not in LEAF_RESULTS
+            arguments = op.arguments | {RANK: rank} if rank else op.arguments
             new_name = f"{name} of rank {rank}" if is_returned and len(distinct) > 1 else name
             joined.append(replace(op, name=new_name, arguments=arguments))
     return joined
+
+
+def _find_distinct(
+    copies: Sequence[tuple[int, Operation]], values: dict[str, Value]
+) -> list[tuple[int, Operation]]:
+    """Return the copies of a result that do not agree with a copy on an earlier rank."""
+    distinct: list[tuple[int, Operation]] = []
+    for rank, op in copies:
+        if not any(_are_same(op, other, values) for _, other in distinct):
+            distinct.append((rank, op))
+    return distinct
 
 
 def _are_same(a: Operation, b: Operation, values: dict[str, Value]) -> bool:

@@ -242,15 +242,16 @@ def _mark_changes(first_trace: Trace, trace: Trace) -> None:
         if first_op is None:
             op.repeats = False  # the first execution has no such operation
             continue
-        is_repeated = True
         first_inputs = _contents(first_trace, first_op.inputs)
         inputs = _contents(trace, op.inputs)
         if first_inputs != inputs:
+            is_repeated = True  # other results are expected from other inputs
             op.inputs_changed = any(
                 x != y and x not in produced_before and y not in produced
                 for x, y in zip(first_inputs, inputs, strict=False)
             )
         elif differing_arguments(first_op, op):
+            is_repeated = True
             op.inputs_changed = not varies
         else:
             is_repeated = _contents(first_trace, first_op.outputs) == _contents(trace, op.outputs)

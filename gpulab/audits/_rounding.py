@@ -141,17 +141,17 @@ def forward_error(
     """
     if name in RECURRENT or has_failed(operation, out):
         return Accuracy()  # libraries differ in what a failed factorisation returns
-    out = requested_results(name, args, out)
-    results = prepare_rounded_results(out)
-    results = results[:1] if name in ATTENTION_OPERANDS else results
-    results = results[: RESULTS_BEFORE_FACTORS.get(name)]
+    requested = requested_results(name, args, out)
+    # None for all results. The other results of attention are data for its backward pass.
+    n_results = 1 if name in ATTENTION_OPERANDS else RESULTS_BEFORE_FACTORS.get(name)
+    results = prepare_rounded_results(requested)[:n_results]
     reference = Float64Reference(operation, args, kwargs, len(results))
     if name in ATTENTION_OPERANDS:
         reference.compute = _attention(operation)
     elif name == "_to_copy" and is_float_or_complex(args[0]):
         reference.compute = _return_input  # the exact result of a conversion is its input
     try:
-        answer = reference.check_definition(name, out)
+        answer = reference.check_definition(name, requested)
         if answer is not None:
             error, roundings = answer
             unit = torch.finfo(args[0].dtype).eps / 2 if is_float_or_complex(args[0]) else 0.0
@@ -175,34 +175,26 @@ def _compare_with_reference(
     unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
     has_same_sizes = [t.numel() for t in reference.float_tensors] == [r.numel() for r in results]
     # An operation that moves numbers without rounding, such as a copy, has no error.
-    errors = list(map(difference_norm, results, exact))
-    if has_same_sizes and not any(errors):
+    distances = list(map(difference_norm, results, exact))
+    if has_same_sizes and not any(distances):
         return Accuracy(error=0.0, bound=unit)
     terms = count_terms(name, args, reference, exact)
     growth_factors = SAFETY_FACTOR * np.sqrt(np.maximum(1.0, terms))
-    if name in PRODUCT_OPERANDS:
-        bounds = growth_factors * _product_perturbations(reference, unit)
-    else:
-        perturbations = _measure_perturbations(name, reference, exact, sizes, unit)
-        bounds = growth_factors * (
-            perturbations + _one_pass_variance_loss(name, reference, exact, unit)
-        )
-        if name in SUMS_BY_INDEX:
-            bounds[0] += terms[0] * unit * sizes[0]
+    rounding_bounds = growth_factors * _rounding_effects(name, reference, exact, sizes, unit)
+    if name in SUMS_BY_INDEX:
+        rounding_bounds[0] += terms[0] * unit * sizes[0]
     # Numbers below the smallest subnormal number of the format underflow. On a unit that flushes
     # subnormal numbers, so do all below the smallest normal one.
     formats = [torch.finfo(result.dtype) for result in results]
-    underflow = (
+    flush_bounds = (
         growth_factors * np.sqrt([e.numel() for e in exact]) * [f.smallest_normal for f in formats]
     )
-    bounds = bounds + underflow * [f.eps for f in formats]
+    underflow_bounds = flush_bounds * [f.eps for f in formats]
+    bounds = rounding_bounds + underflow_bounds
     # Numbers beyond the range of the format overflow. There are none if the norm is in the range.
-    if any(size > finfo.max for size, finfo in zip(sizes, formats, strict=True)):
-        exact = [
-            torch.where(tensor.abs() > finfo.max, tensor * math.inf, tensor)
-            for tensor, finfo in zip(exact, formats, strict=True)
-        ]
-        errors = list(map(difference_norm, results, exact))
+    may_overflow = any(size > finfo.max for size, finfo in zip(sizes, formats, strict=True))
+    expected = _overflow(exact, formats) if may_overflow else exact
+    errors = list(map(difference_norm, results, expected)) if may_overflow else distances
     ratios = [
         Accuracy(error=error, bound=bound).ratio
         for error, bound in zip(errors, bounds, strict=True)
@@ -210,20 +202,22 @@ def _compare_with_reference(
     worst = int(np.argmax(np.array(ratios, float)))  # NaN is the largest
     error = errors[worst]
     bound = float(bounds[worst])
-    size = norm(exact[worst]) or 1.0
+    size = norm(expected[worst]) or 1.0
     if math.isnan(bound):  # a perturbed input lies outside the domain of the operation
         return Accuracy()
-    max_bound = float(max(bounds / [norm(e) or 1.0 for e in exact]))
+    max_bound = float(max(bounds / [norm(e) or 1.0 for e in expected]))
     accuracy = Accuracy(error=error / size, bound=bound / size, max_bound=max_bound)
     factors = [args[index] for index in ROUNDED_OPERANDS.get(name, ())]
-    if error > bound and _is_flushed(reference, results[worst], worst, bound + underflow[worst]):
+    flush_bound = bound + flush_bounds[worst]
+    if error > bound and _is_flushed(reference, results[worst], worst, flush_bound):
         accuracy.format = FLUSHED
     elif factors and all(factor.dtype == torch.float32 for factor in factors):
         # A format is searched for only if the error is large enough. In a format shorter than
         # float32, the error is at least half of one rounding. It is smallest for a sum of n
         # products of one sign, for which it is at least 2^-12 / sqrt(n) of the result.
         growth_factor = growth_factors[worst] if name in PRODUCT_OPERANDS else SAFETY_FACTOR
-        if not error <= max(bound / 2, SAFETY_FACTOR * 2.0**-15 * sizes[worst]) / growth_factor:
+        least_error = max(bound / 2, SAFETY_FACTOR * 2.0**-15 * sizes[worst]) / growth_factor
+        if not error <= least_error:  # above it, or NaN
             # If factors overflowed, the error is NaN. A format that overflows in the same places
             # explains the whole error, so finite remainders must count as zero: divide by infinity.
             worst_error = math.inf if math.isnan(error) else error
@@ -234,6 +228,14 @@ def _compare_with_reference(
             accuracy.format = next(filter(None, map(rounded_format, factors)), None)
             accuracy.has_rounded_factors = accuracy.format is not None
     return accuracy
+
+
+def _overflow(exact: list[Tensor], formats: list[torch.finfo]) -> list[Tensor]:
+    """Replace the numbers beyond the range of each result's format by infinity."""
+    return [
+        torch.where(tensor.abs() > finfo.max, tensor * math.inf, tensor)
+        for tensor, finfo in zip(exact, formats, strict=True)
+    ]
 
 
 def _return_input(x: Tensor, **_: Nested) -> Tensor:
@@ -298,33 +300,53 @@ def _longest_sums(name: str, reference: Float64Reference, exact: list[Tensor]) -
     results, or a number from the arguments if the shapes do not determine it.
     """
     inputs = reference.float_tensors
-    arguments = reference.arguments
     largest_size = max((t.numel() for t in inputs), default=1)
-    longest = 1.0
-    dims = arguments.get("dim")
-    if isinstance(dims, int):
-        dims = [dims]
-    for dim in dims or ():  # of running sums, softmax and transforms
-        lengths = [t.shape[dim] for t in inputs if -t.dim() <= dim < t.dim()]
-        longest *= max(lengths, default=1)
-    if name in SUMS_BY_INDEX:
-        longest = (
-            min(longest, max_index_repeats(arguments))
-            if "dim" in arguments
-            else max_index_repeats(arguments)
-        )
-    elif "norm" in name:
+    size_ratios = [max(1.0, largest_size / e.numel()) for e in exact]
+    if "upsample" in name and "nearest" not in name:
+        # The position between two pixels is rounded too.
+        n_positions = max(size for t in (*inputs, *exact) for size in t.shape[2:]) ** 2
+        return [n_positions * ratio for ratio in size_ratios]
+    if "norm" in name:
         # The means of a normalisation, one for each group, are among its arguments or results.
         longest = largest_size / min(t.numel() for t in (*inputs, *exact) if t.numel())
-    elif "ctc_loss" in name:
-        longest = arguments["log_probs"].shape[0]
-    elif "linalg" in name or "cdist" in name or "solve" in name:
-        longest = max(size for t in inputs for size in t.shape[-2:])
-    elif "upsample" in name and "nearest" not in name:
-        # The position between two pixels is rounded too.
-        longest = max(size for t in (*inputs, *exact) for size in t.shape[2:]) ** 2
-        return [longest * max(1.0, largest_size / e.numel()) for e in exact]
-    return [max(1.0, longest, largest_size / e.numel()) for e in exact]
+    else:
+        longest = _longest_sum(name, inputs, reference.arguments)
+    return [max(longest, ratio) for ratio in size_ratios]
+
+
+def _longest_sum(name: str, inputs: list[Tensor], arguments: dict[str, Nested]) -> float:
+    """Estimate the largest number of summed terms from the arguments of an operation."""
+    if name in SUMS_BY_INDEX:
+        n_writes = max_index_repeats(arguments)
+        return min(_summed_length(inputs, arguments), n_writes) if "dim" in arguments else n_writes
+    if "ctc_loss" in name:
+        return arguments["log_probs"].shape[0]
+    if "linalg" in name or "cdist" in name or "solve" in name:
+        return max(size for t in inputs for size in t.shape[-2:])
+    return _summed_length(inputs, arguments)
+
+
+def _summed_length(inputs: list[Tensor], arguments: dict[str, Nested]) -> float:
+    """Return the number of elements along the dimensions of running sums, softmax or transforms.
+
+    These are the dimensions in the argument `dim`; without it, the number is 1.
+    """
+    dims = arguments.get("dim")
+    length = 1.0
+    for dim in [dims] if isinstance(dims, int) else dims or ():
+        sizes = [t.shape[dim] for t in inputs if -t.dim() <= dim < t.dim()]
+        length *= max(sizes, default=1)
+    return length
+
+
+def _rounding_effects(
+    name: str, reference: Float64Reference, exact: list[Tensor], sizes: list[float], unit: float
+) -> np.ndarray:
+    """Return how much single roundings change each result, without the growth of errors in sums."""
+    if name in PRODUCT_OPERANDS:
+        return _product_perturbations(reference, unit)
+    perturbations = _measure_perturbations(name, reference, exact, sizes, unit)
+    return perturbations + _one_pass_variance_loss(name, reference, exact, unit)
 
 
 def _product_perturbations(reference: Float64Reference, unit: float) -> np.ndarray:

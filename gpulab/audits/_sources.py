@@ -113,31 +113,15 @@ class SideSearch:
         The operations are followed backwards. If all used outputs of an operation are certified,
         its inputs are certified as well, except for operations that discard information.
         """
-        certified = {
-            value
-            for value in self.graph.values()
-            if value in self.matched_values and self._is_conclusive(value)
-        }
-        for node in self.graph.nodes:
-            if not node.op.is_random and (not node.inputs or node.op.name.endswith("_like")):
-                certified.update(value for value in node.outputs if value.is_integral)
+        certified = self._directly_certified_values()
         result_values = {
             value
             for result in self.comparison.results
             for value in self.comparison.values(result.of_side(self.side))
         }
         for node in reversed(self.graph.nodes):
-            if (
-                node.op.is_random
-                or node.op.name in SHAPE_READING_OPERATIONS
-                or node.op.name in SCALE_FORGETTING_OPERATIONS
-            ):
+            if not self._certifies_inputs(node):
                 continue
-            if any(
-                self.comparison.tolerance(value) > tol.MAX_CERTIFYING_TOLERANCE
-                for value in node.outputs
-            ):
-                continue  # values that are compared with a wide tolerance may be equal by chance
             used_outputs = [
                 value
                 for value in node.outputs
@@ -147,12 +131,41 @@ class SideSearch:
             ]
             if used_outputs and certified.issuperset(used_outputs):
                 certified.update(self._implied_inputs(node, used_outputs))
+        # Views of certified values are certified as well.
         for node in self.graph.nodes:
             if node.op.is_view and certified.issuperset(node.inputs):
                 certified.update(
                     value for value in node.outputs if value not in self.foreign_values
                 )
         return certified
+
+    def _directly_certified_values(self) -> set[Value]:
+        """Return the values that have a counterpart, and integers that depend on no input."""
+        certified = {
+            value
+            for value in self.graph.values()
+            if value in self.matched_values and self._is_conclusive(value)
+        }
+        for node in self.graph.nodes:
+            if not node.op.is_random and (not node.inputs or node.op.name.endswith("_like")):
+                certified.update(value for value in node.outputs if value.is_integral)
+        return certified
+
+    def _certifies_inputs(self, node: Node) -> bool:
+        """Return whether certified outputs of an operation can certify its inputs.
+
+        Values that are compared with a wide tolerance cannot, because they may be equal by chance.
+        """
+        if (
+            node.op.is_random
+            or node.op.name in SHAPE_READING_OPERATIONS
+            or node.op.name in SCALE_FORGETTING_OPERATIONS
+        ):
+            return False
+        return not any(
+            self.comparison.tolerance(value) > tol.MAX_CERTIFYING_TOLERANCE
+            for value in node.outputs
+        )
 
     def _is_conclusive(self, value: Value) -> bool:
         """Return whether a value's counterpart is unlikely to be equal by chance.
@@ -305,17 +318,17 @@ def _pair_operations(
             return 7 if alignment_key(a.op) == alignment_key(b.op) else 6
         return 1 if alignment_key(a.op) == alignment_key(b.op) else 0
 
-    sources = []
+    pairs: list[Source] = []
     unpaired_a = list(nodes_a)
     for b in nodes_b:
-        a = max(unpaired_a, key=lambda a: (similarity(a, b), -a.number), default=None)
-        if a is not None and not similarity(a, b):
-            a = None
-        if a is not None:
-            unpaired_a.remove(a)
-        sources.append(Source(a=a, b=b))
-    sources += [Source(a=a) for a in unpaired_a]
-    sources = [_with_same_call(comparison, source) for source in sources]
+        closest = max(unpaired_a, key=lambda a: (similarity(a, b), -a.number), default=None)
+        if closest is not None and similarity(closest, b):
+            unpaired_a.remove(closest)
+            pairs.append(Source(a=closest, b=b))
+        else:
+            pairs.append(Source(b=b))
+    only_a = [Source(a=a) for a in unpaired_a]
+    sources = [_with_same_call(comparison, source) for source in (*pairs, *only_a)]
     lengths = [len(graph.nodes) for graph in comparison.graphs]
 
     def sort_key(source: Source) -> tuple[bool, float]:

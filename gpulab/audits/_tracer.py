@@ -287,9 +287,13 @@ class Tracer(UncompiledDispatchMode):
             )
             reference_out = self._try_with_references(compute_reference)
         if follows:
-            self._update_written_references(self.references, call, reference_out, exact, state)
-            self._store_new_references(self.references, call, out, reference_out, exact, inputs)
-        self._note_maker(call, op, out, follows)
+            self._update_written_references(
+                self.references, call, reference_out, exact=exact, state=state
+            )
+            self._store_new_references(
+                self.references, call, out, reference_out, exact=exact, inputs=inputs
+            )
+        self._note_maker(call, op, out, follows=follows)
         if name == "_local_scalar_dense" and isinstance(out, float) and op.inputs:
             self._record_number_read(out, op.inputs[0])
         self._finish_record(call, op, out, initial_arguments)
@@ -379,6 +383,7 @@ class Tracer(UncompiledDispatchMode):
         references: References,
         call: Call,
         reference_out: Nested | None,
+        *,
         exact: bool,
         state: Tensor | None,
     ) -> None:
@@ -411,6 +416,7 @@ class Tracer(UncompiledDispatchMode):
         call: Call,
         out: Nested,
         reference_out: Nested | None,
+        *,
         exact: bool,
         inputs: Nested,
     ) -> None:
@@ -435,12 +441,23 @@ class Tracer(UncompiledDispatchMode):
             may_own = storage_identity(content.untyped_storage()) not in shared_storages
             shared_storages.add(storage_identity(content.untyped_storage()))
             self._try_with_references(
-                partial(references.store, t, content, is_exact, is_second, may_own)
+                partial(
+                    references.store,
+                    t,
+                    content,
+                    exact=is_exact,
+                    is_second=is_second,
+                    may_own=may_own,
+                )
             )
             new_storages.add(storage)
 
-    def _note_maker(self, call: Call, op: Operation, out: Nested, follows: bool) -> None:
-        """Note the operation that created the memory of new tensors."""
+    def _note_maker(self, call: Call, op: Operation, out: Nested, *, follows: bool) -> None:
+        """Note the operation that created the memory of new tensors.
+
+        If the references follow the call, its sparse results are also noted as inexact, unless they
+        are exact copies.
+        """
         for t, _, _ in _pair_with_references(call, out, None):
             self.references.memory(t).maker = op
         if not follows:
@@ -490,9 +507,7 @@ class Tracer(UncompiledDispatchMode):
         is_measured = self.is_measuring and not call.is_random and not call.operation.is_view
         if is_measured and (rounded or call.name in DEFINITIONS):
             self._retry_without_references(
-                lambda: self._measure(
-                    call.operation, op, initial_arguments, call.is_mutating, raw_results
-                )
+                lambda: self._measure(call, op, initial_arguments, raw_results)
             )
         self.operations.append(op)
         self.on_operation()
@@ -522,16 +537,16 @@ class Tracer(UncompiledDispatchMode):
 
     def _measure(
         self,
-        operation: OpOverload,
+        call: Call,
         op: Operation,
         initial_arguments: tuple[Sequence[Nested], dict[str, Nested]],
-        written_to: bool,
         raw_results: Nested,
     ) -> None:
         """Measure whether a repetition returns the same bits, and the error against float64."""
+        operation = call.operation
         initial_args, initial_kwargs = initial_arguments
         args, kwargs = (
-            map_nested(_copy_tensor, initial_arguments) if written_to else initial_arguments
+            map_nested(_copy_tensor, initial_arguments) if call.is_mutating else initial_arguments
         )
         repeated_out = operation(*args, **kwargs)
         repeated = _numeric_results(operation, returned_or_written(operation, args, repeated_out))
@@ -585,27 +600,42 @@ class Tracer(UncompiledDispatchMode):
         return name
 
     def _new_value(self, tensor: Tensor, digest: int, equal_value: Value | None) -> Value:
-        """Create the value of a tensor, with a reference if there is one of the same shape."""
-        references = self.references
-        slabs = self.slabs
+        """Create the value of a tensor, with a reference if there is one of the same shape.
 
-        def make_value() -> Value | None:
+        Otherwise, the recorded numbers stand in for the reference if the tracer is measuring.
+        """
+        references = self.references
+
+        def make_with_reference() -> Value | None:
             """Create the value with its reference; None if their shapes differ."""
             reference = references.of(tensor) if references.has_copy(tensor) else tensor
             if reference.shape != tensor.shape:
                 return None
             return Value.of(
-                tensor, reference, references.memory(tensor).exact, slabs, digest, equal_value
+                tensor,
+                reference,
+                exact=references.memory(tensor).exact,
+                slabs=self.slabs,
+                digest=digest,
+                equal_value=equal_value,
             )
 
-        value = (
-            self._try_with_references(make_value)
-            if self.is_measuring and not references.is_disabled
-            else None
-        )
-        return value or self._retry_without_references(
-            lambda: Value.as_recorded(tensor, self.is_measuring, slabs, digest, equal_value)
-        )
+        def make_as_recorded() -> Value:
+            """Create the value without a reference."""
+            return Value.as_recorded(
+                tensor,
+                stands_in=self.is_measuring,
+                slabs=self.slabs,
+                digest=digest,
+                equal_value=equal_value,
+            )
+
+        value: Value | None = None
+        if self.is_measuring and not references.is_disabled:
+            value = self._try_with_references(make_with_reference)
+        if value is None:  # no reference, another shape, or out of memory
+            value = self._retry_without_references(make_as_recorded)
+        return value
 
     def _is_exact(self, tensor: Tensor) -> bool:
         """Return whether a tensor's reference was computed entirely in float64.
