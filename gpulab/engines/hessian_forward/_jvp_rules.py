@@ -516,8 +516,10 @@ def convolution_backward_jvp(
         if not is_needed:
             gradients.append(None)
             continue
-        gradient_map = Convolution(geometry, target, 0, constant=factor, shape=shape)
-        factor_map = Convolution(geometry, target, 1, constant=g, shape=shape)
+        gradient_map = Convolution(
+            geometry, target, tangent_position=0, constant=factor, shape=shape
+        )
+        factor_map = Convolution(geometry, target, tangent_position=1, constant=g, shape=shape)
         by_gradient = b.apply(gradient_map, g)
         by_factor = b.apply(factor_map, factor)
         gradients.append(b.add(by_gradient, by_factor, shape=shape))
