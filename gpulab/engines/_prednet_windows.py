@@ -24,7 +24,7 @@ from gpulab.engines._prednet_kernels import (
     FusedLstmCell,
     LstmCell,
     PaddedConvolution,
-    add_gradient,
+    accumulate_grad,
     empty_maps,
     pad_group,
     split_gates,
@@ -481,7 +481,7 @@ class WindowLayer:
             del products  # The convolutions below need the memory.
             for gate, letter in zip(PEEPHOLE_GATES, "ifo", strict=True):
                 gradient = peephole_gradients[:, gate, : self.n_channels].contiguous()
-                add_gradient(getattr(self.lstm, f"peep_{letter}"), gradient)
+                accumulate_grad(getattr(self.lstm, f"peep_{letter}"), gradient)
             if self.target_conv and self.layer_below:
                 d_unpooled = concatenate_steps(self.d_unpooled, self.unpooled_gradient_buffer)
                 self.target_conv.add_gradients(
