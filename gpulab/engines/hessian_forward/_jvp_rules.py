@@ -91,13 +91,7 @@ class Builder:
             rule(self, *operation.arguments, **operation.options) if rule else NotImplemented
         )
         if variables is NotImplemented:
-            # torch computes tangents of the floating-point results; the others are constants.
-            torch_jvp = TorchJvp(operation)
-            float_count = sum(torch_jvp.float_results)
-            outputs = iter(self.add_instruction(torch_jvp, torch_jvp.variables, float_count))
-            variables = [
-                next(outputs) if is_float else None for is_float in torch_jvp.float_results
-            ]
+            variables = self._linearize_by_torch(operation)
         numbers = as_list(variables)
         if operation.function not in COPIES:  # A copy has the same tangent as its argument.
             self.bytes += sum(
@@ -106,6 +100,16 @@ class Builder:
                 if number is not None
             )
         return numbers
+
+    def _linearize_by_torch(self, operation: CapturedOperation) -> list[int | None]:
+        """Add an instruction by which torch computes the tangents of an operation's results.
+
+        These are the tangents of the floating-point results. The other results are constants.
+        """
+        torch_jvp = TorchJvp(operation)
+        float_count = sum(torch_jvp.float_results)
+        outputs = iter(self.add_instruction(torch_jvp, torch_jvp.variables, float_count))
+        return [next(outputs) if is_float else None for is_float in torch_jvp.float_results]
 
     def linear_map(self, results: Sequence[int | None]) -> LinearMap:
         """Return the map from the inputs to the variables `results`; None means zero."""
