@@ -446,21 +446,32 @@ def prepare_step(
         with step.prepared(setting) as run_step:
             yield run_step
         return
-    parameters = inspect.signature(step).parameters
-    # Parameters without default, except `*args` and `**kwargs`.
-    required = [p for p in parameters.values() if p.default is p.empty and "VAR" not in p.kind.name]
-    if "setting" in parameters or required:
+    if _takes_setting(step):
         applied_dtype = torch.get_default_dtype()
         torch.set_default_dtype(default_dtype or applied_dtype)
         try:
             yield functools.partial(step, setting)
         finally:
             torch.set_default_dtype(applied_dtype)
-    else:
-        is_other_device = torch.device(setting.device) != torch.get_default_device()
-        # A default device slows down every operation, so it is set only if it differs.
-        with torch.device(setting.device) if is_other_device else contextlib.nullcontext():
-            yield step
+        return
+    # A default device slows down every operation, so it is set only if it differs.
+    is_other_device = torch.device(setting.device) != torch.get_default_device()
+    with torch.device(setting.device) if is_other_device else contextlib.nullcontext():
+        yield step
+
+
+def _takes_setting(step: Callable[..., Nested]) -> bool:
+    """Return whether a function step takes the setting as its argument.
+
+    It does if it has a parameter named `setting`, or any parameter that must be given.
+    """
+    parameters = inspect.signature(step).parameters
+    must_be_given = [
+        parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for parameter in parameters.values()
+    ]
+    return "setting" in parameters or any(must_be_given)
 
 
 @contextlib.contextmanager

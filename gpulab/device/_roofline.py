@@ -489,18 +489,22 @@ def _precisions(setting: Setting) -> dict[str, Setting]:
 def _large_product(setting: Setting, precision: str) -> Iterator[Work]:
     """Yield one matrix product that is large enough to be timed.
 
-    The edge is doubled until a product takes longer than `MIN_PRODUCT_SECONDS`, or the edge reaches
-    `MAX_MATRIX_SIZE`. A fixed size would take too long on CPUs without instructions for float16.
+    The edge is doubled, starting at 64, until a product takes longer than `MIN_PRODUCT_SECONDS` or
+    the edge reaches `MAX_MATRIX_SIZE`. A fixed size would take too long on CPUs without
+    instructions for float16.
     """
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
-    edge = 32
-    seconds = 0.0
-    while edge < MAX_MATRIX_SIZE[setting.kind] and seconds <= MIN_PRODUCT_SECONDS:
-        edge *= 2
+    max_edge = MAX_MATRIX_SIZE[setting.kind]
+    edge = 64
+    while True:
         a, b = (torch.randn(edge, edge).to(setting.device, dtype) for _ in range(2))
-        work = functools.partial(torch.mm, a, b)
-        seconds = min(_timer(setting, work).repeat(4, 1))  # the first call is a warm-up
-    yield Work(f"matrix product {edge}, {precision}", "precision", work)
+        product = functools.partial(torch.mm, a, b)
+        # Four calls. The first one is a warm-up: it is slower, so it is not the minimum.
+        seconds = min(_timer(setting, product).repeat(repeat=4, number=1))
+        if seconds > MIN_PRODUCT_SECONDS or edge >= max_edge:
+            break
+        edge *= 2
+    yield Work(f"matrix product {edge}, {precision}", "precision", product)
 
 
 def time_calls(setting: Setting, work: Callable[[], object], repeats: int) -> tuple[float, float]:

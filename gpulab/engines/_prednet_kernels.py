@@ -253,7 +253,7 @@ class PaddedConvolution:
     def add_gradients(
         self, inputs: Float[Tensor, "n c h w"], gradients: Float[Tensor, "n d h w"]
     ) -> None:
-        """Add to the gradients of weight and bias, given inputs and gradients of the output.
+        """Add to `.grad` of the weight and the bias, given inputs and gradients of the output.
 
         Entries that belong to padding are left out.
         """
@@ -270,13 +270,14 @@ class PaddedConvolution:
             groups=1,
             output_mask=[False, True, True],  # not the gradient of the input
         )
-        d_weight = (
-            d_weight[self.output_indices, self.input_indices]
-            if self.is_padded
-            else d_weight.contiguous()
-        )
-        add_gradient(self.conv.weight, d_weight)
-        add_gradient(self.conv.bias, d_bias[self.output_indices[:, 0]])
+        if self.is_padded:
+            unpadded_d_weight = d_weight[self.output_indices, self.input_indices]
+        else:
+            # In channels-last layout `d_weight` has this layout as well, but the parameter has not.
+            # (Selecting by indices, as above, copies to the parameter's layout in any case.)
+            unpadded_d_weight = d_weight.contiguous()
+        accumulate_grad(self.conv.weight, unpadded_d_weight)
+        accumulate_grad(self.conv.bias, d_bias[self.output_indices[:, 0]])
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve by the kernel that is fastest for this device and number of weights."""
@@ -305,7 +306,7 @@ def uses_tf32(like: Tensor) -> bool:
     return like.is_cuda and like.dtype == torch.float32 and precision_allowed("conv") == "tf32"
 
 
-def add_gradient(parameter: Tensor | None, gradient: Tensor) -> None:
+def accumulate_grad(parameter: Tensor | None, gradient: Tensor) -> None:
     """Add a gradient to the parameter's `.grad`, or set it if there is none yet."""
     if parameter is not None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

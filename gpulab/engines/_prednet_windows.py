@@ -24,7 +24,7 @@ from gpulab.engines._prednet_kernels import (
     FusedLstmCell,
     LstmCell,
     PaddedConvolution,
-    add_gradient,
+    accumulate_grad,
     empty_maps,
     pad_group,
     split_gates,
@@ -345,22 +345,27 @@ class WindowLayer:
         """
         target = errors_below
         if self.target_conv:
-            # On a GPU, adding the bias is a separate operation. It is done after the pooling, where
-            # there are a quarter as many numbers. The positions of the maxima are the same.
-            unpooled = self.target_conv.forward(errors_below, biased=not self.is_fused)
-            pooled, pooling_indices = F.max_pool2d(unpooled, 2, return_indices=True)
-            del unpooled
-            if self.is_fused:
-                pooled.add_(self.target_conv.bias[:, None, None])
-            target = pooled.relu_()
-            self.targets.append(target)
-            self.pooling_indices.append(pooling_indices)
+            target = self._compute_target(self.target_conv, errors_below)
         self.prediction_stream.join()
         difference = target - self.predictions[step]
         errors = self.errors[step]
         torch.clamp(difference, min=0, out=errors[:, : self.padded_channels])
         torch.clamp(difference.neg_(), min=0, out=errors[:, self.padded_channels :])
         return errors
+
+    def _compute_target(self, target_conv: PaddedConvolution, errors_below: Tensor) -> Tensor:
+        """Compute the target of a higher layer, and store what its backward pass needs."""
+        # On a GPU, adding the bias is a separate operation. It is done after the pooling, where
+        # there are a quarter as many numbers. The positions of the maxima are the same.
+        unpooled = target_conv.forward(errors_below, biased=not self.is_fused)
+        pooled, pooling_indices = F.max_pool2d(unpooled, 2, return_indices=True)
+        del unpooled
+        if self.is_fused:
+            pooled.add_(target_conv.bias[:, None, None])
+        target = pooled.relu_()
+        self.targets.append(target)
+        self.pooling_indices.append(pooling_indices)
+        return target
 
     def update_representation(self, step: int, representation_above: Tensor | None) -> Tensor:
         """Compute R from the representation of the layer above, and then the prediction from R."""
@@ -470,37 +475,45 @@ class WindowLayer:
         # which are freed now.
         self.side_stream_inputs = (self.d_gates, self.d_unpooled)
         with self.weight_stream.activate():
-            d_gates = concatenate_steps(self.d_gates, self.gate_gradient_buffer)
-            self.gate_conv.add_gradients(self.inputs[inputs_slice].flatten(0, 1), d_gates)
-            # A peephole multiplies the old cell, so its gradient is the sum of these products over
-            # all steps and examples.
-            products = split_gates(d_gates) * self.cells[inputs_slice].flatten(0, 1)[:, None]
-            peephole_gradients = torch.sum(
-                products, 0, keepdim=True, out=torch.empty_like(self.peepholes)
-            )
-            del products  # The convolutions below need the memory.
-            for gate, letter in zip(PEEPHOLE_GATES, "ifo", strict=True):
-                gradient = peephole_gradients[:, gate, : self.n_channels].contiguous()
-                add_gradient(getattr(self.lstm, f"peep_{letter}"), gradient)
+            self._accumulate_lstm_gradients(inputs_slice)
             if self.target_conv and self.layer_below:
                 d_unpooled = concatenate_steps(self.d_unpooled, self.unpooled_gradient_buffer)
                 self.target_conv.add_gradients(
                     self.layer_below.errors[inputs_slice].flatten(0, 1), d_unpooled
                 )
-            initial_gradient = self.d_predictions[0]
-            if span.start == 0 and self.is_chained:
-                # No step has backpropagated this prediction through its ReLU.
-                relu_backward.grad_input(
-                    initial_gradient, self.predictions[0], 0, grad_input=initial_gradient
-                )
-            elif span.start == 0:
-                initial_gradient.zero_()
+            if span.start == 0:
+                self._complete_initial_gradient()
             hidden = self.hidden[predictions_slice].flatten(0, 1)
             self.prediction_conv.add_gradients(
                 hidden, self.d_predictions[predictions_slice].flatten(0, 1)
             )
         self.d_gates = []
         self.d_unpooled = []
+
+    def _accumulate_lstm_gradients(self, inputs_slice: slice) -> None:
+        """Add to the gradients of the gates' convolution and of the peepholes."""
+        d_gates = concatenate_steps(self.d_gates, self.gate_gradient_buffer)
+        self.gate_conv.add_gradients(self.inputs[inputs_slice].flatten(0, 1), d_gates)
+        # A peephole multiplies the old cell, so its gradient is the sum of these products over all
+        # steps and examples.
+        products = split_gates(d_gates) * self.cells[inputs_slice].flatten(0, 1)[:, None]
+        peephole_gradients = torch.sum(
+            products, 0, keepdim=True, out=torch.empty_like(self.peepholes)
+        )
+        for gate, letter in zip(PEEPHOLE_GATES, "ifo", strict=True):
+            gradient = peephole_gradients[:, gate, : self.n_channels].contiguous()
+            accumulate_grad(getattr(self.lstm, f"peep_{letter}"), gradient)
+
+    def _complete_initial_gradient(self) -> None:
+        """Complete the gradient of the prediction before the window, or set it to zero."""
+        initial_gradient = self.d_predictions[0]
+        if not self.is_chained:
+            initial_gradient.zero_()
+            return
+        # No step has backpropagated this prediction through its ReLU.
+        relu_backward.grad_input(
+            initial_gradient, self.predictions[0], 0, grad_input=initial_gradient
+        )
 
 
 def concatenate_steps(steps: list[Tensor], buffer: Tensor | None) -> Tensor:

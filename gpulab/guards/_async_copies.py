@@ -45,7 +45,7 @@ class _Copy:
         finding: The finding to report if the memory is used too early.
         storage: The storage on the host.
         span: The memory on the host.
-        content: The digest of the memory when the copy was requested.
+        content: The digest of the memory when the copy was requested; 0 for a copy to the host.
         event: An event that was recorded after the copy.
         was_waited_for: Whether the program has waited for the GPU since the request.
     """
@@ -98,17 +98,10 @@ class AsyncCopyTracker:
 
         Memory that an earlier copy still uses is checked first.
         """
-        if operation is TO_COPY and kwargs.get("non_blocking"):
-            target = result
-            source = args[0]
-        elif operation is torch.ops.aten.copy_.default:
-            # `non_blocking` is the third parameter of `copy_`.
-            is_non_blocking = kwargs.get("non_blocking") or args[2:] == (True,)
-            if not is_non_blocking:
-                return
-            target, source = args[:2]
-        else:
+        tensors = _non_blocking_copy(operation, args, kwargs, result)
+        if tensors is None:
             return
+        target, source = tensors
         if target.is_cuda:
             cause = "leaving"
             host = source
@@ -132,7 +125,13 @@ class AsyncCopyTracker:
                 name, [copy for copy in self.pending_copies() if spans_overlap(copy.span, span)]
             )
             self.copies.append(
-                _Copy(finding, StorageWeakRef(host.untyped_storage()), span, content, event)
+                _Copy(
+                    finding=finding,
+                    storage=StorageWeakRef(host.untyped_storage()),
+                    span=span,
+                    content=content,
+                    event=event,
+                )
             )
 
     def pending_copies(self) -> list[_Copy]:
@@ -191,6 +190,21 @@ class AsyncCopyTracker:
         with self.lock:
             self.check_overwritten("the end of the guard", self.pending_copies())
             self.copies = []
+
+
+def _non_blocking_copy(
+    operation: OpOverload, args: Sequence[Nested], kwargs: dict[str, Nested], result: Nested
+) -> tuple[Tensor, Tensor] | None:
+    """Return the target and the source of a copy with `non_blocking=True`; None for others."""
+    if operation is TO_COPY and kwargs.get("non_blocking"):
+        return result, args[0]
+    if operation is torch.ops.aten.copy_.default:
+        # `non_blocking` is the third parameter of `copy_`.
+        is_non_blocking = kwargs.get("non_blocking") or args[2:] == (True,)
+        if is_non_blocking:
+            target, source = args[:2]
+            return target, source
+    return None
 
 
 _trackers: weakref.WeakSet[AsyncCopyTracker] = weakref.WeakSet()

@@ -76,24 +76,31 @@ class BlindSpots:
     def start(self, keeps_compiled: bool) -> None:
         """Count from now on; nested calls count only once.
 
-        `keeps_compiled` says whether compiled code runs compiled. Otherwise it is counted.
+        Args:
+            keeps_compiled: Whether compiled code stays compiled inside the guard. If it does not,
+                the code that runs uncompiled is counted.
         """
         with self._lock:
             self.guarded_threads.add(threading.get_ident())
             self._entry_count += 1
-            if self._entry_count > 1:
-                return
-            for owner, name, kind in COUNTED_FUNCTIONS:
-                self._call_before(owner, name, self._counter_of(kind))
-            self._call_before(threading.Thread, "start", self._record_thread)
-            self._call_before(
-                torch.autograd.graph.saved_tensors_hooks, "__enter__", self._record_hooks
-            )
-            if not keeps_compiled:
-                for owner in (torch, torch.nn.Module):
-                    self._call_before(owner, "compile", self._on_compile)
-                if is_compiler_loaded():
-                    self._listen_to_compiler()
+            if self._entry_count == 1:
+                self._observe_calls()
+                if not keeps_compiled:
+                    self._observe_compiler()
+
+    def _observe_calls(self) -> None:
+        """Observe calls that start something unwatched: processes, threads, hooks and so on."""
+        for owner, name, kind in COUNTED_FUNCTIONS:
+            self._call_before(owner, name, self._counter_of(kind))
+        self._call_before(threading.Thread, "start", self._record_thread)
+        self._call_before(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._record_hooks)
+
+    def _observe_compiler(self) -> None:
+        """Count compiled code that runs uncompiled, once the compiler is loaded."""
+        for owner in (torch, torch.nn.Module):
+            self._call_before(owner, "compile", self._on_compile)
+        if is_compiler_loaded():
+            self._listen_to_compiler()
 
     def stop(self) -> None:
         """Undo one call of `start`; the last one restores the replaced functions."""

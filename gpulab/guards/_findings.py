@@ -309,7 +309,8 @@ class Overwritten:
         """
         operand = f"its `{self.operand}`" if self.operand else "a tensor"
         tensor = f"{self.dtype} of shape {self.shape} on {self.device}"
-        headline = CAUSES[self.cause][0].format_map(
+        headline_template, _, _ = CAUSES[self.cause]
+        headline = headline_template.format_map(
             {**vars(self), "operand": operand, "tensor": tensor}
         )
         times = f" ({self.count} times)" if self.count > 1 else ""

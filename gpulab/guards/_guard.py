@@ -20,6 +20,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,9 +232,8 @@ class Guard:
         self._threads_inside: list[int] = []
         # For each line that saved a tensor, the variable that shares the tensor's memory.
         self._holders: dict[Line, Holder | None] = {}
-        # For each backward pass, by autograd's number: the digest at use, the digest at saving, and
-        # the function that reports a difference. Only digests on an accelerator are kept here.
-        self._pending: dict[int, list[tuple[Tensor, Tensor, Callable[[], None]]]] = {}
+        # The comparisons that wait for the end of a backward pass, by autograd's number of it.
+        self._pending: dict[int, list[_Comparison]] = {}
 
     @property
     def findings(self) -> list[Overwritten]:
@@ -359,30 +359,37 @@ class Guard:
         finding = saved.finding(node, cause, name_operand=not is_deferred)
         # The report does not refer to the tensor, so it does not keep the content alive.
         report = functools.partial(self._report, finding, saved.span, saved.steps, saved.time)
-        if not is_deferred:
-            report()
-            buffer = self._shared_reads.track(saved.tensor)
-            if buffer:
-                # The operation reads this memory next. Without this, it would be reported again.
-                buffer.remember(saved.span)
+        if is_deferred:
+            assert isinstance(digest, Tensor)
+            assert isinstance(saved.digest, Tensor)
+            self._compare_after_backward(task, _Comparison(digest, saved.digest, report))
             return
-        assert isinstance(digest, Tensor)
-        assert isinstance(saved.digest, Tensor)
+        report()
+        buffer = self._shared_reads.track(saved.tensor)
+        if buffer:
+            # The operation reads this memory next. Without this, it would be reported again.
+            buffer.remember(saved.span)
+
+    def _compare_after_backward(self, task: int, comparison: _Comparison) -> None:
+        """Make a comparison when the backward pass with this number ends."""
         with self._lock:
             if task not in self._pending:
                 call_after_backward(functools.partial(self._report_pending, task))
-            self._pending.setdefault(task, []).append((digest, saved.digest, report))
+            self._pending.setdefault(task, []).append(comparison)
 
     @as_guard_work
     def _report_pending(self, task: int) -> None:
-        """Report the tensors that a backward pass used on an accelerator and that had changed."""
-        digests_used, digests_saved, reports = zip(*self._pending.pop(task), strict=True)
-        device = digests_used[0].device
-        used_digests = torch.stack([digest.to(device) for digest in digests_used])
-        saved_digests = torch.stack([digest.to(device) for digest in digests_saved])
-        has_changed = (used_digests != saved_digests).tolist()
-        for report in itertools.compress(reports, has_changed):
-            report()
+        """Report the tensors that a backward pass used on an accelerator and that had changed.
+
+        All digests are compared in one operation, so that the program waits only once.
+        """
+        comparisons = self._pending.pop(task)
+        device = comparisons[0].at_use.device
+        at_use = torch.stack([comparison.at_use.to(device) for comparison in comparisons])
+        at_saving = torch.stack([comparison.at_saving.to(device) for comparison in comparisons])
+        has_changed = (at_use != at_saving).tolist()
+        for comparison in itertools.compress(comparisons, has_changed):
+            comparison.report()
 
     @as_guard_work
     def _record_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -432,22 +439,29 @@ class Guard:
             key = (finding.operation, *finding.lines.items())
             previous_finding = self._findings.get(key)
             if previous_finding is None:
-                holder = self._holders.get(finding.line)
-                if not holder or not spans_overlap(holder.span, span):
-                    holder = nearest_holder(span, self._last_thread)
-                if holder:
-                    finding = finding.with_holder(holder)
+                finding = self._with_holder(finding, span)
             if since is not None and "changed by" not in finding.lines:
-                write_lines = self._shared_reads.write_lines
-                hint = HINT_IF_NOT_TRACED if self.reads == "backward" else ""
-                if write_lines.is_tracing and self.on == "raise":
-                    hint = HINT_IF_TRACED
-                finding = finding.with_writers(write_lines.writers_since(span, since), hint)
+                writers = self._shared_reads.write_lines.writers_since(span, since)
+                finding = finding.with_writers(writers, self._hint_for_writers())
             if previous_finding is not None:
                 finding = previous_finding.merged_with(finding)
             self._findings[key] = finding
         if self.on == "raise":
             raise OverwrittenError(finding)
+
+    def _with_holder(self, finding: Overwritten, span: Span) -> Overwritten:
+        """Return a finding with the variable that holds its memory, if there is one."""
+        # The variable that was found at saving is preferred if it still holds this memory.
+        holder = self._holders.get(finding.line)
+        if not holder or not spans_overlap(holder.span, span):
+            holder = nearest_holder(span, self._last_thread)
+        return finding.with_holder(holder) if holder else finding
+
+    def _hint_for_writers(self) -> str:
+        """Return how the program can find the line that wrote, for a message; "" if it cannot."""
+        if self._shared_reads.write_lines.is_tracing and self.on == "raise":
+            return HINT_IF_TRACED
+        return HINT_IF_NOT_TRACED if self.reads == "backward" else ""
 
     def _warn(self) -> None:
         """Issue one warning for all findings since the last warning."""
@@ -455,6 +469,20 @@ class Guard:
         self._warned_count += len(findings)
         if findings and self.on == "warn":
             warnings.warn("\n".join(map(str, findings)), OverwrittenWarning, stacklevel=3)
+
+
+class _Comparison(NamedTuple):
+    """A comparison of two digests on an accelerator, which is made when `backward` ends.
+
+    Attributes:
+        at_use: The digest of the content when the tensor was used.
+        at_saving: The digest of the content when the tensor was saved.
+        report: Reports the tensor; called if the digests differ.
+    """
+
+    at_use: Tensor
+    at_saving: Tensor
+    report: Callable[[], None]
 
 
 class _Saved:
@@ -479,10 +507,12 @@ class _Saved:
 
     def finding(self, node: Node | None, cause: str, name_operand: bool = True) -> Overwritten:
         """Return a finding for this tensor, without the variable that holds its memory."""
-        is_backward = current_backward_pass() >= 0
-        operation = "recomputation" if is_backward else "no operation"
         if node is not None:
             operation = node.name()
+        elif current_backward_pass() >= 0:
+            operation = "recomputation"
+        else:
+            operation = "no operation"
         operand = next(_saved_names(node, self.tensor), None) if name_operand else None
         return Overwritten.of(cause, operation, self.tensor, {"saved by": self.line}, operand)
 

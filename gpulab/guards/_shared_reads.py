@@ -196,16 +196,21 @@ class SharedReads(UncompiledDispatchMode):
         self.write_lines.watch(buffer.storage, memory, buffer.digests)
         # Inside `torch.tensor` the tensor over foreign memory exists only to be copied.
         if not is_copying():
-            with _tracked_lock:
-                # Addresses at which tensors no longer exist are removed from time to time.
-                if len(self.tracked) % PRUNE_INTERVAL == 0:
-                    self.tracked = {
-                        key: buffers
-                        for key, buffers in self.tracked.items()
-                        if any(map(_is_alive, buffers))
-                    }
-                self.tracked[address] = [*filter(_is_alive, self.tracked.get(address, ())), buffer]
+            self._add_buffer(buffer)
         return buffer
+
+    def _add_buffer(self, buffer: _TrackedBuffer) -> None:
+        """Add the latest buffer of an address, and drop buffers that no longer exist."""
+        address, _ = buffer.memory
+        with _tracked_lock:
+            # Addresses at which tensors no longer exist are removed from time to time.
+            if len(self.tracked) % PRUNE_INTERVAL == 0:
+                self.tracked = {
+                    key: buffers
+                    for key, buffers in self.tracked.items()
+                    if any(map(_is_alive, buffers))
+                }
+            self.tracked[address] = [*filter(_is_alive, self.tracked.get(address, ())), buffer]
 
     def on_tensor_created(self, tensor: Tensor) -> None:
         """Track a tensor that may share the memory of another library."""

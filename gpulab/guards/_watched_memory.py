@@ -39,9 +39,14 @@ class Addresses(NamedTuple):
         """
         starts, stops = map(np.concatenate, zip(*parts, strict=True))
         order = np.argsort(starts, kind="stable")
-        starts, stops = starts[order], np.maximum.accumulate(stops[order])
-        is_first = np.append(True, starts[1:] > stops[:-1])
-        return cls(starts[is_first], stops[np.append(is_first[1:], True)])
+        sorted_starts = starts[order]
+        # The largest stop so far: an interval may lie within an earlier one.
+        reached = np.maximum.accumulate(stops[order])
+        # A joined interval consists of intervals without gaps between them. Its first one begins
+        # after everything reached so far. Its last one comes before the first of the next.
+        is_first = np.append(True, sorted_starts[1:] > reached[:-1])
+        is_last = np.append(is_first[1:], True)
+        return cls(sorted_starts[is_first], reached[is_last])
 
     def overlap(self, span: Span) -> bool:
         """Return whether any of the addresses is in a span."""
@@ -89,18 +94,23 @@ def _differing_addresses(previous: bytes, current: bytes, start: int) -> Address
     Addresses(starts=array([103, 125]), stops=array([105, 126]))
     """
     padding = bytes(-len(current) % WORD_BYTES)
-    words = [np.frombuffer(content + padding, np.uint64) for content in (previous, current)]
-    is_different = words[0] != words[1]
-    edges = np.flatnonzero(np.diff(is_different, prepend=False, append=False))
+    old_words = np.frombuffer(previous + padding, np.uint64)
+    new_words = np.frombuffer(current + padding, np.uint64)
+    # Each run of words that differ begins at an edge, and the next edge is the word after it.
+    edges = np.flatnonzero(np.diff(old_words != new_words, prepend=False, append=False))
     if not len(edges):
         return None
-    first_words, last_words = edges[::2], edges[1::2] - 1
-    old_bytes, new_bytes = (word.view(np.uint8).reshape(-1, WORD_BYTES) for word in words)
+    first_words = edges[::2]
+    last_words = edges[1::2] - 1
+    old_bytes = old_words.view(np.uint8).reshape(-1, WORD_BYTES)
+    new_bytes = new_words.view(np.uint8).reshape(-1, WORD_BYTES)
+    # `argmax` finds the first byte that differs, so it counts the equal bytes before this one: from
+    # the beginning of a run's first word, and from the end of its last word.
     equal_before = (old_bytes[first_words] != new_bytes[first_words]).argmax(1)
     equal_after = (old_bytes[last_words] != new_bytes[last_words])[:, ::-1].argmax(1)
     return Addresses(
-        start + WORD_BYTES * first_words + equal_before,
-        start + WORD_BYTES * (last_words + 1) - equal_after,
+        starts=start + WORD_BYTES * first_words + equal_before,
+        stops=start + WORD_BYTES * (last_words + 1) - equal_after,
     )
 
 

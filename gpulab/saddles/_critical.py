@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,8 @@ STALL_STEPS = 10
 STALL_RATIO = 0.99
 # A step is accepted if it achieves more than this share of the predicted decrease of ‖g‖².
 MIN_GAIN_RATIO = 1e-4
+INITIAL_DAMPING = 1e-2
+MIN_DAMPING = 1e-12
 MAX_DAMPING = 1e30  # If a step this short does not reduce the gradient, no step does.
 # If the Newton step is longer than this share of the weights, the critical point is elsewhere.
 MAX_NEWTON_SHARE = 1e-2
@@ -196,78 +199,156 @@ def find_critical_point(
     if count > MAX_PARAMETERS:
         limit = f"expected at most {MAX_PARAMETERS:,}, because each step computes the whole Hessian"
         raise UsageError(f"{count:,} parameters: {limit}")
-    damping = 1e-2
+
+    def squared_gradient() -> float:
+        """Compute ‖g‖² at the present weights."""
+        gradients = torch.autograd.grad(objective(moving_model), parameters, materialize_grads=True)
+        return sum(float(gradient.square().sum()) for gradient in gradients)
+
+    damping = INITIAL_DAMPING
     scale = 0.0  # the largest |λ| so far
     squared_norms: list[float] = []  # ‖g‖² at each step
     for _ in Progress(range(MAX_STEPS + 1), unit="step", leave=False, disable=not progress):
-        H = hessian(moving_model, lambda: objective(moving_model))
-        values, vectors = torch.linalg.eigh(H.dense())
-        coefficients = vectors.T @ H.gradient  # g in the basis of the eigenvectors
-        scale = max(scale, float(values.abs().max()))
-        squared_norm = float(H.gradient @ H.gradient)
-        squared_norms.append(squared_norm)
-        is_stalled = (
-            len(squared_norms) > STALL_STEPS
-            and squared_norm > STALL_RATIO * squared_norms[-1 - STALL_STEPS]
-        )
-        if squared_norm <= GRADIENT_TOLERANCE or is_stalled or len(squared_norms) > MAX_STEPS:
+        expansion = _Expansion.at_weights(moving_model, objective)
+        scale = max(scale, float(expansion.values.abs().max()))
+        squared_norms.append(expansion.squared_norm)
+        is_zero = expansion.squared_norm <= GRADIENT_TOLERANCE
+        if is_zero or _has_stalled(squared_norms) or len(squared_norms) > MAX_STEPS:
             break
-        weights = parameters_to_vector(parameters).detach()
-        gain_ratio = 0.0
-        # The gain ratio is the achieved decrease of ‖g‖² divided by the predicted one. The damping
-        # is increased until a step reduces the gradient. The comparisons are negated because
-        # the gain ratio may be NaN, which then counts as a failed step.
-        while not gain_ratio > MIN_GAIN_RATIO and damping < MAX_DAMPING:
-            # The step that minimises ‖g + H p‖² + μ‖p‖². In the basis of the eigenvectors, H is
-            # diagonal, and each component of p is −λ g / (λ² + μ).
-            mu = damping * scale * math.sqrt(squared_norm)
-            step = -values * coefficients / (values.square() + mu)
-            predicted_decrease = float(
-                (coefficients.square() - (coefficients + values * step).square()).sum()
-            )
-            vector_to_parameters(weights + vectors @ step, parameters)
-            gradients = torch.autograd.grad(
-                objective(moving_model), parameters, materialize_grads=True
-            )
-            decrease = squared_norm - sum(float(gradient.square().sum()) for gradient in gradients)
-            gain_ratio = decrease / max(predicted_decrease, MIN_DENOMINATOR)
-            # A poor prediction makes the next step shorter, and a good one makes it longer.
-            if not gain_ratio >= 0.25:
-                damping *= 4
-            elif gain_ratio > 0.75:
-                damping = max(damping * (1 / 6), 1e-12)
-        if not gain_ratio > MIN_GAIN_RATIO:
-            vector_to_parameters(weights, parameters)  # The failed step is undone.
+        damping, has_moved = _make_step(parameters, expansion, squared_gradient, damping, scale)
+        if not has_moved:
             break
-    is_in_kernel = values.abs() <= KERNEL_SHARE * scale
-    is_resolved = values.abs() > 1e-12 * scale  # eigenvalues that are more than rounding errors
-    # The share of the gradient that lies in the kernel.
-    kernel_share = float(coefficients[is_in_kernel].norm()) / max(
-        float(coefficients.norm()), MIN_DENOMINATOR
-    )
-    newton_step = float((coefficients[is_resolved] / values[is_resolved]).norm())
-    max_newton_step = MAX_NEWTON_SHARE * (
-        1 + float(parameters_to_vector(parameters).detach().norm())
-    )
-    is_critical = squared_norm <= GRADIENT_TOLERANCE and newton_step <= max_newton_step
-    message = (
-        f"after {len(squared_norms) - 1} steps the squared length of the gradient is"
-        f" {squared_norm:.1e}"
-    )
-    if squared_norm <= GRADIENT_TOLERANCE and not is_critical:
-        message += (
-            f", but on a plateau: a critical point, if there is one, is {newton_step:.1e} away"
-        )
-    elif kernel_share > MIN_FLAT_SHARE and not is_critical:
-        message += (
-            f", in a gradient-flat region: {kernel_share:.0%} of it lies in the kernel of the"
-            " Hessian; start elsewhere"
-        )
-    elif len(squared_norms) > MAX_STEPS and not is_critical:
-        message += ": search again from `model`, or start elsewhere"
-    elif not is_critical:
-        message += ", and it stopped decreasing: the loss is nearly flat or not smooth here"
+    weights_norm = float(parameters_to_vector(parameters).detach().norm())
+    is_critical, message = _describe_end(expansion, scale, weights_norm, squared_norms)
     # `vector_to_parameters` made the weights views of one vector. Copying separates them again.
     return CriticalPoint(
         model=copy.deepcopy(moving_model), objective=objective, found=is_critical, message=message
     )
+
+
+@dataclass(frozen=True)
+class _Expansion:
+    """The gradient g and the Hessian H at a step of the search, in the basis of H's eigenvectors.
+
+    Attributes:
+        values: The eigenvalues λ of H, (n,).
+        vectors: Its eigenvectors in columns, (n, n).
+        coefficients: The components of g along the eigenvectors, (n,).
+        squared_norm: ‖g‖².
+    """
+
+    values: Tensor
+    vectors: Tensor
+    coefficients: Tensor
+    squared_norm: float
+
+    @classmethod
+    def at_weights(cls, model: nn.Module, objective: Objective) -> _Expansion:
+        """Compute the gradient and the Hessian at the model's weights."""
+        H = hessian(model, lambda: objective(model))
+        values, vectors = torch.linalg.eigh(H.dense())
+        return cls(values, vectors, vectors.T @ H.gradient, float(H.gradient @ H.gradient))
+
+    def damped_step(self, mu: float) -> tuple[Tensor, float]:
+        """Compute the step p that minimises ‖g + H p‖² + μ‖p‖².
+
+        Returns:
+            The step, (n,), and the decrease of ‖g‖² that it would cause if g were linear.
+        """
+        # In the basis of the eigenvectors, H is diagonal: each component of p is −λ g / (λ² + μ).
+        step = -self.values * self.coefficients / (self.values.square() + mu)
+        predicted_coefficients = self.coefficients + self.values * step
+        predicted_decrease = (self.coefficients.square() - predicted_coefficients.square()).sum()
+        return self.vectors @ step, float(predicted_decrease)
+
+
+def _has_stalled(squared_norms: list[float]) -> bool:
+    """Return whether ‖g‖² has hardly fallen over the last `STALL_STEPS` steps."""
+    if len(squared_norms) <= STALL_STEPS:
+        return False
+    return squared_norms[-1] > STALL_RATIO * squared_norms[-1 - STALL_STEPS]
+
+
+def _make_step(
+    parameters: list[nn.Parameter],
+    expansion: _Expansion,
+    squared_gradient: Callable[[], float],
+    damping: float,
+    scale: float,
+) -> tuple[float, bool]:
+    """Increase the damping until a step reduces the gradient, and make this step.
+
+    Args:
+        parameters: The weights that are moved.
+        expansion: The gradient and the Hessian at these weights.
+        squared_gradient: Computes ‖g‖² at the weights, wherever they are.
+        damping: The damping of the first step that is tried.
+        scale: The largest |λ| so far.
+
+    Returns:
+        The damping for the next step, and whether the weights have moved. If no step reduces the
+        gradient, the weights are restored.
+    """
+    weights = parameters_to_vector(parameters).detach()
+    # The gain ratio is the achieved decrease of ‖g‖² divided by the predicted one. The comparisons
+    # are negated because the gain ratio may be NaN, which then counts as a failed step.
+    gain_ratio = 0.0
+    while not gain_ratio > MIN_GAIN_RATIO and damping < MAX_DAMPING:
+        mu = damping * scale * math.sqrt(expansion.squared_norm)
+        step, predicted_decrease = expansion.damped_step(mu)
+        vector_to_parameters(weights + step, parameters)
+        decrease = expansion.squared_norm - squared_gradient()
+        gain_ratio = decrease / max(predicted_decrease, MIN_DENOMINATOR)
+        # A poor prediction makes the next step shorter, and a good one makes it longer.
+        if not gain_ratio >= 0.25:
+            damping *= 4
+        elif gain_ratio > 0.75:
+            damping = max(damping * (1 / 6), MIN_DAMPING)
+    has_moved = gain_ratio > MIN_GAIN_RATIO
+    if not has_moved:
+        vector_to_parameters(weights, parameters)
+    return damping, has_moved
+
+
+def _describe_end(
+    expansion: _Expansion, scale: float, weights_norm: float, squared_norms: list[float]
+) -> tuple[bool, str]:
+    """Decide whether the search has ended at a critical point, and describe its end.
+
+    Args:
+        expansion: The gradient and the Hessian at the end.
+        scale: The largest |λ| during the search.
+        weights_norm: The length of the vector of all weights at the end.
+        squared_norms: ‖g‖² at each step.
+
+    Returns:
+        Whether this is a critical point, and the message of the `CriticalPoint`.
+    """
+    values = expansion.values
+    coefficients = expansion.coefficients
+    message = (
+        f"after {len(squared_norms) - 1} steps the squared length of the gradient is"
+        f" {expansion.squared_norm:.1e}"
+    )
+    if expansion.squared_norm <= GRADIENT_TOLERANCE:
+        is_resolved = values.abs() > 1e-12 * scale  # eigenvalues that are more than rounding errors
+        newton_step = float((coefficients[is_resolved] / values[is_resolved]).norm())
+        if newton_step <= MAX_NEWTON_SHARE * (1 + weights_norm):
+            return True, message
+        message += (
+            f", but on a plateau: a critical point, if there is one, is {newton_step:.1e} away"
+        )
+        return False, message
+    is_in_kernel = values.abs() <= KERNEL_SHARE * scale
+    gradient_norm = max(float(coefficients.norm()), MIN_DENOMINATOR)
+    kernel_share = float(coefficients[is_in_kernel].norm()) / gradient_norm
+    if kernel_share > MIN_FLAT_SHARE:
+        message += (
+            f", in a gradient-flat region: {kernel_share:.0%} of it lies in the kernel of the"
+            " Hessian; start elsewhere"
+        )
+    elif len(squared_norms) > MAX_STEPS:
+        message += ": search again from `model`, or start elsewhere"
+    else:
+        message += ", and it stopped decreasing: the loss is nearly flat or not smooth here"
+    return False, message

@@ -36,11 +36,9 @@ if TYPE_CHECKING:
 # The setting under which the Hessian is computed, by the kind of device. With one thread, the bits
 # are the same on every CPU with the same instructions, and nothing waits for a busy second core.
 INSTRUMENT_SETTINGS = {"cpu": "{}:threads=1", "cuda": "{}:tf32=off"}
-# The size of the batch whose Hessian is computed: frames of a sequence (True), or images (False).
-BATCH_FRAMES = {
-    True: 10,
-    False: 200,
-}
+# The size of the batch whose Hessian is computed.
+SEQUENCE_BATCH_FRAMES = 10
+IMAGE_BATCH_FRAMES = 200
 MEASUREMENTS = ("loss", "index_fraction", "index_error", "zero_fraction", "smallest", "largest")
 SPECTRUM_COLUMNS = ("nodes", "node_weights")  # arrays (probes, steps); flat lists in files
 
@@ -130,7 +128,8 @@ def curvature_along(
     for text, seed in Progress(trainings, unit="training", leave=False, disable=not progress):
         with torch.random.fork_rng(devices=[]):
             planned = NetworkRun.plan(net, setting=text, seed=seed, profile=profile)
-        measurement = options | {"evaluated": BATCH_FRAMES[planned.data.sequential]}
+        batch_size = SEQUENCE_BATCH_FRAMES if planned.data.sequential else IMAGE_BATCH_FRAMES
+        measurement = options | {"evaluated": batch_size}
         tables.append(_curvature_of_training(planned, measurement, store, command))
     return pd.concat(tables, ignore_index=True)
 
@@ -236,20 +235,26 @@ def _measure(
         model = planned.model.to(device, torch.float32)
         # The network's own `load_state_dict` would also make a later training start from these.
         torch.nn.Module.load_state_dict(model, state)
-        first_window = next(planned.data.windows(measuring["evaluated"], 0))
+        first_window = next(planned.data.windows(measuring["evaluated"], seed=0))
         batch = Loader("window", instrument).window(first_window.frames)
         if model.sequential:
             batch = next(iter(model.batches(batch)))  # all frames of the window are one batch
-        H = hessian(model, lambda: model.training_loss(batch, None)[0])
+
+        def objective() -> Tensor:
+            """Compute the objective of the training on this batch, from an empty state."""
+            loss, _example_losses, _state = model.training_loss(batch, None)
+            return loss
+
+        H = hessian(model, objective)
         with torch.no_grad():
-            losses = model.training_loss(batch, None)[1]
+            _loss, example_losses, _state = model.training_loss(batch, None)
         spectrum = spectral_density(
             H, probes=measuring["probes"], steps=measuring["steps"], progress=False
         )
     index = spectrum.index()
     smallest, largest = spectrum.extremes
     return {
-        "loss": float(losses.double().mean()),
+        "loss": float(example_losses.double().mean()),
         "index_fraction": index.value / index.size,
         "index_error": index.error / index.size,
         "zero_fraction": index.zero / index.size,

@@ -70,7 +70,7 @@ def extreme_eigenpairs(
         values, vectors = torch.linalg.eigh(dense(H))
         extremes = [0, -1]
         return values[extremes], vectors[:, extremes].to(H.dtype).to(H.device)
-    signs = random_signs(n, 2, H, 0)
+    signs = random_signs(n, k=2, A=H, seed=0)
     check_symmetric(H, signs, H @ signs)
 
     def find_farthest_eigenpair(shift: float, deflated: np.ndarray) -> tuple[float, np.ndarray]:
@@ -104,8 +104,8 @@ def extreme_eigenpairs(
 
     # The eigenvalue farthest from zero is one of the two extreme ones. The eigenvalue farthest from
     # that one is the other.
-    first_value, first_vector = find_farthest_eigenpair(0.0, deflated=np.zeros(n))
-    second_value, second_vector = find_farthest_eigenpair(first_value, deflated=first_vector)
+    first_value, first_vector = find_farthest_eigenpair(shift=0.0, deflated=np.zeros(n))
+    second_value, second_vector = find_farthest_eigenpair(shift=first_value, deflated=first_vector)
     pairs = [(first_value, first_vector), (second_value, second_vector)]
     values, vectors = zip(*sorted(pairs, key=lambda pair: pair[0]), strict=True)
     columns = torch.from_numpy(np.stack(vectors, axis=1))

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -270,28 +270,64 @@ class Descent:
         if self.batch_size is not None and not grows_exponentially:
             return torch.full_like(self.unstable_values, math.nan).cpu()
         self.weights.set_weights(self.saddle)
-        displacement = torch.zeros_like(self.unstable_values)
         rounding = self.project_unstable(self.weights.flat() - self.saddle)
-        for number, batch in enumerate(self.batches()):
-            # At rounded weights, even the exact gradient is not zero: it is −λ times their
-            # displacement. Only the rest is an error.
-            _, gradients = self.gradient(batch)
-            gradient = self.project_unstable(self.weights.flat(gradients))
-            error = gradient - self.unstable_values * rounding
-            if self.batch_size is None:  # One batch is enough, because all are the same.
-                return (rounding + error / self.unstable_values).cpu()
-            assert self.law is not None
-            curvatures = -self.unstable_values
-            # A later error counts less: its effect has fewer steps in which to grow by ρ.
-            decay = self.law.growth(curvatures) ** -(number + 1)
-            weight = self.law.accumulated_push(curvatures) * decay
+        errors = (self._gradient_error(batch, rounding) for batch in self.batches())
+        if self.batch_size is None:  # One batch is enough, because all are the same.
+            return (rounding + next(errors) / self.unstable_values).cpu()
+        return (rounding + self._displacement_by(errors)).cpu()
+
+    def _gradient_error(
+        self, batch: InputsTargets, rounding: Float[Tensor, " m"]
+    ) -> Float[Tensor, " m"]:
+        """Compute the error of a batch's gradient along the unstable directions.
+
+        At rounded weights, even the exact gradient is not zero: it is −λ times their displacement
+        `rounding`. Only the rest is an error.
+        """
+        _, gradients = self.gradient(batch)
+        gradient = self.project_unstable(self.weights.flat(gradients))
+        return gradient - self.unstable_values * rounding
+
+    def _displacement_by(self, errors: Iterable[Float[Tensor, " m"]]) -> Float[Tensor, " m"]:
+        """Compute the displacement that has the same effect as different errors in each step.
+
+        A later error counts less: its effect has fewer steps in which to grow by ρ.
+        """
+        assert self.law is not None, "`equivalent_displacement` has checked that there is a law"
+        curvatures = -self.unstable_values
+        growth = self.law.growth(curvatures)
+        accumulated_push = self.law.accumulated_push(curvatures)
+        displacement = torch.zeros_like(self.unstable_values)
+        for step, error in enumerate(errors, start=1):
+            weight = accumulated_push * growth**-step
             displacement -= self.rate * error * weight
             if float(weight.max()) < MIN_BATCH_WEIGHT:
                 break
-        return (rounding + displacement).cpu()
+        return displacement
 
 
 # --- when it has left -----------------------------------------------------------------------------
+
+
+class _Waiting(NamedTuple):
+    """How many steps to wait for an optimiser. Those with a memory need time to settle first.
+
+    Attributes:
+        patience: The number of steps without a change after which rounding holds the network.
+        extra_steps: The constant in the default limit of the number of steps.
+        tolerated_steps: The number of steps beyond twice the expected number after which a run
+            counts as stalled.
+    """
+
+    patience: int
+    extra_steps: int
+    tolerated_steps: int
+
+
+SGD_WAITING = _Waiting(patience=HELD_STEPS, extra_steps=100, tolerated_steps=0)
+SETTLING_WAITING = _Waiting(
+    patience=SETTLING_STEPS, extra_steps=2 * SETTLING_STEPS, tolerated_steps=SETTLING_STEPS
+)
 
 
 def escape(
@@ -310,28 +346,15 @@ def escape(
     Raises:
         DataError: If weights or a loss become infinite or NaN.
     """
-    import pandas as pd
-
     name = optimizer_name(optimizer, descent.optimizer)
-    law = descent.law
-    # `patience`: the number of steps without a change after which rounding holds the network.
-    # `extra_steps`: the constant in the default limit of the steps.
-    # `tolerated_steps`: the number of steps beyond twice the expected number after which a run
-    # counts as stalled. Optimisers with a memory need time to settle first.
-    if name == "sgd":
-        patience = HELD_STEPS
-        extra_steps = 100
-        tolerated_steps = 0
-    else:
-        patience = SETTLING_STEPS
-        extra_steps = 2 * SETTLING_STEPS
-        tolerated_steps = SETTLING_STEPS
+    waiting = SGD_WAITING if name == "sgd" else SETTLING_WAITING
     noise = descent.equivalent_displacement()
     steepest = descent.unstable_directions[:, 0]
     initial_weights = descent.saddle + perturbation * steepest
     # The displacement along each unstable direction at the start.
     start = noise + descent.project_unstable(initial_weights - descent.saddle).cpu()
     curvatures = -descent.unstable_values.cpu()
+    law = descent.law
     expected_steps = math.nan
     expected_rate = math.nan
     if law is not None:
@@ -339,14 +362,57 @@ def escape(
         # Optimisers that limit their steps have no constant rate of growth.
         if not math.isfinite(law.max_step):
             expected_rate = math.log1p(float(law.growth_minus_one(curvatures[:1])))
-    if steps is None:
-        steps = MAX_STEPS
-        if not math.isnan(expected_steps):
-            steps = math.ceil(min(EXPECTED_STEPS_FACTOR * expected_steps + extra_steps, MAX_STEPS))
     # Measuring the noise has set the weights to those of the saddle.
     descent.weights.set_weights(initial_weights)
     _, gradients = descent.gradient(next(descent.batches()))
     ratio = step_ratio(optimizer, descent.rate, descent.weights.trainable, gradients)
+    max_steps = _default_steps(expected_steps, waiting) if steps is None else steps
+    history, has_left = _train_until_left(descent, waiting.patience, max_steps)
+    step_count = len(history) - 1  # The first row is the start.
+    # Whether the distance was the same in all of the last steps.
+    last_distances = history.distance.tail(waiting.patience)
+    is_still = len(last_distances) == waiting.patience and last_distances.nunique() == 1
+    is_late = len(history) > 2 * expected_steps + waiting.tolerated_steps
+    return {
+        "optimizer": name,
+        "learning_rate": descent.rate,
+        "perturbation": perturbation,
+        "curvature": -float(curvatures[0]),
+        "noise": float(noise.norm()),
+        "start": float(start.norm()),
+        "expected_steps": expected_steps,
+        "expected_rate": expected_rate,
+        "steps": step_count if has_left else math.nan,
+        "escaped": has_left,
+        "stalled": not has_left and (is_still or is_late),
+        "changed_share": descent.changed_shares[0] if descent.changed_shares else math.nan,
+        "step_ratio": ratio,
+    }, history
+
+
+def _default_steps(expected_steps: float, waiting: _Waiting) -> int:
+    """Return the default limit of the number of steps; `expected_steps` is NaN without a theory."""
+    if math.isnan(expected_steps):
+        return MAX_STEPS
+    limit = EXPECTED_STEPS_FACTOR * expected_steps + waiting.extra_steps
+    return math.ceil(min(limit, MAX_STEPS))
+
+
+def _train_until_left(descent: Descent, patience: int, max_steps: int) -> tuple[pd.DataFrame, bool]:
+    """Train from the present weights until the network has left the saddle.
+
+    The training ends after at most `max_steps` steps. Without minibatches it ends earlier if no
+    weight has changed in the last `patience` steps.
+
+    Returns:
+        The path, a data frame with a row for the start and one after each step; and whether the
+        network has left.
+
+    Raises:
+        DataError: If weights or a loss become infinite or NaN.
+    """
+    import pandas as pd
+
     rows: list[list[float]] = []
     has_left = False
     for loss, displacement in descent.iterate():
@@ -370,30 +436,10 @@ def escape(
             )
         _, unstable_distance, _, _ = row
         has_left = unstable_distance > RADIUS
-        if has_left or len(rows) > steps:
+        if has_left or len(rows) > max_steps:
             break
-    history = (
-        pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"])
-        .rename_axis("step")
-        .reset_index()
-    )
-    # Whether the distance was the same in all of the last steps.
-    is_still = len(rows) >= patience and history.distance.tail(patience).nunique() == 1
-    return {
-        "optimizer": name,
-        "learning_rate": descent.rate,
-        "perturbation": perturbation,
-        "curvature": -float(curvatures[0]),
-        "noise": float(noise.norm()),
-        "start": float(start.norm()),
-        "expected_steps": expected_steps,
-        "expected_rate": expected_rate,
-        "steps": len(rows) - 1 if has_left else math.nan,
-        "escaped": has_left,
-        "stalled": not has_left and (is_still or len(rows) > 2 * expected_steps + tolerated_steps),
-        "changed_share": descent.changed_shares[0] if descent.changed_shares else math.nan,
-        "step_ratio": ratio,
-    }, history
+    path = pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"])
+    return path.rename_axis("step").reset_index(), has_left
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -599,10 +645,9 @@ def escape_table(
         for (seed, start), setting, (optimizer, rate), perturbation, size in bar:
             bar.set_postfix_str(str(setting))
             with setting.apply():
-                weights = Weights(start.model, setting, master_weights)
-                descent = Descent(
-                    start, weights, choose_optimizer(start, weights, optimizer, rate), size, seed
-                )
+                weights = Weights(start.model, setting, masters=master_weights)
+                built = choose_optimizer(start, weights, optimizer, rate)
+                descent = Descent(start, weights, built, size=size, seed=seed)
                 result, history = escape(descent, optimizer, perturbation, steps)
             row = {
                 "setting": str(setting),

@@ -269,26 +269,7 @@ def hessian(
         Pearlmutter 1994, *Fast exact multiplication by the Hessian* (Neural Computation 6).
     """
     objective_of = Objective.of(loss, batch)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            reason = (
-                f"{name or 'the model'} rescales its own weights when it is used"
-                f" (max_norm={module.max_norm})"
-            )
-            remedy = (
-                "rescale them once with weight.data.renorm_(norm_type, 0, max_norm), and set"
-                " max_norm = None"
-            )
-            raise UsageError(f"{reason}: {remedy}")
-        is_active_dropout = isinstance(module, DropoutModule) and module.p > 0
-        is_rnn_with_dropout = isinstance(module, nn.RNNBase) and module.dropout > 0
-        has_dropout = is_active_dropout or is_rnn_with_dropout
-        if module.training and (has_dropout or isinstance(module, BatchNormModule)):
-            # The loss would be a different function at each call.
-            raise UsageError(
-                f"{name or 'the model'} ({type(module).__name__}) is in training mode: call"
-                " model.eval()"
-            )
+    _check_modules(model)
     selected = _select(model, parameters)
     model_tensors = dict([*model.named_parameters(), *model.named_buffers()])
     # The operator works on copies, because the model may be trained further.
@@ -336,19 +317,56 @@ def hessian(
     H = Hessian(objective, points, functools.partial(_bind_copies, model, copies))
     with H.bound_weights():
         second_loss = float(objective().detach())
-    # The loss was computed with the copies. A copy that now differs from the model's own tensor was
-    # changed by computing it. NaN differs from itself and does not count.
-    for name, tensor in model_tensors.items():
+    _check_unchanged(model_tensors, copies)
+    _check_same_loss(H.loss, second_loss, H.dtype)
+    return H
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Raise `UsageError` for modules that compute a different function at each call.
+
+    These are embeddings that rescale their weights, and modules in training mode that draw random
+    numbers or keep statistics.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            reason = (
+                f"{name or 'the model'} rescales its own weights when it is used"
+                f" (max_norm={module.max_norm})"
+            )
+            remedy = (
+                "rescale them once with weight.data.renorm_(norm_type, 0, max_norm), and set"
+                " max_norm = None"
+            )
+            raise UsageError(f"{reason}: {remedy}")
+        is_active_dropout = isinstance(module, DropoutModule) and module.p > 0
+        is_rnn_with_dropout = isinstance(module, nn.RNNBase) and module.dropout > 0
+        has_dropout = is_active_dropout or is_rnn_with_dropout
+        if module.training and (has_dropout or isinstance(module, BatchNormModule)):
+            raise UsageError(
+                f"{name or 'the model'} ({type(module).__name__}) is in training mode: call"
+                " model.eval()"
+            )
+
+
+def _check_unchanged(tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> None:
+    """Raise `UsageError` if computing the loss has changed the copies of the model's tensors."""
+    for name, tensor in tensors.items():
+        # NaN differs from itself and does not count.
         if tensor.layout == torch.strided and ((tensor != copies[name]) & ~tensor.isnan()).any():
             raise UsageError(f"{name} changes every time the loss is computed: call model.eval()")
+
+
+def _check_same_loss(first_loss: float, second_loss: float, dtype: torch.dtype) -> None:
+    """Raise `UsageError` if the loss differs between two calls by more than rounding."""
     # A difference up to a thousand rounding errors may come from a different order of summation.
-    if abs(second_loss - H.loss) > 1e3 * torch.finfo(H.dtype).eps * abs(H.loss):
+    rounding = 1e3 * torch.finfo(dtype).eps * abs(first_loss)
+    if abs(second_loss - first_loss) > rounding:
         message = (
-            f"the loss is {H.loss:.6g} at the first call and {second_loss:.6g} at the second: it"
-            " draws random numbers; "
+            f"the loss is {first_loss:.6g} at the first call and {second_loss:.6g} at the second:"
+            " it draws random numbers; "
         )
         raise UsageError(message + "call model.eval(), or draw the numbers beforehand")
-    return H
 
 
 def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Tensor]:
@@ -358,29 +376,10 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
         UsageError: If a name is unknown, if no parameter is selected, or if parameters have
             different types or devices.
     """
-    trainable: dict[str, Tensor]
-    trainable = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    selected = trainable
-    if names is not None:
-        selected_ids: set[int] = set()
-        # A tied parameter has several names.
-        aliases = list(model.named_parameters(remove_duplicate=False))
-        for prefix in [names] if isinstance(names, str) else names:
-            # The added dot makes `layer` match `layer.weight`, but not `layer2.weight`.
-            matching = {
-                id(t)
-                for name, t in aliases
-                if t.requires_grad and f"{name}.".startswith(f"{prefix}.")
-            }
-            if not matching:
-                raise UsageError(
-                    f"parameters={prefix!r}: expected one of {', '.join(trainable)}, or a module"
-                    " that contains some of them"
-                )
-            selected_ids |= matching
-        selected = {
-            name: tensor for name, tensor in trainable.items() if id(tensor) in selected_ids
-        }
+    trainable: dict[str, Tensor] = {
+        name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad
+    }
+    selected = trainable if names is None else _select_by_name(model, names, trainable)
     if not selected:
         name = type(model).__name__
         raise UsageError(
@@ -395,6 +394,33 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
             " device"
         )
     return selected
+
+
+def _select_by_name(
+    model: nn.Module, names: str | Sequence[str], trainable: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Select the trainable parameters with these names, or in modules with these names.
+
+    Raises:
+        UsageError: If no trainable parameter belongs to a name.
+    """
+    # A tied parameter has several names, and `trainable` has only the first of them.
+    all_names = [
+        (name, tensor)
+        for name, tensor in model.named_parameters(remove_duplicate=False)
+        if tensor.requires_grad
+    ]
+    selected_ids: set[int] = set()
+    for prefix in [names] if isinstance(names, str) else names:
+        # The added dot makes `layer` match `layer.weight`, but not `layer2.weight`.
+        matching = {id(tensor) for name, tensor in all_names if f"{name}.".startswith(f"{prefix}.")}
+        if not matching:
+            raise UsageError(
+                f"parameters={prefix!r}: expected one of {', '.join(trainable)}, or a module that"
+                " contains some of them"
+            )
+        selected_ids |= matching
+    return {name: tensor for name, tensor in trainable.items() if id(tensor) in selected_ids}
 
 
 @contextlib.contextmanager

@@ -45,19 +45,7 @@ class Objective:
         Raises:
             UsageError: For a batch without tensors, and for a loss that does not take the batch.
         """
-        batches: tuple[Batch, ...] = () if batch is None else (batch,)
-        if isinstance(batch, DataLoader):
-            with torch.random.fork_rng(devices=[]):
-                batches = tuple(batch)  # Drawn only once, so that the loss is always the same.
-        # Mappings of other types, such as a tokenizer's, become dictionaries.
-        batches = tuple(dict(item) if isinstance(item, Mapping) else item for item in batches)
-        with_tensors = [
-            any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)) for item in batches
-        ]
-        if batch is not None and not (batches and all(with_tensors)):
-            raise UsageError(
-                f"batch is a {type(batch).__name__} without tensors: expected (inputs, targets)"
-            )
+        batches = _as_batches(batch)
         # A loss takes no arguments if there is no batch, the outputs if a batch is a tensor of
         # inputs, and otherwise the outputs and the targets.
         argument_count = 0
@@ -107,6 +95,28 @@ class Objective:
             Tensor, lambda x: x.double() if x.is_floating_point() else x, self.batches
         )
         return replace(self, batches=batches)
+
+
+def _as_batches(batch: Batch | None) -> tuple[Batch, ...]:
+    """Return a batch, or all batches of a `DataLoader`, as a tuple; empty if there is no batch.
+
+    Raises:
+        UsageError: If a batch has no tensors, or a `DataLoader` no batches.
+    """
+    if batch is None:
+        return ()
+    drawn: tuple[Batch, ...] = (batch,)
+    if isinstance(batch, DataLoader):
+        with torch.random.fork_rng(devices=[]):
+            drawn = tuple(batch)  # Drawn only once, so that the loss is always the same.
+    # Mappings of other types, such as a tokenizer's, become dictionaries.
+    batches = tuple(dict(item) if isinstance(item, Mapping) else item for item in drawn)
+    has_tensors = [any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)) for item in batches]
+    if not batches or not all(has_tensors):
+        raise UsageError(
+            f"batch is a {type(batch).__name__} without tensors: expected (inputs, targets)"
+        )
+    return batches
 
 
 def _accepts_arguments(loss: Loss, count: int) -> bool:

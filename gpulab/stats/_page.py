@@ -70,25 +70,27 @@ class VerdictPage(Decisions, Report):
         files.write(file, page.encode())
 
     def _ipython_display_(self) -> None:
-        """Show the verdict in a notebook; the figure is a separate output between two texts."""
+        """Show the verdict in a notebook.
+
+        If there is a figure, it is a separate output between the answer and the details.
+        """
         from IPython.display import display
 
-        picture = self.picture()
         heading = Markup("<h3>{}</h3>").format(_title_text(self))
         about = Markup('<p class="ga-faint">{}</p>').format(
             "\N{NO-BREAK SPACE}· ".join(_describe_source(self))
         )
-        heading_element = Markup('<div class="gpulab-result">{}{}</div>').format(heading, about)
-        first_part = (
-            style()
-            + heading_element
-            + self._render_answer()
-            + ("" if picture else self._render_details())
-        )
-        display({"text/plain": str(self), "text/html": first_part}, raw=True)
-        if picture:
-            picture.show()
-            display({"text/html": style() + self._render_details()}, raw=True)
+        header = Markup('<div class="gpulab-result">{}{}</div>').format(heading, about)
+        text_above = style() + header + self._render_answer()
+        details = self._render_details()
+        picture = self.picture()
+        if picture is None:
+            display({"text/plain": str(self), "text/html": text_above + details}, raw=True)
+            return
+        display({"text/plain": str(self), "text/html": text_above}, raw=True)
+        picture.show()
+        # Each output is a separate element of the notebook, so the style is repeated.
+        display({"text/html": style() + details}, raw=True)
 
     def _render_body(self) -> Markup:
         """Render the answer, the figure and the details."""

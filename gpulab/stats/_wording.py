@@ -314,15 +314,17 @@ def _outlier_sentences(verdict: Decisions) -> Iterator[str]:
     losses = verdict.reference_losses()
     is_outlier = inference.plateau_outliers(losses)
     _, unit = parse_margin(verdict.margin)
-    if is_outlier.any() and unit == "sd":
-        outliers = (
-            f"{is_outlier.sum()} of {len(losses)} {verdict.block}s that lie far from the others"
-        )
-        confidence = sd_confidence(verdict.looks)
-        margin = margin_size(verdict.margin, losses, confidence=confidence)
-        margin_without = margin_size(verdict.margin, losses[~is_outlier], confidence=confidence)
-        margins = f"without them the margin would be {margin_without:.2g}, not {margin:.2g}"
-        yield f"Most of the spread between {verdict.block}s comes from {outliers}: {margins}."
+    if unit != "sd" or not is_outlier.any():
+        return
+    confidence = sd_confidence(verdict.looks)
+    margin = margin_size(verdict.margin, losses, confidence=confidence)
+    margin_without = margin_size(verdict.margin, losses[~is_outlier], confidence=confidence)
+    block = verdict.block
+    yield (
+        f"Most of the spread between {block}s comes from {is_outlier.sum()} of"
+        f" {len(losses)} {block}s that lie far from the others: without them the margin would be"
+        f" {margin_without:.2g}, not {margin:.2g}."
+    )
 
 
 def _looks_sentences(verdict: Decisions) -> Iterator[str]:

@@ -144,7 +144,10 @@ def read_entry(path: str) -> list[RunEntry]:
     """
     if not os.path.isdir(path):
         return [
-            RunEntry(check_record(path, record), path, path, read_history)
+            # A packed file is both the place of its runs and the file of their records.
+            RunEntry(
+                record=check_record(path, record), path=path, file=path, read_history=read_history
+            )
             for record, read_history in recorded.read_packed(Path(path))
         ]
     # Paths are texts here: creating `Path` objects would take as long as reading the files.
@@ -162,7 +165,7 @@ def read_entry(path: str) -> list[RunEntry]:
         history, _weights = read_results(path)
         return history
 
-    return [RunEntry(record, path, file, read_history)]
+    return [RunEntry(record=record, path=path, file=file, read_history=read_history)]
 
 
 def find_forbidden(path: str) -> str | None:

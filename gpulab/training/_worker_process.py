@@ -94,8 +94,13 @@ def _handle_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    # Programs that a training function starts inherit SIG_IGN, but not a handler.
-    signal.signal(signal.SIGINT, lambda *_: None)
+    def ignore(*_: Any) -> None:
+        """Do nothing. SIG_IGN is not used, because a program started here would inherit it.
+
+        A handler is not inherited: the program gets the default handling of the signal.
+        """
+
+    signal.signal(signal.SIGINT, ignore)
     signal.signal(signal.SIGTERM, interrupt)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=restore)

@@ -99,9 +99,10 @@ class Capture(UncompiledDispatchMode):
         self.time += 1
         # All arguments in one flat list, in which tensors are found without regard to nesting.
         leaves, spec = tree_flatten((tuple(args), kwargs or {}))
-        # Autograd treats a tensor that requires no gradient as a constant. `detach` is an
-        # exception: autograd calls it to save results for the backward pass.
-        if self.is_forward and function is not DETACH:
+        # Autograd calls `detach` to save results for the backward pass.
+        is_of_forward_pass = self.is_forward and function is not DETACH
+        if is_of_forward_pass:
+            # Autograd treats a tensor that requires no gradient as a constant.
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and not leaf.requires_grad:
                     self.variables.pop(leaf, None)
@@ -118,57 +119,77 @@ class Capture(UncompiledDispatchMode):
         results = function(*args, **kwargs or {})
         values = as_list(results)
         self.valid_since.update((value, self.time) for value in values if isinstance(value, Tensor))
-        if self.is_forward and function is not DETACH:
+        if is_of_forward_pass:
             self.results.update((value, None) for value in values if isinstance(value, Tensor))
-        if has_tangent:
-            variables = {
-                id(leaf): number
-                for leaf, number in zip(leaves, numbers, strict=True)
-                if number is not None
-            }
-            arguments, options = tree_unflatten(leaves, spec)
-            aliases = [self._detach(value) for value in values]
-            detached_results = aliases[0] if isinstance(results, Tensor) else aliases
-            tangents = self.linearize(
-                CapturedOperation(functional, arguments, options, detached_results, variables)
-            )
-            if functional is not function:
-                # The first argument has new values, so its old tangent is discarded.
-                self.overwritten[_address(args[0])].append((self.time, args[0].detach()))
-                self.variables.pop(args[0], None)
-            # `tangents` is empty if all results are constants.
-            self.variables.update(
-                (value, number)
-                for value, number in zip(values, tangents, strict=False)
-                if number is not None
-            )
+        if not has_tangent:
+            return results
+        variables = {
+            id(leaf): number
+            for leaf, number in zip(leaves, numbers, strict=True)
+            if number is not None
+        }
+        arguments, options = tree_unflatten(leaves, spec)
+        aliases = [self._detach(value) for value in values]
+        detached_results = aliases[0] if isinstance(results, Tensor) else aliases
+        tangents = self.linearize(
+            CapturedOperation(functional, arguments, options, detached_results, variables)
+        )
+        if functional is not function:
+            # The first argument has new values, so its old tangent is discarded.
+            self.overwritten[_address(args[0])].append((self.time, args[0].detach()))
+            self.variables.pop(args[0], None)
+        # `tangents` is empty if all results are constants.
+        self.variables.update(
+            (value, number)
+            for value, number in zip(values, tangents, strict=False)
+            if number is not None
+        )
         return results
 
     def tangent(self, tensor: Tensor, function: OpOverload | None = None) -> int | None:
         """Return the number of the variable that is a tensor's tangent; None for a constant.
 
+        Args:
+            tensor: The tensor.
+            function: The operation that is about to use the tensor; None if the tensor is a result
+                of `capture_gradient`.
+
         Raises:
             UnsupportedError: If the tensor's memory was overwritten through another tensor, or if
                 `function` uses a by-product of the forward pass.
         """
-        # In the forward pass, a tensor that requires no gradient is a constant.
-        if self.overwritten and (tensor.requires_grad or not self.is_forward):
-            for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
-                if self.valid_since.get(tensor, 0) < time and _overlap(tensor, overwritten_tensor):
-                    raise UnsupportedError(
-                        "a tensor is used after its memory was overwritten through another tensor"
-                    )
+        self._check_not_overwritten(tensor)
         number = self.variables.get(tensor)
-        if number is None:
-            return None
-        # A by-product of the forward pass is a result that torch does not differentiate, such as
-        # the factors of a matrix. Only functions named `…_backward` take it as a constant.
-        is_used_in_backward = not self.is_forward
-        if is_used_in_backward and tensor in self.results and not tensor.requires_grad:
+        if number is not None and self._is_by_product(tensor):
+            # Only functions named `…_backward` take a by-product as a constant.
             if function is None or not schema_name(function).endswith("_backward"):
                 raise UnsupportedError(f"{function} uses a by-product of the forward pass")
             return None
         return number
+
+    def _check_not_overwritten(self, tensor: Tensor) -> None:
+        """Raise `UnsupportedError` if a tensor was overwritten through another tensor."""
+        # In the forward pass, a tensor that requires no gradient is a constant, without a tangent
+        # that could be outdated.
+        may_have_tangent = tensor.requires_grad or not self.is_forward
+        if not (self.overwritten and may_have_tangent):
+            return
+        for time, overwritten_tensor in self.overwritten.get(_address(tensor), ()):
+            computed_before_write = self.valid_since.get(tensor, 0) < time
+            if computed_before_write and _overlap(tensor, overwritten_tensor):
+                raise UnsupportedError(
+                    "a tensor is used after its memory was overwritten through another tensor"
+                )
+
+    def _is_by_product(self, tensor: Tensor) -> bool:
+        """Return whether the backward pass uses a by-product of the forward pass.
+
+        A by-product is a result that torch does not differentiate, such as the factors of a matrix.
+        Autograd treats it as a constant. It has a variable nevertheless, because `linearize`
+        returns one for every floating-point result.
+        """
+        is_backward = not self.is_forward
+        return is_backward and tensor in self.results and not tensor.requires_grad
 
     def _detach(self, value: Nested) -> Nested:
         """Return a detached alias of a tensor and register it; return other values unchanged."""

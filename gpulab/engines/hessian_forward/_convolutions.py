@@ -21,6 +21,18 @@ from gpulab.numerics._flags import precision_allowed
 aten = torch.ops.aten
 MAX_WORKSPACE_BYTES = 2**28  # bytes that an algorithm of cuDNN may use in addition to the result
 
+# One call applies a map to all k tangents of a factor. They are folded into a dimension that the
+# map does not sum over: the batch B, the output channels O or the input channels I. The results are
+# unfolded from the same dimension of the result, whose number there is `tangent_position`.
+FOLDED_DIM = {  # (target, tangent_position) -> the dimension of the factor
+    ("output", 0): 0,  # inputs (B, I, …) -> (k B, I, …); result (k B, O, …)
+    ("output", 1): 0,  # weight (O, I, …) -> (k O, I, …); result (B, k O, …)
+    ("input", 0): 0,  # gradient (B, O, …) -> (k B, O, …); result (k B, I, …)
+    ("input", 1): 1,  # weight (O, I, …) -> (O, k I, …); result (B, k I, …)
+    ("weight", 0): 1,  # gradient (B, O, …) -> (B, k O, …); result (k O, I, …)
+    ("weight", 1): 1,  # inputs (B, I, …) -> (B, k I, …); result (O, k I, …)
+}
+
 # Concatenations of constants, by the identities of the constants.
 Constants = dict[tuple[object, ...], Tensor]
 
@@ -156,30 +168,29 @@ class Convolution:
         Returns:
             The results (k, *shape), or the list of their pieces if `chunk_count` is above 1.
         """
-        # One call computes all k results. The k tangents are folded into a free dimension of the
-        # factor, one that the map does not sum over, and the results are unfolded from the same
-        # dimension of the result. There it is dimension 0 for a tangent of the first factor, and
-        # dimension 1 for one of the second, in all three maps.
         k = len(tangent)
-        axis = self.tangent_position
+        folded_dim = FOLDED_DIM[self.target, self.tangent_position]
+        if folded_dim == 0:
+            folded_tangent = tangent.flatten(0, 1)
+        else:
+            folded_tangent = tangent.movedim(0, 1).flatten(1, 2)
+        if self.tangent_position == 0:
+            factors = folded_tangent, self.constant
+        else:
+            factors = self.constant, folded_tangent
+        result_dim = self.tangent_position
         shape = list(self.shape)
-        shape[axis] *= k
-        # Which dimension of the factor is free depends on what the map sums over:
-        # - An output sums over input channels. Free is dimension 0: batch, or output channels.
-        # - The gradient of an input sums over output channels. Free are the batch of the first
-        #   factor, dimension 0, and the input channels of the weight, dimension 1.
-        # - The gradient of a weight sums over the batch. Free is dimension 1: the channels.
-        folds_first_dim = self.target == "output" or (self.target == "input" and axis == 0)
-        folded_tangent = (
-            tangent.flatten(0, 1) if folds_first_dim else tangent.movedim(0, 1).flatten(1, 2)
-        )
-        factors = (folded_tangent, self.constant) if axis == 0 else (self.constant, folded_tangent)
+        shape[result_dim] *= k
         result = convolve(self.geometry, self.target, *factors, shape)
         if bias is not None:
-            result += bias.reshape(-1, *[1] * (len(shape) - 2))
-        result = result.unflatten(axis, (k, self.shape[axis]))
-        result = result.movedim(1, 0) if axis == 1 else result
-        return result.chunk(self.chunk_count, 1) if self.chunk_count > 1 else result
+            # A bias is given only with the tangent of a weight. The result is then (B, k O, …), and
+            # the folded channels (k O) are its dimension 1.
+            spatial_ndim = len(shape) - 2
+            result += bias.reshape(-1, *[1] * spatial_ndim)
+        results = result.unflatten(result_dim, (k, self.shape[result_dim]))
+        if result_dim == 1:
+            results = results.movedim(1, 0)
+        return results.chunk(self.chunk_count, 1) if self.chunk_count > 1 else results
 
 
 @dataclass(frozen=True)

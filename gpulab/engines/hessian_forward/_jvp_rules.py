@@ -91,13 +91,7 @@ class Builder:
             rule(self, *operation.arguments, **operation.options) if rule else NotImplemented
         )
         if variables is NotImplemented:
-            # torch computes tangents of the floating-point results; the others are constants.
-            torch_jvp = TorchJvp(operation)
-            float_count = sum(torch_jvp.float_results)
-            outputs = iter(self.add_instruction(torch_jvp, torch_jvp.variables, float_count))
-            variables = [
-                next(outputs) if is_float else None for is_float in torch_jvp.float_results
-            ]
+            variables = self._linearize_by_torch(operation)
         numbers = as_list(variables)
         if operation.function not in COPIES:  # A copy has the same tangent as its argument.
             self.bytes += sum(
@@ -106,6 +100,16 @@ class Builder:
                 if number is not None
             )
         return numbers
+
+    def _linearize_by_torch(self, operation: CapturedOperation) -> list[int | None]:
+        """Add an instruction by which torch computes the tangents of an operation's results.
+
+        These are the tangents of the floating-point results. The other results are constants.
+        """
+        torch_jvp = TorchJvp(operation)
+        float_count = sum(torch_jvp.float_results)
+        outputs = iter(self.add_instruction(torch_jvp, torch_jvp.variables, float_count))
+        return [next(outputs) if is_float else None for is_float in torch_jvp.float_results]
 
     def linear_map(self, results: Sequence[int | None]) -> LinearMap:
         """Return the map from the inputs to the variables `results`; None means zero."""
@@ -516,8 +520,10 @@ def convolution_backward_jvp(
         if not is_needed:
             gradients.append(None)
             continue
-        gradient_map = Convolution(geometry, target, 0, constant=factor, shape=shape)
-        factor_map = Convolution(geometry, target, 1, constant=g, shape=shape)
+        gradient_map = Convolution(
+            geometry, target, tangent_position=0, constant=factor, shape=shape
+        )
+        factor_map = Convolution(geometry, target, tangent_position=1, constant=g, shape=shape)
         by_gradient = b.apply(gradient_map, g)
         by_factor = b.apply(factor_map, factor)
         gradients.append(b.add(by_gradient, by_factor, shape=shape))

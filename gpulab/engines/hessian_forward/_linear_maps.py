@@ -291,33 +291,45 @@ def fuse(instructions: Sequence[Instruction], results: ResultVariables) -> list[
     its instruction is removed.
     """
     use_counts = _count_uses(instructions, results)
-    # number of a variable -> the combination that computes it
-    combinations: dict[int, Instruction] = {}
+    # number of a variable that is used once -> the combination that computes it
+    inner_combinations: dict[int, Instruction] = {}
     rewritten = []
     for instruction in instructions:
-        if isinstance(instruction.function, Combination):
-            outer = instruction.function
-            inputs = list(instruction.inputs)
-            position = 0
-            while position < len(inputs):
-                inner = (
-                    combinations.get(inputs[position])
-                    if use_counts[inputs[position]] == 1
-                    else None
-                )
-                combined = outer.fuse(position, inner.function) if inner else None
-                if inner and combined:
-                    # The inputs of the inner combination take the place of its result. They need no
-                    # further look: the inner combination was fused when its own turn came.
-                    outer = combined
-                    inputs[position : position + 1] = inner.inputs
-                    position += len(inner.inputs)
-                else:
-                    position += 1
-            instruction = Instruction(outer, tuple(inputs), instruction.outputs)
-            combinations[instruction.outputs[0]] = instruction
-        rewritten.append(instruction)
+        if not isinstance(instruction.function, Combination):
+            rewritten.append(instruction)
+            continue
+        fused = _fuse_inputs(instruction, inner_combinations)
+        rewritten.append(fused)
+        (output,) = fused.outputs
+        if use_counts[output] == 1:
+            inner_combinations[output] = fused
     return remove_unused(rewritten, results)
+
+
+def _fuse_inputs(
+    instruction: Instruction, inner_combinations: dict[int, Instruction]
+) -> Instruction:
+    """Return a linear combination that also computes those of its inputs that can be fused.
+
+    Args:
+        instruction: The linear combination.
+        inner_combinations: The combinations that may be fused, by the variable that they compute.
+    """
+    outer = instruction.function
+    inputs = list(instruction.inputs)
+    position = 0
+    while position < len(inputs):
+        inner = inner_combinations.get(inputs[position])
+        combined = None if inner is None else outer.fuse(position, inner.function)
+        if inner is None or combined is None:
+            position += 1
+            continue
+        # The inputs of the inner combination take the place of its result. They need no further
+        # look: the inner combination was fused when its own turn came.
+        outer = combined
+        inputs[position : position + 1] = inner.inputs
+        position += len(inner.inputs)
+    return Instruction(outer, tuple(inputs), instruction.outputs)
 
 
 def _count_uses(instructions: Sequence[Instruction], results: ResultVariables) -> Counter[int]:
