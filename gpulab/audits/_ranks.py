@@ -149,7 +149,7 @@ def _group_of(op: Operation) -> list[int]:
 
 
 def _find_meeting_ranks(waiting: dict[int, Operation]) -> list[int] | None:
-    """Return the ranks of a group that all wait at the same collective; None if there is none.
+    """Return the ranks of a group that all wait at the same collective; None if no group does.
 
     Args:
         waiting: The collective at which each rank waits.

@@ -57,7 +57,7 @@ class Training:
         state: The network's state for the next window; None at the beginning of a sequence.
         step: The number of updates so far.
         history: A record of each window so far.
-        diverged_at: The number of the update whose loss was not finite; None if there is none.
+        diverged_at: The number of the update whose loss was not finite, or None.
         windows_after_divergence: The number of windows that were computed after this update, before
             the losses were copied to the host. They are not in the history, but the weights have
             been updated with them.
