@@ -59,8 +59,8 @@ def compare_determinism(runs: pd.DataFrame) -> pd.DataFrame:
     Returns:
         For each comparison, the rows of `companion.paired_analyses.compare_pairs` for all seeds and
         for the added ones, and how many seeds move by more than the margin (`beyond_margin`) and by
-        more than the margin of the first twelve seeds (`beyond_first`). With all seeds, each
-        verdict has half of the level of significance, because there are two comparisons, and is
+        more than the margin of the first twelve seeds (`beyond_first`). Each verdict has half of
+        the level of significance, because there are two comparisons. With all seeds, it is also
         corrected for two looks.
     """
     tables = []

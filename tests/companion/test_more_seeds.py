@@ -1,10 +1,14 @@
 """Changes that few seeds left undecided, with the seeds that were added."""
 
+from pathlib import Path
+
 import pytest
 
 import companion
 import gpulab as gl
 from companion.more_seeds import COMPARISONS, UNDECIDED
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +95,17 @@ def test_compare_undecided_agrees_with_a_verdict_on_the_same_runs(undecided):
     assert mean.decision == of_verdict.decision
     assert mean.difference == pytest.approx(of_verdict.difference / verdict.between_seeds)
     assert mean.margin == pytest.approx(of_verdict.margin / verdict.between_seeds)
+
+
+def test_data_card_states_what_the_added_seeds_show(undecided):
+    text = (ROOT / "data" / "README.md").read_text(encoding="utf-8").replace("−", "-")
+    means = undecided[undecided.analysis == "mean"]
+    assert len(means) == 5
+    assert (means.decision == "equivalent").sum() == 4
+    assert "Five comparisons were undecided before. Four are now equivalent" in text
+    (left,) = means[means.decision == "inconclusive"].itertuples()
+    assert (left.network, left.change) == ("autoencoder", "mixed precision")
+    assert (
+        f"{left.difference:.2f} standard deviations higher, with an interval of {left.low:.3f} to"
+        f" {left.high:.2f} and a margin of {left.margin:.2f}"
+    ) in text
