@@ -362,13 +362,14 @@ class Comparison:
     def _pair_replicas(
         self, pairs: list[tuple[_Leaf | None, _Leaf | None]], unpaired_b: list[_Leaf]
     ) -> list[tuple[_Leaf, _Leaf]]:
-        """Pair copies on later ranks with the parameter that the first rank's copy is paired with.
+        """Pair the copies of a parameter on later ranks.
 
-        A copy is paired only if the initial values agree. Only the second side is searched, because
-        joined ranks are the second side when they are compared with a single process. Copies on the
-        first side remain without a counterpart.
+        The copies of a parameter have the same name on all ranks, and the first rank's copy is
+        paired already. A copy on a later rank gets the same counterpart, if their initial values
+        agree. Only the second side is searched, because joined ranks are the second side when they
+        are compared with a single process. Copies on the first side remain without a counterpart.
         """
-        paired_with: dict[str, _Leaf] = {}  # the leaf of side a, by its counterpart's name
+        paired_with: dict[str, _Leaf] = {}  # the leaf of side a, by the name of its counterpart
         for x, y in pairs:
             if x is not None and y is not None:
                 paired_with.setdefault(y.name, x)

@@ -595,7 +595,16 @@ def _wrong_module_findings(
 def _explain_wrong_module(
     call: ModuleCall, inner: list[str], uncompiled: Setting, compiled: Setting
 ) -> Iterator[str]:
-    """Yield clauses on the compiler stage that causes a fault, and the inner modules it needs."""
+    """Yield clauses that say why a compiled module is wrong.
+
+    They name the stage of the compiler at which the fault occurs, and the inner modules that must
+    be compiled for it to occur.
+
+    Args:
+        call: A call of the module, which is wrong if it and its inner modules are compiled.
+        inner: The names of the modules inside, none of which was found to be wrong by itself.
+        uncompiled, compiled: The settings to compare.
+    """
     if compiled.compile != "aot_eager":
         if compare_compiled(call, uncompiled, replace(compiled, compile="aot_eager")).wrong:
             yield (
@@ -610,10 +619,10 @@ def _explain_wrong_module(
         ]
         needed_modules = _find_needed_modules(call, outermost, uncompiled, compiled)
         if needed_modules:
-            cause = f"only with {_shorten_list(needed_modules)} compiled in it"
+            names = _shorten_list(needed_modules)
+            yield f"no module inside is wrong alone, only with {names} compiled in it"
         else:
-            cause = "so the fault lies in its own lines"
-        yield f"no module inside is wrong alone, {cause}"
+            yield "no module inside is wrong alone, so the fault lies in its own lines"
 
 
 def _find_needed_modules(

@@ -580,7 +580,7 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
         is_explained = has_changed_inputs or is_nonfinite_on_one_side(comparison)
         return [] if is_explained else _unexplained_findings(comparison)
     has_foreign_source = any(_is_data(source) or _is_drawn(source) for source in sources)
-    elsewhere = _from_elsewhere(comparison, sources)
+    from_other_inputs = _values_from_other_inputs(comparison, sources)
     findings: dict[tuple[str, ...], Finding] = {}
     for source in sources:
         if has_changed_inputs and (
@@ -595,7 +595,7 @@ def _source_findings(comparison: Comparison, sources: Sequence[Source]) -> list[
             # If the data or random numbers differ, a different algorithm for the same function
             # cannot be distinguished from a different function.
             continue
-        elif _follows(source, elsewhere):
+        elif _follows(source, from_other_inputs):
             continue  # its results differ only because its inputs do
         else:
             finding = _operation_finding(comparison, source)
@@ -622,26 +622,30 @@ def _has_one_kernel(source: Source) -> bool:
     )
 
 
-def _from_elsewhere(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
-    """Return the values that follow from other data, changed inputs or other random numbers."""
-    drawn = {node for source in sources for node in source.nodes if node.op.is_random}
-    data = {
+def _values_from_other_inputs(comparison: Comparison, sources: Sequence[Source]) -> set[Value]:
+    """Return the values that depend on inputs in which the two sides or executions differ.
+
+    Such inputs are different data, arguments that changed between the two executions of a step,
+    and different random numbers.
+    """
+    drawing_nodes = {node for source in sources for node in source.nodes if node.op.is_random}
+    different_data = {
         value for source in sources for value in (source.data_a, source.data_b) if value is not None
     }
-    foreign_values: set[Value] = set()
+    dependent_values: set[Value] = set()
     for graph in comparison.graphs:
-        changed_outputs = (
+        first_outputs = {
             value
             for node in graph.nodes
-            if node.op.inputs_changed or node in drawn
+            if node.op.inputs_changed or node in drawing_nodes
             for value in node.outputs
-        )
-        foreign_values |= graph.following(data.union(changed_outputs))
-    return foreign_values
+        }
+        dependent_values |= graph.following(different_data | first_outputs)
+    return dependent_values
 
 
-def _follows(source: Source, elsewhere: set[Value]) -> bool:
-    """Return whether a source differs only because it received values from elsewhere.
+def _follows(source: Source, from_other_inputs: set[Value]) -> bool:
+    """Return whether a source differs only because it received values that depend on other inputs.
 
     A call whose arguments differ between the two sides is a separate difference.
     """
@@ -653,7 +657,7 @@ def _follows(source: Source, elsewhere: set[Value]) -> bool:
         and differing_arguments(a.op, b.op)
     ):
         return False
-    return any(not elsewhere.isdisjoint(node.inputs) for node in source.nodes)
+    return any(not from_other_inputs.isdisjoint(node.inputs) for node in source.nodes)
 
 
 def _describe_effect(comparison: Comparison) -> str:
