@@ -24,7 +24,7 @@ PLANS = Path("data/registered")
 
 
 class Part(NamedTuple):
-    """The runs of one kind of device.
+    """The runs that are made by one command.
 
     Attributes:
         models: Keyword arguments of `gpulab.Experiment` for each network.
@@ -144,7 +144,7 @@ def jobs(part: Part) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
 
 
 def main(
-    device: Annotated[str, typer.Argument(help=f"one of {', '.join(PARTS)}")],
+    name: Annotated[str, typer.Argument(metavar="PART", help=f"one of {', '.join(PARTS)}")],
     store: Annotated[Path, typer.Option(help="folder for the runs")],
     share: Annotated[
         str, typer.Option(help="such as 2/8: of every eight planned seeds, the second")
@@ -155,7 +155,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="start no new experiment after this time")] = 1e9,
 ) -> None:
     """Make the runs of one part that are missing from the store, in ascending order of seeds."""
-    part = PARTS[device]
+    part = PARTS[name]
     position, shares = (int(number) for number in share.split("/"))
     seeds = part.seeds[position - 1 :: shares]
     deadline = time.monotonic() + 60 * minutes

@@ -18,7 +18,9 @@ def runs():
 
 @pytest.fixture(scope="module")
 def compared(runs):
-    return companion.compare_determinism(runs).set_index(["change", "seeds", "analysis"])
+    return (
+        companion.compare_determinism(runs).set_index(["change", "seeds", "analysis"]).sort_index()
+    )
 
 
 def test_determinism_runs_are_complete_pairs(runs):
